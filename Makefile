@@ -1,0 +1,56 @@
+# A fresh machine with Python, make and (for the kernels) a C++ compiler: `make demo`, then `make test`.
+#   make demo PYTHON=python3.12                 another Python
+#   make demo TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"   another build of torch
+#   make test ARGS="tests/ops -k fuzz"          some of the tests
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+NPROC ?= 2
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
+
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test examples lint types docs clean
+
+help: ## show these targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+$(STAMP): $(SOURCES)
+	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "installing $(TORCH)"
+	@$(BIN)/python -m pip install -q $(TORCH)
+	@$(BIN)/python -m pip install -q "setuptools>=77" ninja wheel
+	@echo "building and installing torchopt_dist"
+	@$(BIN)/python -m pip install -q --no-build-isolation -e ".[test]"
+	@touch $@
+
+demo: $(STAMP) ## install, then MAML on handwritten digits on two worker processes
+	$(BIN)/torchrun --nproc_per_node=$(NPROC) examples/maml_digits.py $(ARGS)
+
+test: $(STAMP) ## install, then all tests
+	$(BIN)/python -m pytest $(ARGS)
+
+examples: $(STAMP) ## the tests that run the examples
+	$(BIN)/python -m pytest tests/examples $(ARGS)
+
+lint: $(STAMP) ## style
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: $(STAMP) ## static types
+	$(BIN)/mypy
+
+docs: $(STAMP) ## the documentation, into docs/_build
+	$(BIN)/sphinx-build -W docs docs/_build
+
+clean: ## remove what was built, but not .venv
+	rm -rf build dist *.egg-info docs/_build outputs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -f torchopt_dist/_C*.so torchopt_dist/_build_note.txt $(STAMP)
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

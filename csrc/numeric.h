@@ -1,0 +1,19 @@
+// A storage type -> the type that its arithmetic is done in; and the instruction sets a loop is compiled for.
+#pragma once
+
+#include <type_traits>
+
+namespace todist {
+
+template <class T>
+using arithmetic_t = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+}  // namespace todist
+
+// One clone of the function an instruction set; the loader picks the best that the processor has.
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && \
+    !defined(__SANITIZE_ADDRESS__)
+#define TODIST_CLONES __attribute__((target_clones("default", "avx2", "avx512f")))
+#else
+#define TODIST_CLONES
+#endif

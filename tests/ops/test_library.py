@@ -1,0 +1,127 @@
+"""A folder with, without, or with a broken kernel library → what ops says of it."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchopt_dist import ops
+from torchopt_dist.ops import library
+
+PACKAGE = Path(ops.__file__).resolve().parent.parent
+BUILT = any(PACKAGE.glob("_C.*"))
+
+
+def run_copy(tmp_path: Path, code: str, files: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run code on a copy of the package that has these files instead of its library."""
+    ignore = shutil.ignore_patterns("_C*", "_build_note.txt", "__pycache__")
+    shutil.copytree(PACKAGE, tmp_path / "torchopt_dist", ignore=ignore)
+    for name, text in files.items():
+        (tmp_path / "torchopt_dist" / name).write_text(text)
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_truth_about_this_build():
+    assert ops.is_available("add_scaled_") is BUILT
+    assert (ops.why_not("add_scaled_") is None) is BUILT
+    assert not ops.is_available("add_scaled_", "meta")
+
+
+@pytest.mark.skipif(not BUILT, reason="the kernel library is not built here")
+def test_a_device_without_a_kernel():
+    expected = "`add_scaled_` has no META kernel; this build has CPU only"
+    assert ops.why_not("add_scaled_", "meta") == expected
+    assert ops.why_not("add_scaled_", torch.device("cpu", 0)) is None
+
+
+@pytest.mark.skipif(
+    not BUILT or ops.is_available("add_scaled_", "cuda"), reason="needs a build for the CPU only"
+)
+def test_cuda_without_a_cuda_kernel():
+    assert ops.why_not("add_scaled_", "cuda:1") == "`add_scaled_` has no CUDA kernel; this build has CPU only"
+
+
+def test_unknown_op():
+    with pytest.raises(ValueError, match=r"`op` must be one of add_scaled_; got 'adam'"):
+        ops.is_available("adam")
+
+
+def test_load_says_that_nothing_is_there(tmp_path):
+    reason = library.load(tmp_path)
+    assert reason is not None
+    assert reason.startswith("the kernel library was not built: there is no _C")
+    assert str(tmp_path) in reason
+
+
+def test_load_reads_the_note_of_the_build(tmp_path):
+    (tmp_path / "_build_note.txt").write_text("there is no C++ compiler\n")
+    assert library.load(tmp_path) == "the kernel library was not built: there is no C++ compiler"
+
+
+def test_load_says_what_the_loader_said(tmp_path):
+    (tmp_path / "_C.abi3.so").write_bytes(b"not a library")
+    reason = library.load(tmp_path)
+    assert reason is not None
+    assert reason.startswith("the kernel library failed to load: ")
+    assert "_C.abi3.so" in reason
+
+
+WITHOUT = """
+import torch
+import torchopt_dist
+from torchopt_dist import ops
+params, updates = [torch.ones(3), torch.zeros(2, 2)], [torch.ones(3), torch.ones(2, 2)]
+ops.add_scaled_(params, updates, 0.5)
+assert params[0].tolist() == [1.5] * 3 and params[1].tolist() == [[0.5] * 2] * 2
+assert not ops.is_available("add_scaled_")
+print(ops.why_not("add_scaled_"))
+try:
+    ops.add_scaled_(params, updates, fused=True)
+except RuntimeError as error:
+    print(error)
+"""
+
+
+def test_package_without_library_works_and_says_so_once(tmp_path):
+    done = run_copy(tmp_path, WITHOUT, {"_build_note.txt": "there is no C++ compiler"})
+    assert done.returncode == 0, done.stderr
+    reason = "the kernel library was not built: there is no C++ compiler"
+    assert done.stdout.splitlines() == [reason, f"`fused=True` cannot be kept: {reason}"]
+    note = f"torchopt_dist runs without its kernels, by the slower reference formulas: {reason}"
+    assert done.stderr.splitlines() == [note]
+
+
+def test_package_with_broken_library_works_and_says_so(tmp_path):
+    done = run_copy(tmp_path, WITHOUT, {"_C.abi3.so": "broken"})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("the kernel library failed to load: ")
+    assert done.stderr.count("torchopt_dist runs without its kernels") == 1
+
+
+def test_the_note_can_be_silenced(tmp_path):
+    code = (
+        "import logging; logging.getLogger('torchopt_dist').setLevel(logging.ERROR); import torchopt_dist.ops"
+    )
+    done = run_copy(tmp_path, code, {})
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.skipif(not BUILT, reason="the kernel library is not built here")
+def test_a_built_package_says_nothing():
+    code = "import torchopt_dist.ops"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_logger_is_the_package_own():
+    assert logging.getLogger("torchopt_dist").level == logging.NOTSET

@@ -1,0 +1,171 @@
+"""A copy of the tree, with or without what a build needs → a library, or a note of why there is none."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+COMPILER = os.environ.get("CXX", "c++").split()[0]
+TOOLS = [COMPILER, "c++", "g++", "cc", "gcc", "ld", "as", "nm"]
+needs_compiler = pytest.mark.skipif(shutil.which(COMPILER) is None, reason=f"no C++ compiler: `{COMPILER}`")
+PROBE = (
+    "import json; from torchopt_dist import ops; "
+    "print(json.dumps([ops.__file__, ops.why_not('add_scaled_')]))"
+)
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A copy of what an installation reads, nothing built."""
+    copy = tmp_path / "tree"
+    copy.mkdir()
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        if (ROOT / name).exists():
+            shutil.copy(ROOT / name, copy)
+    ignore = shutil.ignore_patterns("_C*", "_build_note.txt", "__pycache__")
+    for name in ("csrc", "torchopt_dist"):
+        shutil.copytree(ROOT / name, copy / name, ignore=ignore)
+    return copy
+
+
+def python(*args: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run this Python; an environment variable that is to be absent is given as an empty text."""
+    environ = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "REQUIRE_EXT": "", **env}
+    environ = {name: value for name, value in environ.items() if value}
+    return subprocess.run(
+        [sys.executable, *args], cwd=cwd, env=environ, capture_output=True, text=True, timeout=110
+    )
+
+
+def build(tree: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    return python("setup.py", "build_ext", "--inplace", cwd=tree, **env)
+
+
+def path_with(tmp_path: Path, tools: list[str]) -> str:
+    """A folder of links to these programs and no others, to stand for PATH."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for tool in set(tools):
+        if found := shutil.which(tool):
+            (folder / Path(tool).name).symlink_to(found)
+    return str(folder)
+
+
+def probe(tree: Path) -> str | None:
+    done = python("-c", PROBE, cwd=tree)
+    assert done.returncode == 0, done.stderr
+    file, reason = json.loads(done.stdout)
+    assert Path(file).is_relative_to(tree)
+    return reason
+
+
+def test_no_compiler_installs_pure_python_and_leaves_the_reason(tree, tmp_path):
+    (tree / "torchopt_dist/_C.abi3.so").write_text("stale")
+    done = build(tree, PATH=path_with(tmp_path, []), CXX="", CC="")
+    assert done.returncode == 0, done.stderr
+    reason = "there is no C++ compiler: `c++` is not on the PATH; `CXX` names another"
+    assert f"torchopt_dist is installed without its kernels: {reason}" in done.stderr
+    assert not [*tree.rglob("_C*.so")]
+    assert probe(tree) == f"the kernel library was not built: {reason}"
+
+
+def test_no_compiler_with_require_ext_is_an_error(tree, tmp_path):
+    done = build(tree, PATH=path_with(tmp_path, []), CXX="", CC="", REQUIRE_EXT="1")
+    assert done.returncode == 1
+    assert "error: REQUIRE_EXT=1, but the kernels were not built: there is no C++ compiler" in done.stderr
+
+
+@needs_compiler
+def test_failed_compilation_installs_pure_python(tree):
+    (tree / "csrc/schemas.cpp").write_text("this is not C++\n")
+    done = build(tree)
+    assert done.returncode == 0, done.stderr
+    assert "torchopt_dist is installed without its kernels: compiling csrc/ failed" in done.stderr
+    reason = probe(tree)
+    assert reason is not None
+    assert reason.startswith("the kernel library was not built: compiling csrc/ failed (")
+
+
+def test_no_torch_installs_pure_python(tree, tmp_path):
+    stub = tmp_path / "stub/torch"
+    stub.mkdir(parents=True)
+    (stub / "__init__.py").write_text("raise ImportError('No module named torch')\n")
+    done = build(tree, PYTHONPATH=str(stub.parent))
+    assert done.returncode == 0, done.stderr
+    assert (
+        "torch cannot be imported at build time (No module named torch); install torch first" in done.stderr
+    )
+    assert build(tree, PYTHONPATH=str(stub.parent), REQUIRE_EXT="1").returncode == 1
+
+
+@needs_compiler
+def test_no_ninja_builds_by_distutils(tree, tmp_path):
+    (tree / "torchopt_dist/_build_note.txt").write_text("stale")
+    done = build(tree, PATH=path_with(tmp_path, TOOLS), REQUIRE_EXT="1")
+    assert done.returncode == 0, done.stderr
+    assert "[1/2]" not in done.stdout
+    assert (tree / "torchopt_dist/_C.abi3.so").is_file()
+    assert not (tree / "torchopt_dist/_build_note.txt").exists()
+    assert probe(tree) is None
+
+
+def wheel_of(tree: Path, **env: str) -> Path:
+    args = ["wheel", "-q", "--no-build-isolation", "--no-deps", "--wheel-dir", "dist", "."]
+    done = python("-m", "pip", *args, cwd=tree, **env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = (tree / "dist").glob("*.whl")
+    return wheel
+
+
+@needs_compiler
+def test_wheel_is_abi3_and_works_outside_the_tree(tree, tmp_path):
+    wheel = wheel_of(tree, REQUIRE_EXT="1")
+    assert re.search(r"-cp310-abi3-\w+\.whl$", wheel.name), wheel.name
+    names = zipfile.ZipFile(wheel).namelist()
+    assert "torchopt_dist/_C.abi3.so" in names
+    assert "torchopt_dist/py.typed" in names
+    assert not [name for name in names if name.startswith(("csrc", "tests", "setup"))]
+
+    target = tmp_path / "site"
+    zipfile.ZipFile(wheel).extractall(target)
+    code = f"import sys; sys.path.insert(0, {str(target)!r}); {PROBE}"
+    done = python("-I", "-c", code, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    file, reason = json.loads(done.stdout)
+    assert Path(file).is_relative_to(target)
+    assert reason is None
+    assert_stable(target / "torchopt_dist/_C.abi3.so")
+
+
+def test_wheel_without_compiler_is_pure_and_carries_the_reason(tree, tmp_path):
+    wheel = wheel_of(tree, PATH=path_with(tmp_path, []), CXX="", CC="")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    archive = zipfile.ZipFile(wheel)
+    assert b"there is no C++ compiler" in archive.read("torchopt_dist/_build_note.txt")
+    assert not [name for name in archive.namelist() if "_C." in name]
+
+
+def assert_stable(library: Path) -> None:
+    """No symbol of torch but those of the C shim; none newer than torch 2.10, if torch-abi-audit is there."""
+    if shutil.which("nm"):
+        listing = subprocess.run(
+            ["nm", "-D", "--undefined-only", library], capture_output=True, text=True, check=True
+        )
+        symbols = [line.split()[-1] for line in listing.stdout.splitlines()]
+        assert [symbol for symbol in symbols if symbol.startswith("aoti_torch_")]
+        assert not [symbol for symbol in symbols if re.match(r"_ZN?K?(2at|3c10|5torch|5caffe)|Py", symbol)]
+    if shutil.which("torch-abi-audit", path=str(Path(sys.executable).parent)):
+        audit = Path(sys.executable).with_name("torch-abi-audit")
+        report = subprocess.run([audit, "--json", library], capture_output=True, text=True, check=True)
+        (found,) = json.loads(report.stdout)["bundled_libs"]
+        assert found["torch"]["stable"], found["torch"]["unstable_symbols"]
+        assert found["torch"]["min_torch_version"] == "2.10.0", found["torch"]["version_defining_symbols"]

@@ -1,0 +1,105 @@
+"""The kernel library beside this package → ops of torch, or the reason why one cannot be used.
+
+The library registers its ops with torch when it is loaded; torch's dispatcher is then asked which devices
+have a kernel. Without the library everything works by the reference formulas. That is said once, at import,
+through the logger ``torchopt_dist`` and not as a warning: it is about the machine, not about the program, so
+it must not break a program that turns warnings into errors. Logging shows it on stderr by default.
+"""
+
+from __future__ import annotations
+
+import logging
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchopt_dist.typing import Device
+
+__all__ = ["is_available", "why_not"]
+
+OPS = ("add_scaled_",)
+"""Every op that has a kernel; a new one is one more row."""
+DEVICES = ("cpu", "cuda")
+"""Device types that a kernel may be written for."""
+
+_torch_ops: Any = torch.ops
+_LIBRARY = "_C"
+_BUILD_NOTE = "_build_note.txt"
+_PACKAGE = Path(__file__).resolve().parent.parent
+
+
+def load(package: Path = _PACKAGE) -> str | None:
+    """Load the kernel library that lies in a folder.
+
+    Args:
+        package: the folder; ``setup.py`` leaves in it either the library or a note that says why not.
+
+    Returns:
+        None if the library is loaded, else the reason why it is not.
+    """
+    for suffix in EXTENSION_SUFFIXES:
+        library = package / f"{_LIBRARY}{suffix}"
+        if library.is_file():
+            try:
+                _torch_ops.load_library(str(library))
+            except OSError as error:
+                return f"the kernel library failed to load: {error}"
+            return None
+    note = package / _BUILD_NOTE
+    if note.is_file():
+        return f"the kernel library was not built: {note.read_text(encoding='utf-8').strip()}"
+    return f"the kernel library was not built: there is no {_LIBRARY}{EXTENSION_SUFFIXES[-1]} in {package}"
+
+
+def _registered() -> frozenset[tuple[str, str]]:
+    """Ask torch's dispatcher for the (op, device type) that have a kernel."""
+    found = set()
+    for op in OPS:
+        for device in DEVICES:
+            try:
+                present = torch._C._dispatch_has_kernel_for_dispatch_key(f"todist::{op}", device.upper())
+            except RuntimeError:
+                continue
+            if present:
+                found.add((op, device))
+    return frozenset(found)
+
+
+_PROBLEM = load()
+_KERNELS = _registered()
+if _PROBLEM:
+    logging.getLogger("torchopt_dist").warning(
+        "torchopt_dist runs without its kernels, by the slower reference formulas: %s", _PROBLEM
+    )
+
+
+def why_not(op: str, device: Device = "cpu") -> str | None:
+    """Say why an op has no kernel for a device.
+
+    Args:
+        op: name of the op, such as ``"add_scaled_"``.
+        device: the device that the tensors are on; only its type counts.
+
+    Returns:
+        None if there is a kernel, else the reason: the library was not built, it failed to load, or it has
+        no kernel for this device.
+
+    Raises:
+        ValueError: ``op`` is not the name of an op.
+    """
+    if op not in OPS:
+        raise ValueError(f"`op` must be one of {', '.join(OPS)}; got {op!r}")
+    kind = torch.device(device).type
+    if (op, kind) in _KERNELS:
+        return None
+    if _PROBLEM:
+        return _PROBLEM
+    have = " and ".join(there.upper() for name, there in sorted(_KERNELS) if name == op) or "none"
+    return f"`{op}` has no {kind.upper()} kernel; this build has {have} only"
+
+
+def is_available(op: str, device: Device = "cpu") -> bool:
+    """Tell whether an op has a kernel for a device; see :func:`why_not` for the reason if not."""
+    return why_not(op, device) is None
