@@ -1,0 +1,77 @@
+"""One call across workers; ``parallelize.py`` is the place to start reading."""
+
+from torchopt_dist.distributed import autograd
+from torchopt_dist.distributed.autograd import is_available
+from torchopt_dist.distributed.parallelize import (
+    parallelize,
+    parallelize_async,
+    parallelize_sync,
+    remote_async_call,
+    remote_sync_call,
+)
+from torchopt_dist.distributed.partition import (
+    Partition,
+    Partitioner,
+    PartitionFunction,
+    TensorDimensionPartitioner,
+    batch_partitioner,
+    dim_partitioner,
+    exclusive_batch_partitioner,
+    replicated,
+)
+from torchopt_dist.distributed.reduce import concatenate_reducer, mean_reducer, stack_reducer, sum_reducer
+from torchopt_dist.distributed.rpc import auto_init_rpc, barrier
+from torchopt_dist.distributed.world import (
+    WorldInfo,
+    default_worker_name_format,
+    get_local_rank,
+    get_local_world_size,
+    get_rank,
+    get_worker_id,
+    get_world_info,
+    get_world_rank,
+    get_world_size,
+    not_on_rank,
+    on_rank,
+    rank_all,
+    rank_non_zero_only,
+    rank_zero_only,
+)
+
+__all__ = [
+    "Partition",
+    "PartitionFunction",
+    "Partitioner",
+    "TensorDimensionPartitioner",
+    "WorldInfo",
+    "auto_init_rpc",
+    "autograd",
+    "barrier",
+    "batch_partitioner",
+    "concatenate_reducer",
+    "default_worker_name_format",
+    "dim_partitioner",
+    "exclusive_batch_partitioner",
+    "get_local_rank",
+    "get_local_world_size",
+    "get_rank",
+    "get_worker_id",
+    "get_world_info",
+    "get_world_rank",
+    "get_world_size",
+    "is_available",
+    "mean_reducer",
+    "not_on_rank",
+    "on_rank",
+    "parallelize",
+    "parallelize_async",
+    "parallelize_sync",
+    "rank_all",
+    "rank_non_zero_only",
+    "rank_zero_only",
+    "remote_async_call",
+    "remote_sync_call",
+    "replicated",
+    "stack_reducer",
+    "sum_reducer",
+]

@@ -1,0 +1,38 @@
+"""``{worker: Future[values]}`` → all the values, or an error as soon as there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from typing import Any
+
+__all__ = ["gather"]
+
+GRACE_SECONDS = 0.05
+"""How long after a first error others are waited for, so that all errors of one cause are told."""
+
+
+def gather(futures: Mapping[int, Future[list[Any]]]) -> dict[int, list[Any]]:
+    """Wait for each worker's values.
+
+    Raises:
+        Exception: what the first worker that failed raised, with the other workers' errors in its notes.
+    """
+    _, missing = wait(futures.values(), return_when=FIRST_EXCEPTION)
+    if missing:
+        wait(missing, timeout=GRACE_SECONDS)
+    errors = [error for future in futures.values() if future.done() and (error := future.exception())]
+    if errors:
+        raise _with_notes(errors[0], errors[1:])
+    return {worker: future.result() for worker, future in futures.items()}
+
+
+def _with_notes(first: BaseException, others: list[BaseException]) -> BaseException:
+    if others:
+        told = "\n".join(
+            f"  {getattr(error, 'worker', '')} {type(error).__name__}: {error}" for error in others
+        )
+        note = f"{len(others)} more worker{'s' * (len(others) > 1)} failed:\n{told}"
+        # `add_note` is Python 3.11's; before, the attribute is all there is.
+        first.__notes__ = [*getattr(first, "__notes__", []), note]
+    return first

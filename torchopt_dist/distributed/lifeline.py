@@ -1,0 +1,323 @@
+"""One TCP connection from every worker to rank 0 → who is there, who waits at a barrier, who failed, who is gone.
+
+RPC alone tells a caller that a worker it is *talking to* has died. The lifeline tells everybody about everybody: a
+rank that raises reports its traceback on it, and a rank that dies drops it. Rank 0 is the hub and hands messages on.
+
+Messages are lines of JSON, never pickles, and a connection that does not start with this run's token is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from torchopt_dist.errors import InitializationError, PeerFailedError, WorkerLostError
+
+__all__ = ["Failure", "Lifeline", "Member"]
+
+log = logging.getLogger(__name__)
+
+HUB = 0
+JOIN_SECONDS = 10.0
+MAX_LINE = 1 << 22
+
+
+@dataclass(frozen=True)
+class Member:
+    """What a worker tells the others about itself.
+
+    Attributes:
+        rank: its rank.
+        name: its name, unique among the workers.
+        program: what its ``__main__`` is; where it is the same, ``__main__.f`` is the same function.
+    """
+
+    rank: int
+    name: str
+    program: str
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A rank that will not go on.
+
+    Attributes:
+        rank: its rank.
+        report: its traceback, or empty if it died without a word.
+    """
+
+    rank: int
+    report: str
+
+    def error(self) -> PeerFailedError | WorkerLostError:
+        """The exception to raise on the other ranks."""
+        if self.report:
+            return PeerFailedError(f"rank {self.rank} failed:\n\n{self.report.rstrip()}")
+        return WorkerLostError(f"rank {self.rank} died: its connection was closed without a report")
+
+
+class Lifeline:
+    """This worker's end of the lifeline; on rank 0 the hub as well.
+
+    Args:
+        me: this worker.
+        world_size: the number of workers.
+        on_failure: called once, from the lifeline's own thread, when another rank reports a failure.
+    """
+
+    def __init__(self, me: Member, world_size: int, on_failure: Callable[[Failure], None]) -> None:
+        self.me = me
+        self.world_size = world_size
+        self.members: tuple[Member, ...] = ()
+        self.failures: dict[int, Failure] = {}
+        self._on_failure = on_failure
+        self._released: set[str] = set()
+        self._left: set[int] = set()
+        self._sequence: dict[str, int] = {}
+        self._changed = threading.Condition()
+        self._closing = False
+        self._hub = _Hub(world_size, self._receive) if me.rank == HUB else None
+        self._to_hub: asyncio.StreamWriter | None = None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="todist-lifeline", daemon=True)
+        self._thread.start()
+
+    def join(self, store: dist.Store, host: str, timeout: float) -> tuple[Member, ...]:
+        """Connect with all the others.
+
+        Args:
+            store: where rank 0 tells its address and this run's token.
+            host: this machine's address, as the others reach it; rank 0 listens there and nowhere else.
+            timeout: seconds to wait for the others.
+
+        Returns:
+            All the workers, by rank.
+
+        Raises:
+            InitializationError: a worker is missing, or two have one name.
+            PeerFailedError: another rank failed meanwhile.
+        """
+        if self._hub is not None:
+            port = self._run(self._hub.listen(host))
+            store.set("lifeline", json.dumps({"host": host, "port": port, "token": self._hub.token}))
+            self._run(self._hub.handle({"join": asdict(self.me)}, None))
+        else:
+            hub = json.loads(store.get("lifeline"))
+            try:
+                self._run(self._connect(**hub))
+            except OSError as error:
+                raise InitializationError(
+                    f"rank {self.me.rank} cannot reach rank 0's lifeline at {hub['host']}:{hub['port']}: {error}"
+                ) from error
+        self._wait(lambda: bool(self.members), timeout, "all workers to join the lifeline")
+        names = [member.name for member in self.members]
+        for rank, name in enumerate(names):
+            if name in names[:rank]:
+                raise InitializationError(
+                    f"worker_name_format gave ranks {names.index(name)} and {rank} the same name {name!r}; "
+                    "names must be unique"
+                )
+        return self.members
+
+    def barrier(self, ranks: Sequence[int], timeout: float | None = None) -> None:
+        """Wait until all ``ranks``, this one among them, have called ``barrier`` with the same ranks.
+
+        Raises:
+            PeerFailedError: a rank failed meanwhile.
+            WorkerLostError: one of ``ranks`` died meanwhile.
+            TimeoutError: ``timeout`` seconds have passed.
+        """
+        group = sorted(set(ranks))
+        name = ",".join(map(str, group))
+        sequence = self._sequence[name] = self._sequence.get(name, 0) + 1
+        key = f"{name}#{sequence}"
+        self._send({"arrive": key, "rank": self.me.rank, "group": group})
+        self._wait(lambda: key in self._released, timeout, f"ranks {group} to come to a barrier", group)
+        self._released.discard(key)
+
+    def fail(self, report: str) -> None:
+        """Tell all the others that this rank has failed; returns when it is told."""
+        self._send({"failed": self.me.rank, "report": report})
+
+    def wait_for(self, thread: threading.Thread) -> None:
+        """Wait for a thread to end, but no longer than all the others are well; errors as :meth:`barrier`."""
+
+        def watch() -> None:
+            thread.join()
+            with self._changed:
+                self._changed.notify_all()
+
+        threading.Thread(target=watch, daemon=True).start()
+        self._wait(lambda: not thread.is_alive(), None, "a thread")
+
+    def close(self) -> None:
+        """Leave without alarm."""
+        self._closing = True
+        self._send({"left": self.me.rank})
+        self._run(self._shut())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=1.0)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+    def check(self, ranks: Sequence[int] | None = None) -> None:
+        """Raise if a rank has reported a failure, or if one of ``ranks`` is gone."""
+        for failure in tuple(self.failures.values()):
+            if failure.report or ranks is None or failure.rank in ranks:
+                raise failure.error()
+
+    def _wait(
+        self,
+        condition: Callable[[], bool],
+        timeout: float | None,
+        what: str,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with self._changed:
+            while True:
+                self.check(ranks)  # first: who came to a barrier may have died since
+                if condition():
+                    return
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    raise TimeoutError(f"rank {self.me.rank} waited {timeout:g} s for {what}")
+                self._changed.wait(left)
+
+    def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout=JOIN_SECONDS)
+
+    def _send(self, message: dict[str, Any]) -> None:
+        if self._hub is not None:
+            self._run(self._hub.handle(message, None))
+        elif self._to_hub is not None:
+            self._run(_write(self._to_hub, message))
+
+    async def _connect(self, host: str, port: int, token: str) -> None:
+        reader, self._to_hub = await asyncio.open_connection(host, port, limit=MAX_LINE)
+        self._to_hub.write(token.encode() + b"\n")
+        await _write(self._to_hub, {"join": asdict(self.me)})
+        self._listening = asyncio.ensure_future(self._listen(reader))
+
+    async def _listen(self, reader: asyncio.StreamReader) -> None:
+        async for message in _messages(reader):
+            self._receive(message)
+        self._receive({"failed": HUB, "report": ""})
+
+    def _receive(self, message: dict[str, Any]) -> None:
+        failure = None
+        with self._changed:
+            if self._closing:
+                return
+            if "members" in message:
+                self.members = tuple(Member(**member) for member in message["members"])
+            elif "release" in message:
+                self._released.add(message["release"])
+            elif "left" in message:
+                self._left.add(message["left"])
+            elif message["failed"] not in {self.me.rank, *self._left, *self.failures}:
+                failure = self.failures[message["failed"]] = Failure(message["failed"], message["report"])
+            self._changed.notify_all()
+        if failure is not None:
+            self._on_failure(failure)
+
+    async def _shut(self) -> None:
+        if self._hub is not None:
+            self._hub.close()
+        if self._to_hub is not None:
+            self._listening.cancel()
+            self._to_hub.close()
+
+
+class _Hub:
+    """Rank 0's side: takes every message in, and tells all workers, its own included, what follows from it."""
+
+    def __init__(self, world_size: int, to_self: Callable[[dict[str, Any]], None]) -> None:
+        self.token = secrets.token_hex(16)
+        self.world_size = world_size
+        self._to_self = to_self
+        self._members: dict[int, dict[str, Any]] = {}
+        self._writers: dict[int, asyncio.StreamWriter] = {}
+        self._arrived: dict[str, set[int]] = {}
+
+    async def listen(self, host: str) -> int:
+        self._server = await asyncio.start_server(self._serve, host, 0, limit=MAX_LINE, backlog=1024)
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        rank = None
+        try:
+            token = await asyncio.wait_for(reader.readline(), JOIN_SECONDS)
+            if not hmac.compare_digest(token.strip(), self.token.encode()):
+                log.warning("the lifeline refused a stranger at %s", writer.get_extra_info("peername"))
+                return
+            async for message in _messages(reader):
+                if "join" in message:
+                    rank = int(message["join"]["rank"])
+                await self.handle(message, writer)
+            if rank is not None:
+                await self.handle({"failed": rank, "report": ""}, None)
+        except (asyncio.TimeoutError, asyncio.CancelledError, ValueError, OSError):
+            pass  # a stranger who said nothing, or nonsense; or this rank is leaving
+        finally:
+            writer.close()
+
+    async def handle(self, message: dict[str, Any], writer: asyncio.StreamWriter | None) -> None:
+        if "join" in message:
+            rank = message["join"]["rank"]
+            self._members[rank] = message["join"]
+            if writer is not None:
+                self._writers[rank] = writer
+            if len(self._members) == self.world_size:
+                await self._tell_all({"members": [self._members[r] for r in range(self.world_size)]})
+        elif "arrive" in message:
+            arrived = self._arrived.setdefault(message["arrive"], set())
+            arrived.add(message["rank"])
+            if arrived.issuperset(message["group"]):
+                del self._arrived[message["arrive"]]
+                await self._tell_all({"release": message["arrive"]}, message["group"])
+        else:
+            await self._tell_all(message)
+
+    async def _tell_all(self, message: dict[str, Any], ranks: Sequence[int] | None = None) -> None:
+        for rank, writer in tuple(self._writers.items()):
+            if ranks is None or rank in ranks:
+                with contextlib.suppress(
+                    OSError
+                ):  # a worker that is gone is reported by its own connection's end
+                    await _write(writer, message)
+        if ranks is None or HUB in ranks:
+            self._to_self(message)
+
+    def close(self) -> None:
+        self._server.close()
+        for writer in self._writers.values():
+            writer.close()
+
+
+async def _write(writer: asyncio.StreamWriter, message: dict[str, Any]) -> None:
+    writer.write(json.dumps(message).encode() + b"\n")
+    await writer.drain()
+
+
+async def _messages(reader: asyncio.StreamReader) -> Any:
+    """The messages on a connection until it ends, however it ends."""
+    while True:
+        try:
+            line = await reader.readline()
+        except OSError:
+            return
+        if not line.endswith(b"\n"):
+            return
+        yield json.loads(line)

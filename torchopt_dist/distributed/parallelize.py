@@ -1,0 +1,220 @@
+"""One call across workers: partition → payload → remote graph → gather → reduce. Read this file first."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any, ParamSpec
+
+from torch.futures import Future
+
+from torchopt_dist.distributed import execute, remote_graph
+from torchopt_dist.distributed.gather import gather
+from torchopt_dist.distributed.partition import Partitioner, partition
+from torchopt_dist.distributed.payload import CallerState, group_by_worker
+from torchopt_dist.distributed.reduce import check_reducer
+from torchopt_dist.distributed.rpc import default_timeout
+from torchopt_dist.distributed.world import get_rank, roster
+from torchopt_dist.typing import Args, KwArgs
+
+__all__ = ["parallelize", "parallelize_async", "parallelize_sync", "remote_async_call", "remote_sync_call"]
+
+P = ParamSpec("P")
+
+UNSET_TIMEOUT = -1.0
+"""As in ``torch.distributed.rpc``: the RPC group's time-out, which is none unless its options ask for one."""
+
+
+def remote_sync_call(
+    func: Callable[..., Any],
+    *,
+    args: Args | None = None,
+    kwargs: KwArgs | None = None,
+    partitioner: Partitioner | None = None,
+    reducer: Callable[..., Any] | None = None,
+    timeout: float | None = UNSET_TIMEOUT,
+) -> Any:
+    """Call ``func`` on one or several workers, and wait for what they return.
+
+    Args:
+        func: the function to call; what it and its arguments hold must be picklable, unless they stay here.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        partitioner: the rank or name of the worker to call; or a function that makes of ``*args, **kwargs`` a list
+            of triplets ``(worker, args, kwargs)``; or ``None`` for ``batch_partitioner``.
+        reducer: makes of the list of results, in the triplets' order, one; ``None`` leaves the list.
+        timeout: seconds after which the call fails; ``None`` or 0 means never. By default the RPC group decides,
+            which has none unless its options ask for one.
+
+    Returns:
+        What the reducer returns, or the list of results.
+
+    Raises:
+        RemoteError: the function raised on a worker; the exception is also of the class raised there.
+        WorkerLostError: a worker died.
+        CallTimeoutError: a worker took longer than ``timeout``.
+        SerializationError: the function, an argument or a result cannot be sent.
+        NotInitializedError: there is no RPC group.
+        TypeError: an argument is of the wrong kind.
+        ValueError: the arguments cannot be split, or a worker is unknown.
+    """
+    call = _Call(func, args, kwargs, partitioner, reducer, timeout)
+    call.run_own_share()
+    return call.finish()
+
+
+def remote_async_call(
+    func: Callable[..., Any],
+    *,
+    args: Args | None = None,
+    kwargs: KwArgs | None = None,
+    partitioner: Partitioner | None = None,
+    reducer: Callable[..., Any] | None = None,
+    timeout: float | None = UNSET_TIMEOUT,
+) -> Future[Any]:
+    """Like :func:`remote_sync_call`, but returns at once with a future of the result.
+
+    This worker's own share, if it has one, and the reducer run in a thread.
+
+    Returns:
+        A future whose ``wait()`` returns the result or raises what the call raised.
+    """
+    call = _Call(func, args, kwargs, partitioner, reducer, timeout)
+    state = CallerState.capture()
+    future: Future[Any] = Future()
+
+    def work() -> None:
+        try:
+            call.run_own_share()
+            with state.applied():
+                result = call.finish()
+        except Exception as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    threading.Thread(target=work, name="todist-async", daemon=True).start()
+    return future
+
+
+class _Call:
+    """The way of one call; the shares of the others leave when it is made."""
+
+    def __init__(
+        self,
+        func: Callable[..., Any],
+        args: Args | None,
+        kwargs: KwArgs | None,
+        partitioner: Partitioner | None,
+        reducer: Callable[..., Any] | None,
+        timeout: float | None,
+    ) -> None:
+        roster.require()
+        if not callable(func):
+            raise TypeError(f"func must be callable, got {type(func).__name__} {func!r:.80}")
+        if not isinstance(args, (tuple, list, type(None))):
+            raise TypeError(
+                f"args must be a tuple, got {type(args).__name__}: write args=(x,) for one argument"
+            )
+        if not isinstance(kwargs, (dict, type(None))):
+            raise TypeError(f"kwargs must be a dictionary, got {type(kwargs).__name__}")
+        seconds = _seconds(timeout)
+        self.reduce = check_reducer(reducer)
+        self.partitions = partition(partitioner, tuple(args or ()), dict(kwargs or {}))
+        self.payloads = group_by_worker(func, self.partitions)
+        self.me = get_rank()
+        self.values = {
+            worker: remote_graph.call(worker, payload, seconds)
+            for worker, (payload, _) in self.payloads.items()
+            if worker != self.me
+        }
+
+    def run_own_share(self) -> None:
+        """A plain call in this thread, while the others work."""
+        if self.me in self.payloads:
+            own = self.values[self.me] = concurrent.futures.Future()
+            try:
+                own.set_result(execute.run(self.payloads[self.me][0]))
+            except Exception as error:
+                own.set_exception(error)
+
+    def finish(self) -> Any:
+        """Wait for the others, and reduce."""
+        results: list[Any] = [None] * len(self.partitions)
+        for worker, values in gather(self.values).items():
+            for index, value in zip(self.payloads[worker][1], values, strict=True):
+                results[index] = value
+        return self.reduce(results, [part.size for part in self.partitions])
+
+
+def parallelize(
+    partitioner: Partitioner | None = None,
+    reducer: Callable[..., Any] | None = None,
+    timeout: float | None = UNSET_TIMEOUT,
+) -> Callable[[Callable[P, Any]], Callable[P, Any]]:
+    """Decorate a function so that a call of it runs on the workers; arguments as :func:`remote_sync_call`.
+
+    The function itself is not changed: it is the ``__wrapped__`` of what the decorator returns, and it is what
+    runs on the workers.
+
+    Example:
+        >>> @todist.parallelize(partitioner=todist.batch_partitioner, reducer=todist.mean_reducer)  # doctest: +SKIP
+        ... def loss_fn(model, batch, targets): ...
+        >>> loss = loss_fn(model, batch, targets)  # on all workers, a part of the batch each  # doctest: +SKIP
+    """
+    return _decorator(remote_sync_call, partitioner, reducer, timeout)
+
+
+parallelize_sync = parallelize
+
+
+def parallelize_async(
+    partitioner: Partitioner | None = None,
+    reducer: Callable[..., Any] | None = None,
+    timeout: float | None = UNSET_TIMEOUT,
+) -> Callable[[Callable[P, Any]], Callable[P, Future[Any]]]:
+    """Like :func:`parallelize`, but a call returns a future at once; see :func:`remote_async_call`."""
+    return _decorator(remote_async_call, partitioner, reducer, timeout)
+
+
+def _decorator(
+    call: Callable[..., Any],
+    partitioner: Partitioner | None,
+    reducer: Callable[..., Any] | None,
+    timeout: float | None,
+) -> Callable[[Callable[P, Any]], Callable[P, Any]]:
+    check_reducer(reducer)
+    _seconds(timeout, check_only=True)
+
+    def decorate(func: Callable[P, Any]) -> Callable[P, Any]:
+        if not callable(func):
+            raise TypeError(f"parallelize decorates a function, got {type(func).__name__} {func!r:.80}")
+
+        # A module's or a callable object's own attributes are not copied; a function's are.
+        updated = functools.WRAPPER_UPDATES if hasattr(func, "__code__") else ()
+
+        @functools.wraps(func, updated=updated)
+        def wrapped(*args: P.args, **kwargs: P.kwargs) -> Any:
+            return call(
+                func, args=args, kwargs=kwargs, partitioner=partitioner, reducer=reducer, timeout=timeout
+            )
+
+        return wrapped
+
+    return decorate
+
+
+def _seconds(timeout: float | None, *, check_only: bool = False) -> float:
+    if timeout is None:
+        return 0.0
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+        raise TypeError(
+            f"timeout must be a number of seconds or None, got {type(timeout).__name__} {timeout!r}"
+        )
+    if timeout == UNSET_TIMEOUT:
+        return 0.0 if check_only else default_timeout()
+    if timeout < 0:
+        raise ValueError(f"timeout must be at least 0 seconds, got {timeout}")
+    return float(timeout)

@@ -1,0 +1,291 @@
+"""``args, kwargs`` → ``[Partition(worker, args, kwargs, size)]``: which worker gets which part of the arguments.
+
+A partitioner is a worker's rank or name, or a function ``(*args, **kwargs) -> [(worker, args, kwargs)]``. Tensors are
+split; modules, parameters, 0-dimensional tensors, what ``replicated`` marks, and everything that is no tensor go to
+every worker whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+
+import optree
+import torch
+from torch import nn
+from typing_extensions import Self
+
+from torchopt_dist.distributed.world import get_worker_id, roster
+from torchopt_dist.typing import Args, KwArgs
+
+__all__ = [
+    "Partition",
+    "PartitionFunction",
+    "Partitioner",
+    "TensorDimensionPartitioner",
+    "batch_partitioner",
+    "dim_partitioner",
+    "exclusive_batch_partitioner",
+    "partition",
+    "replicated",
+]
+
+T = TypeVar("T")
+
+
+class _Triplet(NamedTuple):
+    worker: int | str
+    args: Args
+    kwargs: KwArgs
+
+
+class Partition(_Triplet):
+    """One task: the triplet ``(worker, args, kwargs)``, and its size.
+
+    Args:
+        worker: rank or name of the worker that runs it.
+        args: positional arguments of the function there.
+        kwargs: keyword arguments.
+        size: how many samples it holds; reducers weigh its result by it.
+    """
+
+    size: int
+
+    def __new__(cls, worker: int | str, args: Args | None, kwargs: KwArgs | None, size: int = 1) -> Self:
+        """Make the triplet; ``None`` stands for no arguments."""
+        self = super().__new__(cls, worker, args or (), kwargs or {})
+        self.size = size
+        return self
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        return (*self, self.size)
+
+
+PartitionFunction: TypeAlias = Callable[..., Sequence[tuple[Any, Any, Any]]]
+Partitioner: TypeAlias = int | str | PartitionFunction
+
+
+@dataclass(frozen=True)
+class replicated(Generic[T]):  # noqa: N801 - reads as a verb: f(replicated(weights), batch)
+    """Mark an argument that every worker gets whole, though it looks like a batch.
+
+    Args:
+        value: a tensor or a tree of tensors. The function receives ``value`` itself.
+
+    Example:
+        >>> loss(model, todist.replicated(class_weights), batch)  # doctest: +SKIP
+    """
+
+    value: T
+
+
+def partition(partitioner: Partitioner | None, args: Args, kwargs: KwArgs) -> list[Partition]:
+    """Split the arguments of a call.
+
+    Args:
+        partitioner: a worker's rank or name, a function returning triplets, or ``None`` for ``batch_partitioner``.
+        args: the call's positional arguments.
+        kwargs: its keyword arguments.
+
+    Returns:
+        At least one partition; each one's worker is a rank.
+
+    Raises:
+        TypeError: the partitioner is none of these, or its function returns something else than triplets.
+        ValueError: it returns no triplet, or one for an unknown worker.
+    """
+    if partitioner is None:
+        partitioner = batch_partitioner
+    if isinstance(partitioner, (int, str)):
+        return [Partition(get_worker_id(partitioner), unwrap(args), unwrap(kwargs))]
+    if not callable(partitioner):
+        raise TypeError(
+            "partitioner must be a worker's rank or name, or a function returning triplets "
+            f"(worker, args, kwargs), got {type(partitioner).__name__} {partitioner!r}"
+        )
+    triplets = partitioner(*args, **kwargs)
+    if not isinstance(triplets, Sequence) or isinstance(triplets, (str, tuple)):
+        raise TypeError(
+            f"partitioner {_name(partitioner)} must return a list of triplets (worker, args, kwargs), "
+            f"got {type(triplets).__name__}"
+        )
+    if not triplets:
+        raise ValueError(f"partitioner {_name(partitioner)} returned no triplet: there is nothing to call")
+    return [_checked(partitioner, index, triplet) for index, triplet in enumerate(triplets)]
+
+
+def _checked(partitioner: PartitionFunction, index: int, triplet: Any) -> Partition:
+    def wrong(rule: str, got: object) -> TypeError:
+        return TypeError(
+            f"partitioner {_name(partitioner)} must return triplets (worker, args, kwargs); item {index}: {rule}, "
+            f"got {type(got).__name__} {got!r:.80}"
+        )
+
+    if not isinstance(triplet, tuple) or len(triplet) != 3:
+        raise wrong("must be a tuple of three", triplet)
+    worker, args, kwargs = triplet
+    if worker is None:
+        raise wrong("worker must be a rank or a name", worker)
+    if not isinstance(args, (tuple, list, type(None))):
+        raise wrong("args must be a tuple or None", args)
+    if not isinstance(kwargs, (dict, type(None))):
+        raise wrong("kwargs must be a dictionary or None", kwargs)
+    try:
+        rank = get_worker_id(worker)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"partitioner {_name(partitioner)}, item {index}: {error}") from None
+    return Partition(rank, unwrap(tuple(args or ())), unwrap(kwargs or {}), getattr(triplet, "size", 1))
+
+
+def _name(function: Any) -> str:
+    return f"`{getattr(function, '__qualname__', function)}`"
+
+
+def unwrap(tree: Any) -> Any:
+    """Take the marks of ``replicated`` off a tree of arguments."""
+    if not any(isinstance(leaf, replicated) for leaf in optree.tree_leaves(tree, none_is_leaf=True)):
+        return tree
+    return optree.tree_map(
+        lambda leaf: leaf.value if isinstance(leaf, replicated) else leaf, tree, none_is_leaf=True
+    )
+
+
+class TensorDimensionPartitioner:
+    """Split every tensor among the arguments along one dimension, evenly over the workers.
+
+    Sizes differ by at most one, and the parts keep their order. Tensors may sit anywhere in a tree of tuples,
+    dictionaries, named tuples and other nodes that ``optree`` knows.
+
+    Args:
+        dim: the dimension to split; negative ones count from the last.
+        exclusive: every index is a task of its own, instead of one part for each worker.
+        keepdim: whether the tensors of an exclusive task keep the dimension, with size 1. Parts that are not exclusive
+            always keep it.
+        workers: ranks or names of the workers to use, in this order; ``None`` means all.
+
+    Raises:
+        TypeError: ``dim`` is no integer, or ``workers`` no sequence of ranks and names.
+        ValueError: at the call: no tensor to split, too few dimensions, sizes that differ, a size of 0.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        exclusive: bool = False,
+        keepdim: bool = False,
+        workers: Sequence[int | str] | None = None,
+    ) -> None:
+        if isinstance(dim, bool) or not isinstance(dim, int):
+            raise TypeError(f"dim must be an integer, got {type(dim).__name__} {dim!r}")
+        if workers is not None and (isinstance(workers, (str, int)) or not isinstance(workers, Sequence)):
+            raise TypeError(f"workers must be a sequence of ranks and names, got {workers!r}")
+        if workers is not None and not workers:
+            raise ValueError("workers must name at least one worker, got an empty sequence")
+        self.dim = dim
+        self.exclusive = exclusive
+        self.keepdim = keepdim
+        self.workers = None if workers is None else tuple(workers)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> list[Partition]:
+        """Split ``args`` and ``kwargs``; see :func:`partition` for what the result is used for."""
+        ranks = (
+            list(range(len(roster.require())))
+            if self.workers is None
+            else [get_worker_id(worker) for worker in self.workers]
+        )
+        arguments: Any = (args, kwargs)
+        leaves, treespec = optree.tree_flatten(arguments, is_leaf=_is_whole, none_is_leaf=True)
+        splittable = [index for index, leaf in enumerate(leaves) if _is_splittable(leaf)]
+        size = self._common_size(leaves, splittable, treespec)
+        parts = []
+        tasks = size if self.exclusive else min(size, len(ranks))
+        for task in range(tasks):
+            start, stop = even_share(size, tasks, task)
+            part = list(leaves)
+            for index in splittable:
+                part[index] = self._take(leaves[index], start, stop)
+            rebuilt: Any = optree.tree_unflatten(treespec, part)
+            part_args, part_kwargs = rebuilt
+            worker = ranks[task * min(len(ranks), tasks) // tasks]
+            parts.append(Partition(worker, part_args, part_kwargs, stop - start))
+        return parts
+
+    def _take(self, tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        if self.exclusive and not self.keepdim:
+            return tensor.select(self.dim, start)
+        return tensor.narrow(self.dim, start, stop - start)
+
+    def _common_size(self, leaves: list[Any], splittable: list[int], treespec: optree.PyTreeSpec) -> int:
+        paths = [accessor.codify("") for accessor in treespec.accessors()]
+        sizes: dict[str, int] = {}
+        for index in splittable:
+            tensor, where = leaves[index], _argument(paths[index])
+            if not -tensor.ndim <= self.dim < tensor.ndim:
+                raise ValueError(
+                    f"cannot split {where} along dim={self.dim}: its shape is {tuple(tensor.shape)}; "
+                    "`todist.replicated(x)` marks a tensor that every worker gets whole"
+                )
+            sizes[where] = tensor.shape[self.dim]
+        if not sizes:
+            raise ValueError(
+                "no tensor to split among the arguments (modules, parameters and 0-dimensional tensors go to every "
+                "worker whole): give `partitioner=` a worker's rank or name, or a function returning triplets"
+            )
+        if len(set(sizes.values())) > 1:
+            told = ", ".join(f"{where} has {size}" for where, size in sizes.items())
+            raise ValueError(
+                f"tensors must have one size along dim={self.dim}, but {told}; "
+                "`todist.replicated(x)` marks a tensor that every worker gets whole"
+            )
+        size = next(iter(sizes.values()))
+        if size == 0:
+            raise ValueError(f"empty batch: {next(iter(sizes))} has size 0 along dim={self.dim}")
+        return size
+
+    def __repr__(self) -> str:
+        workers = "" if self.workers is None else f", workers={list(self.workers)}"
+        return (
+            f"{type(self).__name__}({self.dim}, exclusive={self.exclusive}, keepdim={self.keepdim}{workers})"
+        )
+
+
+def even_share(size: int, parts: int, index: int) -> tuple[int, int]:
+    """The half-open range of part ``index`` of ``size`` items in ``parts`` whose sizes differ by at most one."""
+    share, rest = divmod(size, parts)
+    start = index * share + min(index, rest)
+    return start, start + share + (index < rest)
+
+
+def _is_whole(leaf: Any) -> bool:
+    return isinstance(leaf, (replicated, nn.Module))
+
+
+def _is_splittable(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and not isinstance(leaf, nn.Parameter) and leaf.ndim > 0
+
+
+def _argument(path: str) -> str:
+    """``[0][1]['x']``, a path in ``(args, kwargs)``, as ``args[1]['x']``."""
+    return ("args" if path.startswith("[0]") else "kwargs") + path[3:]
+
+
+def dim_partitioner(
+    dim: int = 0,
+    *,
+    exclusive: bool = False,
+    keepdim: bool = True,
+    workers: Sequence[int | str] | None = None,
+) -> PartitionFunction:
+    """A partitioner that splits tensors along ``dim``; see :class:`TensorDimensionPartitioner`.
+
+    ``dim_partitioner(0, exclusive=True, keepdim=False)`` makes of a batch of shape ``(T, B, *)`` T tasks of ``(B, *)``.
+    """
+    return TensorDimensionPartitioner(dim, exclusive=exclusive, keepdim=keepdim, workers=workers)
+
+
+batch_partitioner: PartitionFunction = dim_partitioner(dim=0, keepdim=True)
+"""One part of the batch, along dimension 0, for each worker."""
+exclusive_batch_partitioner: PartitionFunction = dim_partitioner(dim=0, exclusive=True, keepdim=True)
+"""One task for each sample of the batch, along dimension 0, which the task's tensors keep with size 1."""

@@ -1,0 +1,126 @@
+"""``[result], sizes`` → result: what the workers returned, made one.
+
+Results are trees of tensors or numbers, reduced leaf by leaf. A reducer may take the partitions' sizes as its second
+argument, named ``sizes``; a mean weighted by them is the mean over the samples, however unevenly they were split.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import optree
+import torch
+
+__all__ = ["check_reducer", "concatenate_reducer", "mean_reducer", "stack_reducer", "sum_reducer"]
+
+
+def mean_reducer(results: Iterable[Any], sizes: Sequence[int] | None = None) -> Any:
+    r"""The mean over the samples, :math:`\sum_i n_i r_i / \sum_i n_i`, leaf by leaf.
+
+    Args:
+        results: trees of one structure whose leaves are floating-point or complex tensors of one shape, or numbers.
+        sizes: :math:`n_i`, the number of samples in each partition; ``None`` means equal ones.
+
+    Raises:
+        TypeError: a leaf is neither a tensor nor a number.
+        ValueError: there is no result, or structures or shapes differ.
+    """
+    trees = list(results)
+    weights = [1.0] * len(trees) if sizes is None else [float(size) for size in sizes]
+    total = sum(weights)
+
+    def mean(*leaves: torch.Tensor) -> torch.Tensor:
+        stacked = _floating(torch.stack(leaves))
+        if len(set(weights)) == 1:
+            return stacked.mean(0)
+        shape = (-1,) + (1,) * (stacked.ndim - 1)
+        weight = torch.tensor(weights, dtype=torch.float64, device=stacked.device) / total
+        return (stacked * weight.to(stacked.dtype).reshape(shape)).sum(0)
+
+    return _leafwise("mean_reducer", mean, trees)
+
+
+def sum_reducer(results: Iterable[Any]) -> Any:
+    """The sum of the results, leaf by leaf; arguments and errors as :func:`mean_reducer`."""
+    return _leafwise("sum_reducer", lambda *leaves: torch.stack(leaves).sum(0), list(results))
+
+
+def stack_reducer(results: Iterable[Any]) -> Any:
+    """The results stacked along a new first dimension, leaf by leaf; errors as :func:`mean_reducer`."""
+    return _leafwise("stack_reducer", lambda *leaves: torch.stack(leaves), list(results))
+
+
+def concatenate_reducer(results: Iterable[Any]) -> Any:
+    """The results concatenated along dimension 0, leaf by leaf; sizes along it may differ.
+
+    Raises:
+        TypeError: a leaf is neither a tensor nor a number.
+        ValueError: there is no result, a leaf has no dimension, or structures or other dimensions differ.
+    """
+
+    def concatenate(*leaves: torch.Tensor) -> torch.Tensor:
+        if any(leaf.ndim == 0 for leaf in leaves):
+            raise ValueError("a result has no dimension to concatenate along: use stack_reducer")
+        return torch.cat(leaves)
+
+    return _leafwise("concatenate_reducer", concatenate, list(results))
+
+
+def _leafwise(name: str, function: Callable[..., torch.Tensor], trees: list[Any]) -> Any:
+    if not trees:
+        raise ValueError(f"{name} needs at least one result, got none")
+
+    def reduce_leaf(path: tuple[Any, ...], *leaves: Any) -> torch.Tensor:
+        where = "result" + "".join(f"[{key!r}]" for key in path)
+        for index, leaf in enumerate(leaves):
+            if not isinstance(leaf, (torch.Tensor, int, float, complex)):
+                raise TypeError(
+                    f"{name} needs tensors or numbers, got {type(leaf).__name__} {leaf!r:.80} "
+                    f"in {where} of partition {index}"
+                )
+        tensors = [leaf if isinstance(leaf, torch.Tensor) else torch.tensor(leaf) for leaf in leaves]
+        try:
+            return function(*tensors)
+        except (RuntimeError, ValueError) as error:
+            shapes = [tuple(tensor.shape) for tensor in tensors]
+            raise ValueError(f"{name} cannot reduce {where}, of shapes {shapes}: {error}") from error
+
+    try:
+        return optree.tree_map_with_path(reduce_leaf, *trees, none_is_leaf=True)
+    except ValueError as error:
+        if str(error).startswith(name):
+            raise
+        raise ValueError(f"{name} needs results of one structure: {error}") from error
+
+
+def _floating(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_floating_point() or tensor.is_complex():
+        return tensor
+    return tensor.to(torch.get_default_dtype())
+
+
+def check_reducer(reducer: Callable[..., Any] | None) -> Callable[[list[Any], list[int]], Any]:
+    """Check a reducer and make it ``(results, sizes) → result``; without one the results stay a list.
+
+    Raises:
+        TypeError: it cannot be called; later, when it is called, it returns nothing.
+    """
+    if reducer is None:
+        return lambda results, sizes: results
+    if not callable(reducer):
+        raise TypeError(f"reducer must be callable, got {type(reducer).__name__} {reducer!r}")
+    try:
+        takes_sizes = "sizes" in inspect.signature(reducer).parameters
+    except ValueError:  # a built-in without a signature
+        takes_sizes = False
+
+    def reduce_checked(results: list[Any], sizes: list[int]) -> Any:
+        reduced = reducer(results, sizes=sizes) if takes_sizes else reducer(results)
+        if reduced is None:
+            name = getattr(reducer, "__qualname__", repr(reducer))
+            raise TypeError(f"reducer `{name}` must return the reduced result, got None")
+        return reduced
+
+    return reduce_checked

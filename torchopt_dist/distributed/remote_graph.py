@@ -1,0 +1,222 @@
+"""The caller's side: ``worker, Payload`` → ``Future[values]``, connected for backward to any order.
+
+A call is two nodes of the caller's autograd graph::
+
+    inputs ──> dispatch ──anchor──> collect ──> results
+
+Between them lies the worker's own graph, kept there under a key. In backward, *collect* sends the results' gradients
+to the worker and returns at once; *dispatch* waits for the gradients of the inputs. The engine is told to run *collect*
+as soon as it can and *dispatch* as late as it can, so that all the workers and the caller itself differentiate at the
+same time. The two runs that belong together find each other by a ticket, which travels down the anchor as its
+"gradient".
+
+A backward that is recorded (``create_graph=True``) is a call too: its inputs are the results' gradients and, again,
+the call's inputs; its results are the inputs' gradients. It gets two nodes of its own, and so on to any order.
+
+``torch.distributed.autograd`` is first order only, and its engine waits for ever when a call made in its context takes
+no part in a backward, or when a context sees a second backward. These nodes are used inside its contexts too: to its
+engine they are local ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchopt_dist.distributed.messages import Backward, Call, Key, Release, Reply, Request
+from torchopt_dist.distributed.payload import Message, Payload, pack, unpack
+from torchopt_dist.distributed.rpc import current_group
+from torchopt_dist.distributed.transport import RPCTransport, Transport
+from torchopt_dist.errors import NotInitializedError, SerializationError
+
+__all__ = ["call"]
+
+FIRST, LAST = 2**62, 0
+"""Sequence numbers: of the nodes that are ready, the autograd engine runs the one with the highest."""
+
+transport: Transport = RPCTransport()
+_numbers = itertools.count()
+
+
+def call(worker: int, payload: Payload, timeout: float) -> Future[list[Any]]:
+    """Run a payload on another worker.
+
+    Args:
+        worker: the worker's rank.
+        payload: what it has to do.
+        timeout: seconds after which the future fails with :class:`~torchopt_dist.errors.CallTimeoutError`;
+            0 means never.
+
+    Returns:
+        A future of the tasks' values; it fails with what a task raised. Tensors among the values are connected to those
+        of the payload, if its state has grad mode on and any of these requires grad.
+
+    Raises:
+        SerializationError: the payload cannot be sent.
+    """
+    graph = _RemoteGraph(worker)
+    try:
+        message = graph.pack(Call(payload, graph.key if payload.state.grad_enabled else None))
+    except SerializationError as error:
+        function = getattr(payload.function, "__qualname__", repr(payload.function))
+        name = current_group().members[worker].name
+        raise SerializationError(
+            f"`{function}` and its arguments cannot be sent to {name}: {error}"
+        ) from error
+    inputs = message.inputs() if payload.state.grad_enabled else []
+    anchor = graph.dispatch(inputs) if inputs else None
+    future: Future[list[Any]] = Future()
+
+    def arrived(done: Future[Message]) -> None:
+        try:
+            future.set_result(graph.collect(anchor, done.result()))
+        except Exception as error:
+            future.set_exception(error)
+
+    transport.send(worker, message.detached(), timeout).add_done_callback(arrived)
+    return future
+
+
+class _Ticket(NamedTuple):
+    """A backward under way: the request, its message, and the reply to come; the graph of the backward itself."""
+
+    message: Message
+    reply: Future[Message]
+    graph: _RemoteGraph
+
+
+class _RemoteGraph:
+    """The caller's handle of a graph that a worker keeps; the worker's is released when this one is gone."""
+
+    def __init__(self, worker: int) -> None:
+        group = current_group()
+        self.worker = worker
+        self.worker_name = group.members[worker].name
+        self.key: Key = (group.world.rank, next(_numbers))
+        self.kept = False
+        self.under_way: dict[int, _Ticket] = {}
+        self._main_by_name = group.same_program(worker)
+
+    def __del__(self) -> None:
+        if self.kept:
+            _janitor.release(self.worker, self.key)
+
+    def pack(self, request: Request) -> Message:
+        return pack(request, main_by_name=self._main_by_name)
+
+    def dispatch(self, inputs: list[Tensor]) -> Tensor:
+        """The node next to the inputs; returns the anchor."""
+        with torch.enable_grad():
+            apply: Callable[..., Tensor] = _Dispatch.apply
+            anchor = apply(self, *inputs)
+        _set_sequence_number(anchor, LAST)
+        return anchor
+
+    def collect(self, anchor: Tensor | None, message: Message) -> list[Any]:
+        """The node next to the results; returns the reply's values, connected to the anchor."""
+        message = message.received()
+        if anchor is not None and message.connected:
+            self.kept = True
+            outputs = [message.tensors[number].detach() for number in message.connected]
+            with torch.enable_grad():
+                apply: Callable[..., tuple[Tensor, ...]] = _Collect.apply
+                connected = apply(self, anchor, outputs)
+            _set_sequence_number(connected[0], FIRST)
+            for number, output in zip(message.connected, connected, strict=True):
+                message.tensors[number] = output
+        try:
+            reply: Reply = unpack(message)
+        except SerializationError as error:
+            raise SerializationError(
+                f"the result of {self.worker_name} cannot be rebuilt here: {error}"
+            ) from error
+        if reply.failure is not None:
+            raise reply.failure.to_error(self.worker_name)
+        return reply.values
+
+    def start_backward(self, output_grads: tuple[Tensor | None, ...]) -> int:
+        """Send the results' gradients; returns the ticket by which :meth:`finish_backward` finds the reply."""
+        retain_graph, recorded = _engine_keeps_graph(), torch.is_grad_enabled()
+        graph = _RemoteGraph(self.worker)
+        message = graph.pack(Backward(self.key, output_grads, retain_graph, graph.key if recorded else None))
+        self.kept = retain_graph
+        number = next(_numbers)
+        self.under_way[number] = _Ticket(message, transport.send(self.worker, message.detached(), 0), graph)
+        return number
+
+    def finish_backward(self, number: int, inputs: tuple[Tensor, ...]) -> list[Tensor | None]:
+        """Wait for the inputs' gradients; if recorded, they are connected to the results' and to the inputs."""
+        message, reply, graph = self.under_way.pop(number)
+        anchor = graph.dispatch([*message.inputs(), *inputs]) if torch.is_grad_enabled() else None
+        return graph.collect(anchor, reply.result())
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, graph: _RemoteGraph, *inputs: Tensor) -> Tensor:
+        ctx.graph = graph
+        ctx.save_for_backward(*inputs)
+        return torch.zeros((), dtype=torch.float64)
+
+    @staticmethod
+    def backward(ctx: Any, ticket: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.graph.finish_backward(int(ticket.item()), ctx.saved_tensors)
+
+
+class _Collect(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, graph: _RemoteGraph, anchor: Tensor, outputs: list[Tensor]) -> tuple[Tensor, ...]:
+        ctx.graph = graph
+        ctx.save_for_backward(anchor)
+        ctx.set_materialize_grads(False)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *output_grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        _ = ctx.saved_tensors  # torch's own error, if the graph has been freed
+        ticket = ctx.graph.start_backward(output_grads)
+        return None, torch.tensor(ticket, dtype=torch.float64), None
+
+
+def _set_sequence_number(tensor: Tensor, number: int) -> None:
+    # Private in torch: without it the engine's order, and so the overlap, is worse, and the gradients the same.
+    set_number: Callable[[int], None] | None = getattr(tensor.grad_fn, "_set_sequence_nr", None)
+    if set_number is not None:
+        set_number(number)
+
+
+def _engine_keeps_graph() -> bool:
+    # Private in torch: without it the worker keeps its graph until the caller's is gone.
+    asks: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
+    return bool(asks())
+
+
+class _Janitor:
+    """Tells workers to release graphs, from a thread of its own, since ``__del__`` may run anywhere."""
+
+    def __init__(self) -> None:
+        self._keys: queue.SimpleQueue[tuple[int, Key]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def release(self, worker: int, key: Key) -> None:
+        self._keys.put((worker, key))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="todist-janitor", daemon=True)
+            self._thread.start()
+
+    def _work(self) -> None:
+        while True:
+            worker, key = self._keys.get()
+            with contextlib.suppress(NotInitializedError):  # the group has ended, and the graphs with it
+                transport.send(worker, pack(Release((key,)), main_by_name=True), 0)
+
+
+_janitor = _Janitor()

@@ -1,0 +1,129 @@
+"""MASTER_ADDR and MASTER_PORT → a key-value store in which no earlier run has written.
+
+A store can outlive the workers: torchrun's agent keeps its own across restarts, and a second RPC group of one program
+meets the first one's keys. A worker that reads such a stale key talks to the dead. So every rank first exchanges a
+fresh token with rank 0, and a nonce that rank 0 hands out against the tokens prefixes every key from then on.
+
+The exchange: rank r writes a fresh token under ``hello/r``. Rank 0 answers each token it sees with the nonce, under
+``welcome/<token>``; a token left by a dead run is answered too, and nobody reads it. Rank r writes ``ack/<nonce>/r``
+when it has its answer, and rank 0 is done when it has seen all of these.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from torchopt_dist.errors import InitializationError
+
+__all__ = ["init_timeout", "init_url", "meet"]
+
+SCHEME = "todist"
+POLL_SECONDS = 0.005
+
+_stores: dict[str, dist.Store] = {}
+
+
+def init_timeout() -> float:
+    """Seconds that workers wait for each other at the start: ``TODIST_INIT_TIMEOUT``, or 300."""
+    text = os.environ.get("TODIST_INIT_TIMEOUT", "300")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if seconds <= 0:
+        raise InitializationError(
+            f"the environment variable TODIST_INIT_TIMEOUT must be a positive number of seconds, got {text!r}"
+        )
+    return seconds
+
+
+def meet(rank: int, world_size: int, init_method: str) -> tuple[str, dist.Store]:
+    """Wait until all ranks have come, and agree on a nonce.
+
+    Args:
+        rank: this worker's rank.
+        world_size: the number of workers.
+        init_method: where the store is, in torch's notation; ``env://`` reads MASTER_ADDR and MASTER_PORT.
+
+    Returns:
+        The nonce, and a store whose keys are this run's alone.
+
+    Raises:
+        InitializationError: the store cannot be reached, or ranks are missing, after :func:`init_timeout`.
+    """
+    if world_size == 1 and init_method == "env://":
+        return uuid.uuid4().hex, dist.HashStore()  # nobody to meet, so no port is opened
+    seconds = init_timeout()
+    deadline = time.monotonic() + seconds
+    try:
+        store, _, _ = next(
+            iter(dist.rendezvous(init_method, rank, world_size, timeout=timedelta(seconds=seconds)))
+        )
+    except (RuntimeError, ValueError) as error:
+        where = f"{os.environ.get('MASTER_ADDR', '(unset)')}:{os.environ.get('MASTER_PORT', '(unset)')}"
+        raise InitializationError(
+            f"rank {rank} of {world_size} cannot reach the store: init_method={init_method!r}, "
+            f"MASTER_ADDR:MASTER_PORT={where}: {str(error).splitlines()[0]}"
+        ) from error
+    store = dist.PrefixStore("torchopt_dist", store)
+    nonce = _welcome(store, world_size, deadline) if rank == 0 else _say_hello(store, rank, deadline)
+    return nonce, dist.PrefixStore(nonce, store)
+
+
+def _welcome(store: dist.Store, world_size: int, deadline: float) -> str:
+    nonce = uuid.uuid4().hex
+    answered: dict[int, bytes] = {}
+    missing = set(range(1, world_size))
+    while missing:
+        for rank in sorted(missing):
+            if store.check([f"ack/{nonce}/{rank}"]):
+                missing.discard(rank)
+            elif store.check([f"hello/{rank}"]):
+                token = store.get(f"hello/{rank}")
+                if answered.get(rank) != token:
+                    store.set(f"welcome/{token.decode()}", nonce)
+                    answered[rank] = token
+        if missing:
+            if time.monotonic() > deadline:
+                raise InitializationError(
+                    f"rank 0 waited {init_timeout():g} s (TODIST_INIT_TIMEOUT) for all {world_size} workers; "
+                    f"missing: rank {', '.join(map(str, sorted(missing)))}"
+                )
+            time.sleep(POLL_SECONDS)
+    return nonce
+
+
+def _say_hello(store: dist.Store, rank: int, deadline: float) -> str:
+    token = uuid.uuid4().hex
+    store.set(f"hello/{rank}", token)
+    while not store.check([f"welcome/{token}"]):
+        if time.monotonic() > deadline:
+            raise InitializationError(
+                f"rank {rank} waited {init_timeout():g} s (TODIST_INIT_TIMEOUT) for rank 0, which did not answer"
+            )
+        time.sleep(POLL_SECONDS)
+    nonce = store.get(f"welcome/{token}").decode()
+    store.set(f"ack/{nonce}/{rank}", "")
+    return nonce
+
+
+def init_url(nonce: str, store: dist.Store) -> str:
+    """The ``init_method`` by which ``init_rpc`` finds ``store``."""
+    _stores[nonce] = store
+    return f"{SCHEME}://{nonce}"
+
+
+def _handler(url: str, **options: object) -> Iterator[tuple[dist.Store, int, int]]:
+    del options
+    nonce, _, query = url.removeprefix(f"{SCHEME}://").partition("?")
+    fields = dict(field.split("=") for field in query.split("&"))
+    yield _stores.pop(nonce), int(fields["rank"]), int(fields["world_size"])
+
+
+dist.register_rendezvous_handler(SCHEME, _handler)

@@ -1,0 +1,331 @@
+"""The life of the RPC group: init → ``worker_init_fn()`` → barrier → ``main()`` → shutdown → its return value.
+
+However ``main`` ends on one rank, it ends soon on all: a rank that raises tells the others on the lifeline, and those
+who do not notice by themselves are ended with its traceback.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import logging
+import os
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any, ParamSpec, TypeVar
+
+import setproctitle
+import torch.distributed as dist
+from torch.distributed import rpc
+from typing_extensions import Self
+
+from torchopt_dist.distributed import network, rendezvous
+from torchopt_dist.distributed.lifeline import Failure, Lifeline, Member
+from torchopt_dist.distributed.world import (
+    WorldInfo,
+    default_worker_name_format,
+    get_worker_id,
+    get_world_info,
+    roster,
+)
+from torchopt_dist.errors import InitializationError
+
+__all__ = ["auto_init_rpc", "barrier", "current_group", "default_timeout"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+MAX_SHARED_MEMORY_WORKERS = 32
+"""Beyond so many workers on one machine TensorPipe's shared-memory transport fails at the start."""
+TORCH_DEFAULT_TIMEOUT: float = rpc.constants.DEFAULT_RPC_TIMEOUT_SEC
+"""Torch's 60 s cannot be told from a wish for 60 s; it counts as no wish, and calls have no time-out."""
+SHUTDOWN_SECONDS = 30
+"""For the last handshake, when all workers are known to be there."""
+GRACE_SECONDS = 0.4
+"""What a rank has to unwind by itself after another one has failed."""
+
+log = logging.getLogger(__name__)
+
+
+def auto_init_rpc(
+    worker_init_fn: Callable[[], Any] | None = None,
+    worker_name_format: Callable[..., str] = default_worker_name_format,
+    *,
+    backend: rpc.BackendType | None = None,
+    rpc_backend_options: rpc.RpcBackendOptions | None = None,
+) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Decorate ``main()`` so that it runs on every worker, with remote calls between them.
+
+    Started by torchrun, by ``todist.Launcher`` or by anything that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT,
+    the workers first wait for each other. Started by plain ``python``, the world is one process. A second call
+    inside ``main`` uses the group that is there; a call after ``main`` has returned makes a new one.
+
+    Args:
+        worker_init_fn: called on every worker before ``main`` runs on any: seeds, devices, a process title.
+        worker_name_format: called with the keywords ``world_rank``, ``world_size``, ``local_rank`` and
+            ``local_world_size``; returns this worker's name, of letters, digits, ``-``, ``_`` and ``:``.
+        backend: as in :func:`torch.distributed.rpc.init_rpc`.
+        rpc_backend_options: likewise. Calls have no time-out unless its ``rpc_timeout`` (seconds) is set to anything
+            but torch's default of 60; device maps go here.
+
+    Returns:
+        The decorator. The decorated function returns what ``main`` returns.
+
+    Raises:
+        InitializationError: the group cannot be formed; raised by the decorated function.
+        PeerFailedError: ``main`` or ``worker_init_fn`` raised on another rank; its traceback is in the message.
+        WorkerLostError: another rank died.
+    """
+    for argument, value in (("worker_init_fn", worker_init_fn), ("worker_name_format", worker_name_format)):
+        if value is not None and not callable(value):
+            raise TypeError(f"{argument} must be callable, got {type(value).__name__} {value!r}")
+    settings = (worker_name_format, backend, rpc_backend_options)
+
+    def decorator(main: Callable[P, T]) -> Callable[P, T]:
+        if not callable(main):
+            raise TypeError(f"auto_init_rpc decorates a function, got {type(main).__name__} {main!r}")
+
+        @functools.wraps(main)
+        def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
+            if _group is not None:
+                _group.check_same(settings)
+                return main(*args, **kwargs)
+            with _Group(*settings) as group:
+                if worker_init_fn is not None:
+                    worker_init_fn()
+                group.lifeline.barrier(range(group.world.world_size))
+                return main(*args, **kwargs)
+
+        return wrapped
+
+    return decorator
+
+
+def barrier(worker_names: Iterable[str] | None = None) -> None:
+    """Wait until every worker, or every named one, has called ``barrier`` with the same names.
+
+    Args:
+        worker_names: the workers to wait for, by name or rank, this one among them; ``None`` means all.
+
+    Raises:
+        NotInitializedError: there is no RPC group.
+        ValueError: a name is unknown, or this worker is not among them.
+        PeerFailedError: another rank failed meanwhile.
+        WorkerLostError: a worker that is waited for died.
+    """
+    names = roster.require()
+    if isinstance(worker_names, str):
+        raise TypeError(
+            f"worker_names must be a collection of names, got one string: write [{worker_names!r}]"
+        )
+    ranks = range(len(names)) if worker_names is None else [get_worker_id(name) for name in worker_names]
+    group = current_group()
+    if group.world.rank not in ranks:
+        raise ValueError(
+            f"worker_names must contain the calling worker {group.world.worker_name!r}, "
+            f"got {[names[rank] for rank in ranks]}"
+        )
+    group.lifeline.barrier(ranks)
+
+
+def current_group() -> _Group:
+    """The living RPC group, or :class:`~torchopt_dist.errors.NotInitializedError`."""
+    roster.require()
+    assert _group is not None
+    return _group
+
+
+def default_timeout() -> float:
+    """Seconds that a call may take if it does not say so itself; 0 means no limit."""
+    return current_group().call_timeout
+
+
+class _Group:
+    """Context manager: the RPC group of this world, from before ``worker_init_fn`` until all ranks are done."""
+
+    def __init__(
+        self,
+        worker_name_format: Callable[..., str],
+        backend: rpc.BackendType | None,
+        rpc_backend_options: rpc.RpcBackendOptions | None,
+    ) -> None:
+        self.settings = (worker_name_format, backend, rpc_backend_options)
+        self.world = _named(get_world_info(), worker_name_format)
+        self.backend = backend
+        self.options = rpc_backend_options or _default_options(self.world)
+        self.members: tuple[Member, ...] = ()
+        self._unwound = threading.Event()
+
+    @property
+    def call_timeout(self) -> float:
+        """Seconds a call may take by default; 0 means no limit."""
+        return 0.0 if self._asked_timeout == TORCH_DEFAULT_TIMEOUT else self._asked_timeout
+
+    def same_program(self, rank: int) -> bool:
+        """Whether ``__main__`` there is what it is here, so that its functions can be sent by name."""
+        return self.members[rank].program == self.members[self.world.rank].program
+
+    def check_same(self, settings: tuple[Any, ...]) -> None:
+        """Raise unless ``settings`` are those of this group or ask for nothing particular."""
+        names = ("worker_name_format", "backend", "rpc_backend_options")
+        for name, here, asked in zip(names, self.settings, settings, strict=True):
+            if asked not in (here, None, default_worker_name_format):
+                raise InitializationError(
+                    f"a second `auto_init_rpc` inside `main` uses the group that is there, but asks for another "
+                    f"{name}: {asked!r}, where the group has {here!r}"
+                )
+
+    def __enter__(self) -> Self:
+        global _group
+        if rpc.api._is_current_rpc_agent_set():
+            raise InitializationError(
+                "RPC is already initialized: `auto_init_rpc` calls `torch.distributed.rpc.init_rpc` itself, "
+                "so the program must not"
+            )
+        world, options = self.world, self.options
+        if world.world_size > 1 and options.init_method == "env://":
+            for variable in ("MASTER_ADDR", "MASTER_PORT"):
+                if variable not in os.environ:
+                    raise InitializationError(
+                        f"the environment variable {variable} is missing, and WORLD_SIZE is {world.world_size}"
+                    )
+        host = os.environ.get("MASTER_ADDR", "127.0.0.1") if world.world_size > 1 else "127.0.0.1"
+        network.choose_interface(host)
+        nonce, store = rendezvous.meet(world.rank, world.world_size, options.init_method)
+        me = Member(world.rank, world.worker_name, _program())
+        self.lifeline = Lifeline(me, world.world_size, self._peer_failed)
+        try:
+            self.members = self.lifeline.join(store, network.local_address(host), rendezvous.init_timeout())
+            self._init_rpc(nonce, store)
+            roster.names = tuple(member.name for member in self.members)
+            setproctitle.setproctitle(f"{world.worker_name} of {world.world_size}: {' '.join(sys.argv)}")
+            _group = self
+        except BaseException:
+            self._abandon(traceback.format_exc())
+            raise
+        return self
+
+    def _init_rpc(self, nonce: str, store: dist.Store) -> None:
+        # The options' time-out bounds the waits of the start as well, and 0 would end these at once.
+        options, asked = self.options, (self.options.init_method, self.options.rpc_timeout)
+        self._asked_timeout = options.rpc_timeout
+        options.init_method = rendezvous.init_url(nonce, store)
+        options.rpc_timeout = rendezvous.init_timeout()
+        world = self.world
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)  # torch's own doing
+                rpc.init_rpc(world.worker_name, self.backend, world.rank, world.world_size, options)
+            rpc._set_rpc_timeout(self.call_timeout)
+        finally:
+            options.init_method, options.rpc_timeout = asked
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if error is None or (isinstance(error, SystemExit) and not error.code):
+            try:
+                self.lifeline.barrier(range(self.world.world_size))  # serve the others until all are done
+                self._leave()
+                return
+            except BaseException as late:
+                self._abandon(traceback.format_exc())
+                raise late.with_traceback(None) from None
+        root = self._root_cause(error)
+        self._abandon("".join(traceback.format_exception(error)), _exit_code(error))
+        if root is not None:
+            raise root.error() from error
+
+    def _root_cause(self, error: BaseException) -> Failure | None:
+        """The failure of another rank that ``error``, raised here, is a mere consequence of."""
+        if isinstance(error, ConnectionError):
+            self._unwound.wait(0.1)  # the report may be on its way behind the broken connection
+        reports = [failure for failure in self.lifeline.failures.values() if failure.report]
+        return reports[0] if reports and isinstance(error, ConnectionError) else None
+
+    def _leave(self) -> None:
+        """All ranks are here: an orderly end, in which nobody waits long."""
+        self._forget()
+        handshake = threading.Thread(target=rpc.shutdown, args=(True, SHUTDOWN_SECONDS), daemon=True)
+        handshake.start()
+        self.lifeline.wait_for(handshake)
+        self.lifeline.close()
+
+    def _abandon(self, report: str, exit_code: int = 1) -> None:
+        """This rank has failed: tell the others, and leave without waiting for anyone."""
+        self._forget()
+        self._unwound.set()
+        try:
+            self.lifeline.fail(report)
+            self.lifeline.close()
+        except Exception:  # the hub is gone: there is nobody to tell
+            log.debug("no lifeline left to report on", exc_info=True)
+        if rpc.api._is_current_rpc_agent_set():
+            # The agent waits for the functions that it runs for others, which may take for ever.
+            shutdown = threading.Thread(target=rpc.shutdown, kwargs={"graceful": False}, daemon=True)
+            shutdown.start()
+            shutdown.join(GRACE_SECONDS)
+            if shutdown.is_alive():
+                atexit.register(_exit_now, exit_code)
+
+    def _forget(self) -> None:
+        global _group
+        if _group is self:
+            _group, roster.names = None, ()
+
+    def _peer_failed(self, failure: Failure) -> None:
+        """On the lifeline's thread: another rank has failed. If it raised, this rank ends as well."""
+        if failure.report:
+            threading.Thread(target=self._end, args=(failure,), daemon=True).start()
+
+    def _end(self, failure: Failure) -> None:
+        if not self._unwound.wait(GRACE_SECONDS):
+            sys.stdout.flush()
+            print(
+                f"{self.world.worker_name} (rank {self.world.rank}) is ended: {failure.error()}",
+                file=sys.stderr,
+                flush=True,
+            )
+            os._exit(1)
+
+
+_group: _Group | None = None
+
+
+def _named(world: WorldInfo, worker_name_format: Callable[..., str]) -> WorldInfo:
+    name = worker_name_format(
+        world_rank=world.world_rank,
+        world_size=world.world_size,
+        local_rank=world.local_rank,
+        local_world_size=world.local_world_size,
+    )
+    if not isinstance(name, str):
+        raise InitializationError(
+            f"worker_name_format must return a string, got {type(name).__name__} {name!r}"
+        )
+    return WorldInfo(world.world_size, world.world_rank, world.local_world_size, world.local_rank, name)
+
+
+def _default_options(world: WorldInfo) -> rpc.TensorPipeRpcBackendOptions:
+    if world.local_world_size > MAX_SHARED_MEMORY_WORKERS:
+        return rpc.TensorPipeRpcBackendOptions(_transports=["uv"])
+    return rpc.TensorPipeRpcBackendOptions()
+
+
+def _program() -> str:
+    """What ``__main__`` is: the path of the script, or nothing where it has none, as in a notebook."""
+    path = getattr(sys.modules["__main__"], "__file__", None)
+    return os.path.realpath(path) if path else ""
+
+
+def _exit_code(error: BaseException) -> int:
+    return error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
+
+
+def _exit_now(code: int) -> None:
+    """Registered last at exit: the RPC agent's threads would hold the interpreter."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,124 @@
+"""The worker's side: request ``Message`` → reply ``Message``, and the graphs kept between the two ways of a gradient.
+
+A call's tensors arrive as leaves. If the caller wants gradients, the graph from these to the results is kept under the
+caller's key, until a backward uses it up or the caller releases it. A backward that is itself to be differentiated is
+kept like a call, with the output gradients among its inputs.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchopt_dist.distributed import execute
+from torchopt_dist.distributed.failure import RemoteFailure
+from torchopt_dist.distributed.messages import Backward, Call, Key, Release, Reply
+from torchopt_dist.distributed.payload import Message, pack, unpack
+from torchopt_dist.errors import SerializationError
+
+__all__ = ["kept_graphs", "serve"]
+
+
+@dataclass(frozen=True)
+class _Graph:
+    inputs: list[torch.Tensor]
+    outputs: list[torch.Tensor]
+
+
+class _KeptGraphs:
+    """The graphs of calls that this worker has answered, by key."""
+
+    def __init__(self) -> None:
+        self._graphs: dict[Key, _Graph] = {}
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def keep(self, key: Key, graph: _Graph) -> None:
+        with self._lock:
+            self._graphs[key] = graph
+
+    def find(self, key: Key) -> _Graph:
+        with self._lock:
+            graph = self._graphs.get(key)
+        if graph is None:
+            raise RuntimeError(
+                "Trying to backward through the graph of a remote call a second time: give retain_graph=True the first"
+            )
+        return graph
+
+    def release(self, key: Key) -> None:
+        with self._lock:
+            self._graphs.pop(key, None)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._graphs.clear()
+
+
+kept_graphs = _KeptGraphs()
+
+
+def serve(request: Message) -> Message:
+    """Do what a request asks; whatever goes wrong is the reply's failure."""
+    request = request.received()
+    try:
+        return _handle(request)
+    except BaseException as error:  # the caller is told, and this worker goes on serving
+        return pack(Reply(failure=RemoteFailure.of(error)), main_by_name=True).detached()
+
+
+def _handle(request: Message) -> Message:
+    content = unpack(request)
+    if isinstance(content, Release):
+        for key in content.graphs:
+            kept_graphs.release(key)
+        return pack(Reply(), main_by_name=True)
+    if isinstance(content, Call):
+        return _reply(execute.run(content.payload), request.inputs(), content.keep_as)
+    assert isinstance(content, Backward)
+    graph = kept_graphs.find(content.graph)
+    if not content.retain_graph:
+        kept_graphs.release(content.graph)
+    input_grads = _differentiate(graph, content)
+    return _reply(input_grads, [*request.inputs(), *graph.inputs], content.keep_as)
+
+
+def _differentiate(graph: _Graph, request: Backward) -> list[torch.Tensor | None]:
+    reached = [
+        (output, grad)
+        for output, grad in zip(graph.outputs, request.output_grads, strict=True)
+        if grad is not None
+    ]
+    return list(
+        torch.autograd.grad(
+            [output for output, _ in reached],
+            graph.inputs,
+            [grad for _, grad in reached],
+            retain_graph=request.retain_graph,
+            create_graph=request.keep_as is not None,
+            allow_unused=True,
+        )
+    )
+
+
+def _reply(values: list[Any], inputs: list[torch.Tensor], keep_as: Key | None) -> Message:
+    try:
+        reply = pack(Reply(values), main_by_name=True)
+    except SerializationError as error:
+        raise SerializationError(f"the result cannot be sent: {error}") from error
+    if keep_as is not None and inputs:
+        leaves = {id(tensor) for tensor in inputs}
+        outputs = {
+            number: tensor
+            for number, tensor in enumerate(reply.tensors)
+            if tensor.requires_grad and (tensor.grad_fn is not None or id(tensor) in leaves)
+        }
+        if outputs:
+            kept_graphs.keep(keep_as, _Graph(inputs, list(outputs.values())))
+            reply.connected = tuple(outputs)
+    return reply.detached()

@@ -1,0 +1,31 @@
+"""The interface of a transport: ``worker, Message`` → ``Future[Message]``."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Protocol
+
+from torchopt_dist.distributed.payload import Message
+
+__all__ = ["Transport"]
+
+
+class Transport(Protocol):
+    """Carries a request to a worker, where ``serve`` answers it, and the reply back.
+
+    It knows nothing of what it carries. Every implementation passes ``tests/distributed/transport``.
+    """
+
+    def send(self, worker: int, request: Message, timeout: float) -> Future[Message]:
+        """Send a request.
+
+        Args:
+            worker: the worker's rank.
+            request: the message; its tensors are detached.
+            timeout: seconds to wait for the reply; 0 means for ever. A reply that comes later is dropped.
+
+        Returns:
+            A future of the reply. It fails with :class:`~torchopt_dist.errors.CallTimeoutError`, or with
+            :class:`~torchopt_dist.errors.WorkerLostError` when the worker is gone; then it fails soon.
+        """
+        ...

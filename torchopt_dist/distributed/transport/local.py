@@ -1,0 +1,44 @@
+"""This process as a worker: requests are answered by a thread, without a network and without copies."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+
+from torchopt_dist.distributed.payload import Message
+from torchopt_dist.distributed.serve import serve
+from torchopt_dist.errors import CallTimeoutError
+
+__all__ = ["LocalTransport"]
+
+
+class LocalTransport:
+    """Every worker is this process; for tests, and to try out a program's remote calls under a debugger."""
+
+    def send(self, worker: int, request: Message, timeout: float) -> Future[Message]:
+        """See :class:`~torchopt_dist.distributed.transport.base.Transport`."""
+        future: Future[Message] = Future()
+        threading.Thread(
+            target=lambda: _settle(future, serve(request)), name="todist-local", daemon=True
+        ).start()
+        if timeout:
+            late = CallTimeoutError(f"worker {worker} took longer than timeout={timeout:g} s")
+            timer = threading.Timer(timeout, lambda: _settle(future, late))
+            timer.daemon = True
+            timer.start()
+            future.add_done_callback(lambda _: timer.cancel())
+        return future
+
+
+_settling = threading.Lock()
+
+
+def _settle(future: Future[Message], result: Message | Exception) -> None:
+    """Give the future its result, unless it has one."""
+    with _settling:
+        if future.done():
+            return
+        if isinstance(result, Exception):
+            future.set_exception(result)
+        else:
+            future.set_result(result)

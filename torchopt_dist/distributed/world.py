@@ -1,0 +1,268 @@
+"""Environment variables → who am I: my rank, how many we are, and functions that run on some ranks only.
+
+Nothing is remembered: the variables that torchrun and ``todist.Launcher`` set are read each time they are asked
+for. Without them the world is this one process.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar
+
+from torchopt_dist.errors import InitializationError, NotInitializedError
+
+__all__ = [
+    "WorldInfo",
+    "default_worker_name_format",
+    "get_local_rank",
+    "get_local_world_size",
+    "get_rank",
+    "get_worker_id",
+    "get_world_info",
+    "get_world_rank",
+    "get_world_size",
+    "not_on_rank",
+    "on_rank",
+    "rank_all",
+    "rank_non_zero_only",
+    "rank_zero_only",
+]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def default_worker_name_format(
+    *, world_rank: int, world_size: int, local_rank: int, local_world_size: int
+) -> str:
+    """Name a worker by its rank: ``worker0``, ``worker1``, …"""
+    del world_size, local_rank, local_world_size
+    return f"worker{world_rank}"
+
+
+@dataclass(frozen=True)
+class WorldInfo:
+    """This process's place in the world.
+
+    Attributes:
+        world_size: number of workers on all machines.
+        world_rank: this worker's number, in ``[0, world_size)``; worker 0 drives the program.
+        local_world_size: number of workers on this machine.
+        local_rank: this worker's number on this machine, in ``[0, local_world_size)``; choose the GPU by it.
+        worker_name: the name that remote calls know this worker by.
+    """
+
+    world_size: int
+    world_rank: int
+    local_world_size: int
+    local_rank: int
+    worker_name: str
+
+    @property
+    def rank(self) -> int:
+        """The same as ``world_rank``."""
+        return self.world_rank
+
+
+class Roster:
+    """The workers of the living RPC group, by rank; empty when there is none. Filled by ``rpc.py``."""
+
+    def __init__(self) -> None:
+        self.names: tuple[str, ...] = ()
+
+    def require(self) -> tuple[str, ...]:
+        """The workers' names, or an error if there is no group."""
+        if not self.names:
+            raise NotInitializedError(
+                "no RPC group: distributed calls work inside a function decorated with "
+                "`@todist.auto_init_rpc(...)` and called from it"
+            )
+        return self.names
+
+
+roster = Roster()
+
+
+def get_world_info() -> WorldInfo:
+    """Read this process's place in the world from the environment.
+
+    Returns:
+        The world's and this machine's sizes and this worker's ranks. The name is the one agreed on in the
+        living RPC group; outside a group it is the default name.
+
+    Raises:
+        InitializationError: a variable is missing, is not a number, or is out of range.
+    """
+    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+        world_size, world_rank, local_world_size, local_rank = 1, 0, 1, 0
+    else:
+        world_size, world_rank = _read("WORLD_SIZE"), _read("RANK")
+        local_world_size = _read("LOCAL_WORLD_SIZE", world_size)
+        local_rank = _read("LOCAL_RANK", world_rank % max(local_world_size, 1))
+        _check_range("RANK", world_rank, "WORLD_SIZE", world_size)
+        _check_range("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_world_size)
+    name = (
+        roster.names[world_rank]
+        if world_rank < len(roster.names)
+        else default_worker_name_format(
+            world_rank=world_rank,
+            world_size=world_size,
+            local_rank=local_rank,
+            local_world_size=local_world_size,
+        )
+    )
+    return WorldInfo(world_size, world_rank, local_world_size, local_rank, name)
+
+
+def _read(variable: str, default: int | None = None) -> int:
+    text = os.environ.get(variable)
+    if text is None:
+        if default is None:
+            raise InitializationError(
+                f"the environment variable {variable} is missing: RANK and WORLD_SIZE are set together "
+                "(by torchrun, for example) or not at all"
+            )
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise InitializationError(
+            f"the environment variable {variable} must be an integer, got {text!r}"
+        ) from None
+
+
+def _check_range(rank_variable: str, rank: int, size_variable: str, size: int) -> None:
+    if not 0 <= rank < size:
+        raise InitializationError(
+            f"{rank_variable} must be in [0, {size_variable}), got {rank_variable}={rank} "
+            f"and {size_variable}={size}"
+        )
+
+
+def get_world_rank() -> int:
+    """This worker's rank among all workers, in ``[0, world_size)``."""
+    return get_world_info().world_rank
+
+
+def get_rank() -> int:
+    """The same as :func:`get_world_rank`."""
+    return get_world_info().world_rank
+
+
+def get_world_size() -> int:
+    """The number of workers on all machines."""
+    return get_world_info().world_size
+
+
+def get_local_rank() -> int:
+    """This worker's rank on its machine, in ``[0, local_world_size)``; choose the GPU by it."""
+    return get_world_info().local_rank
+
+
+def get_local_world_size() -> int:
+    """The number of workers on this machine."""
+    return get_world_info().local_world_size
+
+
+def get_worker_id(id: str | int | None = None) -> int:
+    """The rank of a worker.
+
+    Args:
+        id: a worker's name or rank; ``None`` means this worker.
+
+    Raises:
+        NotInitializedError: a name or a rank is given and there is no RPC group.
+        ValueError: no worker has that name, or the rank is outside ``[0, world_size)``.
+        TypeError: ``id`` is neither a name nor a rank.
+    """
+    if id is None:
+        return get_rank()
+    names = roster.require()
+    if isinstance(id, str):
+        if id not in names:
+            raise ValueError(f"no worker is named {id!r}; the workers are {', '.join(names)}")
+        return names.index(id)
+    if isinstance(id, bool) or not isinstance(id, int):
+        raise TypeError(f"a worker is given by its name or its rank, got {type(id).__name__} {id!r}")
+    if not 0 <= id < len(names):
+        raise ValueError(f"a worker's rank must be in [0, {len(names)}), got {id}")
+    return id
+
+
+def on_rank(*ranks: int) -> Callable[[Callable[P, T]], Callable[P, T | None]]:
+    """Run the decorated function on the given ranks only; elsewhere it returns ``None`` at once.
+
+    Args:
+        ranks: the ranks, each at least 0.
+
+    Raises:
+        ValueError: a rank is negative, or, at the call, the world has none of the ranks, so that the function
+            would run nowhere.
+    """
+    _check_ranks("on_rank", ranks)
+
+    def decorator(func: Callable[P, T]) -> Callable[P, T | None]:
+        @functools.wraps(func)
+        def wrapped(*args: P.args, **kwargs: P.kwargs) -> T | None:
+            world = get_world_info()
+            if min(ranks) >= world.world_size:
+                raise ValueError(
+                    f"on_rank{ranks}: `{func.__qualname__}` would run nowhere, since ranks must be in "
+                    f"[0, {world.world_size})"
+                )
+            return func(*args, **kwargs) if world.rank in ranks else None
+
+        return wrapped
+
+    return decorator
+
+
+def not_on_rank(*ranks: int) -> Callable[[Callable[P, T]], Callable[P, T | None]]:
+    """Run the decorated function on all but the given ranks; on those it returns ``None`` at once.
+
+    Args:
+        ranks: the ranks to leave out, each at least 0.
+
+    Raises:
+        ValueError: a rank is negative.
+    """
+    _check_ranks("not_on_rank", ranks)
+
+    def decorator(func: Callable[P, T]) -> Callable[P, T | None]:
+        @functools.wraps(func)
+        def wrapped(*args: P.args, **kwargs: P.kwargs) -> T | None:
+            return None if get_rank() in ranks else func(*args, **kwargs)
+
+        return wrapped
+
+    return decorator
+
+
+def _check_ranks(decorator: str, ranks: tuple[Any, ...]) -> None:
+    if not ranks:
+        raise ValueError(f"{decorator} needs at least one rank")
+    for rank in ranks:
+        if callable(rank):
+            raise TypeError(f"{decorator} needs ranks: write `@{decorator}(0)`, not `@{decorator}`")
+        if isinstance(rank, bool) or not isinstance(rank, int):
+            raise TypeError(f"{decorator}: a rank is an integer, got {type(rank).__name__} {rank!r}")
+        if rank < 0:
+            raise ValueError(f"{decorator}: a rank must be at least 0, got {rank}")
+
+
+def rank_zero_only(func: Callable[P, T]) -> Callable[P, T | None]:
+    """Run the decorated function on rank 0 only; elsewhere it returns ``None`` at once."""
+    return on_rank(0)(func)
+
+
+def rank_non_zero_only(func: Callable[P, T]) -> Callable[P, T | None]:
+    """Run the decorated function on every rank but 0; there it returns ``None`` at once."""
+    return not_on_rank(0)(func)
+
+
+def rank_all(func: Callable[P, T]) -> Callable[P, T]:
+    """Run the decorated function on every rank: the plain function, with its intent written down."""
+    return func

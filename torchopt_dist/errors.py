@@ -1,0 +1,107 @@
+"""Exceptions: what went wrong, where, and the rule that was broken.
+
+The tree::
+
+    TodistError
+    ├── NotInitializedError      (RuntimeError)     a call before ``auto_init_rpc``
+    ├── InitializationError      (RuntimeError)     the RPC group could not be formed
+    ├── SerializationError       (TypeError)        an object cannot cross a process border
+    ├── RemoteError                                 a function raised on a worker; also of the raised class
+    ├── WorkerLostError          (ConnectionError)  a worker died or cannot be reached
+    ├── PeerFailedError          (RuntimeError)     another rank failed, so this one is ended too
+    └── CallTimeoutError         (TimeoutError)     a call outlasted the ``timeout`` that was asked for
+
+A wrong argument is a plain :class:`ValueError` or :class:`TypeError` that names the argument, the rule and
+what was got.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+__all__ = [
+    "CallTimeoutError",
+    "InitializationError",
+    "NotInitializedError",
+    "PeerFailedError",
+    "RemoteError",
+    "SerializationError",
+    "TodistError",
+    "WorkerLostError",
+]
+
+
+class TodistError(Exception):
+    """Base of every exception that is torchopt_dist's own."""
+
+
+class NotInitializedError(TodistError, RuntimeError):
+    """A distributed call was made outside a function decorated with ``auto_init_rpc``."""
+
+
+class InitializationError(TodistError, RuntimeError):
+    """The RPC group could not be formed: contradictory settings, a missing peer, a taken port."""
+
+
+class SerializationError(TodistError, TypeError):
+    """A function, an argument or a result cannot be sent to another process."""
+
+
+class RemoteError(TodistError):
+    """A function raised on a worker.
+
+    What is raised in the caller is an instance of this class *and* of the class that the worker raised, so
+    both ``except todist.RemoteError`` and ``except ValueError`` catch it. Its message and attributes are the
+    original's; its cause shows the traceback on the worker.
+
+    Attributes:
+        worker: name of the worker that raised.
+        remote_traceback: the traceback on that worker, as text.
+    """
+
+    worker: str = ""
+    remote_traceback: str = ""
+
+    @staticmethod
+    def revive(
+        kind: type[Exception], args: tuple[Any, ...], attributes: dict[str, Any], worker: str, trace: str
+    ) -> Exception:
+        """Make an exception that is a ``RemoteError`` and a ``kind``; the class's own ``__init__`` is not called."""
+        both = _with_remote_error(kind)
+        builtin = next(base for base in kind.__mro__ if base.__module__ == "builtins")
+        error: Exception = builtin.__new__(both, *args)
+        with contextlib.suppress(
+            TypeError
+        ):  # sets what lives in C, such as the bounds of a UnicodeDecodeError
+            builtin.__dict__["__init__"](error, *args)
+        error.args = args
+        vars(error).update(attributes, worker=worker, remote_traceback=trace)
+        error.__cause__ = _RemoteTraceback(f"on {worker}:\n\n{trace.rstrip()}")
+        return error
+
+
+class _RemoteTraceback(Exception):  # noqa: N818 - its name is what a user reads
+    """Shows the worker's traceback above the caller's."""
+
+
+_classes: dict[type[Exception], type[Exception]] = {}
+
+
+def _with_remote_error(kind: type[Exception]) -> type[Exception]:
+    if issubclass(kind, RemoteError) or kind in _classes:
+        return _classes.get(kind, kind)
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "_revived": True}
+    return _classes.setdefault(kind, type(kind.__name__, (RemoteError, kind), names))
+
+
+class WorkerLostError(TodistError, ConnectionError):
+    """A worker died, or the connection to it broke, while it was needed."""
+
+
+class PeerFailedError(TodistError, RuntimeError):
+    """Another rank failed; the message carries that rank's traceback."""
+
+
+class CallTimeoutError(TodistError, TimeoutError):
+    """A call outlasted its ``timeout``; the message names the worker, and its late answer is dropped."""
