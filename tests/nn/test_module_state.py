@@ -1,0 +1,259 @@
+import pytest
+import torch
+from torch import nn
+
+from torchopt_dist.nn import (
+    ModuleState,
+    extract_state_dict,
+    module_clone,
+    module_detach_,
+    recover_state_dict,
+    stop_gradient,
+)
+
+MODES = ["reference", "ref", "copy", "clone", "deepcopy"]
+
+
+class Net(nn.Module):
+    """Tied and frozen weights, a shared sub-module, both kinds of buffers, a parameter that is not there."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2, bias=False)
+        self.second.weight = self.first.weight
+        self.again = self.first
+        self.norm = nn.BatchNorm1d(2)
+        self.norm.weight.requires_grad_(False)
+        self.register_buffer("fleeting", torch.ones(2), persistent=False)
+        self.log = []
+
+    def forward(self, x):
+        return self.again(self.norm(self.second(torch.tanh(self.first(x))))) * self.fleeting
+
+
+def calls(module, args, output):
+    module.log.append("called")
+
+
+def tensors(net):
+    return {**dict(net.named_parameters()), **dict(net.named_buffers())}
+
+
+def one_step(net):
+    """Give each trainable parameter a history, tied ones one."""
+    new = {id(p): p * 2 for p in net.parameters() if p.requires_grad}
+    for part in net.modules():
+        for name, p in part._parameters.items():
+            if p is not None:
+                part._parameters[name] = new.get(id(p), p)
+
+
+@pytest.mark.parametrize("by", MODES)
+def test_a_clone_computes_alike_and_keeps_its_structure(by):
+    net = Net().eval()
+    net.register_forward_hook(calls)
+    clone = module_clone(net, by=by)
+    x = torch.randn(4, 2)
+    assert torch.equal(net(x), clone(x))
+    assert clone is not net
+    assert clone.first is not net.first
+    assert clone.again is clone.first
+    assert clone.second.weight is clone.first.weight
+    assert not clone.norm.weight.requires_grad
+    assert not clone.norm.training
+    assert clone.log == ["called"]
+    assert net.log == ["called"]
+    assert "fleeting" not in clone.state_dict()
+    assert list(tensors(clone)) == list(tensors(net))
+
+
+@pytest.mark.parametrize("by", ["reference", "ref"])
+def test_a_reference_clone_shares_tensors_but_not_their_places(by):
+    net = Net()
+    clone = module_clone(net, by=by)
+    assert all(tensors(clone)[name] is tensor for name, tensor in tensors(net).items())
+    one_step(clone)
+    assert isinstance(net.first.weight, nn.Parameter)
+    assert net.first.weight is not clone.first.weight
+
+
+@pytest.mark.parametrize("by", ["copy", "clone"])
+@pytest.mark.parametrize("grad_mode", [True, False])
+def test_a_copied_clone_is_connected(by, grad_mode):
+    net = Net()
+    with torch.set_grad_enabled(grad_mode):
+        clone = module_clone(net, by=by)
+    assert not isinstance(clone.first.weight, nn.Parameter)
+    assert clone.first.weight.data_ptr() != net.first.weight.data_ptr()
+    grads = torch.autograd.grad(clone.first.weight.sum() * 3, net.first.weight)
+    assert torch.equal(grads[0], torch.full((2, 2), 3.0))
+
+
+def test_a_deepcopied_clone_is_of_its_own():
+    net = Net()
+    one_step(net)
+    net.second = nn.Linear(2, 2)
+    clone = module_clone(net, by="deepcopy")
+    assert type(clone.second.weight) is nn.Parameter
+    assert type(clone.first.weight) is torch.Tensor
+    assert type(clone.norm.weight) is nn.Parameter
+    for name, tensor in tensors(clone).items():
+        old = tensors(net)[name]
+        assert tensor.is_leaf
+        assert tensor.requires_grad == old.requires_grad
+        assert tensor.data_ptr() != old.data_ptr()
+        assert torch.equal(tensor, old)
+
+
+def test_detached_buffers_are_not_written_by_the_clone():
+    net = Net()
+    before = net.norm.running_mean.clone()
+    module_clone(net, by="reference", detach_buffers=True)(torch.randn(4, 2))
+    assert torch.equal(net.norm.running_mean, before)
+    module_clone(net, by="reference")(torch.randn(4, 2))
+    assert not torch.equal(net.norm.running_mean, before)
+
+
+@pytest.mark.parametrize("by", MODES)
+def test_a_device_moves_everything_and_keeps_ties(by):
+    clone = module_clone(Net(), by=by, device="meta")
+    assert {tensor.device.type for tensor in tensors(clone).values()} == {"meta"}
+    assert clone.second.weight is clone.first.weight
+    state = extract_state_dict(Net(), by=by, device="meta")
+    assert state.params[1]["weight"].device.type == "meta"
+
+
+def test_a_recurrent_clone_computes_with_its_own_weights():
+    torch.manual_seed(0)
+    net, x = nn.LSTM(2, 3), torch.randn(4, 1, 2)
+    clone = module_clone(net, by="copy")
+    assert torch.equal(net(x)[0], clone(x)[0])
+    (grad,) = torch.autograd.grad(clone(x)[0].sum(), clone.weight_ih_l0)
+    assert grad.abs().sum() > 0
+
+
+def test_a_clone_of_a_plain_attribute_with_a_history():
+    net = nn.Linear(2, 2)
+    net.derived = net.weight * 2
+    clone = module_clone(net, by="copy")
+    assert torch.equal(clone.derived, net.derived)
+    assert clone.derived is not net.derived
+
+
+def test_trees_are_cloned_leaf_by_leaf():
+    leaf = torch.ones(2, requires_grad=True)
+    tree = {"a": (leaf, leaf), "b": None, "c": 3}
+    clone = module_clone(tree, by="copy")
+    assert clone["a"][0] is clone["a"][1]
+    assert clone["a"][0].grad_fn is not None
+    assert (clone["b"], clone["c"]) == (None, 3)
+    assert module_clone(leaf) is leaf
+
+
+@pytest.mark.parametrize("by", MODES)
+def test_a_snapshot_recovers_again_and_again(by):
+    net = Net()
+    state = extract_state_dict(net, by=by)
+    want = {name: tensor.clone() for name, tensor in tensors(net).items()}
+    for _ in range(2):
+        one_step(net)
+        recover_state_dict(net, state)
+        assert all(torch.equal(tensor, want[name]) for name, tensor in tensors(net).items())
+        assert net.second.weight is net.first.weight
+        assert not net.norm.weight.requires_grad
+
+
+def test_a_snapshot_counts_shared_modules_once_and_keeps_none():
+    state = extract_state_dict(Net())
+    assert len(state.params) == 4
+    assert state.params[1].keys() == {"weight", "bias"}
+    assert state.params[2]["bias"] is None
+    assert "fleeting" in state.buffers[0]
+    assert extract_state_dict(Net(), with_buffers=False).buffers == ()
+
+
+def test_a_snapshot_with_detached_buffers_is_never_written():
+    net = Net()
+    state = extract_state_dict(net, detach_buffers=True)
+    for _ in range(2):
+        recover_state_dict(net, state)
+        assert torch.equal(net.norm.running_mean, torch.zeros(2))
+        net(torch.randn(4, 2))
+        assert not torch.equal(net.norm.running_mean, torch.zeros(2))
+
+
+def test_a_copied_snapshot_is_connected_to_the_module():
+    net = Net()
+    state = extract_state_dict(net, by="copy")
+    weight = net.first.weight
+    recover_state_dict(net, state)
+    assert torch.equal(torch.autograd.grad(net.first.weight.sum(), weight)[0], torch.ones(2, 2))
+
+
+def test_visual_contents_name_the_parameters():
+    net = Net()
+    state = extract_state_dict(net, by="copy", enable_visual=True, visual_prefix="step1.")
+    assert state.visual_contents["step1.first.weight"] is state.params[1]["weight"]
+    assert state.visual_contents["step1.second.weight"] is state.params[1]["weight"]
+    assert extract_state_dict(net).visual_contents is None
+
+
+@pytest.mark.parametrize("cut", [stop_gradient, module_detach_])
+def test_a_module_is_cut_off_and_others_keep_their_graph(cut):
+    net = Net()
+    one_step(net)
+    held = net.first.weight
+    state = extract_state_dict(net)
+    result = cut(net)
+    assert result is (net if cut is module_detach_ else None)
+    assert net.first.weight.is_leaf
+    assert net.first.weight.requires_grad
+    assert net.second.weight is net.first.weight
+    assert torch.equal(net.first.weight, held)
+    assert isinstance(net.norm.weight, nn.Parameter)
+    assert not net.norm.weight.requires_grad
+    assert state.params[1]["weight"] is held
+    assert held.grad_fn is not None
+
+
+def test_a_snapshot_is_cut_off():
+    net = Net()
+    one_step(net)
+    state = extract_state_dict(net, enable_visual=True)
+    assert module_detach_(state) is state
+    cut = state.params[1]["weight"]
+    assert cut.is_leaf
+    assert cut.requires_grad
+    assert state.params[2]["weight"] is cut
+    assert state.visual_contents["first.weight"] is cut
+    assert net.first.weight.grad_fn is not None
+
+
+def test_a_tree_is_cut_off_in_place():
+    leaf = torch.ones(2, requires_grad=True)
+    tree = [leaf, leaf * 2, None, torch.ones(1)]
+    moved = tree[1]
+    assert module_detach_(tree) is tree
+    assert moved.is_leaf
+    assert [t.requires_grad for t in (leaf, moved, tree[3])] == [True, True, False]
+
+
+def test_bad_input_is_refused():
+    net = Net()
+    with pytest.raises(ValueError, match=r"`by` must be one of 'reference', .*, got 'deep'"):
+        module_clone(net, by="deep")
+    for function in (module_clone, module_detach_, stop_gradient):
+        with pytest.raises(TypeError, match=r"`target` must be a module, .*, got str"):
+            function("net")
+    with pytest.raises(TypeError, match="`target` must be a module or a MetaOptimizer, got list"):
+        extract_state_dict([net])
+    with pytest.raises(TypeError, match="`target` must be a module or a MetaOptimizer, got list"):
+        recover_state_dict([net], extract_state_dict(net))
+    with pytest.raises(TypeError, match="`state` must be a ModuleState to recover a module, got OrderedDict"):
+        recover_state_dict(net, net.state_dict())
+    with pytest.raises(ValueError, match=r"`state.params` must have the names that the module has"):
+        recover_state_dict(net, extract_state_dict(nn.Linear(2, 2)))
+    other = extract_state_dict(net)
+    with pytest.raises(ValueError, match=r"`state.buffers` must have the names"):
+        recover_state_dict(net, ModuleState(other.params, ({},) * 4))

@@ -1,0 +1,37 @@
+"""A module → its dicts of tensors, and new tensors → into the module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import cast
+
+from torch import Tensor, nn
+
+from torchopt_dist.typing import TensorContainer
+
+__all__ = ["buffer_containers", "parameter_containers", "replace"]
+
+
+def parameter_containers(module: nn.Module) -> list[TensorContainer]:
+    """The live dicts of parameters, one a sub-module in the order of ``modules()``, shared ones once."""
+    return [cast("TensorContainer", part._parameters) for part in module.modules()]
+
+
+def buffer_containers(module: nn.Module) -> list[TensorContainer]:
+    """The live dicts of buffers, non-persistent ones with them, one a sub-module as above."""
+    return [part._buffers for part in module.modules()]
+
+
+def replace(module: nn.Module, new: Mapping[int, Tensor]) -> None:
+    """Put new tensors in the places of old ones, each in every place, so that tied weights stay tied.
+
+    A new parameter may be a plain tensor with a history, which assignment to an attribute would refuse.
+
+    Args:
+        module: the module, changed in place; no tensor's memory is written.
+        new: ``id`` of an old tensor → new tensor.
+    """
+    for container in (*parameter_containers(module), *buffer_containers(module)):
+        for name, old in container.items():
+            if old is not None and id(old) in new:
+                container[name] = new[id(old)]

@@ -1,0 +1,62 @@
+"""A tensor and a copy mode → the tensor taken over, the same one each time it is met."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from torchopt_dist.typing import CopyMode, Device
+
+__all__ = ["TensorCopier", "detached"]
+
+_MODES = {
+    "reference": "reference",
+    "ref": "reference",
+    "copy": "copy",
+    "clone": "copy",
+    "deepcopy": "deepcopy",
+}
+
+
+def detached(tensor: Tensor) -> Tensor:
+    """A tensor on the same memory, without history, that requires grad if the given one does."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+class TensorCopier:
+    """Takes tensors over, and remembers which, so that what was one tensor stays one (tied weights).
+
+    Args:
+        by: ``'reference'`` (``'ref'``), the tensor itself; ``'copy'`` (``'clone'``), a clone through which
+            gradients flow back, recorded even under ``torch.no_grad``; ``'deepcopy'``, a leaf of its own
+            memory that requires grad as the original does, an ``nn.Parameter`` for an ``nn.Parameter``.
+        device: where to move it; where it is, if not given. A moved reference is a copy with a history.
+
+    Raises:
+        ValueError: ``by`` is none of these.
+    """
+
+    def __init__(self, by: CopyMode, device: Device | None = None) -> None:
+        if by not in _MODES:
+            raise ValueError(f"`by` must be one of {', '.join(map(repr, _MODES))}, got {by!r}")
+        self._mode = _MODES[by]
+        self._device = None if device is None else torch.device(device)
+        self._seen: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """Take one tensor over."""
+        if id(tensor) not in self._seen:
+            self._seen[id(tensor)] = tensor, self._copy(tensor)  # the original is kept, and with it its id
+        return self._seen[id(tensor)][1]
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        if self._mode == "deepcopy":
+            copy = self._moved(tensor.detach().clone())
+            if isinstance(tensor, nn.Parameter):
+                return nn.Parameter(copy, requires_grad=tensor.requires_grad)
+            return copy.requires_grad_(tensor.requires_grad)
+        with torch.enable_grad():
+            return self._moved(tensor.clone() if self._mode == "copy" else tensor)
+
+    def _moved(self, tensor: Tensor) -> Tensor:
+        return tensor if self._device is None else tensor.to(self._device)

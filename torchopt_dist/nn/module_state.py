@@ -1,0 +1,279 @@
+"""A module, an optimizer or a tree of tensors → a snapshot, a copy, or itself cut off from its history.
+
+``extract_state_dict`` and ``recover_state_dict`` take a snapshot and go back to it, ``module_clone`` makes a
+second module, ``stop_gradient`` and ``module_detach_`` truncate the graph, so that memory stays flat. In
+all of them tied weights stay tied, frozen ones frozen, non-persistent buffers come along, a shared
+sub-module counts once.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar, cast, overload, runtime_checkable
+
+from torch import Tensor, nn
+
+from torchopt_dist import pytree
+from torchopt_dist.nn import containers
+from torchopt_dist.nn.copier import TensorCopier, detached
+from torchopt_dist.typing import (
+    CopyMode,
+    Device,
+    ModuleTensorContainers,
+    OptState,
+    TensorContainer,
+    TensorTree,
+)
+
+__all__ = [
+    "ModuleState",
+    "StateHolder",
+    "extract_state_dict",
+    "module_clone",
+    "module_detach_",
+    "recover_state_dict",
+    "stop_gradient",
+]
+
+T = TypeVar("T")
+
+
+class ModuleState(NamedTuple):
+    """A snapshot of a module's tensors."""
+
+    params: ModuleTensorContainers
+    """Parameters by name, one dict a sub-module in the order of ``module.modules()``."""
+    buffers: ModuleTensorContainers
+    """Buffers likewise; ``()`` if they were left out."""
+    visual_contents: dict[str, Tensor] | None = None
+    """Prefixed full name → parameter, for pictures of the graph."""
+    detach_buffers: bool = False
+    """The buffers are copies, and a module that recovers them gets copies of its own."""
+
+
+@runtime_checkable
+class StateHolder(Protocol):
+    """What an optimizer with a state in the graph (``MetaOptimizer``, ``FuncOptimizer``) offers here."""
+
+    def get_states(self) -> tuple[OptState, ...]:
+        """The states, one a parameter group."""
+
+    def set_states(self, states: Sequence[OptState]) -> None:
+        """Go on from these states."""
+
+    def clone_with(self, clone: Callable[[Any], Any]) -> Any:
+        """Make a second optimizer, ``clone`` applied to its modules and to its states."""
+
+
+@overload
+def extract_state_dict(
+    target: nn.Module,
+    *,
+    by: CopyMode = ...,
+    device: Device | None = ...,
+    with_buffers: bool = ...,
+    detach_buffers: bool = ...,
+    enable_visual: bool = ...,
+    visual_prefix: str = ...,
+) -> ModuleState: ...
+@overload
+def extract_state_dict(
+    target: StateHolder,
+    *,
+    by: CopyMode = ...,
+    device: Device | None = ...,
+    with_buffers: bool = ...,
+    detach_buffers: bool = ...,
+    enable_visual: bool = ...,
+    visual_prefix: str = ...,
+) -> tuple[OptState, ...]: ...
+def extract_state_dict(
+    target: nn.Module | StateHolder,
+    *,
+    by: CopyMode = "reference",
+    device: Device | None = None,
+    with_buffers: bool = True,
+    detach_buffers: bool = False,
+    enable_visual: bool = False,
+    visual_prefix: str = "",
+) -> ModuleState | tuple[OptState, ...]:
+    """Take a snapshot.
+
+    Args:
+        target: a module, or a ``MetaOptimizer`` or ``FuncOptimizer``, whose states are then taken.
+        by: ``'reference'`` (``'ref'``), the same tensors; ``'copy'`` (``'clone'``), clones through which
+            gradients flow back to the module; ``'deepcopy'``, leaves of their own memory.
+        device: where to move the tensors; where they are, if not given.
+        with_buffers: take buffers too.
+        detach_buffers: take the buffers as copies of their own memory whatever ``by`` says, so that a layer
+            that writes its running statistics does not write into the snapshot.
+        enable_visual: keep parameters by name, for a picture of the graph.
+        visual_prefix: what to put before these names.
+
+    Returns:
+        A :class:`ModuleState`, or a tuple with one optimizer state a parameter group.
+
+    Raises:
+        TypeError: ``target`` is neither.
+        ValueError: ``by`` is none of these.
+    """
+    take = TensorCopier(by, device)
+    if isinstance(target, nn.Module):
+        take_buffer = TensorCopier("deepcopy", device) if detach_buffers else take
+        visual = None
+        if enable_visual:
+            named = target.named_parameters(remove_duplicate=False)
+            visual = {f"{visual_prefix}{name}": take(tensor) for name, tensor in named}
+        return ModuleState(
+            params=_taken(containers.parameter_containers(target), take),
+            buffers=_taken(containers.buffer_containers(target), take_buffer) if with_buffers else (),
+            visual_contents=visual,
+            detach_buffers=detach_buffers,
+        )
+    if isinstance(target, StateHolder):
+        return tuple(pytree.map_tensors(take, state) for state in target.get_states())
+    raise TypeError(f"`target` must be a module or a MetaOptimizer, got {type(target).__name__}")
+
+
+def recover_state_dict(target: nn.Module | StateHolder, state: ModuleState | Sequence[OptState]) -> None:
+    """Go back to a snapshot; it can be gone back to again.
+
+    Args:
+        target: what the snapshot was taken of, or one of the same structure; changed in place. It then
+            holds the snapshot's tensors themselves, plain tensors with a history among them.
+        state: from :func:`extract_state_dict`.
+
+    Raises:
+        TypeError: ``state`` is not a snapshot of what ``target`` is.
+        ValueError: it is of a module of another structure, or of another optimizer.
+    """
+    if isinstance(target, nn.Module):
+        if not isinstance(state, ModuleState):
+            raise TypeError(f"`state` must be a ModuleState to recover a module, got {type(state).__name__}")
+        _put_back(containers.parameter_containers(target), state.params, "params")
+        if state.buffers:
+            own = TensorCopier("deepcopy")
+            buffers = _taken(state.buffers, own) if state.detach_buffers else state.buffers
+            _put_back(containers.buffer_containers(target), buffers, "buffers")
+    elif isinstance(target, StateHolder):
+        if isinstance(state, ModuleState) or not isinstance(state, Sequence):
+            raise TypeError(f"`state` must be a tuple of optimizer states, got {type(state).__name__}")
+        target.set_states(state)
+    else:
+        raise TypeError(f"`target` must be a module or a MetaOptimizer, got {type(target).__name__}")
+
+
+def module_clone(
+    target: T, *, by: CopyMode = "reference", detach_buffers: bool = False, device: Device | None = None
+) -> T:
+    """Make a second module of the same structure; its hooks, flags and attributes are copied.
+
+    Args:
+        target: a module; a ``MetaOptimizer``, whose modules and states are then cloned; or a tree of tensors.
+        by: how its tensors are taken over, as in :func:`extract_state_dict`.
+        detach_buffers: the clone gets buffers of its own, whatever ``by`` says.
+        device: where to move the tensors; where they are, if not given.
+
+    Returns:
+        The clone, of the type of ``target``. Setting its parameters leaves the original's in place.
+
+    Raises:
+        TypeError: ``target`` is none of these.
+        ValueError: ``by`` is none of the modes.
+    """
+    take = TensorCopier(by, device)
+    if isinstance(target, nn.Module):
+        return cast("T", _cloned(target, take, TensorCopier("deepcopy", device) if detach_buffers else take))
+    if isinstance(target, StateHolder):
+        modes: dict[str, Any] = {"by": by, "detach_buffers": detach_buffers, "device": device}
+        return cast("T", target.clone_with(lambda part: module_clone(part, **modes)))
+    _check_tree(target)
+    return cast("T", pytree.map_tensors(take, target))
+
+
+def module_detach_(target: T) -> T:
+    """Cut a target off from its history, as :func:`stop_gradient`, and return it."""
+    stop_gradient(target)
+    return target
+
+
+def stop_gradient(target: ModuleState | nn.Module | StateHolder | TensorTree) -> None:
+    """Cut a target off from its history: values and ``requires_grad`` stay, gradients flow no further back.
+
+    A module, an optimizer and a snapshot get new tensors on the same memory, so that graphs and snapshots
+    that hold the old ones keep them. The tensors of a plain tree are detached in place
+    (``Tensor.detach_``).
+
+    Args:
+        target: a module, a ``MetaOptimizer`` or ``FuncOptimizer`` (its states), a :class:`ModuleState`, or
+            a tree of tensors.
+
+    Raises:
+        TypeError: ``target`` is none of these.
+    """
+    if isinstance(target, nn.Module):
+        held = (*containers.parameter_containers(target), *containers.buffer_containers(target))
+        containers.replace(target, _detachments(held))
+    elif isinstance(target, ModuleState):
+        held = (*target.params, *target.buffers)
+        new = _detachments(held)
+        for container in held:
+            container.update({name: new.get(id(t), t) for name, t in container.items()})
+        if target.visual_contents is not None:
+            seen = target.visual_contents
+            seen.update({name: new.get(id(t), t) for name, t in seen.items()})
+    elif isinstance(target, StateHolder):
+        target.set_states([pytree.map_tensors(detached, state) for state in target.get_states()])
+    else:
+        _check_tree(target)
+        pytree.map_tensors(_detach_in_place, target)
+
+
+def _taken(
+    held: Sequence[TensorContainer], take: Callable[[Tensor], Tensor]
+) -> tuple[dict[str, Tensor | None], ...]:
+    return tuple({name: None if t is None else take(t) for name, t in part.items()} for part in held)
+
+
+def _put_back(live: list[TensorContainer], saved: ModuleTensorContainers, what: str) -> None:
+    if [part.keys() for part in live] != [part.keys() for part in saved]:
+        raise ValueError(
+            f"`state.{what}` must have the names that the module has, "
+            f"{[list(part) for part in live]}, got {[list(part) for part in saved]}"
+        )
+    for part, values in zip(live, saved, strict=True):
+        part.update(values)
+
+
+def _cloned(
+    module: nn.Module, take: Callable[[Tensor], Tensor], take_buffer: Callable[[Tensor], Tensor]
+) -> nn.Module:
+    memo: dict[int, Any] = {}  # what deepcopy finds here it does not copy
+    for part in module.modules():
+        for attribute in vars(part).values():
+            if isinstance(attribute, Tensor):
+                memo[id(attribute)] = take(attribute)
+    for buffer in module.buffers():
+        memo[id(buffer)] = take_buffer(buffer)
+    for parameter in module.parameters():
+        memo[id(parameter)] = take(parameter)
+    return copy.deepcopy(module, memo)
+
+
+def _detachments(held: Sequence[TensorContainer]) -> dict[int, Tensor]:
+    tensors = [t for part in held for t in part.values() if t is not None and t.grad_fn is not None]
+    return {id(t): detached(t) for t in {id(t): t for t in tensors}.values()}
+
+
+def _detach_in_place(tensor: Tensor) -> None:
+    if tensor.grad_fn is not None:
+        tensor.detach_().requires_grad_()
+
+
+def _check_tree(target: Any) -> None:
+    if not isinstance(target, Tensor) and pytree.is_leaf(target):
+        raise TypeError(
+            "`target` must be a module, a ModuleState, a MetaOptimizer, a FuncOptimizer or a tree of "
+            f"tensors, got {type(target).__name__}"
+        )

@@ -1,0 +1,63 @@
+"""Parameters, updates → the parameters moved by the updates."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchopt_dist import pytree
+from torchopt_dist.transform import lists
+from torchopt_dist.typing import OptionalTensor, Params, Updates
+
+__all__ = ["apply_updates", "move_"]
+
+
+def apply_updates(params: Params, updates: Updates, *, inplace: bool = True) -> Params:
+    """Add updates to parameters.
+
+    Args:
+        params: a tree of tensors.
+        updates: a tree of the same structure; each leaf has the shape of its parameter, or is ``None``: that
+            parameter stays.
+        inplace: overwrite the parameters and record nothing. Otherwise the results are new tensors through
+            which gradients flow back to ``params`` and to ``updates``.
+
+    Returns:
+        The parameters moved, in their own dtypes: ``params`` itself if ``inplace``.
+
+    Raises:
+        ValueError: the structures differ, or two shapes do.
+
+    Example:
+        >>> import torch
+        >>> apply_updates((torch.zeros(2),), (torch.ones(2),), inplace=False)
+        (tensor([1., 1.]),)
+    """
+    leaves, spec = pytree.flatten(params)
+    steps = pytree.flatten_like(spec, updates, "updates", "params")
+    if inplace:
+        move_(leaves, steps)
+        return params
+    places = lists.present(steps)
+    old, step = _pairs(leaves, steps, places)
+    return pytree.unflatten(spec, lists.put(leaves, places, lists.add(old, step)))
+
+
+def move_(params: list[OptionalTensor], updates: list[OptionalTensor], factor: float = 1.0) -> None:
+    """Add ``factor`` times the updates to the parameters in place, in one pass over the memory."""
+    old, step = _pairs(params, updates, lists.present(updates))
+    with torch.no_grad():
+        lists.add(old, step, factor, inplace=True)
+
+
+def _pairs(
+    params: list[OptionalTensor], updates: list[OptionalTensor], places: list[int]
+) -> tuple[list[Tensor], list[Tensor]]:
+    old, step = lists.pick(params, places), lists.pick(updates, places)
+    for place, p, u in zip(places, old, step, strict=True):
+        if p.shape != u.shape:
+            raise ValueError(
+                f"`updates` must have the shapes of `params`: leaf {place} must have {tuple(p.shape)}, "
+                f"got {tuple(u.shape)}"
+            )
+    return old, step

@@ -1,0 +1,93 @@
+"""The constructor of a transformation → the signature and the documentation of the classes made from it.
+
+An optimizer is defined once, as a function such as ``sgd(lr, ...)``. ``class SGD(Optimizer,
+transformation=sgd)`` and ``class MetaSGD(MetaOptimizer, transformation=sgd)`` take their arguments,
+defaults and Args text from it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from torchopt_dist.transform.base import GradientTransformation
+
+__all__ = ["Constructor", "bind", "docstring", "only_transformation", "signature"]
+
+Constructor = Callable[..., GradientTransformation]
+
+
+def signature(
+    constructor: Constructor, target: str, defaults: Mapping[str, Any], without: Collection[str] = ()
+) -> inspect.Signature:
+    """The signature of a class.
+
+    Args:
+        constructor: the function that makes the transformation.
+        target: the class's first parameter, which the function has not (``params``, ``module``).
+        defaults: defaults of the class that differ from the function's.
+        without: parameters of the function that the class has not.
+    """
+    first = inspect.Parameter(target, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    rest = [
+        parameter.replace(default=defaults.get(name, parameter.default))
+        for name, parameter in inspect.signature(constructor).parameters.items()
+        if name not in without
+    ]
+    return inspect.Signature([first, *rest])
+
+
+def bind(
+    cls: type, face: inspect.Signature, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """The function's arguments, by name and with defaults, from those that a class was called with.
+
+    Raises:
+        TypeError: an argument is missing, unknown or given twice; the message names the class.
+    """
+    try:
+        bound = face.bind(target, *args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{cls.__name__}: {error}") from None
+    bound.apply_defaults()
+    return dict(list(bound.arguments.items())[1:])
+
+
+def only_transformation(
+    cls: type, face: inspect.Signature, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> GradientTransformation:
+    """The transformation that a class without a function of its own was called with.
+
+    Raises:
+        TypeError: as :func:`bind`; or it is no gradient transformation.
+    """
+    impl = bind(cls, face, target, args, kwargs)["impl"]
+    if not isinstance(impl, GradientTransformation):
+        raise TypeError(f"`impl` must be a GradientTransformation, got {type(impl).__name__}")
+    return impl
+
+
+def docstring(cls: type, constructor: Constructor, target_text: str, without: Collection[str] = ()) -> str:
+    """The documentation of a class: its own, then Args and Raises of the function.
+
+    Args:
+        cls: the class; its docstring has no Args.
+        constructor: the function; its docstring is in Google style.
+        target_text: the entry of the class's first parameter.
+        without: parameters of the function that the class has not.
+    """
+    sections = dict(
+        re.findall(r"^(Args|Raises):\n((?:[ ]+.*\n|\n)+)", _doc(constructor) + "\n", re.MULTILINE)
+    )
+    entries = re.findall(r"^    \S.*\n(?:     +.*\n)*", sections.get("Args", ""), re.MULTILINE)
+    kept = [entry for entry in entries if entry.split(":")[0].strip() not in without]
+    text = f"{_doc(cls)}\n\nArgs:\n    {target_text}\n{''.join(kept)}"
+    if "Raises" in sections:
+        text += f"\nRaises:\n{sections['Raises'].rstrip()}\n"
+    return text
+
+
+def _doc(thing: Any) -> str:
+    return inspect.cleandoc(thing.__doc__ or "")

@@ -1,0 +1,142 @@
+"""A loss, parameters → new parameters, with the state kept between calls."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from torchopt_dist import pytree
+from torchopt_dist.nn.copier import TensorCopier
+from torchopt_dist.optim.apply_updates import apply_updates
+from torchopt_dist.optim.checkpoint import flatten_state, restore_state
+from torchopt_dist.optim.gradients import gradients
+from torchopt_dist.transform.base import GradientTransformation
+from torchopt_dist.typing import OptState, Params
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["FuncOptimizer"]
+
+
+class FuncOptimizer:
+    """A gradient transformation with a memory, for parameters that the caller holds.
+
+    A step that is not in place is recorded, and the state keeps the graph. Cut it with
+    ``stop_gradient(params)`` and ``stop_gradient(optimizer)``; memory then stays flat.
+
+    Args:
+        impl: the gradient transformation.
+        inplace: overwrite the parameters and record nothing, unless a step says otherwise.
+
+    Raises:
+        TypeError: ``impl`` is no gradient transformation.
+
+    Example:
+        >>> import torch
+        >>> from torchopt_dist.optim.sgd import sgd
+        >>> w = torch.ones(2, requires_grad=True)
+        >>> moved = FuncOptimizer(sgd(lr=0.25)).step((w**2).sum(), (w,))
+        >>> torch.autograd.grad(moved[0].sum(), w)
+        (tensor([0.5000, 0.5000]),)
+    """
+
+    def __init__(self, impl: GradientTransformation, *, inplace: bool = False) -> None:
+        if not isinstance(impl, GradientTransformation):
+            raise TypeError(f"`impl` must be a GradientTransformation, got {type(impl).__name__}")
+        self.impl = impl
+        self.inplace = bool(inplace)
+        self._state: OptState | None = None  # None until the first step shows the parameters
+        self._saved: dict[str, Any] | None = None  # what was loaded before that
+
+    def step(self, loss: Tensor, params: Params, inplace: bool | None = None) -> Params:
+        """Move parameters once.
+
+        Args:
+            loss: a tensor of one element, computed with ``params``.
+            params: a tree of tensors, of the same structure at each step. One that does not require grad,
+                or that the loss does not depend on, stays, and so does its state.
+            inplace: overwrite ``params`` and record nothing; the loss's graph is then freed. The optimizer's
+                setting, if not given.
+
+        Returns:
+            The parameters moved: ``params`` itself if in place, otherwise new tensors connected to the graph.
+
+        Raises:
+            TypeError: ``loss`` or a leaf of ``params`` is no tensor.
+            ValueError: ``loss`` has more than one element or depends on none of ``params``, ``params`` is
+                empty, or has another structure than before.
+        """
+        inplace = self.inplace if inplace is None else bool(inplace)
+        leaves, spec = pytree.flatten(params)
+        if not leaves:
+            raise ValueError(f"`params` must have a tensor in it, got {params!r}")
+        grads = pytree.unflatten(spec, gradients(loss, leaves, create_graph=not inplace))
+        with torch.set_grad_enabled(not inplace):
+            updates, self._state = self.impl.update(
+                grads, self._state_for(params), params=params, inplace=inplace
+            )
+            return apply_updates(params, updates, inplace=inplace)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as ``{'state': {where: tensor}}``, for ``torch.save``; ``{}`` before the first step.
+
+        The tensors are those of the state, history included; an in-place step overwrites them.
+        """
+        if self._state is None:
+            return {} if self._saved is None else {"state": self._saved}
+        return {"state": flatten_state(self._state)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a :meth:`state_dict`; its tensors are taken over, not copied.
+
+        Raises:
+            ValueError: it is of another optimizer or of other parameters; before the first step, that is
+                found out there.
+        """
+        saved = state_dict.get("state")
+        if self._state is None or saved is None:
+            self._state, self._saved = None, saved
+        else:
+            self._state = restore_state(self._state, saved)
+
+    def get_states(self) -> tuple[OptState, ...]:
+        """The state alone in a tuple; an empty one before the first step. The tensors are the same."""
+        return () if self._state is None else (self._state,)
+
+    def set_states(self, states: Sequence[OptState]) -> None:
+        """Go on from this state.
+
+        Raises:
+            ValueError: there is more than one, or its structure differs.
+        """
+        if len(states) > 1:
+            raise ValueError(f"`states` must be one or none, got {len(states)}")
+        if self._state is not None and states:
+            pytree.flatten_like(pytree.flatten(self._state)[1], states[0], "states", "the optimizer's state")
+        self._state = states[0] if states else None
+
+    def clone_with(self, clone: Callable[[Any], Any]) -> Self:
+        """Make a second optimizer, ``clone`` applied to the state; it shares ``impl``."""
+        other = copy.copy(self)
+        other._state = None if self._state is None else clone(self._state)
+        return other
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Copy everything, tensors with a history as leaves."""
+        other = self.clone_with(lambda state: pytree.map_tensors(TensorCopier("deepcopy"), state))
+        memo[id(self)] = other
+        other.impl = copy.deepcopy(self.impl, memo)
+        return other
+
+    def _state_for(self, params: Params) -> OptState:
+        if self._state is not None:
+            return self._state
+        first = self.impl.init(params)
+        if self._saved is not None:
+            first, self._saved = restore_state(first, self._saved), None
+        return first

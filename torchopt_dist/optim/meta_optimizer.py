@@ -1,0 +1,190 @@
+"""A loss → the module's parameters moved differentiably: each is replaced by a tensor with a history.
+
+After ``optimizer.step(loss)`` the module computes with parameters through which gradients flow back to the
+first ones, to hyper-parameters given as tensors, and to whatever else the loss was made of.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from torchopt_dist import pytree
+from torchopt_dist.nn import containers
+from torchopt_dist.nn.copier import TensorCopier
+from torchopt_dist.optim import faces
+from torchopt_dist.optim.apply_updates import apply_updates
+from torchopt_dist.optim.checkpoint import flatten_state, restore_state
+from torchopt_dist.optim.gradients import gradients
+from torchopt_dist.typing import OptState
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["MetaOptimizer"]
+
+_MODULE_TEXT = "module: its parameters are moved; frozen ones (``requires_grad=False``) stay as they are."
+
+
+class MetaOptimizer:
+    """A gradient transformation that moves a module's parameters differentiably.
+
+    The state and the parameters keep the graph of all steps. Cut it between tasks with
+    ``stop_gradient(module)`` and ``stop_gradient(optimizer)``, or go back to a snapshot with
+    ``extract_state_dict`` and ``recover_state_dict``; memory then stays flat.
+
+    Args:
+        module: its parameters are moved; frozen ones (``requires_grad=False``) stay as they are.
+        impl: the gradient transformation. Subclasses that are made with ``transformation=`` take that
+            function's arguments here.
+
+    Raises:
+        TypeError: ``module`` is no module; ``impl`` is no gradient transformation; an argument is unknown.
+        ValueError: the module has no parameters, or an argument is out of its range.
+
+    Example:
+        >>> import torch
+        >>> from torchopt_dist.optim.sgd import sgd
+        >>> net = torch.nn.Linear(1, 1, bias=False)
+        >>> first = net.weight
+        >>> MetaOptimizer(net, sgd(lr=0.25)).step((net.weight**2).sum())
+        >>> torch.autograd.grad(net.weight.sum(), first)
+        (tensor([[0.5000]]),)
+    """
+
+    transformation: ClassVar[faces.Constructor | None] = None
+    _face: ClassVar[inspect.Signature] = inspect.signature(lambda module, impl: ...)
+
+    def __init_subclass__(cls, *, transformation: faces.Constructor | None = None, **defaults: Any) -> None:
+        """Make a class from a function: ``class MetaSGD(MetaOptimizer, transformation=sgd)``.
+
+        Args:
+            transformation: constructor of a gradient transformation; its parameters become the class's.
+            defaults: defaults that differ from the function's.
+        """
+        super().__init_subclass__()
+        if transformation is not None:
+            cls.transformation = staticmethod(transformation)
+            cls._face = faces.signature(transformation, "module", defaults)
+            cls.__signature__ = cls._face  # type: ignore[attr-defined]
+            cls.__doc__ = faces.docstring(cls, transformation, _MODULE_TEXT)
+
+    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        cls = type(self)
+        if self.transformation is None:
+            self.impl = faces.only_transformation(cls, self._face, module, args, kwargs)
+        else:
+            self.impl = self.transformation(**faces.bind(cls, self._face, module, args, kwargs))
+        self.modules: list[nn.Module] = []
+        self._states: list[OptState] = []
+        self.add_param_group(module)
+
+    def add_param_group(self, module: nn.Module) -> None:
+        """Move another module's parameters too, with a state of their own.
+
+        Args:
+            module: the module.
+
+        Raises:
+            TypeError: it is no module.
+            ValueError: it has no parameters, or one that another group has.
+        """
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"`module` must be a torch.nn.Module, got {type(module).__name__}")
+        params = dict(module.named_parameters())
+        if not params:
+            raise ValueError(f"`module` must have parameters, got {type(module).__name__} with none")
+        known = {id(parameter) for other in self.modules for parameter in other.parameters()}
+        if twice := [name for name, parameter in params.items() if id(parameter) in known]:
+            raise ValueError(f"`module` must not share parameters with another group, got {twice}")
+        self.modules.append(module)
+        self._states.append(self.impl.init(params))
+
+    def step(self, loss: Tensor) -> None:
+        """Replace each parameter by the moved one, connected to the graph.
+
+        A parameter that the loss does not depend on stays, and so does its state. The step is recorded even
+        under ``torch.no_grad``.
+
+        Args:
+            loss: a tensor of one element, computed with the modules' parameters as they are now.
+
+        Raises:
+            TypeError: ``loss`` is no tensor.
+            ValueError: it has more than one element, or depends on none of the parameters.
+        """
+        groups = [dict(module.named_parameters()) for module in self.modules]
+        grads = gradients(loss, [p for params in groups for p in params.values()], create_graph=True)
+        rest = iter(grads)
+        with torch.enable_grad():
+            for index, params in enumerate(groups):
+                own = {name: next(rest) for name in params}
+                updates, self._states[index] = self.impl.update(
+                    own, self._states[index], params=params, inplace=False
+                )
+                moved = apply_updates(params, updates, inplace=False)
+                new = {id(old): moved[name] for name, old in params.items()}
+                containers.replace(self.modules[index], new)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states as ``{'state': [{where: tensor}, ...]}``, a dict a group, for ``torch.save``.
+
+        The tensors are those of the state, history included.
+        """
+        return {"state": [flatten_state(state) for state in self._states]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a :meth:`state_dict`.
+
+        Args:
+            state_dict: the states; their tensors are taken over, not copied.
+
+        Raises:
+            ValueError: it is of another optimizer or of a module with other parameters.
+        """
+        saved = state_dict["state"]
+        if len(saved) != len(self._states):
+            raise ValueError(f"`state_dict` must have {len(self._states)} groups, got {len(saved)}")
+        self._states = [restore_state(like, flat) for like, flat in zip(self._states, saved, strict=True)]
+
+    def get_states(self) -> tuple[OptState, ...]:
+        """The states, one a parameter group; the tensors are the same."""
+        return tuple(self._states)
+
+    def set_states(self, states: Sequence[OptState]) -> None:
+        """Go on from these states.
+
+        Raises:
+            ValueError: their number or the structure of one differs.
+        """
+        if len(states) != len(self._states):
+            raise ValueError(f"`states` must be {len(self._states)}, one a group, got {len(states)}")
+        for state, mine in zip(states, self._states, strict=True):
+            pytree.flatten_like(pytree.flatten(mine)[1], state, "states", "the optimizer's state")
+        self._states = list(states)
+
+    def clone_with(self, clone: Callable[[Any], Any]) -> Self:
+        """Make a second optimizer, ``clone`` applied to its modules and states; it shares ``impl``."""
+        other = copy.copy(self)
+        other.modules = [clone(module) for module in self.modules]
+        other._states = [clone(state) for state in self._states]
+        return other
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Copy everything, tensors with a history as leaves."""
+        take = TensorCopier("deepcopy")
+        for module in self.modules:
+            for tensor in (*module.parameters(), *module.buffers()):
+                if tensor.grad_fn is not None:
+                    memo.setdefault(id(tensor), take(tensor))
+        other = copy.copy(self)
+        memo[id(self)] = other
+        other.impl = copy.deepcopy(self.impl, memo)
+        other.modules = copy.deepcopy(self.modules, memo)
+        other._states = [pytree.map_tensors(take, state) for state in self._states]
+        return other

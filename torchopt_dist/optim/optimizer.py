@@ -1,0 +1,229 @@
+"""``p.grad`` of each parameter → the parameters moved in place, by a ``torch.optim.Optimizer``.
+
+Each group's options are read at each step, so schedulers and users may set them; a parameter's state is in
+``optimizer.state[p]`` under the names of the transformation's state, which are torch's. ``p.grad`` is only
+read.
+"""
+
+from __future__ import annotations
+
+import inspect
+import numbers
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, NamedTuple, overload
+
+import torch
+from torch import Tensor
+
+from torchopt_dist import pytree
+from torchopt_dist.optim import faces
+from torchopt_dist.optim.apply_updates import move_
+from torchopt_dist.optim.checkpoint import flatten_with_keys
+from torchopt_dist.transform.base import GradientTransformation
+from torchopt_dist.transform.scale import split_factor
+from torchopt_dist.typing import OptState
+
+__all__ = ["Optimizer"]
+
+_SHARED = "shared_state"
+_WITHOUT = ("moment_requires_grad",)
+_PARAMS_TEXT = "params: tensors, named tensors, or dicts of parameter groups with options of their own."
+
+
+class _Layout(NamedTuple):
+    """Which leaf of a transformation's state is where."""
+
+    spec: pytree.PyTreeSpec
+    """Structure of the state, its lists (a tensor a parameter) taken as leaves."""
+    keys: list[str | None]
+    """A leaf's key in ``state[p]``; ``None`` for a leaf of the whole group, in ``group['shared_state']``."""
+
+
+class Optimizer(torch.optim.Optimizer):
+    """A gradient transformation as a ``torch.optim.Optimizer``.
+
+    Args:
+        params: tensors, named tensors, or dicts of parameter groups.
+        impl: the gradient transformation. Subclasses that are made with ``transformation=`` take that
+            function's arguments here, and groups may set each of them for themselves.
+
+    Raises:
+        TypeError: ``params`` is a tensor, or holds something else than tensors; an argument is unknown.
+        ValueError: there are no parameters, one is not a leaf, or an option is out of its range.
+
+    Example:
+        >>> import torch
+        >>> from torchopt_dist.optim.sgd import sgd
+        >>> w = torch.ones(2, requires_grad=True)
+        >>> optimizer = Optimizer([w], sgd(lr=0.5))
+        >>> w.sum().backward()
+        >>> optimizer.step()
+        >>> w
+        tensor([0.5000, 0.5000], requires_grad=True)
+    """
+
+    transformation: ClassVar[faces.Constructor | None] = None
+    _face: ClassVar[inspect.Signature] = inspect.signature(lambda params, impl: ...)
+
+    def __init_subclass__(cls, *, transformation: faces.Constructor | None = None, **defaults: Any) -> None:
+        """Make a class from a function: ``class SGD(Optimizer, transformation=sgd)``.
+
+        Args:
+            transformation: constructor of a gradient transformation; its parameters become the class's.
+            defaults: defaults that differ from the function's.
+        """
+        super().__init_subclass__()
+        if transformation is not None:
+            cls.transformation = staticmethod(transformation)
+            cls._face = faces.signature(transformation, "params", defaults, _WITHOUT)
+            cls.__signature__ = cls._face  # type: ignore[attr-defined]
+            cls.__doc__ = faces.docstring(cls, transformation, _PARAMS_TEXT, _WITHOUT)
+
+    def __init__(self, params: Iterable[Any], *args: Any, **kwargs: Any) -> None:
+        self._layouts: dict[int, tuple[Any, _Layout]] = {}
+        self._impl: GradientTransformation | None = None
+        options: dict[str, Any] = {}
+        if self.transformation is None:
+            self._impl = faces.only_transformation(type(self), self._face, params, args, kwargs)
+        else:
+            options = faces.bind(type(self), self._face, params, args, kwargs)
+        super().__init__(params, options)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group; options that it does not set are the optimizer's.
+
+        Args:
+            param_group: ``{'params': ..., option: value, ...}``.
+
+        Raises:
+            TypeError: it is not a dict, or holds something else than tensors.
+            ValueError: an option is out of its range, a parameter is not a leaf or is in another group.
+        """
+        if isinstance(param_group, dict):
+            self._transformation_of({**self.defaults, **param_group})  # checks the options
+        super().add_param_group(param_group)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Move each parameter that has a gradient; one whose ``grad`` is ``None`` stays, its state too.
+
+        Args:
+            closure: computes the loss anew and calls ``backward``.
+
+        Returns:
+            What the closure returned, if there is one.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            for index, group in enumerate(self.param_groups):
+                self._step_group(index, group)
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state and the options, as torch's; a schedule is left out, as it is code and not data."""
+        packed = super().state_dict()
+        for group in packed["param_groups"]:
+            for name in [name for name, value in group.items() if callable(value)]:
+                del group[name]
+        return packed
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a :meth:`state_dict`, of this class or of its twin in ``torch.optim``.
+
+        Args:
+            state_dict: the state; it is copied. Where it has no learning rate because that was a schedule,
+                this optimizer's own schedule stays.
+
+        Raises:
+            ValueError: the numbers of groups or of parameters differ.
+        """
+        saved = list(state_dict["param_groups"])
+        for place, (mine, theirs) in enumerate(zip(self.param_groups, saved, strict=False)):
+            saved[place] = {**{name: value for name, value in mine.items() if callable(value)}, **theirs}
+        super().load_state_dict({**state_dict, "param_groups": saved})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_impl": self._impl}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._layouts = {}
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+
+    def _step_group(self, index: int, group: dict[str, Any]) -> None:
+        params = group["params"]
+        grads = [p.grad for p in params]
+        if all(grad is None for grad in grads):
+            return
+        impl, factor = split_factor(self._transformation_of(group))
+        layout = self._layout(index, group, impl)
+        updates, state = impl.update(grads, self._gather(group, impl, layout), params=params, inplace=True)
+        move_(params, updates, factor)
+        self._scatter(group, layout, state)
+
+    def _transformation_of(self, group: dict[str, Any]) -> GradientTransformation:
+        if self.transformation is None:
+            assert self._impl is not None
+            return self._impl
+        return self.transformation(**{name: group[name] for name in list(self._face.parameters)[1:]})
+
+    def _layout(self, index: int, group: dict[str, Any], impl: GradientTransformation) -> _Layout:
+        """The layout of a group's state; it may depend on which options are 0, not on their values."""
+        options = [(type(v), bool(v)) if isinstance(v, numbers.Real) else type(v) for v in group.values()]
+        known = self._layouts.get(index)
+        if known is None or known[0] != options:
+            known = options, _layout_of(impl.init(group["params"]))
+            self._layouts[index] = known
+        return known[1]
+
+    def _gather(self, group: dict[str, Any], impl: GradientTransformation, layout: _Layout) -> OptState:
+        """Put a group's state together; what is not there yet is as at the first step."""
+        params, own = group["params"], [key for key in layout.keys if key is not None]
+        shared = group.get(_SHARED, [])
+        if len(shared) != len(layout.keys) - len(own) or any(
+            key not in self.state[p] for key in own for p in params
+        ):
+            shared = self._fill(params, impl, layout)
+        rest = iter(shared)
+        leaves = [next(rest) if key is None else [self.state[p][key] for p in params] for key in layout.keys]
+        return pytree.unflatten(layout.spec, leaves)
+
+    def _fill(self, params: list[Tensor], impl: GradientTransformation, layout: _Layout) -> list[Any]:
+        """Fill in what parameters lack of their state; return the group's own first state."""
+        first = flatten_with_keys(impl.init(params), _is_list)[1]
+        for key, leaves in zip(layout.keys, first, strict=True):
+            for p, leaf in zip(params, leaves, strict=True) if key is not None else ():
+                self.state[p].setdefault(key, leaf)
+        return [leaf for key, leaf in zip(layout.keys, first, strict=True) if key is None]
+
+    def _scatter(self, group: dict[str, Any], layout: _Layout, state: OptState) -> None:
+        _, leaves, _ = flatten_with_keys(state, _is_list)
+        shared = []
+        for key, leaf in zip(layout.keys, leaves, strict=True):
+            if key is None:
+                shared.append(leaf)
+            else:
+                for p, value in zip(group["params"], leaf, strict=True):
+                    self.state[p][key] = value
+        if shared:
+            group[_SHARED] = shared
+
+
+def _is_list(part: Any) -> bool:
+    return type(part) is list
+
+
+def _layout_of(state: OptState) -> _Layout:
+    paths, leaves, spec = flatten_with_keys(state, _is_list)
+    last = [path[-1] if path else "state" for path in paths]
+    keys = [name if last.count(name) == 1 else "/".join(path) for name, path in zip(last, paths, strict=True)]
+    own = [key if _is_list(leaf) else None for key, leaf in zip(keys, leaves, strict=True)]
+    return _Layout(spec, own)

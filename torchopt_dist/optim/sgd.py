@@ -1,0 +1,61 @@
+"""Gradients → updates by stochastic gradient descent, with momentum; as a function and as two classes."""
+
+from __future__ import annotations
+
+from torchopt_dist.optim.meta_optimizer import MetaOptimizer
+from torchopt_dist.optim.optimizer import Optimizer
+from torchopt_dist.transform.add_decayed_weights import add_decayed_weights
+from torchopt_dist.transform.base import GradientTransformation, chain
+from torchopt_dist.transform.hyperparameters import HyperParameter, is_zero
+from torchopt_dist.transform.scale import scale, scale_by_learning_rate
+from torchopt_dist.transform.trace import check_momentum, trace
+from torchopt_dist.typing import ScalarOrSchedule
+
+__all__ = ["SGD", "MetaSGD", "sgd"]
+
+
+def sgd(
+    lr: ScalarOrSchedule,
+    momentum: HyperParameter = 0.0,
+    dampening: HyperParameter = 0.0,
+    weight_decay: HyperParameter = 0.0,
+    nesterov: bool = False,
+    *,
+    moment_requires_grad: bool = False,
+    maximize: bool = False,
+) -> GradientTransformation:
+    """Stochastic gradient descent, as ``torch.optim.SGD``.
+
+    ``p - lr * b``, where ``b`` is the running sum of the gradients (see
+    :func:`~torchopt_dist.transform.trace`), and the gradient itself without momentum.
+
+    Args:
+        lr: learning rate: a number that is at least 0, a tensor of one element, or a schedule (the number
+            of steps made so far → a learning rate).
+        momentum: how much of the running sum of gradients stays, at least 0; a number or a tensor of one
+            element.
+        dampening: how much of a gradient is left out of the running sum, from the second one on; likewise.
+        weight_decay: how much of a parameter is added to its gradient (L2 penalty), at least 0; likewise.
+        nesterov: look ahead along the running sum [Sutskever et al. 2013]; needs a momentum and no dampening.
+        moment_requires_grad: the first running sums are leaves that require grad.
+        maximize: go up, not down.
+
+    Raises:
+        TypeError: an argument is of another type.
+        ValueError: a number is negative, a tensor has more than one element, or ``nesterov`` comes without a
+            momentum or with dampening.
+    """
+    check_momentum(momentum, dampening, nesterov)
+    links = [scale(-1.0)] if maximize else []
+    links.append(add_decayed_weights(weight_decay))
+    if not is_zero(momentum):
+        links.append(trace(momentum, dampening, nesterov, moment_requires_grad))
+    return chain(*links, scale_by_learning_rate(lr))
+
+
+class SGD(Optimizer, transformation=sgd):
+    """Stochastic gradient descent in place, as ``torch.optim.SGD``."""
+
+
+class MetaSGD(MetaOptimizer, transformation=sgd, moment_requires_grad=True):
+    """Stochastic gradient descent that one can differentiate through."""

@@ -1,0 +1,65 @@
+"""Gradients, parameters → the gradients plus a part of the parameters: weight decay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeAlias
+
+from torchopt_dist import pytree
+from torchopt_dist.transform import lists
+from torchopt_dist.transform.base import EmptyState, GradientTransformation, identity, stateless
+from torchopt_dist.transform.hyperparameters import HyperParameter, check_at_least_zero, is_zero
+from torchopt_dist.typing import OptState, Params, Updates
+
+__all__ = ["Mask", "add_decayed_weights"]
+
+Mask: TypeAlias = Any | Callable[[Params], Any] | None
+"""A tree of bools of the parameters' structure, a function from the parameters to one, or ``None``: all."""
+
+
+def add_decayed_weights(weight_decay: HyperParameter = 0.0, mask: Mask = None) -> GradientTransformation:
+    """Add ``weight_decay`` times the parameter to each gradient.
+
+    Before the rest of a chain this is L2 regularization (``torch.optim.SGD``), after it decoupled weight
+    decay [Loshchilov and Hutter 2019, Decoupled Weight Decay Regularization].
+
+    Args:
+        weight_decay: a number that is at least 0 (0: the identity), or a tensor of one element, which may
+            require grad.
+        mask: which parameters decay: a tree of bools of the parameters' structure, or a function from the
+            parameters to such a tree (a module-level one, if the transformation is to be pickled). All, if
+            not given.
+
+    Raises:
+        TypeError: ``weight_decay`` is of another type; from ``update``, the mask has other leaves than bools.
+        ValueError: it is negative; from ``update``, ``params`` are missing, or a structure differs.
+    """
+    check_at_least_zero("weight_decay", weight_decay)
+    if is_zero(weight_decay):
+        return identity()
+    return GradientTransformation(stateless, partial(_update, weight_decay, mask))
+
+
+def _update(
+    weight_decay: HyperParameter,
+    mask: Mask,
+    updates: Updates,
+    state: EmptyState,
+    *,
+    params: Params | None = None,
+    inplace: bool = True,
+) -> tuple[Updates, OptState]:
+    if params is None:
+        raise ValueError("`params` must be given to `update`: weight decay looks at the parameters, got None")
+    leaves, spec = pytree.flatten(updates)
+    weights = pytree.flatten_like(spec, params, "params", "updates")
+    places = lists.present(leaves)
+    if mask is not None:
+        chosen = pytree.flatten_like(spec, mask(params) if callable(mask) else mask, "mask", "params")
+        for choice in chosen:
+            if not isinstance(choice, bool):
+                raise TypeError(f"`mask` must have bools for leaves, got {type(choice).__name__}")
+        places = [place for place in places if chosen[place]]
+    decayed = lists.add(lists.pick(leaves, places), lists.pick(weights, places), weight_decay)
+    return pytree.unflatten(spec, lists.put(leaves, places, decayed)), state

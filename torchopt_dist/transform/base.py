@@ -1,0 +1,172 @@
+"""Gradients and a state → updates and the next state: the shape of every optimizer here.
+
+A transformation is two pure functions. ``init(params)`` makes the first state, and ``update(updates, state,
+params=...)`` turns gradients into what is to be added to the parameters. All memory is in the state;
+functions are ``functools.partial`` of module-level functions, so that a transformation can be pickled,
+copied, batched by ``vmap`` and compiled.
+
+To write one: a ``NamedTuple`` for its state whose fields are trees of the parameters' structure or single
+tensors (torch's names for them, such as ``momentum_buffer``; a counter is called ``step``), a function for
+``init``, one for ``update``, and the constructor that checks its arguments and binds both.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from torchopt_dist.typing import OptState, Params, Updates
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = [
+    "ChainedGradientTransformation",
+    "EmptyState",
+    "GradientTransformation",
+    "InitFn",
+    "UpdateFn",
+    "chain",
+    "identity",
+    "stateless",
+]
+
+
+class InitFn(Protocol):
+    """Parameters → the first state."""
+
+    def __call__(self, params: Params, /) -> OptState:
+        """Make the state; it shares no memory with ``params``."""
+
+
+class UpdateFn(Protocol):
+    """Gradients, state → updates, next state."""
+
+    def __call__(
+        self, updates: Updates, state: OptState, *, params: Params | None = None, inplace: bool = True
+    ) -> tuple[Updates, OptState]:
+        """Transform once.
+
+        Args:
+            updates: gradients, or what another transformation made of them; a tree of the parameters'
+                structure. A leaf that is ``None`` stays ``None`` and its state stays as it is. Never
+                overwritten.
+            state: from ``init`` or from the last ``update``.
+            params: the parameters, for transformations that look at them.
+            inplace: leave to overwrite the tensors of ``state``, used where no graph is recorded
+                (``torch.no_grad``); the returned updates may then share memory with the state.
+
+        Returns:
+            The updates, to be added to the parameters, and the next state.
+        """
+
+
+class EmptyState(NamedTuple):
+    """The state of a transformation that remembers nothing."""
+
+
+class GradientTransformation(NamedTuple):
+    """A gradient transformation: a pair of pure functions.
+
+    Example:
+        >>> import torch
+        >>> from torchopt_dist.optim.sgd import sgd
+        >>> init, update = sgd(lr=0.5)
+        >>> updates, state = update({"w": torch.ones(2)}, init({"w": torch.zeros(2)}))
+        >>> updates["w"]
+        tensor([-0.5000, -0.5000])
+    """
+
+    init: InitFn
+    """Parameters → state."""
+    update: UpdateFn
+    """Gradients, state, ``params=``, ``inplace=`` → updates, next state."""
+
+
+class ChainedGradientTransformation(GradientTransformation):
+    """Transformations run one after another; a chain in a chain becomes part of it.
+
+    Its state is a tuple, one state a link.
+    """
+
+    transformations: tuple[GradientTransformation, ...]
+
+    def __new__(cls, *transformations: GradientTransformation) -> Self:
+        """Chain the transformations; none at all is the identity.
+
+        Raises:
+            TypeError: one of them is no gradient transformation.
+        """
+        links: list[GradientTransformation] = []
+        for place, link in enumerate(transformations):
+            if isinstance(link, ChainedGradientTransformation):
+                links.extend(link.transformations)
+            elif isinstance(link, GradientTransformation):
+                links.append(link)
+            else:
+                raise TypeError(
+                    f"`transformations[{place}]` must be a GradientTransformation, got {type(link).__name__}"
+                )
+        made = super().__new__(cls, partial(_chain_init, tuple(links)), partial(_chain_update, tuple(links)))
+        made.transformations = tuple(links)
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self.transformations
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}{self.transformations!r}"
+
+
+def _chain_init(links: tuple[GradientTransformation, ...], params: Params) -> OptState:
+    return tuple(link.init(params) for link in links)
+
+
+def _chain_update(
+    links: tuple[GradientTransformation, ...],
+    updates: Updates,
+    state: OptState,
+    *,
+    params: Params | None = None,
+    inplace: bool = True,
+) -> tuple[Updates, OptState]:
+    if not isinstance(state, tuple) or len(state) != len(links):
+        raise ValueError(
+            f"`state` must be a tuple of {len(links)} states, one a link of the chain, got {state!r}"
+        )
+    states = []
+    for link, link_state in zip(links, state, strict=True):
+        updates, link_state = link.update(updates, link_state, params=params, inplace=inplace)
+        states.append(link_state)
+    return updates, tuple(states)
+
+
+def chain(*transformations: GradientTransformation) -> GradientTransformation:
+    """Run transformations one after another, each on what the one before made.
+
+    Args:
+        transformations: any number of transformations; none is the identity.
+
+    Returns:
+        One transformation; its state is the tuple of theirs.
+
+    Raises:
+        TypeError: one of them is no gradient transformation.
+    """
+    return ChainedGradientTransformation(*transformations)
+
+
+def stateless(params: Params, /) -> EmptyState:
+    """The ``init`` of a transformation that remembers nothing."""
+    return EmptyState()
+
+
+def _identity_update(
+    updates: Updates, state: OptState, *, params: Params | None = None, inplace: bool = True
+) -> tuple[Updates, OptState]:
+    return updates, state
+
+
+def identity() -> GradientTransformation:
+    """The transformation that leaves gradients as they are."""
+    return GradientTransformation(stateless, _identity_update)

@@ -1,0 +1,123 @@
+"""Updates → the updates times a number, a tensor, or what a schedule says.
+
+A learning rate given as a tensor gets its exact gradient, to any order.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchopt_dist import pytree
+from torchopt_dist.transform import lists
+from torchopt_dist.transform.base import (
+    ChainedGradientTransformation,
+    EmptyState,
+    GradientTransformation,
+    stateless,
+)
+from torchopt_dist.transform.hyperparameters import HyperParameter, check_learning_rate
+from torchopt_dist.typing import OptState, Params, ScalarOrSchedule, Schedule, Updates
+
+__all__ = ["ScaleByScheduleState", "scale", "scale_by_learning_rate", "scale_by_schedule", "split_factor"]
+
+
+class ScaleByScheduleState(NamedTuple):
+    """What :func:`scale_by_schedule` remembers."""
+
+    step: Tensor
+    """Updates made so far: 0-d, int64, on the CPU."""
+
+
+def scale(step_size: HyperParameter) -> GradientTransformation:
+    """Multiply updates by a constant.
+
+    Args:
+        step_size: a number of either sign, or a tensor of one element, which may require grad.
+    """
+    return GradientTransformation(stateless, partial(_scale_update, step_size, 1.0))
+
+
+def scale_by_schedule(step_size_fn: Schedule) -> GradientTransformation:
+    """Multiply updates by what a schedule says.
+
+    Args:
+        step_size_fn: the number of updates made so far → a factor. It is given a 0-d float64 tensor on the
+            CPU, so that a schedule's arithmetic is exact enough for float64 parameters.
+
+    Raises:
+        TypeError: it is not callable.
+    """
+    if not callable(step_size_fn):
+        raise TypeError(f"`step_size_fn` must be callable, got {type(step_size_fn).__name__}")
+    return GradientTransformation(_schedule_init, partial(_schedule_update, step_size_fn, 1.0))
+
+
+def scale_by_learning_rate(lr: ScalarOrSchedule) -> GradientTransformation:
+    """Multiply updates by minus the learning rate: the last link of every optimizer's chain.
+
+    Args:
+        lr: a number, a tensor of one element, which may require grad, or a schedule.
+
+    Raises:
+        TypeError: it is none of these.
+        ValueError: it is a negative number, or a tensor of more than one element.
+    """
+    check_learning_rate("lr", lr)
+    if callable(lr):
+        return GradientTransformation(_schedule_init, partial(_schedule_update, lr, -1.0))
+    return GradientTransformation(stateless, partial(_scale_update, lr, -1.0))
+
+
+def split_factor(transformation: GradientTransformation) -> tuple[GradientTransformation, float]:
+    """Split a constant factor, such as minus the learning rate, off the end of a chain.
+
+    ``p + factor * update`` is then one pass over the memory, not two.
+
+    Returns:
+        The transformation without its last link, and that link's factor; if the last link is not a constant
+        number, the transformation as it is, and 1.
+    """
+    if isinstance(transformation, ChainedGradientTransformation) and transformation.transformations:
+        *links, last = transformation.transformations
+        if isinstance(last.update, partial) and last.update.func is _scale_update:
+            step_size, sign = last.update.args
+            if not isinstance(step_size, Tensor):
+                return ChainedGradientTransformation(*links), sign * step_size
+    return transformation, 1.0
+
+
+def _scale_update(
+    step_size: HyperParameter,
+    sign: float,
+    updates: Updates,
+    state: EmptyState,
+    *,
+    params: Params | None = None,
+    inplace: bool = True,
+) -> tuple[Updates, OptState]:
+    leaves, spec = pytree.flatten(updates)
+    places = lists.present(leaves)
+    scaled = lists.multiply(lists.pick(leaves, places), sign * step_size)
+    return pytree.unflatten(spec, lists.put(leaves, places, scaled)), state
+
+
+def _schedule_init(params: Params, /) -> ScaleByScheduleState:
+    return ScaleByScheduleState(torch.zeros((), dtype=torch.int64, device="cpu"))
+
+
+def _schedule_update(
+    schedule: Schedule,
+    sign: float,
+    updates: Updates,
+    state: ScaleByScheduleState,
+    *,
+    params: Params | None = None,
+    inplace: bool = True,
+) -> tuple[Updates, OptState]:
+    factor = schedule(state.step.to(torch.float64))
+    updates, _ = _scale_update(factor, sign, updates, EmptyState())
+    return updates, ScaleByScheduleState(state.step + 1)
