@@ -1,15 +1,81 @@
-"""``Payload`` → its values, the tasks run one after another under the caller's state."""
+"""``Payload`` → its values: the tasks run one after another, or all in one ``vmap``, under the caller's state."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import optree
+import torch
+
+from torchopt_dist.distributed.caller_state import seeded
 from torchopt_dist.distributed.payload import Payload
 
 __all__ = ["run"]
 
 
 def run(payload: Payload) -> list[Any]:
-    """Call the payload's function for each task; raises what a task raises, and the tasks after it do not run."""
+    """The values of the payload's tasks; raises what a task raises, and the tasks after it do not run."""
     with payload.state.applied():
-        return [payload.function(*args, **kwargs) for args, kwargs in payload.tasks]
+        return _vectorized(payload) if payload.how.vectorize else _one_by_one(payload)
+
+
+def _one_by_one(payload: Payload) -> list[Any]:
+    values = []
+    for (args, kwargs), seed in zip(payload.tasks, payload.seeds, strict=True):
+        with seeded(seed):
+            values.append(payload.function(*args, **kwargs))
+    return values
+
+
+def _vectorized(payload: Payload) -> list[Any]:
+    """One ``vmap`` over the tensors that differ between the tasks; what is the same object in all is not mapped."""
+    tasks: Any = payload.tasks
+    flat = [optree.tree_flatten(task, none_is_leaf=True) for task in tasks]
+    treespec = flat[0][1]
+    columns = list(zip(*(leaves for leaves, _ in flat), strict=True))
+    mapped = [
+        index for index, column in enumerate(columns) if not all(_same(leaf, column[0]) for leaf in column)
+    ]
+    if not mapped:
+        return _one_by_one(payload)
+    _check_mappable(columns, mapped, treespec)
+
+    def one_task(*tensors: torch.Tensor) -> Any:
+        leaves = [column[0] for column in columns]
+        for index, tensor in zip(mapped, tensors, strict=True):
+            leaves[index] = tensor
+        args, kwargs = optree.tree_unflatten(treespec, leaves)
+        return payload.function(*args, **kwargs)
+
+    stacked = [torch.stack(columns[index]) for index in mapped]
+    with seeded(payload.seeds[0]):
+        batched = torch.func.vmap(one_task, randomness="different", chunk_size=payload.how.chunk_size)(
+            *stacked
+        )
+    leaves, out = optree.tree_flatten(batched, none_is_leaf=True)
+    return [optree.tree_unflatten(out, [leaf[task] for leaf in leaves]) for task in range(len(tasks))]
+
+
+def _same(leaf: Any, other: Any) -> bool:
+    if leaf is other or isinstance(leaf, torch.Tensor) or isinstance(other, torch.Tensor):
+        return leaf is other
+    try:
+        return bool(leaf == other)
+    except (ValueError, RuntimeError):  # arrays, which have no one truth value
+        return False
+
+
+def _check_mappable(columns: list[Any], mapped: list[int], treespec: optree.PyTreeSpec) -> None:
+    for index in mapped:
+        column = columns[index]
+        if not all(isinstance(leaf, torch.Tensor) for leaf in column):
+            raise TypeError(
+                f"vectorize=True maps over tensors, but {treespec.accessors()[index].codify('(args, kwargs)')} differs "
+                f"between tasks and is {type(column[0]).__name__}"
+            )
+        if len({leaf.shape for leaf in column}) > 1:
+            raise ValueError(
+                "vectorize=True needs tasks of one shape, but "
+                f"{treespec.accessors()[index].codify('(args, kwargs)')} has shapes "
+                f"{sorted({tuple(leaf.shape) for leaf in column})}: split with exclusive=True"
+            )

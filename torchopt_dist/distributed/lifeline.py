@@ -130,8 +130,8 @@ class Lifeline:
                 )
         return self.members
 
-    def barrier(self, ranks: Sequence[int], timeout: float | None = None) -> None:
-        """Wait until all ``ranks``, this one among them, have called ``barrier`` with the same ranks.
+    def barrier(self, ranks: Sequence[int], purpose: str = "", timeout: float | None = None) -> None:
+        """Wait until all ``ranks``, this one among them, have called ``barrier`` with the same ranks and purpose.
 
         Raises:
             PeerFailedError: a rank failed meanwhile.
@@ -139,7 +139,7 @@ class Lifeline:
             TimeoutError: ``timeout`` seconds have passed.
         """
         group = sorted(set(ranks))
-        name = ",".join(map(str, group))
+        name = f"{purpose}:{','.join(map(str, group))}"
         sequence = self._sequence[name] = self._sequence.get(name, 0) + 1
         key = f"{name}#{sequence}"
         self._send({"arrive": key, "rank": self.me.rank, "group": group})

@@ -6,14 +6,17 @@ import concurrent.futures
 import functools
 import threading
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any, ParamSpec
 
 from torch.futures import Future
 
 from torchopt_dist.distributed import execute, remote_graph
+from torchopt_dist.distributed.caller_state import CallerState
 from torchopt_dist.distributed.gather import gather
-from torchopt_dist.distributed.partition import Partitioner, partition
-from torchopt_dist.distributed.payload import CallerState, group_by_worker
+from torchopt_dist.distributed.partition import Partitioner, check_partitioner, partition
+from torchopt_dist.distributed.payload import How, group_by_worker
+from torchopt_dist.distributed.placement import placed
 from torchopt_dist.distributed.reduce import check_reducer
 from torchopt_dist.distributed.rpc import default_timeout
 from torchopt_dist.distributed.world import get_rank, roster
@@ -35,6 +38,9 @@ def remote_sync_call(
     partitioner: Partitioner | None = None,
     reducer: Callable[..., Any] | None = None,
     timeout: float | None = UNSET_TIMEOUT,
+    vectorize: bool = False,
+    chunk_size: int | None = None,
+    device: str | None = None,
 ) -> Any:
     """Call ``func`` on one or several workers, and wait for what they return.
 
@@ -47,6 +53,11 @@ def remote_sync_call(
         reducer: makes of the list of results, in the triplets' order, one; ``None`` leaves the list.
         timeout: seconds after which the call fails; ``None`` or 0 means never. By default the RPC group decides,
             which has none unless its options ask for one.
+        vectorize: whether a worker runs its tasks in one :func:`torch.func.vmap` instead of one after another; then
+            they must be of one shape, and differ in tensors only.
+        chunk_size: how many tasks at once, if vectorized; ``None`` means all.
+        device: where a worker first puts the tensors among its arguments, itself included: ``"auto"`` means its own
+            GPU if it has one, ``None`` leaves them on the kind of device that they are on.
 
     Returns:
         What the reducer returns, or the list of results.
@@ -60,7 +71,7 @@ def remote_sync_call(
         TypeError: an argument is of the wrong kind.
         ValueError: the arguments cannot be split, or a worker is unknown.
     """
-    call = _Call(func, args, kwargs, partitioner, reducer, timeout)
+    call = _Call(func, args, kwargs, partitioner, reducer, timeout, How(vectorize, chunk_size, device))
     call.run_own_share()
     return call.finish()
 
@@ -73,6 +84,9 @@ def remote_async_call(
     partitioner: Partitioner | None = None,
     reducer: Callable[..., Any] | None = None,
     timeout: float | None = UNSET_TIMEOUT,
+    vectorize: bool = False,
+    chunk_size: int | None = None,
+    device: str | None = None,
 ) -> Future[Any]:
     """Like :func:`remote_sync_call`, but returns at once with a future of the result.
 
@@ -81,7 +95,7 @@ def remote_async_call(
     Returns:
         A future whose ``wait()`` returns the result or raises what the call raised.
     """
-    call = _Call(func, args, kwargs, partitioner, reducer, timeout)
+    call = _Call(func, args, kwargs, partitioner, reducer, timeout, How(vectorize, chunk_size, device))
     state = CallerState.capture()
     future: Future[Any] = Future()
 
@@ -110,6 +124,7 @@ class _Call:
         partitioner: Partitioner | None,
         reducer: Callable[..., Any] | None,
         timeout: float | None,
+        how: How,
     ) -> None:
         roster.require()
         if not callable(func):
@@ -123,7 +138,7 @@ class _Call:
         seconds = _seconds(timeout)
         self.reduce = check_reducer(reducer)
         self.partitions = partition(partitioner, tuple(args or ()), dict(kwargs or {}))
-        self.payloads = group_by_worker(func, self.partitions)
+        self.payloads = group_by_worker(func, self.partitions, how)
         self.me = get_rank()
         self.values = {
             worker: remote_graph.call(worker, payload, seconds)
@@ -136,7 +151,7 @@ class _Call:
         if self.me in self.payloads:
             own = self.values[self.me] = concurrent.futures.Future()
             try:
-                own.set_result(execute.run(self.payloads[self.me][0]))
+                own.set_result(execute.run(placed(self.payloads[self.me][0])))
             except Exception as error:
                 own.set_exception(error)
 
@@ -153,18 +168,27 @@ def parallelize(
     partitioner: Partitioner | None = None,
     reducer: Callable[..., Any] | None = None,
     timeout: float | None = UNSET_TIMEOUT,
+    *,
+    vectorize: bool = False,
+    chunk_size: int | None = None,
+    device: str | None = None,
 ) -> Callable[[Callable[P, Any]], Callable[P, Any]]:
     """Decorate a function so that a call of it runs on the workers; arguments as :func:`remote_sync_call`.
 
     The function itself is not changed: it is the ``__wrapped__`` of what the decorator returns, and it is what
     runs on the workers.
 
-    Example:
-        >>> @todist.parallelize(partitioner=todist.batch_partitioner, reducer=todist.mean_reducer)  # doctest: +SKIP
-        ... def loss_fn(model, batch, targets): ...
-        >>> loss = loss_fn(model, batch, targets)  # on all workers, a part of the batch each  # doctest: +SKIP
+    Example::
+
+        @todist.parallelize(partitioner=todist.batch_partitioner, reducer=todist.mean_reducer)
+        def loss_fn(model, batch, targets): ...
+
+
+        loss = loss_fn(model, batch, targets)  # on all workers, a part of the batch each
+        loss.backward()
     """
-    return _decorator(remote_sync_call, partitioner, reducer, timeout)
+    settings = _checked(partitioner, reducer, timeout, How(vectorize, chunk_size, device))
+    return functools.partial(_decorate, remote_sync_call, settings)
 
 
 parallelize_sync = parallelize
@@ -174,39 +198,40 @@ def parallelize_async(
     partitioner: Partitioner | None = None,
     reducer: Callable[..., Any] | None = None,
     timeout: float | None = UNSET_TIMEOUT,
+    *,
+    vectorize: bool = False,
+    chunk_size: int | None = None,
+    device: str | None = None,
 ) -> Callable[[Callable[P, Any]], Callable[P, Future[Any]]]:
     """Like :func:`parallelize`, but a call returns a future at once; see :func:`remote_async_call`."""
-    return _decorator(remote_async_call, partitioner, reducer, timeout)
+    settings = _checked(partitioner, reducer, timeout, How(vectorize, chunk_size, device))
+    return functools.partial(_decorate, remote_async_call, settings)
 
 
-def _decorator(
-    call: Callable[..., Any],
-    partitioner: Partitioner | None,
-    reducer: Callable[..., Any] | None,
-    timeout: float | None,
-) -> Callable[[Callable[P, Any]], Callable[P, Any]]:
+def _decorate(call: Callable[..., Any], settings: dict[str, Any], func: Callable[P, Any]) -> Callable[P, Any]:
+    if not callable(func):
+        raise TypeError(f"parallelize decorates a function, got {type(func).__name__} {func!r:.80}")
+    # A function's own attributes are copied to the wrapper; a module's or another callable object's are not.
+    updated = functools.WRAPPER_UPDATES if hasattr(func, "__code__") else ()
+
+    @functools.wraps(func, updated=updated)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> Any:
+        return call(func, args=args, kwargs=kwargs, **settings)
+
+    return wrapped
+
+
+def _checked(
+    partitioner: Partitioner | None, reducer: Callable[..., Any] | None, timeout: float | None, how: How
+) -> dict[str, Any]:
+    """The settings of a decorator, checked as far as they can be before there is an RPC group."""
+    check_partitioner(partitioner)
     check_reducer(reducer)
-    _seconds(timeout, check_only=True)
-
-    def decorate(func: Callable[P, Any]) -> Callable[P, Any]:
-        if not callable(func):
-            raise TypeError(f"parallelize decorates a function, got {type(func).__name__} {func!r:.80}")
-
-        # A module's or a callable object's own attributes are not copied; a function's are.
-        updated = functools.WRAPPER_UPDATES if hasattr(func, "__code__") else ()
-
-        @functools.wraps(func, updated=updated)
-        def wrapped(*args: P.args, **kwargs: P.kwargs) -> Any:
-            return call(
-                func, args=args, kwargs=kwargs, partitioner=partitioner, reducer=reducer, timeout=timeout
-            )
-
-        return wrapped
-
-    return decorate
+    _seconds(timeout, default=lambda: 0.0)
+    return {"partitioner": partitioner, "reducer": reducer, "timeout": timeout, **asdict(how)}
 
 
-def _seconds(timeout: float | None, *, check_only: bool = False) -> float:
+def _seconds(timeout: float | None, default: Callable[[], float] = default_timeout) -> float:
     if timeout is None:
         return 0.0
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
@@ -214,7 +239,7 @@ def _seconds(timeout: float | None, *, check_only: bool = False) -> float:
             f"timeout must be a number of seconds or None, got {type(timeout).__name__} {timeout!r}"
         )
     if timeout == UNSET_TIMEOUT:
-        return 0.0 if check_only else default_timeout()
+        return default()
     if timeout < 0:
         raise ValueError(f"timeout must be at least 0 seconds, got {timeout}")
     return float(timeout)

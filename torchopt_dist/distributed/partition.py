@@ -95,15 +95,11 @@ def partition(partitioner: Partitioner | None, args: Args, kwargs: KwArgs) -> li
         TypeError: the partitioner is none of these, or its function returns something else than triplets.
         ValueError: it returns no triplet, or one for an unknown worker.
     """
+    check_partitioner(partitioner)
     if partitioner is None:
         partitioner = batch_partitioner
     if isinstance(partitioner, (int, str)):
         return [Partition(get_worker_id(partitioner), unwrap(args), unwrap(kwargs))]
-    if not callable(partitioner):
-        raise TypeError(
-            "partitioner must be a worker's rank or name, or a function returning triplets "
-            f"(worker, args, kwargs), got {type(partitioner).__name__} {partitioner!r}"
-        )
     triplets = partitioner(*args, **kwargs)
     if not isinstance(triplets, Sequence) or isinstance(triplets, (str, tuple)):
         raise TypeError(
@@ -113,6 +109,17 @@ def partition(partitioner: Partitioner | None, args: Args, kwargs: KwArgs) -> li
     if not triplets:
         raise ValueError(f"partitioner {_name(partitioner)} returned no triplet: there is nothing to call")
     return [_checked(partitioner, index, triplet) for index, triplet in enumerate(triplets)]
+
+
+def check_partitioner(partitioner: Partitioner | None) -> None:
+    """Raise :class:`TypeError` unless it is a rank, a name, a function or ``None``."""
+    if isinstance(partitioner, bool) or not (
+        partitioner is None or isinstance(partitioner, (int, str)) or callable(partitioner)
+    ):
+        raise TypeError(
+            "partitioner must be a worker's rank or name, or a function returning triplets "
+            f"(worker, args, kwargs), got {type(partitioner).__name__} {partitioner!r}"
+        )
 
 
 def _checked(partitioner: PartitionFunction, index: int, triplet: Any) -> Partition:

@@ -31,8 +31,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchopt_dist.distributed.message import Message, pack, unpack
 from torchopt_dist.distributed.messages import Backward, Call, Key, Release, Reply, Request
-from torchopt_dist.distributed.payload import Message, Payload, pack, unpack
+from torchopt_dist.distributed.payload import Payload
 from torchopt_dist.distributed.rpc import current_group
 from torchopt_dist.distributed.transport import RPCTransport, Transport
 from torchopt_dist.errors import NotInitializedError, SerializationError
@@ -71,6 +72,7 @@ def call(worker: int, payload: Payload, timeout: float) -> Future[list[Any]]:
         raise SerializationError(
             f"`{function}` and its arguments cannot be sent to {name}: {error}"
         ) from error
+    message.device = payload.how.device
     inputs = message.inputs() if payload.state.grad_enabled else []
     anchor = graph.dispatch(inputs) if inputs else None
     future: Future[list[Any]] = Future()

@@ -96,7 +96,7 @@ def auto_init_rpc(
             with _Group(*settings) as group:
                 if worker_init_fn is not None:
                     worker_init_fn()
-                group.lifeline.barrier(range(group.world.world_size))
+                group.lifeline.barrier(range(group.world.world_size), "start")
                 return main(*args, **kwargs)
 
         return wrapped
@@ -166,7 +166,13 @@ class _Group:
 
     def same_program(self, rank: int) -> bool:
         """Whether ``__main__`` there is what it is here, so that its functions can be sent by name."""
-        return self.members[rank].program == self.members[self.world.rank].program
+        here = self.members[self.world.rank].program
+        return bool(here) and self.members[rank].program == here
+
+    def sends_directly_to(self, rank: int) -> bool:
+        """Whether tensors on a GPU can be sent there as they are: the options have a device map for that worker."""
+        device_maps = getattr(self.options, "device_maps", {})
+        return bool(device_maps.get(self.members[rank].name))
 
     def check_same(self, settings: tuple[Any, ...]) -> None:
         """Raise unless ``settings`` are those of this group or ask for nothing particular."""
@@ -226,7 +232,7 @@ class _Group:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if error is None or (isinstance(error, SystemExit) and not error.code):
             try:
-                self.lifeline.barrier(range(self.world.world_size))  # serve the others until all are done
+                self.lifeline.barrier(range(self.world.world_size), "end")  # serve the others until then
                 self._leave()
                 return
             except BaseException as late:

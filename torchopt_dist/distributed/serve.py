@@ -15,8 +15,9 @@ import torch
 
 from torchopt_dist.distributed import execute
 from torchopt_dist.distributed.failure import RemoteFailure
+from torchopt_dist.distributed.message import Message, pack, unpack
 from torchopt_dist.distributed.messages import Backward, Call, Key, Release, Reply
-from torchopt_dist.distributed.payload import Message, pack, unpack
+from torchopt_dist.distributed.placement import receiving_device
 from torchopt_dist.errors import SerializationError
 
 __all__ = ["kept_graphs", "serve"]
@@ -65,7 +66,7 @@ kept_graphs = _KeptGraphs()
 
 def serve(request: Message) -> Message:
     """Do what a request asks; whatever goes wrong is the reply's failure."""
-    request = request.received()
+    request = request.received(receiving_device(request.device))
     try:
         return _handle(request)
     except BaseException as error:  # the caller is told, and this worker goes on serving

@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import Protocol
 
-from torchopt_dist.distributed.payload import Message
+from torchopt_dist.distributed.message import Message
 
 __all__ = ["Transport"]
 

@@ -1,12 +1,13 @@
-"""This process as a worker: requests are answered by a thread, without a network and without copies."""
+"""This process as a worker: requests are answered by a thread, without a network."""
 
 from __future__ import annotations
 
 import threading
 from concurrent.futures import Future
 
-from torchopt_dist.distributed.payload import Message
+from torchopt_dist.distributed.message import Message
 from torchopt_dist.distributed.serve import serve
+from torchopt_dist.distributed.wire import Structures, Wire, from_wire, to_wire
 from torchopt_dist.errors import CallTimeoutError
 
 __all__ = ["LocalTransport"]
@@ -19,7 +20,7 @@ class LocalTransport:
         """See :class:`~torchopt_dist.distributed.transport.base.Transport`."""
         future: Future[Message] = Future()
         threading.Thread(
-            target=lambda: _settle(future, serve(request)), name="todist-local", daemon=True
+            target=lambda: _settle(future, _copied(serve(_copied(request)))), name="todist-local", daemon=True
         ).start()
         if timeout:
             late = CallTimeoutError(f"worker {worker} took longer than timeout={timeout:g} s")
@@ -28,6 +29,13 @@ class LocalTransport:
             timer.start()
             future.add_done_callback(lambda _: timer.cancel())
         return future
+
+
+def _copied(message: Message) -> Message:
+    """The message as if it had been sent: its tensors are nobody else's."""
+    wire = to_wire(message, Structures.none())
+    buffers = [buffer.clone() for buffer in wire.buffers]
+    return from_wire(Wire(wire.skeleton, buffers, *wire[2:]), Structures())
 
 
 _settling = threading.Lock()

@@ -3,58 +3,78 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from concurrent.futures import Future
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch.distributed import rpc
 
-from torchopt_dist.distributed.payload import Message
+from torchopt_dist.distributed.message import Message
+from torchopt_dist.distributed.rpc import current_group
 from torchopt_dist.distributed.serve import serve
+from torchopt_dist.distributed.wire import MissingStructureError, Structures, Wire, from_wire, to_wire
 from torchopt_dist.distributed.world import roster
 from torchopt_dist.errors import CallTimeoutError, WorkerLostError
 
 __all__ = ["RPCTransport"]
 
-_Wire: TypeAlias = tuple[bytes, list[torch.Tensor], list[bool], list[bool], tuple[int, ...]]
-
 
 class RPCTransport:
     """Sends requests by ``rpc_async``."""
 
+    def __init__(self) -> None:
+        self._known: defaultdict[int, Structures] = defaultdict(Structures)
+
     def send(self, worker: int, request: Message, timeout: float) -> Future[Message]:
         """See :class:`~torchopt_dist.distributed.transport.base.Transport`."""
-        name = roster.require()[worker]
         future: Future[Message] = Future()
+        self._start(worker, request, timeout, future, self._known[worker])
+        return future
 
-        def arrived(done: torch.futures.Future[_Wire]) -> None:
+    def _start(
+        self, worker: int, request: Message, timeout: float, future: Future[Message], known: Structures
+    ) -> None:
+        name = roster.require()[worker]
+        wire = to_wire(request, known, direct=current_group().sends_directly_to(worker))
+
+        def arrived(done: torch.futures.Future[Wire | None]) -> None:
             try:
-                reply = Message(*done.value())
+                reply = done.value()
+                if (
+                    reply is None
+                ):  # the worker has forgotten a structure, or it is on its way in another message
+                    self._start(worker, request, timeout, future, Structures.none())
+                else:
+                    future.set_result(from_wire(Wire(*reply), _seen))
             except Exception as error:
                 future.set_exception(_translated(error, name, timeout))
-            else:
-                future.set_result(reply)
 
         try:
-            sent = rpc.rpc_async(name, _serve, _to_wire(request), timeout=timeout)
+            sent = rpc.rpc_async(name, _serve, tuple(wire), timeout=timeout)
         except RuntimeError as error:
             future.set_exception(_translated(error, name, timeout))
         else:
             sent.add_done_callback(arrived)
-        return future
 
 
-def _to_wire(message: Message) -> _Wire:
-    return message.skeleton, message.tensors, message.requires_grad, message.is_parameter, message.connected
+_seen = Structures()
 
 
 @rpc.functions.async_execution
-def _serve(*wire: Any) -> torch.futures.Future[_Wire]:
+def _serve(*fields: Any) -> torch.futures.Future[tuple[Any, ...] | None]:
     """On the worker: answer in a thread of its own; a request may wait for others, and the agent's threads are few."""
-    future: torch.futures.Future[_Wire] = torch.futures.Future()
-    threading.Thread(
-        target=lambda: future.set_result(_to_wire(serve(Message(*wire)))), name="todist-serve", daemon=True
-    ).start()
+    future: torch.futures.Future[tuple[Any, ...] | None] = torch.futures.Future()
+
+    def work() -> None:
+        try:
+            request = from_wire(Wire(*fields), _seen)
+        except MissingStructureError:
+            future.set_result(None)
+        else:
+            future.set_result(tuple(to_wire(serve(request), Structures.none())))
+
+    threading.Thread(target=work, name="todist-serve", daemon=True).start()
     return future
 
 

@@ -1,0 +1,85 @@
+"""Functions that tests call on workers; importable there."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import functional_call
+
+import torchopt_dist as todist
+from torchopt_dist.distributed.serve import kept_graphs
+
+
+class Net(nn.Module):
+    """Two layers whose weights are tied, a frozen one, a BatchNorm and a non-persistent buffer."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6, dtype=dtype)
+        self.tied = nn.Linear(6, 6, dtype=dtype)
+        self.tied.weight = self.first.weight
+        self.frozen = nn.Linear(6, 6, dtype=dtype).requires_grad_(False)
+        self.norm = nn.BatchNorm1d(6, dtype=dtype)
+        self.last = nn.Linear(6, 3, dtype=dtype)
+        self.register_buffer("shift", torch.full((6,), 0.5, dtype=dtype), persistent=False)
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x)) + self.shift
+        x = torch.tanh(self.tied(x))
+        x = torch.tanh(self.frozen(x))
+        return self.last(self.norm(x) if self.training else x)
+
+
+def mlp(dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
+
+
+def mse(model, x, y):
+    return F.mse_loss(model(x), y)
+
+
+def functional_mse(params, x, y):
+    return F.mse_loss(functional_call(mlp(), params, (x,)), y)
+
+
+def product(a, b):
+    return (a * b).sin(), a.exp() * b**2
+
+
+def cube(x):
+    return (x**3).sum()
+
+
+def chain(depth, x):
+    """A call in a call, ``depth`` deep, round and round the workers."""
+    if depth == 0:
+        return cube(x)
+    neighbour = (todist.get_rank() + 1) % todist.get_world_size()
+    return 1.1 * todist.remote_sync_call(chain, args=(depth - 1, x), partitioner=neighbour)[0]
+
+
+def kept():
+    return len(kept_graphs)
+
+
+def kept_on(worker, limit=5.0):
+    """The number of graphs a worker keeps, once it is 0 or the limit has passed."""
+    deadline = time.monotonic() + limit
+    while (count := todist.remote_sync_call(kept, partitioner=worker)[0]) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return count
+
+
+def data(rows=10, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(rows, 6, dtype=dtype, generator=generator)
+    y = torch.randn(rows, 3, dtype=dtype, generator=generator)
+    return x, y
+
+
+def gradients(loss, model):
+    return torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad], allow_unused=True)

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import torchopt_dist as todist
+from tests.distributed.programs import Net, mlp
+from torchopt_dist.distributed.message import pack, unpack
+from torchopt_dist.distributed.wire import MissingStructureError, Structures, from_wire, to_wire
+
+
+def travel(value, known=None, seen=None):
+    wire = to_wire(pack(value, main_by_name=True).detached(), known or Structures(), direct=False)
+    return unpack(from_wire(wire, seen or Structures()).received()), wire
+
+
+def size(wire):
+    return (
+        len(wire.skeleton)
+        + sum(b.numel() * b.element_size() for b in wire.buffers)
+        + sum(len(s) for _, s in wire.structures if s is not None)
+    )
+
+
+def test_what_is_shared_travels_once():
+    model, extra = mlp(), torch.randn(10_000)
+    _, one = travel([(model, extra)])
+    _, many = travel([(model, extra)] * 32)
+    assert size(many) < size(one) + 1000
+    (first, _), (second, _) = travel([(model, extra)] * 2)[0]
+    assert first is second
+
+
+def test_tied_weights_and_flags_survive():
+    net, _ = travel(Net().eval())
+    assert net.tied.weight is net.first.weight
+    assert isinstance(net.first.weight, nn.Parameter)
+    assert not net.frozen.weight.requires_grad
+    assert not net.training
+    assert torch.equal(net.shift, torch.full((6,), 0.5, dtype=torch.float64))
+    assert "shift" not in net.state_dict()
+
+
+def test_two_modules_of_one_structure_stay_two():
+    a, b = mlp(), mlp()
+    (x, y), wire = travel((a, b))
+    assert x is not y
+    assert len(wire.structures) == 1
+    clone = todist.module_clone(a, by="reference")
+    x, y = travel((a, clone))[0]
+    assert x is not y
+    assert x[0].weight is y[0].weight
+
+
+def test_a_module_beside_a_part_of_itself_stays_its_part():
+    net = mlp()
+    for pair in ((net, net[0]), (net[0], net)):
+        both, _ = travel(pair)
+        whole, part = both if isinstance(both[0], nn.Sequential) else both[::-1]
+        assert whole[0] is part
+
+
+def test_a_structure_is_sent_once_and_asked_for_when_forgotten():
+    known, seen, model = Structures(), Structures(), mlp()
+    _, first = travel(model, known, seen)
+    got, second = travel(model, known, seen)
+    assert first.structures[0][1] is not None
+    assert second.structures[0][1] is None
+    assert torch.equal(got[0].weight, model[0].weight)
+    with pytest.raises(MissingStructureError):
+        from_wire(second, Structures())
+    model.step = 1  # another structure
+    assert travel(model, known, seen)[1].structures[0][1] is not None
+
+
+def test_structures_forget_the_one_not_used_for_longest():
+    structures = Structures(capacity=2)
+    structures.add(b"a", b"1")
+    structures.add(b"b", b"2")
+    structures.find(b"a")
+    structures.add(b"c", b"3")
+    assert b"a" in structures
+    assert b"b" not in structures
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(0, 3),
+        torch.tensor(3.5),
+        torch.arange(6).reshape(2, 3).T,
+        torch.ones(1).expand(5, 4),
+        torch.randn(100_000)[::2],
+        torch.randn(300, 300)[:, 5],
+        torch.randn(4, 4, dtype=torch.complex64).conj(),
+        torch.randn(3, dtype=torch.complex64).conj().imag,
+        torch.tensor([True, False]),
+        torch.randn(3, dtype=torch.bfloat16),
+        torch.randn(3, dtype=torch.float16),
+        torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+    ],
+)
+def test_any_dense_tensor_arrives_as_it_is(tensor):
+    got, wire = travel({"x": [tensor]})
+    assert got["x"][0].dtype == tensor.dtype
+    assert torch.equal(got["x"][0], tensor)
+    assert all(
+        b.untyped_storage().nbytes() <= b.numel() * b.element_size() for b in wire.buffers
+    )  # nothing but what was asked for
+
+
+def test_small_tensors_share_a_buffer_and_nothing_else():
+    leaves = [torch.randn(3, requires_grad=True) for _ in range(50)]
+    got, wire = travel(leaves)
+    assert len(wire.buffers) == 1
+    loss = sum((leaf**2).sum() for leaf in got)
+    with torch.no_grad():
+        got[0].add_(1)  # changes no other leaf, so what was saved for the others is good
+    gradient = torch.autograd.grad(loss, got[1])[0]
+    assert torch.equal(gradient, 2 * leaves[1].detach())
+
+
+def test_functions_behind_decorators_are_named_not_copied():
+    from tests.distributed import test_parallelize
+
+    hidden = test_parallelize.module_level.__wrapped__
+    assert travel(hidden)[0] is hidden
+    assert len(pack(hidden, main_by_name=True).skeleton) < 200

@@ -1,0 +1,501 @@
+from __future__ import annotations
+
+import gc
+import threading
+import time
+
+import psutil
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import torchopt_dist as todist
+from tests.distributed.programs import (
+    Net,
+    chain,
+    cube,
+    data,
+    functional_mse,
+    gradients,
+    kept_on,
+    mlp,
+    mse,
+    product,
+)
+
+
+def vectors(n=5, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(n, dtype=torch.float64, generator=generator, requires_grad=True) for _ in range(2)]
+
+
+def remote(function, worker=1):
+    return lambda *args, **kwargs: todist.remote_sync_call(
+        function, args=args, kwargs=kwargs, partitioner=worker
+    )[0]
+
+
+def test_first_and_second_order_pass_gradcheck(world):
+    def body():
+        a, b = vectors()
+        call = remote(product)
+        return torch.autograd.gradcheck(call, (a, b)), torch.autograd.gradgradcheck(call, (a, b))
+
+    assert world(2).on_zero(body) == (True, True)
+
+
+def test_third_order_equals_the_local_one(world):
+    def body():
+        a, b = vectors()
+
+        def third(function):
+            out = function(a, b)[1].sum()
+            for _ in range(2):
+                out = torch.autograd.grad(out, a, create_graph=True)[0].sum()
+            return torch.autograd.grad(out, (a, b))
+
+        return [
+            (here - there).abs().max().item()
+            for here, there in zip(third(product), third(remote(product)), strict=True)
+        ]
+
+    assert max(world(2).on_zero(body)) < 1e-12
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_the_outer_gradient_goes_through_an_inner_loss_spread_over_workers(world, size):
+    def body():
+        model = mlp()
+        x, y = data(rows=11)  # uneven on 2, 3 and 4 workers
+        spread = todist.parallelize(reducer=todist.mean_reducer)(functional_mse)
+
+        def meta_gradient(loss):
+            params = dict(model.named_parameters())
+            for _ in range(3):
+                grads = torch.autograd.grad(
+                    loss(todist.replicated(params) if loss is spread else params, x, y),
+                    tuple(params.values()),
+                    create_graph=True,
+                )
+                params = {k: p - 0.1 * g for (k, p), g in zip(params.items(), grads, strict=True)}
+            return torch.autograd.grad(
+                loss(todist.replicated(params) if loss is spread else params, x, y),
+                tuple(model.parameters()),
+            )
+
+        return [
+            ((a - b).abs().max() / b.abs().max()).item()
+            for a, b in zip(meta_gradient(spread), meta_gradient(functional_mse), strict=True)
+        ]
+
+    assert max(world(size).on_zero(body)) < 1e-12
+
+
+def test_plain_backward_fills_grad(world):
+    def body():
+        model, (x, y) = mlp(), data(rows=7)
+        todist.parallelize(todist.batch_partitioner, todist.mean_reducer)(mse)(model, x, y).backward()
+        expected = gradients(mse(model, x, y), model)
+        return [(p.grad - e).abs().max().item() for p, e in zip(model.parameters(), expected, strict=True)]
+
+    assert max(world(3).on_zero(body)) < 1e-12
+
+
+def test_frozen_tied_and_buffers(world):
+    def body():
+        torch.manual_seed(0)
+        model, (x, y) = Net().eval(), data()
+        far = gradients(remote(mse)(model, x, y), model)
+        near = gradients(mse(model, x, y), model)
+        assert len(far) == len(near) == 5 + 2  # the tied weight once, the norm's two unused
+        for a, b in zip(far, near, strict=True):
+            if b is None:
+                assert a is None or not a.any()
+            else:
+                torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+
+    world(2).on_zero(body)
+
+
+def test_buffers_changed_by_a_worker_do_not_leak_back(world):
+    def body():
+        model, (x, y) = Net().train(), data()
+        before = model.norm.running_mean.clone()
+        remote(mse)(model, x, y).backward()
+        torch.testing.assert_close(model.norm.running_mean, before)
+        # asked for, they come
+        state = remote(lambda m, x: (m(x), dict(m.named_buffers()))[1])(model, x)
+        model.load_state_dict({k: v for k, v in state.items() if k != "shift"}, strict=False)
+        assert not torch.equal(model.norm.running_mean, before)
+
+    world(2).on_zero(body)
+
+
+@pytest.mark.parametrize("wrapped", ["dict", "list", "namedtuple", "closure", "partial", "method"])
+def test_tensors_anywhere_get_their_gradients(world, wrapped):
+    def body():
+        import functools
+        from collections import namedtuple
+
+        a, b = vectors()
+        pair = namedtuple("pair", "left right")
+
+        class Holder:
+            def __init__(self, weight):
+                self.weight = weight
+
+            def times(self, other):
+                return (self.weight * other).sum()
+
+        calls = {
+            "dict": lambda: remote(lambda d: (d["x"]["y"] * d["z"]).sum())({"x": {"y": a}, "z": b}),
+            "list": lambda: remote(lambda xs: (xs[0] * xs[1][0]).sum())([a, (b,)]),
+            "namedtuple": lambda: remote(lambda p: (p.left * p.right).sum())(pair(a, b)),
+            "closure": lambda: remote(lambda: (a * b).sum())(),
+            "partial": lambda: remote(functools.partial(lambda u, v: (u * v).sum(), a))(b),
+            "method": lambda: remote(Holder(a).times)(b),
+        }
+        grads = torch.autograd.grad(calls[wrapped](), (a, b))
+        torch.testing.assert_close(grads, (b, a))
+
+    world(2).on_zero(body)
+
+
+def test_non_scalar_integer_and_unconnected_outputs(world):
+    def outputs(x):
+        return {"vector": x * 2, "integer": x.argmax(), "detached": x.detach(), "number": 3, "same": x}
+
+    def body():
+        x, _ = vectors()
+        out = remote(outputs)(x)
+        assert out["number"] == 3
+        assert not out["integer"].requires_grad
+        assert out["integer"].dtype == torch.int64
+        assert not out["detached"].requires_grad
+        (grad,) = torch.autograd.grad((out["vector"] * x).sum() + out["same"].sum(), x)
+        torch.testing.assert_close(grad, 4 * x + 1)
+
+    world(2).on_zero(body)
+
+
+def test_results_can_be_changed_in_place(world):
+    def body():
+        x, _ = vectors()
+        out = remote(lambda x: x * 2)(x)
+        out += 1
+        out.mul_(3)
+        (grad,) = torch.autograd.grad(out.sum(), x)
+        torch.testing.assert_close(grad, torch.full_like(x, 6))
+
+    world(2).on_zero(body)
+
+
+def test_returned_parameters_are_parameters(world):
+    def body():
+        model = remote(lambda: nn.Linear(2, 2))()
+        assert all(isinstance(p, nn.Parameter) and p.is_leaf and p.requires_grad for p in model.parameters())
+
+    world(2).on_zero(body)
+
+
+def test_retain_graph_and_several_backwards(world):
+    def body():
+        x, _ = vectors()
+        out = remote(cube)(x)
+        out.backward(retain_graph=True)
+        out.backward(retain_graph=True)
+        out.backward()
+        torch.testing.assert_close(x.grad, 9 * x.detach() ** 2)
+        with pytest.raises(RuntimeError, match="second time"):
+            out.backward()
+
+    world(2).on_zero(body)
+
+
+def test_allow_unused_and_partial_inputs(world):
+    def body():
+        a, b = vectors()
+        out = remote(lambda a, b: (a * 2).sum())(a, b)
+        with_unused = torch.autograd.grad(out, (a, b), allow_unused=True, retain_graph=True)
+        assert with_unused[1] is None or not with_unused[1].any()
+        torch.testing.assert_close(torch.autograd.grad(out, a)[0], torch.full_like(a, 2))
+
+    world(2).on_zero(body)
+
+
+def test_one_of_several_results_is_differentiated(world):
+    def body():
+        a, b = vectors()
+        first, second = remote(product)(a, b)
+        local = product(a, b)
+        for mine, other in ((first, local[0]), (second, local[1])):
+            torch.testing.assert_close(
+                torch.autograd.grad(mine.sum(), (a, b), retain_graph=True),
+                torch.autograd.grad(other.sum(), (a, b), retain_graph=True),
+            )
+
+    world(2).on_zero(body)
+
+
+def test_hooks_and_anomaly_mode(world):
+    def body():
+        x, _ = vectors()
+        seen = []
+        out = remote(lambda x: x**2)(x)
+        out.register_hook(lambda grad: seen.append("result") or grad * 2)
+        x.register_hook(lambda grad: seen.append("input"))
+        with torch.autograd.set_detect_anomaly(True, check_nan=True):
+            out.sum().backward()
+        assert seen == ["result", "input"]
+        torch.testing.assert_close(x.grad, 4 * x.detach())
+
+    import warnings
+
+    def quiet():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns that anomaly mode is slow
+            body()
+
+    world(2).on_zero(quiet)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoint_around_a_call(world, reentrant):
+    def body():
+        x, _ = vectors()
+        out = checkpoint(lambda x: remote(cube)(x * 2), x, use_reentrant=reentrant)
+        out.backward()
+        torch.testing.assert_close(x.grad, 24 * x.detach() ** 2)
+
+    world(2).on_zero(body)
+
+
+@pytest.mark.parametrize("depth", [1, 8, 40])
+def test_calls_nested_deeper_than_the_agent_has_threads(world, depth):
+    def body():
+        x, _ = vectors()
+        (grad,) = torch.autograd.grad(chain(depth, x), x)
+        torch.testing.assert_close(grad, 3 * x**2 * 1.1**depth)
+
+    world(3).on_zero(body)
+
+
+def test_second_order_through_nested_calls(world):
+    def body():
+        x, _ = vectors()
+        (grad,) = torch.autograd.grad(chain(3, x), x, create_graph=True)
+        (second,) = torch.autograd.grad(grad.sum(), x)
+        torch.testing.assert_close(second, 6 * x.detach() * 1.1**3)
+
+    world(2).on_zero(body)
+
+
+def test_calls_in_flight_and_from_threads(world):
+    def body():
+        x, _ = vectors()
+        futures = [
+            todist.remote_async_call(lambda x, k: (x**k).sum(), args=(x, k), partitioner=k % 3)
+            for k in range(12)
+        ]
+        (grad,) = torch.autograd.grad(sum(future.wait()[0] for future in futures), x)
+        torch.testing.assert_close(grad, sum(k * x ** max(k - 1, 0) for k in range(12)))
+
+        errors = []
+
+        def work(k):
+            try:
+                mine = torch.full((3,), float(k), dtype=torch.float64, requires_grad=True)
+                for _ in range(5):
+                    (grad,) = torch.autograd.grad(remote(cube, 1 + k % 2)(mine), mine)
+                    torch.testing.assert_close(grad, 3 * mine**2)
+            except Exception as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=work, args=(k,)) for k in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not errors
+
+    world(3).on_zero(body)
+
+
+def test_no_grad_and_tensors_without_grad_keep_nothing(world):
+    def body():
+        x, _ = vectors()
+        with torch.no_grad():
+            assert not remote(cube)(x).requires_grad
+        assert not remote(cube)(x.detach()).requires_grad
+        # the module's own flags are kept: a function may differentiate for itself
+        with torch.no_grad():
+            inner = remote(_own_gradient)(x)
+        torch.testing.assert_close(inner, 3 * x.detach() ** 2)
+        assert kept_on(1, limit=0) == 0
+
+    world(2).on_zero(body)
+
+
+def _own_gradient(x):
+    assert not torch.is_grad_enabled()
+    with torch.enable_grad():
+        return torch.autograd.grad(cube(x), x)[0]
+
+
+def test_graphs_are_freed_used_or_not(world):
+    def body():
+        x, _ = vectors()
+        for use in range(30):
+            out = remote(cube)(x)
+            if use % 3 == 1:
+                out.backward(retain_graph=True)
+            if use % 3 == 2:
+                torch.autograd.grad(out, x, create_graph=True)[0].sum().backward()
+        del out
+        gc.collect()
+        assert kept_on(1) == 0
+
+    world(2).on_zero(body)
+
+
+def _resident():
+    gc.collect()
+    return psutil.Process().memory_info().rss
+
+
+def test_memory_stays_flat_over_a_thousand_steps(world):
+    def body():
+        model = nn.Linear(100, 100, dtype=torch.float64)
+        x = torch.randn(8, 100, dtype=torch.float64)
+        spread = todist.parallelize(reducer=todist.mean_reducer)(_square_loss)
+
+        def steps(n):
+            for step in range(n):
+                loss = spread(model, x)
+                if step % 2:
+                    loss.backward()
+                elif step % 4:
+                    torch.autograd.grad(loss, tuple(model.parameters()), create_graph=True)
+
+        steps(200)
+        before = [_resident(), remote(_resident)()]
+        steps(1000)
+        after = [_resident(), remote(_resident)()]
+        assert kept_on(1) == 0
+        # one leaked graph a step would hold 80 kB of weights: 80 MB
+        assert max(a - b for a, b in zip(after, before, strict=True)) < 16e6
+
+    world(2).on_zero(body)
+
+
+def _square_loss(model, x):
+    return model(x).square().mean()
+
+
+def test_the_workers_and_the_caller_differentiate_at_the_same_time(world):
+    """Each worker's backward, and the caller's own, wait for all to have begun; in sequence they would wait for ever."""
+
+    def body():
+        x = torch.ones(3, dtype=torch.float64, requires_grad=True)
+        meeting = todist.parallelize(todist.dim_partitioner(0, exclusive=True), todist.sum_reducer)(_meet)
+        loss = meeting(x.expand(3, 3) * 1.0)
+        started = time.monotonic()
+        loss.backward()
+        assert time.monotonic() - started < 10
+        torch.testing.assert_close(x.grad, torch.full_like(x, 3))
+
+    world(3).on_zero(body)
+
+
+class _Meet(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        todist.barrier()
+        return grad
+
+
+def _meet(x):
+    return _Meet.apply(x).sum()
+
+
+def test_an_error_in_backward_is_the_workers_own(world):
+    def body():
+        x, _ = vectors()
+        out = remote(_broken)(x)
+        with pytest.raises(ZeroDivisionError, match="in backward") as caught:
+            out.backward()
+        assert isinstance(caught.value, todist.RemoteError)
+        assert caught.value.worker == "worker1"
+
+    world(2).on_zero(body)
+
+
+class _Broken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ZeroDivisionError("in backward")
+
+
+def _broken(x):
+    return _Broken.apply(x).sum()
+
+
+def test_what_cannot_be_connected_is_an_error(world):
+    def body():
+        x, _ = vectors()
+        with pytest.raises(todist.SerializationError, match="only dense tensors"):
+            remote(cube)(torch.eye(3).to_sparse().requires_grad_())
+        with pytest.raises(todist.SerializationError, match=r"torch\.func"):
+            torch.func.grad(remote(cube))(x)
+        with (
+            torch.autograd.forward_ad.dual_level(),
+            pytest.raises(todist.SerializationError, match="forward-mode"),
+        ):
+            remote(cube)(torch.autograd.forward_ad.make_dual(x.detach(), torch.ones_like(x)))
+
+    import warnings
+
+    def quiet():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own, from make_dual and sparse tensors
+            body()
+
+    world(2).on_zero(quiet)
+
+
+def test_a_worker_lost_in_backward_is_an_error(world):
+    def body():
+        x, _ = vectors()
+        out = remote(_deadly)(x)
+        with pytest.raises(todist.WorkerLostError):
+            out.backward()
+        return "caught"
+
+    endings = world(2).endings(lambda: body() if todist.get_rank() == 0 else None)
+    assert endings[1].exitcode == 7
+    assert isinstance(endings[0].error, todist.WorkerLostError)  # at the end: the worker is missing
+
+
+class _Deadly(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        import os
+
+        os._exit(7)
+
+
+def _deadly(x):
+    return _Deadly.apply(x).sum()

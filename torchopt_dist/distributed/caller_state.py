@@ -1,0 +1,67 @@
+"""The caller's thread → what of its state decides how a function computes, to be applied on a worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["CallerState", "draw_seed", "seeded"]
+
+
+@dataclass(frozen=True)
+class CallerState:
+    """What of the caller's state decides how its function computes.
+
+    Attributes:
+        grad_enabled: whether a graph is recorded.
+        autocast: for each device type with autocast switched on, the dtype it casts to.
+        default_dtype: the dtype of new floating-point tensors.
+    """
+
+    grad_enabled: bool
+    autocast: tuple[tuple[str, torch.dtype], ...]
+    default_dtype: torch.dtype
+
+    @classmethod
+    def capture(cls) -> CallerState:
+        """Read the state of this thread."""
+        devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+        return cls(
+            torch.is_grad_enabled(),
+            tuple(
+                (device, torch.get_autocast_dtype(device))
+                for device in devices
+                if torch.is_autocast_enabled(device)
+            ),
+            torch.get_default_dtype(),
+        )
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Compute under this state until the context is left."""
+        before = torch.get_default_dtype()
+        with ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(self.grad_enabled))
+            for device, dtype in self.autocast:
+                stack.enter_context(torch.autocast(device, dtype))
+            if before != self.default_dtype:
+                torch.set_default_dtype(self.default_dtype)
+                stack.callback(torch.set_default_dtype, before)
+            yield
+
+
+def draw_seed() -> int:
+    """A number from the caller's default generator, from which the seeds of a call's tasks are derived."""
+    return int(torch.randint(2**62, ()).item())
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed torch's generators for one task, and leave them afterwards as they were."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        yield

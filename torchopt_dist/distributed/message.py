@@ -1,0 +1,247 @@
+"""An object → a message, and back: a skeleton of bytes beside the tensors and the module structures it mentions.
+
+An object is pickled at once, so that what its parts share is in it once. Tensors are taken out of it, wherever they
+are (in a module, a closure, a dictionary), so that a graph can be drawn through them and their memory is not copied
+into the pickle. Modules are taken out too: without its tensors, a module is the same bytes call after call, and a
+worker that has seen them need not be sent them again.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import io
+import pickle
+import sys
+from dataclasses import dataclass, field, replace
+from types import FunctionType
+from typing import Any, TypeAlias
+
+import cloudpickle
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+
+from torchopt_dist.errors import SerializationError
+
+__all__ = ["Message", "pack", "unpack"]
+
+_ModuleId: TypeAlias = tuple[int, bytes, tuple[int, ...]]
+"""Which module of the message, the digest of its structure, the numbers of its tensors."""
+
+
+@dataclass
+class Message:
+    """What travels: a pickle, and beside it what it mentions.
+
+    Attributes:
+        skeleton: the pickled object, with a number in each tensor's place.
+        tensors: the tensors; detached while they travel.
+        requires_grad: for each tensor, whether it requires grad.
+        is_parameter: for each tensor, whether it is an ``nn.Parameter``.
+        structures: the pickles of modules without their tensors, by digest.
+        connected: in a reply, the numbers of the tensors that are outputs of the graph the worker keeps.
+        device: in a call, where the receiver puts the tensors; see :class:`~torchopt_dist.distributed.payload.How`.
+    """
+
+    skeleton: bytes
+    tensors: list[torch.Tensor]
+    requires_grad: list[bool]
+    is_parameter: list[bool]
+    structures: dict[bytes, bytes] = field(default_factory=dict)
+    connected: tuple[int, ...] = ()
+    device: str | None = None
+
+    def detached(self) -> Message:
+        """The message as it travels."""
+        return replace(self, tensors=[tensor.detach() for tensor in self.tensors])
+
+    def received(self, device: torch.device | None = None) -> Message:
+        """The message as it is used: its tensors are leaves, on ``device``, that require grad where the sender's do."""
+        return replace(
+            self,
+            tensors=[
+                nn.Parameter(tensor.to(device), requires_grad)
+                if is_parameter
+                else tensor.to(device).requires_grad_(requires_grad)
+                for tensor, requires_grad, is_parameter in zip(
+                    self.tensors, self.requires_grad, self.is_parameter, strict=True
+                )
+            ],
+        )
+
+    def inputs(self) -> list[torch.Tensor]:
+        """The tensors that gradients are wanted for."""
+        return [tensor for tensor in self.tensors if tensor.requires_grad]
+
+
+def pack(value: Any, *, main_by_name: bool) -> Message:
+    """Pickle ``value``, with its tensors beside.
+
+    Args:
+        value: any object.
+        main_by_name: whether functions and classes of ``__main__`` can be sent by name, since the receiver runs the
+            same program; else their code is sent. What is importable is always sent by name.
+
+    Returns:
+        The message; its tensors are part of the graph that they are part of in ``value``.
+
+    Raises:
+        SerializationError: some part of it cannot be pickled.
+    """
+    tensors: _Tensors = _Tensors()
+    structures: dict[bytes, bytes] = {}
+    try:
+        try:
+            skeleton = _dump(value, main_by_name, tensors, structures)
+        except _OverlapError:  # one module is part of another: only one pickle keeps them one
+            tensors, structures = _Tensors(), {}
+            skeleton = _dump(value, main_by_name, tensors, None)
+    except SerializationError:
+        raise
+    except Exception as error:  # pickling runs the objects' own code, which raises what it likes
+        raise SerializationError(f"{type(error).__name__}: {error}") from error
+    return Message(
+        skeleton,
+        tensors.all,
+        [tensor.requires_grad for tensor in tensors.all],
+        [isinstance(tensor, nn.Parameter) for tensor in tensors.all],
+        structures,
+    )
+
+
+def unpack(message: Message) -> Any:
+    """Rebuild what :func:`pack` packed, with the message's tensors as they are.
+
+    Raises:
+        SerializationError: a module, function or class that it mentions is not there.
+    """
+    try:
+        return _Unpickler(message.skeleton, message.tensors, message.structures).load()
+    except Exception as error:  # unpickling runs the objects' own code, which raises what it likes
+        raise SerializationError(f"{type(error).__name__}: {error}") from error
+
+
+class _Tensors:
+    """Tensors by number, each once."""
+
+    def __init__(self) -> None:
+        self.all: list[torch.Tensor] = []
+        self._numbers: dict[int, int] = {}
+
+    def number(self, tensor: torch.Tensor) -> int:
+        number = self._numbers.setdefault(id(tensor), len(self.all))
+        if number == len(self.all):
+            _check_sendable(tensor)
+            self.all.append(tensor)
+        return number
+
+
+class _OverlapError(Exception):
+    """A module is part of another one of the same message."""
+
+
+def _dump(value: Any, main_by_name: bool, tensors: _Tensors, structures: dict[bytes, bytes] | None) -> bytes:
+    buffer = io.BytesIO()
+    _Pickler(buffer, main_by_name, tensors, structures).dump(value)
+    return buffer.getvalue()
+
+
+class _Pickler(cloudpickle.Pickler):
+    """Takes tensors and, given a place for them, structures out; names functions rather than copying their code."""
+
+    def __init__(
+        self, buffer: io.BytesIO, main_by_name: bool, tensors: _Tensors, structures: dict[bytes, bytes] | None
+    ) -> None:
+        super().__init__(buffer, protocol=pickle.HIGHEST_PROTOCOL)
+        self._main_by_name = main_by_name
+        self._tensors = tensors
+        self._structures = structures
+        self._modules: dict[int, _ModuleId] = {}
+        self._families: set[int] = set()
+
+    def persistent_id(self, obj: Any) -> int | _ModuleId | None:
+        if isinstance(obj, torch.Tensor):
+            return self._tensors.number(obj)
+        if isinstance(obj, nn.Module) and self._structures is not None:
+            return self._modules.get(id(obj)) or self._take_out(obj, self._structures)
+        return None
+
+    def _take_out(self, module: nn.Module, structures: dict[bytes, bytes]) -> _ModuleId:
+        family = {id(part) for part in module.modules()}
+        if family & self._families:
+            raise _OverlapError
+        self._families |= family
+        own = _Tensors()  # numbered from 0, so that equal structures are equal bytes
+        structure = _dump(module, self._main_by_name, own, None)
+        digest = hashlib.blake2b(structure, digest_size=16).digest()
+        structures[digest] = structure
+        numbers = tuple(self._tensors.number(tensor) for tensor in own.all)
+        self._modules[id(module)] = (len(self._modules), digest, numbers)
+        return self._modules[id(module)]
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, (FunctionType, type)):
+            name = _name_of(obj, self._main_by_name)
+            if name is not None:
+                return _find, name
+        return super().reducer_override(obj)
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, skeleton: bytes, tensors: list[torch.Tensor], structures: dict[bytes, bytes]) -> None:
+        super().__init__(io.BytesIO(skeleton))
+        self._tensors = tensors
+        self._structures = structures
+        self._modules: dict[int, nn.Module] = {}
+
+    def persistent_load(self, pid: int | _ModuleId) -> Any:
+        if isinstance(pid, int):
+            return self._tensors[pid]
+        which, digest, numbers = pid
+        if which not in self._modules:
+            tensors = [self._tensors[number] for number in numbers]
+            self._modules[which] = _Unpickler(self._structures[digest], tensors, {}).load()
+        return self._modules[which]
+
+
+def _check_sendable(tensor: torch.Tensor) -> None:
+    shape = tuple(tensor.shape)
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        raise SerializationError("a tensor inside a torch.func transform cannot be sent to another process")
+    if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
+        kind = "meta" if tensor.is_meta else "quantized" if tensor.is_quantized else str(tensor.layout)
+        raise SerializationError(f"a {kind} tensor of shape {shape} cannot be sent: only dense tensors can")
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
+        raise SerializationError(
+            f"a tensor of shape {shape} has a forward-mode tangent, which a remote call would lose"
+        )
+
+
+def _name_of(obj: Any, main_by_name: bool) -> tuple[str, str, int] | None:
+    """Where a receiver finds ``obj``: module, qualified name, how often to unwrap; ``None`` leaves it to cloudpickle.
+
+    A decorated function is not what its name says; it is found behind ``__wrapped__``.
+    """
+    module, qualname = getattr(obj, "__module__", None), getattr(obj, "__qualname__", "")
+    if not module or "<locals>" in qualname or (module == "__main__" and not main_by_name):
+        return None
+    found = functools.reduce(
+        lambda owner, name: getattr(owner, name, None), qualname.split("."), sys.modules.get(module)
+    )
+    depth = 0
+    while found is not None and found is not obj:
+        found, depth = getattr(found, "__wrapped__", None), depth + 1
+    if found is None or (depth == 0 and module != "__main__"):
+        return None
+    return module, qualname, depth
+
+
+def _find(module: str, qualname: str, depth: int) -> Any:
+    found: Any = importlib.import_module(module)
+    for name in qualname.split("."):
+        found = getattr(found, name)
+    for _ in range(depth):
+        found = found.__wrapped__
+    return found

@@ -1,0 +1,38 @@
+"""A call's ``device=`` → the device that its tensors are put on, at a worker and for the caller's own share."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import optree
+import torch
+from torch import nn
+
+from torchopt_dist.distributed.payload import Payload
+from torchopt_dist.distributed.world import get_local_rank
+from torchopt_dist.nn import module_clone
+
+__all__ = ["placed", "receiving_device"]
+
+
+def receiving_device(device: str | None) -> torch.device | None:
+    """This worker's own GPU if ``"auto"`` asks for it and there is one; ``None`` leaves tensors where they are."""
+    if device != "auto" or not torch.cuda.is_available():
+        return None
+    return torch.device("cuda", get_local_rank() % torch.cuda.device_count())
+
+
+def placed(payload: Payload) -> Payload:
+    """The caller's own share, with its tensors and modules on this worker's device and connected to the originals."""
+    device = receiving_device(payload.how.device)
+    if device is None:
+        return payload
+
+    def place(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.to(device)
+        return module_clone(leaf, by="reference", device=device) if isinstance(leaf, nn.Module) else leaf
+
+    tasks: Any = optree.tree_map(place, payload.tasks, none_is_leaf=True)  # type: ignore[arg-type]
+    return replace(payload, tasks=tasks)

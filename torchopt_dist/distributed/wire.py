@@ -1,0 +1,175 @@
+"""``Message`` → what a transport sends, and back: few buffers instead of many tensors, known structures left out.
+
+Each tensor costs a transport some microseconds however small it is, so small ones share a buffer. A tensor that is part
+of a larger storage is copied out of it, or the whole storage would travel. A tensor on a GPU travels by way of the CPU,
+unless the transport can send it directly, and arrives on the receiver's own GPU, if it has one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from typing import NamedTuple
+
+import torch
+
+from torchopt_dist.distributed.message import Message
+
+__all__ = ["MissingStructureError", "Structures", "Wire", "from_wire", "to_wire"]
+
+SMALL = 1 << 16
+"""Bytes up to which a tensor shares a buffer."""
+
+
+class _Place(NamedTuple):
+    buffer: int
+    shape: tuple[int, ...]
+    on_gpu: bool
+
+
+class Wire(NamedTuple):
+    """A message as a transport sends it.
+
+    Attributes:
+        skeleton: as the message's; so are ``requires_grad``, ``is_parameter``, ``connected`` and ``device``.
+        buffers: tensors of their own, and flat tensors in which small ones lie one after another.
+        places: for each tensor its buffer, its shape, and whether it was on a GPU.
+        shared: which buffers are flat ones.
+        structures: digests, with the structure where the receiver may not have it.
+    """
+
+    skeleton: bytes
+    buffers: list[torch.Tensor]
+    places: list[_Place]
+    shared: list[bool]
+    requires_grad: list[bool]
+    is_parameter: list[bool]
+    structures: list[tuple[bytes, bytes | None]]
+    connected: tuple[int, ...]
+    device: str | None
+
+
+class MissingStructureError(Exception):
+    """A structure was left out that the receiver does not have, or has no longer."""
+
+
+class Structures:
+    """The structures that were seen last."""
+
+    def __init__(self, capacity: int = 256) -> None:
+        self._seen: OrderedDict[bytes, bytes] = OrderedDict()
+        self._capacity = capacity
+        self._lock = threading.Lock()
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._seen
+
+    @classmethod
+    def none(cls) -> Structures:
+        """What never remembers any: everything is sent."""
+        return cls(capacity=0)
+
+    def add(self, digest: bytes, structure: bytes) -> None:
+        """Remember one; the one that was not used for longest is forgotten for it."""
+        with self._lock:
+            self._seen[digest] = structure
+            self._seen.move_to_end(digest)
+            if len(self._seen) > self._capacity:
+                self._seen.popitem(last=False)
+
+    def find(self, digest: bytes) -> bytes:
+        """One that was seen; raises :class:`MissingStructureError` otherwise."""
+        with self._lock:
+            structure = self._seen.get(digest)
+        if structure is None:
+            raise MissingStructureError
+        self.add(digest, structure)
+        return structure
+
+
+def to_wire(message: Message, known: Structures, *, direct: bool = False) -> Wire:
+    """Make a message ready to be sent.
+
+    Args:
+        message: the message.
+        known: the structures that the receiver has been sent; the message's are added.
+        direct: whether the transport can send tensors on a GPU.
+    """
+    buffers: list[torch.Tensor] = []
+    places: list[_Place] = []
+    shared: list[bool] = []
+    open_buffers: dict[torch.dtype, tuple[int, list[torch.Tensor]]] = {}
+    for tensor in message.tensors:
+        flat = tensor.detach().resolve_conj().resolve_neg()
+        if not direct:
+            flat = flat.cpu()
+        size = flat.numel() * flat.element_size()
+        if size > SMALL or flat.is_cuda:
+            places.append(_Place(len(buffers), tuple(flat.shape), tensor.is_cuda))
+            buffers.append(flat.clone() if flat.untyped_storage().nbytes() > size else flat)
+            shared.append(False)
+            continue
+        if flat.dtype not in open_buffers:
+            open_buffers[flat.dtype] = (len(buffers), [])
+            buffers.append(flat)  # a placeholder until all that share it are known
+            shared.append(True)
+        number, parts = open_buffers[flat.dtype]
+        parts.append(flat.reshape(-1))
+        places.append(_Place(number, tuple(flat.shape), tensor.is_cuda))
+    for number, parts in open_buffers.values():
+        buffers[number] = torch.cat(parts)
+    structures = [
+        (digest, None if digest in known else structure) for digest, structure in message.structures.items()
+    ]
+    for digest in message.structures:
+        known.add(digest, b"")
+    return Wire(
+        message.skeleton,
+        buffers,
+        places,
+        shared,
+        message.requires_grad,
+        message.is_parameter,
+        structures,
+        message.connected,
+        message.device,
+    )
+
+
+def from_wire(wire: Wire, seen: Structures) -> Message:
+    """Rebuild a message.
+
+    Args:
+        wire: what was sent.
+        seen: the structures that this process has received; the message's are added.
+
+    Raises:
+        MissingStructureError: a structure was left out that is not among ``seen``.
+    """
+    for digest, structure in wire.structures:
+        if structure is not None:
+            seen.add(digest, structure)
+    structures = {digest: seen.find(digest) for digest, _ in wire.structures}
+    sizes: dict[int, list[int]] = {}
+    for place in wire.places:
+        sizes.setdefault(place.buffer, []).append(torch.Size(place.shape).numel())
+    parts = {
+        number: iter(buffer.split(sizes[number]))
+        for number, (buffer, shared) in enumerate(zip(wire.buffers, wire.shared, strict=True))
+        if shared
+    }
+    tensors = []
+    for place in wire.places:
+        part = next(parts[place.buffer]) if place.buffer in parts else wire.buffers[place.buffer]
+        # `.data` parts the tensor from its buffer's version counter: changing one in place is no change of the others.
+        tensor = part.view(place.shape).data if place.buffer in parts else part
+        tensors.append(tensor.cuda() if place.on_gpu and torch.cuda.is_available() else tensor)
+    return Message(
+        wire.skeleton,
+        tensors,
+        wire.requires_grad,
+        wire.is_parameter,
+        structures,
+        wire.connected,
+        wire.device,
+    )
