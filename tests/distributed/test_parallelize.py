@@ -330,9 +330,9 @@ def test_own_share_is_a_plain_call(world):
 def test_what_cannot_be_sent_is_named(world):
     def body():
         lock = threading.Lock()
-        with pytest.raises(todist.SerializationError, match="cannot be sent to worker1.*lock"):
+        with pytest.raises(todist.SerializationError, match=r"cannot be sent to worker1.*lock"):
             todist.remote_sync_call(lambda: lock, partitioner=1)
-        with pytest.raises(todist.SerializationError, match="result cannot be sent.*lock"):
+        with pytest.raises(todist.SerializationError, match=r"result cannot be sent.*lock"):
             todist.remote_sync_call(threading.Lock, partitioner=1)
         with pytest.raises(todist.SerializationError, match="generator"):
             todist.remote_sync_call(list, args=((i for i in range(3)),), partitioner=1)

@@ -139,7 +139,7 @@ def test_tensors_anywhere_get_their_gradients(world, wrapped):
         from collections import namedtuple
 
         a, b = vectors()
-        pair = namedtuple("pair", "left right")
+        pair = namedtuple("pair", "left right")  # noqa: PYI024 - the plain kind is what is tested
 
         class Holder:
             def __init__(self, weight):
@@ -394,7 +394,7 @@ def _square_loss(model, x):
 
 
 def test_the_workers_and_the_caller_differentiate_at_the_same_time(world):
-    """Each worker's backward, and the caller's own, wait for all to have begun; in sequence they would wait for ever."""
+    """Each backward waits until all have begun: in sequence they would wait for ever."""
 
     def body():
         x = torch.ones(3, dtype=torch.float64, requires_grad=True)

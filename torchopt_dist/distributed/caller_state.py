@@ -61,7 +61,15 @@ def draw_seed() -> int:
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Seed torch's generators for one task, and leave them afterwards as they were."""
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed)
+    # What `torch.random.fork_rng` does, which takes half a millisecond to look for devices.
+    generators = [torch.default_generator]
+    if torch.cuda.is_initialized():
+        generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
+    before = [generator.get_state() for generator in generators]
+    for generator in generators:
+        generator.manual_seed(seed)
+    try:
         yield
+    finally:
+        for generator, state in zip(generators, before, strict=True):
+            generator.set_state(state)

@@ -8,7 +8,6 @@ worker that has seen them need not be sent them again.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import importlib
 import io
@@ -137,19 +136,37 @@ class _Tensors:
             self.all.append(tensor)
         return number
 
+    def mark(self) -> int:
+        return len(self.all)
+
+    def forget_since(self, mark: int) -> None:
+        for tensor in self.all[mark:]:
+            del self._numbers[id(tensor)]
+        del self.all[mark:]
+
+
+class _NeedsCodeError(Exception):
+    """A function or class has no name by which the receiver finds it."""
+
 
 class _OverlapError(Exception):
     """A module is part of another one of the same message."""
 
 
 def _dump(value: Any, main_by_name: bool, tensors: _Tensors, structures: dict[bytes, bytes] | None) -> bytes:
+    before = tensors.mark()
     buffer = io.BytesIO()
-    _Pickler(buffer, main_by_name, tensors, structures).dump(value)
+    try:
+        _NamePickler(buffer, main_by_name, tensors, structures).dump(value)
+    except (_NeedsCodeError, pickle.PicklingError, AttributeError, TypeError):
+        tensors.forget_since(before)
+        buffer = io.BytesIO()
+        _CodePickler(buffer, main_by_name, tensors, structures).dump(value)
     return buffer.getvalue()
 
 
-class _Pickler(cloudpickle.Pickler):
-    """Takes tensors and, given a place for them, structures out; names functions rather than copying their code."""
+class _TakesOut(pickle.Pickler):
+    """Takes tensors and, given a place for them, module structures out of the pickle."""
 
     def __init__(
         self, buffer: io.BytesIO, main_by_name: bool, tensors: _Tensors, structures: dict[bytes, bytes] | None
@@ -164,7 +181,7 @@ class _Pickler(cloudpickle.Pickler):
     def persistent_id(self, obj: Any) -> int | _ModuleId | None:
         if isinstance(obj, torch.Tensor):
             return self._tensors.number(obj)
-        if isinstance(obj, nn.Module) and self._structures is not None:
+        if self._structures is not None and isinstance(obj, nn.Module):
             return self._modules.get(id(obj)) or self._take_out(obj, self._structures)
         return None
 
@@ -181,10 +198,30 @@ class _Pickler(cloudpickle.Pickler):
         self._modules[id(module)] = (len(self._modules), digest, numbers)
         return self._modules[id(module)]
 
+
+class _NamePickler(_TakesOut):
+    """Fast: functions and classes go by name, and what has none is for the other pickler."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, type):
+            if obj.__module__ == "__main__" and not self._main_by_name:
+                raise _NeedsCodeError
+        elif isinstance(obj, FunctionType):
+            name = _name_of(obj, self._main_by_name)
+            if name is None:
+                raise _NeedsCodeError
+            if name[2]:
+                return _find, name
+        return NotImplemented
+
+
+class _CodePickler(_TakesOut, cloudpickle.Pickler):
+    """Sends the code of functions and classes that have no name on the receiver."""
+
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, (FunctionType, type)):
             name = _name_of(obj, self._main_by_name)
-            if name is not None:
+            if name is not None and (name[2] or name[0] == "__main__"):
                 return _find, name
         return super().reducer_override(obj)
 
@@ -220,22 +257,20 @@ def _check_sendable(tensor: torch.Tensor) -> None:
 
 
 def _name_of(obj: Any, main_by_name: bool) -> tuple[str, str, int] | None:
-    """Where a receiver finds ``obj``: module, qualified name, how often to unwrap; ``None`` leaves it to cloudpickle.
+    """Where a receiver finds ``obj``: module, qualified name, how often to unwrap; ``None`` if it is not to be found.
 
     A decorated function is not what its name says; it is found behind ``__wrapped__``.
     """
     module, qualname = getattr(obj, "__module__", None), getattr(obj, "__qualname__", "")
     if not module or "<locals>" in qualname or (module == "__main__" and not main_by_name):
         return None
-    found = functools.reduce(
-        lambda owner, name: getattr(owner, name, None), qualname.split("."), sys.modules.get(module)
-    )
+    found: Any = sys.modules.get(module)
+    for name in qualname.split("."):
+        found = getattr(found, name, None)
     depth = 0
     while found is not None and found is not obj:
         found, depth = getattr(found, "__wrapped__", None), depth + 1
-    if found is None or (depth == 0 and module != "__main__"):
-        return None
-    return module, qualname, depth
+    return None if found is None else (module, qualname, depth)
 
 
 def _find(module: str, qualname: str, depth: int) -> Any:

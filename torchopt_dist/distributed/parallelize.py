@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
-import threading
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, ParamSpec
@@ -19,6 +18,7 @@ from torchopt_dist.distributed.payload import How, group_by_worker
 from torchopt_dist.distributed.placement import placed
 from torchopt_dist.distributed.reduce import check_reducer
 from torchopt_dist.distributed.rpc import default_timeout
+from torchopt_dist.distributed.threads import run_in_thread
 from torchopt_dist.distributed.world import get_rank, roster
 from torchopt_dist.typing import Args, KwArgs
 
@@ -109,7 +109,7 @@ def remote_async_call(
         else:
             future.set_result(result)
 
-    threading.Thread(target=work, name="todist-async", daemon=True).start()
+    run_in_thread(work)
     return future
 
 

@@ -100,7 +100,7 @@ def test_many_requests_are_in_flight_at_once(world, transport):
         started = time.monotonic()
         carrier = transport()
         futures = [carrier.send(1, request_for(time.sleep, (0.2,)), 0) for _ in range(40)]
-        done, missing = wait(futures, timeout=5)
+        _, missing = wait(futures, timeout=5)
         assert not missing
         return time.monotonic() - started
 

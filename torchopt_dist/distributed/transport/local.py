@@ -7,6 +7,7 @@ from concurrent.futures import Future
 
 from torchopt_dist.distributed.message import Message
 from torchopt_dist.distributed.serve import serve
+from torchopt_dist.distributed.threads import run_in_thread
 from torchopt_dist.distributed.wire import Structures, Wire, from_wire, to_wire
 from torchopt_dist.errors import CallTimeoutError
 
@@ -19,9 +20,7 @@ class LocalTransport:
     def send(self, worker: int, request: Message, timeout: float) -> Future[Message]:
         """See :class:`~torchopt_dist.distributed.transport.base.Transport`."""
         future: Future[Message] = Future()
-        threading.Thread(
-            target=lambda: _settle(future, _copied(serve(_copied(request)))), name="todist-local", daemon=True
-        ).start()
+        run_in_thread(lambda: _settle(future, _copied(serve(_copied(request)))))
         if timeout:
             late = CallTimeoutError(f"worker {worker} took longer than timeout={timeout:g} s")
             timer = threading.Timer(timeout, lambda: _settle(future, late))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import defaultdict
 from concurrent.futures import Future
 from typing import Any
@@ -13,6 +12,7 @@ from torch.distributed import rpc
 from torchopt_dist.distributed.message import Message
 from torchopt_dist.distributed.rpc import current_group
 from torchopt_dist.distributed.serve import serve
+from torchopt_dist.distributed.threads import run_in_thread
 from torchopt_dist.distributed.wire import MissingStructureError, Structures, Wire, from_wire, to_wire
 from torchopt_dist.distributed.world import roster
 from torchopt_dist.errors import CallTimeoutError, WorkerLostError
@@ -74,7 +74,7 @@ def _serve(*fields: Any) -> torch.futures.Future[tuple[Any, ...] | None]:
         else:
             future.set_result(tuple(to_wire(serve(request), Structures.none())))
 
-    threading.Thread(target=work, name="todist-serve", daemon=True).start()
+    run_in_thread(work)
     return future
 
 

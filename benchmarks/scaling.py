@@ -1,0 +1,61 @@
+"""How does the cost of a call grow with the number of workers? 1 to 32, with tasks that sleep, so that cores do not matter.
+
+The peer is a raw ``rpc_async`` to each worker. The slope of a straight line through the points is the cost a worker.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+import sys
+
+import numpy as np
+import torch
+from torch.distributed import rpc
+from workers import interleaved
+
+import torchopt_dist as todist
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.worlds import World
+
+SLEEP = 0.05
+
+
+def nap(x: torch.Tensor) -> float:
+    time.sleep(SLEEP)
+    return float(x.sum())
+
+
+def measure() -> tuple[float, float]:
+    size = todist.get_world_size()
+    x = torch.ones(size)
+    spread = todist.parallelize(todist.batch_partitioner, todist.sum_reducer)(nap)
+
+    def raw() -> None:
+        futures = [rpc.rpc_async(f"worker{rank}", nap, (x[rank : rank + 1].clone(),)) for rank in range(1, size)]
+        nap(x[:1])
+        for future in futures:
+            future.wait()
+
+    seconds = interleaved({"ours": lambda: spread(x), "raw": raw}, rounds=9)
+    return seconds["ours"] - SLEEP, seconds["raw"] - SLEEP
+
+
+def main() -> None:
+    sizes = [1, 2, 4, 8, 16, 32]
+    rows = []
+    print(f"{'workers':>8} {'ours, over the sleep':>21} {'raw rpc_async':>14}")
+    for size in sizes:
+        ours, raw = World(size).on_zero(measure, timeout=120)
+        rows.append((ours, raw))
+        print(f"{size:8} {ours * 1e3:18.2f} ms {raw * 1e3:11.2f} ms")
+    for name, column in zip(("ours", "raw rpc_async"), zip(*rows, strict=True), strict=True):
+        slope, offset = np.polyfit(sizes, column, 1)
+        residual = np.corrcoef(sizes, column)[0, 1] ** 2
+        print(f"{name}: {slope * 1e6:.0f} us a worker + {offset * 1e3:.2f} ms, r2 = {residual:.3f}")
+    print(f"ratio of the slopes: {np.polyfit(sizes, [r[0] for r in rows], 1)[0] / np.polyfit(sizes, [r[1] for r in rows], 1)[0]:.2f}")
+
+
+if __name__ == "__main__":
+    main()
