@@ -127,3 +127,28 @@ def test_functions_behind_decorators_are_named_not_copied():
     hidden = test_parallelize.module_level.__wrapped__
     assert travel(hidden)[0] is hidden
     assert len(pack(hidden, main_by_name=True).skeleton) < 200
+
+
+def test_a_notebook_s_functions_and_classes_travel_as_code(monkeypatch):
+    import sys
+    from types import ModuleType
+
+    notebook = ModuleType("__main__")
+    exec(
+        "class Layer:\n"
+        "    scale = 3\n"
+        "def helper(x):\n"
+        "    return x * Layer.scale\n"
+        "def cell(x):\n"
+        "    return helper(x) + 1\n",
+        vars(notebook),
+    )
+    monkeypatch.setitem(sys.modules, "__main__", notebook)
+    message = pack((notebook.cell, notebook.Layer()), main_by_name=False)
+    by_name = pack(notebook.cell, main_by_name=True)
+    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))  # the worker has no such cell
+    function, layer = unpack(message)
+    assert function(2) == 7
+    assert layer.scale == 3
+    with pytest.raises(todist.SerializationError, match="cell"):
+        unpack(by_name)
