@@ -19,7 +19,7 @@ import cloudpickle
 
 import torchopt_dist as todist
 
-PRELOAD = ["torch", "torch.distributed.rpc", "torchopt_dist", "tests.worlds"]
+PRELOAD = ["pytest", "torch", "torch.distributed.rpc", "torchopt_dist", "tests.worlds"]
 
 
 @dataclass

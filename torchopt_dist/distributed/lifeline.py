@@ -29,6 +29,8 @@ __all__ = ["Failure", "Lifeline", "Member"]
 log = logging.getLogger(__name__)
 
 HUB = 0
+END = "end"
+"""The last barrier, for which nobody waits who has died."""
 JOIN_SECONDS = 10.0
 MAX_LINE = 1 << 22
 
@@ -83,7 +85,7 @@ class Lifeline:
         self.failures: dict[int, Failure] = {}
         self._on_failure = on_failure
         self._released: set[str] = set()
-        self._left: set[int] = set()
+        self._hub_left = False
         self._sequence: dict[str, int] = {}
         self._changed = threading.Condition()
         self._closing = False
@@ -146,6 +148,17 @@ class Lifeline:
         self._wait(lambda: key in self._released, timeout, f"ranks {group} to come to a barrier", group)
         self._released.discard(key)
 
+    def wait_for_the_living(self) -> None:
+        """Wait until all ranks but those that died have called this: whoever still works can rely on this rank.
+
+        Raises:
+            PeerFailedError: a rank failed meanwhile.
+            WorkerLostError: a rank died; raised when the others are done, or at once if it was rank 0.
+        """
+        self._send({"arrive": END, "rank": self.me.rank, "group": list(range(self.world_size))})
+        self._wait(lambda: END in self._released, None, "all ranks to end", ranks=())
+        self.check()
+
     def fail(self, report: str) -> None:
         """Tell all the others that this rank has failed; returns when it is told."""
         self._send({"failed": self.me.rank, "report": report})
@@ -174,7 +187,7 @@ class Lifeline:
     def check(self, ranks: Sequence[int] | None = None) -> None:
         """Raise if a rank has reported a failure, or if one of ``ranks`` is gone."""
         for failure in tuple(self.failures.values()):
-            if failure.report or ranks is None or failure.rank in ranks:
+            if failure.report or failure.rank == HUB or ranks is None or failure.rank in ranks:
                 raise failure.error()
 
     def _wait(
@@ -213,7 +226,8 @@ class Lifeline:
     async def _listen(self, reader: asyncio.StreamReader) -> None:
         async for message in _messages(reader):
             self._receive(message)
-        self._receive({"failed": HUB, "report": ""})
+        if not self._hub_left:
+            self._receive({"failed": HUB, "report": ""})
 
     def _receive(self, message: dict[str, Any]) -> None:
         failure = None
@@ -225,8 +239,8 @@ class Lifeline:
             elif "release" in message:
                 self._released.add(message["release"])
             elif "left" in message:
-                self._left.add(message["left"])
-            elif message["failed"] not in {self.me.rank, *self._left, *self.failures}:
+                self._hub_left = True
+            elif message["failed"] not in {self.me.rank, *self.failures}:
                 failure = self.failures[message["failed"]] = Failure(message["failed"], message["report"])
             self._changed.notify_all()
         if failure is not None:
@@ -234,10 +248,11 @@ class Lifeline:
 
     async def _shut(self) -> None:
         if self._hub is not None:
-            self._hub.close()
+            await self._hub.close()
         if self._to_hub is not None:
             self._listening.cancel()
             self._to_hub.close()
+            await asyncio.gather(self._listening, return_exceptions=True)
 
 
 class _Hub:
@@ -249,7 +264,9 @@ class _Hub:
         self._to_self = to_self
         self._members: dict[int, dict[str, Any]] = {}
         self._writers: dict[int, asyncio.StreamWriter] = {}
+        self._serving: set[asyncio.Task[None]] = set()
         self._arrived: dict[str, set[int]] = {}
+        self._dead: set[int] = set()
 
     async def listen(self, host: str) -> int:
         self._server = await asyncio.start_server(self._serve, host, 0, limit=MAX_LINE, backlog=1024)
@@ -257,6 +274,9 @@ class _Hub:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         rank = None
+        task = asyncio.current_task()
+        assert task is not None
+        self._serving.add(task)
         try:
             token = await asyncio.wait_for(reader.readline(), JOIN_SECONDS)
             if not hmac.compare_digest(token.strip(), self.token.encode()):
@@ -266,12 +286,13 @@ class _Hub:
                 if "join" in message:
                     rank = int(message["join"]["rank"])
                 await self.handle(message, writer)
-            if rank is not None:
+            if rank in self._writers:  # the connection ended, and it did not say that it left
                 await self.handle({"failed": rank, "report": ""}, None)
         except (asyncio.TimeoutError, asyncio.CancelledError, ValueError, OSError):
             pass  # a stranger who said nothing, or nonsense; or this rank is leaving
         finally:
             writer.close()
+            self._serving.discard(task)
 
     async def handle(self, message: dict[str, Any], writer: asyncio.StreamWriter | None) -> None:
         if "join" in message:
@@ -284,11 +305,20 @@ class _Hub:
         elif "arrive" in message:
             arrived = self._arrived.setdefault(message["arrive"], set())
             arrived.add(message["rank"])
-            if arrived.issuperset(message["group"]):
+            here = arrived | self._dead if message["arrive"] == END else arrived
+            if here.issuperset(message["group"]):
                 del self._arrived[message["arrive"]]
                 await self._tell_all({"release": message["arrive"]}, message["group"])
+        elif "left" in message and message["left"] != HUB:
+            self._writers.pop(message["left"], None)
         else:
+            if "failed" in message:
+                self._dead.add(message["failed"])
+                self._writers.pop(message["failed"], None)
             await self._tell_all(message)
+            if END in self._arrived and self._arrived[END] | self._dead >= set(range(self.world_size)):
+                del self._arrived[END]
+                await self._tell_all({"release": END})
 
     async def _tell_all(self, message: dict[str, Any], ranks: Sequence[int] | None = None) -> None:
         for rank, writer in tuple(self._writers.items()):
@@ -300,10 +330,13 @@ class _Hub:
         if ranks is None or HUB in ranks:
             self._to_self(message)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         self._server.close()
         for writer in self._writers.values():
             writer.close()
+        for task in self._serving:
+            task.cancel()
+        await asyncio.gather(*self._serving, return_exceptions=True)
 
 
 async def _write(writer: asyncio.StreamWriter, message: dict[str, Any]) -> None:

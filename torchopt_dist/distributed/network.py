@@ -11,7 +11,10 @@ import socket
 
 import psutil
 
-__all__ = ["choose_interface", "local_address"]
+__all__ = ["VARIABLES", "choose_interface", "local_address"]
+
+VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+"""What Gloo and TensorPipe read."""
 
 
 def local_address(host: str, port: int = 1) -> str:
@@ -41,7 +44,7 @@ def choose_interface(host: str) -> str | None:
     for interface, addresses in psutil.net_if_addrs().items():
         # An IPv6 address is listed with its zone ("fe80::1%eth0").
         if any(address == known.address.split("%")[0] for known in addresses):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-            os.environ.setdefault("TP_SOCKET_IFNAME", interface)
+            for variable in VARIABLES:
+                os.environ.setdefault(variable, interface)
             return interface
     return None

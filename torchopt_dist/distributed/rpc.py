@@ -10,6 +10,7 @@ import atexit
 import functools
 import logging
 import os
+import re
 import sys
 import threading
 import traceback
@@ -24,6 +25,7 @@ from typing_extensions import Self
 
 from torchopt_dist.distributed import network, rendezvous
 from torchopt_dist.distributed.lifeline import Failure, Lifeline, Member
+from torchopt_dist.distributed.serve import kept_graphs
 from torchopt_dist.distributed.world import (
     WorldInfo,
     default_worker_name_format,
@@ -31,7 +33,7 @@ from torchopt_dist.distributed.world import (
     get_world_info,
     roster,
 )
-from torchopt_dist.errors import InitializationError
+from torchopt_dist.errors import InitializationError, PeerFailedError
 
 __all__ = ["auto_init_rpc", "barrier", "current_group", "default_timeout"]
 
@@ -121,7 +123,10 @@ def barrier(worker_names: Iterable[str] | None = None) -> None:
         raise TypeError(
             f"worker_names must be a collection of names, got one string: write [{worker_names!r}]"
         )
-    ranks = range(len(names)) if worker_names is None else [get_worker_id(name) for name in worker_names]
+    chosen = range(len(names)) if worker_names is None else tuple(worker_names)
+    if None in chosen:
+        raise TypeError(f"worker_names must hold names, got None in {chosen}")
+    ranks = [get_worker_id(name) for name in chosen]
     group = current_group()
     if group.world.rank not in ranks:
         raise ValueError(
@@ -199,6 +204,7 @@ class _Group:
                         f"the environment variable {variable} is missing, and WORLD_SIZE is {world.world_size}"
                     )
         host = os.environ.get("MASTER_ADDR", "127.0.0.1") if world.world_size > 1 else "127.0.0.1"
+        self._variables = {name: os.environ.get(name) for name in network.VARIABLES}
         network.choose_interface(host)
         nonce, store = rendezvous.meet(world.rank, world.world_size, options.init_method)
         me = Member(world.rank, world.worker_name, _program())
@@ -209,8 +215,8 @@ class _Group:
             roster.names = tuple(member.name for member in self.members)
             setproctitle.setproctitle(f"{world.worker_name} of {world.world_size}: {' '.join(sys.argv)}")
             _group = self
-        except BaseException:
-            self._abandon(traceback.format_exc())
+        except BaseException as error:
+            self._abandon(error)
             raise
         return self
 
@@ -232,23 +238,23 @@ class _Group:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if error is None or (isinstance(error, SystemExit) and not error.code):
             try:
-                self.lifeline.barrier(range(self.world.world_size), "end")  # serve the others until then
+                self.lifeline.wait_for_the_living()  # and serve them until then
                 self._leave()
                 return
             except BaseException as late:
-                self._abandon(traceback.format_exc())
+                self._abandon(late)
                 raise late.with_traceback(None) from None
         root = self._root_cause(error)
-        self._abandon("".join(traceback.format_exception(error)), _exit_code(error))
+        self._abandon(root or error)
         if root is not None:
-            raise root.error() from error
+            raise root from error
 
-    def _root_cause(self, error: BaseException) -> Failure | None:
-        """The failure of another rank that ``error``, raised here, is a mere consequence of."""
+    def _root_cause(self, error: BaseException) -> Exception | None:
+        """The error of another rank that ``error``, raised here, is a mere consequence of."""
         if isinstance(error, ConnectionError):
             self._unwound.wait(0.1)  # the report may be on its way behind the broken connection
         reports = [failure for failure in self.lifeline.failures.values() if failure.report]
-        return reports[0] if reports and isinstance(error, ConnectionError) else None
+        return reports[0].error() if reports and isinstance(error, ConnectionError) else None
 
     def _leave(self) -> None:
         """All ranks are here: an orderly end, in which nobody waits long."""
@@ -258,12 +264,13 @@ class _Group:
         self.lifeline.wait_for(handshake)
         self.lifeline.close()
 
-    def _abandon(self, report: str, exit_code: int = 1) -> None:
-        """This rank has failed: tell the others, and leave without waiting for anyone."""
+    def _abandon(self, error: BaseException) -> None:
+        """This rank has failed: tell the others, unless they know, and leave without waiting for anyone."""
         self._forget()
         self._unwound.set()
         try:
-            self.lifeline.fail(report)
+            if not isinstance(error, PeerFailedError):
+                self.lifeline.fail("".join(traceback.format_exception(error)))
             self.lifeline.close()
         except Exception:  # the hub is gone: there is nobody to tell
             log.debug("no lifeline left to report on", exc_info=True)
@@ -273,12 +280,19 @@ class _Group:
             shutdown.start()
             shutdown.join(GRACE_SECONDS)
             if shutdown.is_alive():
-                atexit.register(_exit_now, exit_code)
+                atexit.register(_exit_now, _exit_code(error))
 
     def _forget(self) -> None:
         global _group
         if _group is self:
             _group, roster.names = None, ()
+        kept_graphs.clear()
+        for (
+            name,
+            value,
+        ) in self._variables.items():  # they are this group's: a child process may route elsewhere
+            if value is None:
+                os.environ.pop(name, None)
 
     def _peer_failed(self, failure: Failure) -> None:
         """On the lifeline's thread: another rank has failed. If it raised, this rank ends as well."""
@@ -306,9 +320,10 @@ def _named(world: WorldInfo, worker_name_format: Callable[..., str]) -> WorldInf
         local_rank=world.local_rank,
         local_world_size=world.local_world_size,
     )
-    if not isinstance(name, str):
+    if not isinstance(name, str) or not re.fullmatch("[A-Za-z0-9_:-]{1,127}", name):
         raise InitializationError(
-            f"worker_name_format must return a string, got {type(name).__name__} {name!r}"
+            "worker_name_format must return 1 to 127 letters, digits, '-', '_' and ':', "
+            f"got {type(name).__name__} {name!r:.200}"
         )
     return WorldInfo(world.world_size, world.world_rank, world.local_world_size, world.local_rank, name)
 
