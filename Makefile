@@ -48,7 +48,7 @@ types: $(STAMP) ## static types
 	$(BIN)/mypy
 
 docs: $(STAMP) ## the documentation, into docs/_build
-	$(BIN)/sphinx-build -W docs docs/_build
+	$(BIN)/sphinx-build -W --keep-going -n docs docs/_build
 
 clean: ## remove what was built, but not .venv
 	rm -rf build dist *.egg-info docs/_build outputs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,7 +1,7 @@
 """How many bytes does a call send for T tasks on W workers with a model of M bytes? Ours against TorchOpt's.
 
-Counted is what goes into ``rpc_async``, as torch's own pickler makes it: the pickle and the tensors' storages. TorchOpt is
-counted if it is installed (``pip install --no-deps torchopt``).
+Counted is what goes into ``rpc_async``, as torch's own pickler makes it: the pickle and the tensors' storages. TorchOpt
+is counted if it is installed (``pip install --no-deps torchopt``).
 """
 
 from __future__ import annotations
@@ -51,8 +51,12 @@ def main() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
     model_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     others = todist.get_world_size() - 1
-    spread = todist.parallelize(todist.dim_partitioner(0, exclusive=True, keepdim=False), todist.mean_reducer)(loss)
-    spread(model, torch.zeros(todist.get_world_size(), ROWS, WIDTH))  # the structure travels the first time only
+    spread = todist.parallelize(
+        todist.dim_partitioner(0, exclusive=True, keepdim=False), todist.mean_reducer
+    )(loss)
+    spread(
+        model, torch.zeros(todist.get_world_size(), ROWS, WIDTH)
+    )  # the structure travels the first time only
     print(f"{todist.get_world_size()} workers, one of them the caller; a model of {model_bytes:,} bytes")
     print(f"{'tasks':>6} {'ours':>14} {'W*M + shards':>14} {'over':>7} {'TorchOpt':>14} {'ratio':>6}")
     for tasks in (3, 12, 48, 192):

@@ -18,7 +18,12 @@ def main() -> None:
     if todist.get_rank() != 0:
         return
     print(f"{'argument':>10} {'raw rpc_async':>15} {'ours':>12} {'ratio':>7}")
-    for label, size, rounds in (("none", 0, 400), ("1 KiB", 2**10, 400), ("1 MiB", 2**20, 200), ("64 MiB", 2**26, 15)):
+    for label, size, rounds in (
+        ("none", 0, 400),
+        ("1 KiB", 2**10, 400),
+        ("1 MiB", 2**20, 200),
+        ("64 MiB", 2**26, 15),
+    ):
         x = torch.zeros(size // 4) if size else None
         seconds = interleaved(
             {

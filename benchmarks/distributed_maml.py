@@ -27,9 +27,7 @@ Batch = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def build_model() -> nn.Module:
-    return nn.Sequential(
-        nn.Linear(784, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 5)
-    )
+    return nn.Sequential(nn.Linear(784, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 5))
 
 
 with torch.device("meta"):
@@ -132,7 +130,9 @@ def main() -> None:
         step(model, batch)
         grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
         reference = reference or grads
-        error = max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(grads, reference, strict=True))
+        error = max(
+            ((a - b).abs().max() / b.abs().max()).item() for a, b in zip(grads, reference, strict=True)
+        )
         print(f"{name}: largest relative difference of the gradient {error:.1e}")
     seconds = interleaved({name: lambda s=step: s(model, batch) for name, step in steps.items()}, rounds=9)
     for name, value in seconds.items():

@@ -1,13 +1,13 @@
-"""How does the cost of a call grow with the number of workers? 1 to 32, with tasks that sleep, so that cores do not matter.
+"""How does the cost of a call grow with the number of workers? 1 to 32, with tasks that sleep, whatever the cores.
 
 The peer is a raw ``rpc_async`` to each worker. The slope of a straight line through the points is the cost a worker.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
-import sys
 
 import numpy as np
 import torch
@@ -33,7 +33,9 @@ def measure() -> tuple[float, float]:
     spread = todist.parallelize(todist.batch_partitioner, todist.sum_reducer)(nap)
 
     def raw() -> None:
-        futures = [rpc.rpc_async(f"worker{rank}", nap, (x[rank : rank + 1].clone(),)) for rank in range(1, size)]
+        futures = [
+            rpc.rpc_async(f"worker{rank}", nap, (x[rank : rank + 1].clone(),)) for rank in range(1, size)
+        ]
         nap(x[:1])
         for future in futures:
             future.wait()
@@ -44,7 +46,7 @@ def measure() -> tuple[float, float]:
 
 def main() -> None:
     sizes = [1, 2, 4, 8, 16, 32]
-    rows = []
+    rows, slopes = [], []
     print(f"{'workers':>8} {'ours, over the sleep':>21} {'raw rpc_async':>14}")
     for size in sizes:
         ours, raw = World(size).on_zero(measure, timeout=120)
@@ -52,9 +54,10 @@ def main() -> None:
         print(f"{size:8} {ours * 1e3:18.2f} ms {raw * 1e3:11.2f} ms")
     for name, column in zip(("ours", "raw rpc_async"), zip(*rows, strict=True), strict=True):
         slope, offset = np.polyfit(sizes, column, 1)
+        slopes.append(slope)
         residual = np.corrcoef(sizes, column)[0, 1] ** 2
         print(f"{name}: {slope * 1e6:.0f} us a worker + {offset * 1e3:.2f} ms, r2 = {residual:.3f}")
-    print(f"ratio of the slopes: {np.polyfit(sizes, [r[0] for r in rows], 1)[0] / np.polyfit(sizes, [r[1] for r in rows], 1)[0]:.2f}")
+    print(f"ratio of the slopes: {slopes[0] / slopes[1]:.2f}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""``start_workers(n)``: this script again under torchrun with n workers; ``interleaved``: functions → seconds, fairly."""
+"""``start_workers(n)``: this script again, under torchrun; ``interleaved``: functions → seconds, timed in turn."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ def start_workers(number: int) -> None:
         sys.exit(subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False).returncode)
 
 
-def interleaved(functions: Mapping[str, Callable[[], object]], rounds: int, warmups: int = 2) -> dict[str, float]:
+def interleaved(
+    functions: Mapping[str, Callable[[], object]], rounds: int, warmups: int = 2
+) -> dict[str, float]:
     """The median seconds of each function, all of them timed in turn in every round."""
     times: dict[str, list[float]] = {name: [] for name in functions}
     for turn in range(warmups + rounds):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import optree
 import torch
@@ -67,17 +67,24 @@ Partitioner: TypeAlias = int | str | PartitionFunction
 
 
 @dataclass(frozen=True)
-class replicated(Generic[T]):  # noqa: N801 - reads as a verb: f(replicated(weights), batch)
+class _Replicated:
+    value: Any
+
+
+def replicated(value: T) -> T:
     """Mark an argument that every worker gets whole, though it looks like a batch.
 
     Args:
-        value: a tensor or a tree of tensors. The function receives ``value`` itself.
+        value: a tensor or a tree of tensors.
 
-    Example:
-        >>> loss(model, todist.replicated(class_weights), batch)  # doctest: +SKIP
+    Returns:
+        The marked value, to be passed to a parallelized function, which receives ``value`` itself.
+
+    Example::
+
+        loss = parallel_loss(todist.replicated(class_weights), batch)
     """
-
-    value: T
+    return cast("T", _Replicated(value))
 
 
 def partition(partitioner: Partitioner | None, args: Args, kwargs: KwArgs) -> list[Partition]:
@@ -151,10 +158,10 @@ def _name(function: Any) -> str:
 
 def unwrap(tree: Any) -> Any:
     """Take the marks of ``replicated`` off a tree of arguments."""
-    if not any(isinstance(leaf, replicated) for leaf in optree.tree_leaves(tree, none_is_leaf=True)):
+    if not any(isinstance(leaf, _Replicated) for leaf in optree.tree_leaves(tree, none_is_leaf=True)):
         return tree
     return optree.tree_map(
-        lambda leaf: leaf.value if isinstance(leaf, replicated) else leaf, tree, none_is_leaf=True
+        lambda leaf: leaf.value if isinstance(leaf, _Replicated) else leaf, tree, none_is_leaf=True
     )
 
 
@@ -196,7 +203,7 @@ class TensorDimensionPartitioner:
         self.workers = None if workers is None else tuple(workers)
 
     def __call__(self, *args: Any, **kwargs: Any) -> list[Partition]:
-        """Split ``args`` and ``kwargs``; see :func:`partition` for what the result is used for."""
+        """Split ``args`` and ``kwargs``; the result is what ``partition`` makes a call of."""
         ranks = (
             list(range(len(roster.require())))
             if self.workers is None
@@ -266,7 +273,7 @@ def even_share(size: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def _is_whole(leaf: Any) -> bool:
-    return isinstance(leaf, (replicated, nn.Module))
+    return isinstance(leaf, (_Replicated, nn.Module))
 
 
 def _is_splittable(leaf: Any) -> bool:

@@ -14,8 +14,8 @@ A backward that is recorded (``create_graph=True``) is a call too: its inputs ar
 the call's inputs; its results are the inputs' gradients. It gets two nodes of its own, and so on to any order.
 
 ``torch.distributed.autograd`` is first order only, and its engine waits for ever when a call made in its context takes
-no part in a backward, or when a context sees a second backward. These nodes are used inside its contexts too: to its
-engine they are local ones.
+no part in a backward, one that an earlier backward has used up included. These nodes are used inside its contexts too:
+to its engine they are local ones.
 """
 
 from __future__ import annotations

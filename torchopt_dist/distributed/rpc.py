@@ -61,7 +61,7 @@ def auto_init_rpc(
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Decorate ``main()`` so that it runs on every worker, with remote calls between them.
 
-    Started by torchrun, by ``todist.Launcher`` or by anything that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT,
+    Started by torchrun or by anything else that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT,
     the workers first wait for each other. Started by plain ``python``, the world is one process. A second call
     inside ``main`` uses the group that is there; a call after ``main`` has returned makes a new one.
 

@@ -1,7 +1,7 @@
 """Environment variables → who am I: my rank, how many we are, and functions that run on some ranks only.
 
-Nothing is remembered: the variables that torchrun and ``todist.Launcher`` set are read each time they are asked
-for. Without them the world is this one process.
+Nothing is remembered: the variables that torchrun sets are read each time they are asked for. Without them the world
+is this one process.
 """
 
 from __future__ import annotations

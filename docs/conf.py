@@ -1,0 +1,52 @@
+"""The pages of this folder → HTML, without a network: ``make docs``."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from docutils import nodes
+from sphinx.application import Sphinx
+
+import torchopt_dist
+
+project = "torchopt_dist"
+release = torchopt_dist.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build"]
+
+myst_heading_anchors = 3
+
+autodoc_member_order = "bysource"
+autodoc_default_options = {"members": True}
+autodoc_preserve_defaults = True
+python_maximum_signature_line_length = 88
+napoleon_numpy_docstring = False
+
+# torch's names have no page here, and finding theirs would need a network.
+nitpick_ignore_regex = [("py:.*", r"(torch|collections)\..*")]
+
+html_theme = "furo"
+html_title = f"torchopt_dist {release}"
+html_show_copyright = False
+
+
+def no_type_before_colon(
+    app: Sphinx, what: str, name: str, thing: Any, options: Any, lines: list[str]
+) -> None:
+    """Our ``Returns:`` sections are sentences: types are in the signatures, and a colon is only a colon."""
+    for index, line in enumerate(lines[:-1]):
+        if line == "Returns:":
+            lines[index + 1] = re.sub(r"^( +)", r"\1: ", lines[index + 1])
+
+
+def plain_annotation(app: Sphinx, env: Any, node: Any, contnode: nodes.Node) -> nodes.Node | None:
+    """A type in a signature is text where it has no page here; what a person wrote as a link must be one."""
+    return None if isinstance(contnode, nodes.literal) else contnode
+
+
+def setup(app: Sphinx) -> None:
+    """Register the two functions above."""
+    app.connect("autodoc-process-docstring", no_type_before_colon, priority=400)
+    app.connect("missing-reference", plain_annotation)

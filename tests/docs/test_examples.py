@@ -1,0 +1,126 @@
+"""README and every page of docs: the Python blocks run, and print what the page says they print.
+
+A page's blocks marked ``python`` are one program, run in one plain process. Those marked ``python torchrun`` are
+another, run by torchrun on two workers. The lines of a block marked ``text output`` are among what the program of the
+block before it prints, in this order.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from tests.worlds import PRELOAD
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```(.*)\n((?:(?!```).*\n)*)```$", re.MULTILINE)
+
+
+class Program(NamedTuple):
+    """The blocks of one kind of a page, each on the lines that it has there, so that tracebacks show them."""
+
+    code: str
+    output: list[str]
+
+
+def programs(text: str) -> dict[str, Program]:
+    """``{"python": …, "python torchrun": …}``, of those that the page has."""
+    found: dict[str, Program] = {}
+    kind = ""
+    for fence in FENCE.finditer(text):
+        info, block = fence.group(1).strip(), fence.group(2)
+        if info in ("python", "python torchrun"):
+            kind = info
+            program = found.get(kind, Program("", []))
+            start = text.count("\n", 0, fence.start(2))
+            blank = "\n" * (start - program.code.count("\n"))
+            found[kind] = Program(program.code + blank + block, program.output)
+        elif info == "text output":
+            found[kind].output.extend(block.splitlines())
+        else:
+            assert not info.startswith("python"), f"an unknown kind of block: {info!r}"
+    return found
+
+
+def all_of(kind: str) -> list[object]:
+    """``(page, program)`` of each page that has one of this kind."""
+    found = ((page, programs(page.read_text("utf-8")).get(kind)) for page in PAGES)
+    return [pytest.param(page, program, id=page.stem) for page, program in found if program is not None]
+
+
+def check_output(program: Program, printed: str) -> None:
+    lines = iter(printed.splitlines())
+    for expected in program.output:
+        assert expected in lines, f"not printed, or not in this order: {expected!r}\n{printed}"
+
+
+def run_here(script: str, log: str) -> None:
+    """In a forked process: run a script as ``python script`` does."""
+    with open(log, "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.chdir(Path(script).parent)
+    torch.set_num_threads(1)
+    sys.argv = [script]
+    runpy.run_path(script, run_name="__main__")
+
+
+README_ALONE = pytest.param(PAGES[0], programs(PAGES[0].read_text("utf-8"))["python torchrun"], id="README")
+"""It says that plain ``python`` will do, too."""
+
+
+@pytest.mark.parametrize(("page", "program"), [README_ALONE, *all_of("python")])
+def test_page(page: Path, program: Program, tmp_path: Path) -> None:
+    script, log = tmp_path / f"{page.stem}.py", tmp_path / "log"
+    script.write_text(program.code)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    process = context.Process(target=run_here, args=(str(script), str(log)), daemon=True)
+    process.start()
+    process.join(60)
+    if process.is_alive():
+        process.kill()
+        process.join()
+    printed = log.read_text()
+    assert process.exitcode == 0, printed
+    check_output(program, printed)
+
+
+@pytest.mark.parametrize(("page", "program"), all_of("python torchrun"))
+def test_page_on_two_workers(page: Path, program: Program, tmp_path: Path) -> None:
+    script = tmp_path / f"{page.stem}.py"
+    script.write_text(program.code)
+    ended = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    check_output(program, ended.stdout)
+
+
+def test_blocks_keep_their_lines() -> None:
+    page = "# a\n\n```python\nx = 1\n```\n\n```bash\nls\n```\n```python torchrun\ny = 1\n```\n"
+    page += "```text output\n1\n```\n```python\nprint(x)\n```\n"
+    found = programs(page)
+    assert found["python torchrun"].output == ["1"]
+    for kind, lines in (("python", ["x = 1", "print(x)"]), ("python torchrun", ["y = 1"])):
+        code = found[kind].code.splitlines()
+        assert [line for line in code if line] == lines
+        assert [code.index(line) for line in lines] == [page.splitlines().index(line) for line in lines]
+    with pytest.raises(AssertionError, match="not printed, or not in this order: 'a'"):
+        check_output(Program("", ["b", "a"]), "a\nb\n")

@@ -1,0 +1,105 @@
+"""Every public name is on the page ``docs/api.md``, has a docstring, and every function a typed signature."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torchopt_dist as todist
+from torchopt_dist import transform
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "api.md").read_text("utf-8")
+MODULES = {
+    "autograd": todist.autograd,
+    "nn": todist.nn,
+    "ops": todist.ops,
+    "pytree": todist.pytree,
+    "transform": transform,
+    "typing": todist.typing,
+}
+
+
+def documented() -> set[str]:
+    """Names, without ``torchopt_dist.``, that the page documents; a module stands for each of its names."""
+    names = set()
+    module = ""
+    for kind, name in re.findall(r"^\.\. (?:auto|py:)?(\w+):: ([\w.]+)", PAGE, re.MULTILINE):
+        if kind == "currentmodule":
+            module = name
+        elif kind == "module":
+            public = functools.reduce(getattr, name.split(".")[1:], todist).__all__
+            names |= {name, *(f"{name}.{part}" for part in public)}
+        else:
+            names.add(f"{module}.{name}")
+    return {name.partition(".")[2] for name in names}
+
+
+def public_functions_and_classes() -> dict[str, Any]:
+    """Name → object; a class's public methods are among them. Types of other packages are left out."""
+    found: dict[str, Any] = {}
+    for module in (todist, *MODULES.values()):
+        for name in module.__all__:
+            thing = getattr(module, name)
+            if not getattr(thing, "__module__", "").startswith("torchopt_dist"):
+                continue
+            if isinstance(thing, type):
+                found[thing.__qualname__] = thing
+                for method, function in vars(thing).items():
+                    if isinstance(function, FunctionType) and not method.startswith("_"):
+                        found[f"{thing.__qualname__}.{method}"] = function
+            elif isinstance(thing, FunctionType):
+                found[name] = thing
+    return found
+
+
+def test_every_name_is_on_the_page() -> None:
+    names = documented()
+    missing = [name for name in todist.__all__ if name not in names and name not in MODULES]
+    for module, contents in MODULES.items():
+        if f"## `todist.{module}`" not in PAGE and f"## `torchopt_dist.{module}`" not in PAGE:
+            missing += [name for name in contents.__all__ if name not in names]
+        else:
+            missing += [
+                f"{module}.{name}" for name in contents.__all__ if not {f"{module}.{name}", name} & names
+            ]
+    assert not missing
+    modules = {name for name in todist.__all__ if isinstance(getattr(todist, name), ModuleType)}
+    assert modules <= MODULES.keys()
+
+
+def test_the_page_has_no_name_that_is_gone() -> None:
+    gone = []
+    for name in documented():
+        try:
+            functools.reduce(getattr, name.split("."), todist)
+        except AttributeError:
+            gone.append(name)
+    assert not gone
+
+
+def test_every_function_and_class_has_a_docstring() -> None:
+    texts = {
+        name: inspect.getdoc(thing) if isinstance(thing, FunctionType) else thing.__doc__
+        for name, thing in public_functions_and_classes().items()
+    }
+    assert [name for name, text in texts.items() if not text or not text.strip()[0].isupper()] == []
+
+
+def test_every_function_has_a_typed_signature() -> None:
+    untyped = []
+    for name, function in public_functions_and_classes().items():
+        if not isinstance(function, FunctionType):
+            continue
+        signature = inspect.signature(function)
+        untyped += [
+            f"{name}({parameter.name})"
+            for parameter in signature.parameters.values()
+            if parameter.annotation is parameter.empty and parameter.name not in ("self", "cls")
+        ]
+        if signature.return_annotation is signature.empty:
+            untyped.append(f"{name}() ->")
+    assert not untyped

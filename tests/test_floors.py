@@ -1,0 +1,117 @@
+"""Every import inside ``torchopt_dist`` goes down: from a room to the floors below it, never up or across."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "torchopt_dist"
+
+GROUND = {"errors", "typing", "pytree"}
+FIRST = GROUND | {"ops", "linalg", "schedule"}
+SECOND = FIRST | {"transform", "linear_solve", "nn"}
+
+MAY_IMPORT = {
+    **dict.fromkeys(("errors", "typing", "pytree"), GROUND),
+    **dict.fromkeys(("ops", "linalg", "schedule"), GROUND),
+    **dict.fromkeys(("transform", "linear_solve", "nn"), FIRST),
+    **dict.fromkeys(("optim", "diff"), SECOND),
+    "distributed": GROUND | {"nn", "nn.module_state"},
+    "launch": {"errors"},
+}
+"""Room → what it may import beside itself; a dotted name is a part of a room, a plain one the whole of it."""
+ROOF = {"__init__", "compat"}
+"""These stand on everything."""
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and name, without ``torchopt_dist.``, of everything of the package that a file imports."""
+    here = ["torchopt_dist", *path.relative_to(PACKAGE).parent.parts]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            package = here[: len(here) - node.level + 1] if node.level else []
+            module = ".".join([*package, *([node.module] if node.module else [])])
+            names = [f"{module}.{alias.name}" for alias in node.names]
+        for name in names:
+            if name.split(".")[0] == "torchopt_dist":
+                yield node.lineno, name.partition(".")[2]
+
+
+def allowed(room: str, name: str) -> bool:
+    """Whether a file of ``room`` may import ``name``, such as ``nn.module_state.ModuleState``."""
+    first, *rest = name.split(".")
+    if first == room:
+        return True
+    may = MAY_IMPORT[room]
+    parts = {entry.partition(".")[2] for entry in may if entry.startswith(f"{first}.")}
+    if not parts or not rest:
+        return first in may
+    # Some parts of that room only: these, and what the room itself offers.
+    return rest[0] in parts or (first in may and not is_part(first, rest[0]))
+
+
+def is_part(room: str, name: str) -> bool:
+    return (PACKAGE / room / f"{name}.py").is_file() or (PACKAGE / room / name).is_dir()
+
+
+def test_imports_go_down() -> None:
+    wrong = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        if room in ROOF:
+            continue
+        assert room in MAY_IMPORT, f"{room} stands on no floor: give it a row in {Path(__file__).name}"
+        wrong += [
+            f"{path.relative_to(ROOT)}:{line} imports {name}; {room} may import {sorted(MAY_IMPORT[room])}"
+            for line, name in imports(path)
+            if not allowed(room, name)
+        ]
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("room", "name", "may"),
+    [
+        ("optim", "transform.base.chain", True),
+        ("transform", "optim.sgd", False),
+        ("transform", "nn", False),
+        ("distributed", "nn.ModuleState", True),
+        ("distributed", "nn.module_state.ModuleState", True),
+        ("distributed", "nn.copier.TensorCopier", False),
+        ("distributed", "optim.sgd", False),
+        ("ops", "distributed.world", False),
+        ("launch", "distributed", False),
+    ],
+)
+def test_floors(room: str, name: str, may: bool) -> None:
+    assert allowed(room, name) is may
+
+
+def test_imports_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "PACKAGE", tmp_path)
+    (tmp_path / "room").mkdir()
+    file = tmp_path / "room" / "file.py"
+    file.write_text(
+        "import torch\nimport torchopt_dist.nn\nfrom torchopt_dist import pytree\n"
+        "def f():\n    from torchopt_dist.optim.sgd import sgd\n    from . import other\n    from .. import errors\n"
+    )
+    assert sorted(imports(file)) == [
+        (2, "nn"),
+        (3, "pytree"),
+        (5, "optim.sgd.sgd"),
+        (6, "room.other"),
+        (7, "errors"),
+    ]
+
+
+def test_no_file_is_called_utils_or_helpers() -> None:
+    folders = ("torchopt_dist", "csrc", "tests", "examples", "benchmarks", "docs")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*")]
+    assert [path for path in files if path.stem in {"util", "utils", "helper", "helpers"}] == []
