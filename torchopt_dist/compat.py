@@ -1,0 +1,146 @@
+"""A program written for TorchOpt → the same program run on torchopt_dist, not a line changed.
+
+``python -m torchopt_dist.compat train.py --lr 0.1`` runs a script in which ``import torchopt`` and everything below it
+(``torchopt.distributed as todist``, ``from torchopt.nn import …``) mean torchopt_dist; so does
+``torchrun --nproc_per_node=2 -m torchopt_dist.compat train.py --lr 0.1``. A program that may be changed calls
+:func:`install` before its first ``import torchopt`` instead.
+
+``torchopt.x`` offers what ``torchopt_dist.x`` offers, the same objects, and after that torchopt_dist's flat names: so
+``todist.module_clone`` works in a program that only imports ``torchopt.distributed as todist``. What torchopt_dist does
+not have is an error that says so. Processes that a program starts itself need an :func:`install` of their own.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+__all__ = ["install", "main", "run_script"]
+
+FOREIGN, OURS = "torchopt", "torchopt_dist"
+FLAT_ONLY = frozenset(
+    f"{FOREIGN}.{name}" for name in ("alias", "base", "clip", "combine", "hook", "update", "utils")
+)
+"""Modules of TorchOpt that have no module of ours beside them: their names are among our flat ones."""
+
+
+def install() -> None:
+    """Let ``import torchopt`` mean torchopt_dist in this process, whether or not TorchOpt is there; idempotent.
+
+    Raises:
+        ImportError: TorchOpt itself has been imported already.
+    """
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return
+    if FOREIGN in sys.modules:
+        where = getattr(sys.modules[FOREIGN], "__file__", None)
+        raise ImportError(
+            f"torchopt_dist cannot stand in for torchopt: torchopt itself is imported already, from {where}; "
+            "call `torchopt_dist.compat.install()` before the first `import torchopt`"
+        )
+    sys.meta_path.insert(0, _Finder())
+
+
+def run_script(path: str, args: Sequence[str] = ()) -> None:
+    """Run a script as ``python path args…`` does, with torchopt_dist standing in for torchopt.
+
+    While it runs it is ``__main__``, so that its functions can be sent to workers by name.
+
+    Args:
+        path: the script.
+        args: its arguments, ``sys.argv[1:]`` there.
+
+    Raises:
+        ImportError: TorchOpt itself has been imported already.
+        FileNotFoundError: there is no such script.
+    """
+    if not os.path.exists(path):
+        raise FileNotFoundError(f"there is no script {path!r} in {os.getcwd()}")
+    install()
+    argv, search = sys.argv, sys.path
+    sys.argv = [path, *args]
+    sys.path = [*search] if sys.flags.safe_path else [os.path.dirname(os.path.realpath(path)), *search]
+    try:
+        runpy.run_path(path, run_name="__main__")
+    finally:
+        sys.argv, sys.path = argv, search
+
+
+def main() -> None:
+    """``python -m torchopt_dist.compat SCRIPT [ARGUMENT…]``."""
+    if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
+        sys.exit(
+            "usage: python -m torchopt_dist.compat SCRIPT [ARGUMENT...]\n"
+            "runs a script written for torchopt on torchopt_dist"
+        )
+    if not sys.flags.safe_path:
+        del sys.path[0]  # `python -m` has put the working directory there
+    try:
+        run_script(sys.argv[1], sys.argv[2:])
+    except FileNotFoundError as error:
+        if os.path.exists(sys.argv[1]):
+            raise
+        sys.exit(f"{sys.executable} -m torchopt_dist.compat: {error}")
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """``torchopt.x`` → a module whose names are looked up in torchopt_dist when they are asked for."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname.partition(".")[0] != FOREIGN:
+            return None
+        if not _exists(_twin(fullname)) and fullname not in FLAT_ONLY:
+            # Without its `name` the error also ends `from torchopt import x`, which would swallow it otherwise.
+            raise ModuleNotFoundError(_no_such(fullname))
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+
+    def exec_module(self, module: ModuleType) -> None:
+        twin = _twin(module.__name__)
+        ours = [importlib.import_module(name) for name in (twin, OURS) if _exists(name)]
+        module.__doc__ = ours[0].__doc__
+        vars(module).update(
+            __getattr__=functools.partial(_look_up, module.__name__, ours),
+            __dir__=lambda: sorted({name for place in ours for name in dir(place)}),
+        )
+
+
+def _look_up(module: str, ours: list[ModuleType], name: str) -> Any:
+    for place in ours[:1] if name.startswith("_") else ours:
+        if hasattr(place, name):
+            value = getattr(place, name)
+            if isinstance(value, ModuleType) and value.__name__.startswith(f"{OURS}."):
+                return importlib.import_module(FOREIGN + value.__name__.removeprefix(OURS))
+            return value
+    raise AttributeError(_no_such(f"{module}.{name}"))
+
+
+def _twin(fullname: str) -> str:
+    return OURS + fullname.removeprefix(FOREIGN)
+
+
+def _exists(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # its parent is not there, or is no package
+        return False
+
+
+def _no_such(name: str) -> str:
+    return f"there is no `{name}`: torchopt_dist stands in for torchopt here, and it has no such name (yet)"
+
+
+if __name__ == "__main__":
+    from torchopt_dist import compat
+
+    compat.main()  # not this module's own: a script that imports it must meet the same one
