@@ -391,3 +391,28 @@ def test_cuda_tensors_keep_their_kind_of_device_and_their_graph(world):
             torch.testing.assert_close(a, b)
 
     world(2).on_zero(body)
+
+
+def test_an_own_share_that_may_move_a_clone_to_a_gpu_runs_on_a_copy(world):
+    """The path is for machines with a GPU; here it is taken by pretending to have one."""
+
+    def moves(model, x, y):
+        model.to(torch.float64)  # swaps the data of tensors, as `.to("cuda")` does
+        return mse(model, x.double(), y.double())
+
+    def body():
+        from unittest.mock import patch
+
+        model, (x, y) = mlp(torch.float32), data(rows=5, dtype=torch.float32)
+        clone = todist.module_clone(model, by="clone")
+        with (
+            patch("torch.cuda.is_available", return_value=True),
+            patch("torch.Tensor.cuda", torch.Tensor.cpu),
+        ):
+            loss = todist.parallelize(reducer=todist.mean_reducer)(moves)(clone, x, y)
+            grads = gradients(loss, model)
+        for a, b in zip(grads, gradients(mse(model, x, y), model), strict=True):
+            torch.testing.assert_close(a.float(), b)
+        assert all(p.dtype == torch.float32 for p in clone.parameters())
+
+    world(2).on_zero(body)

@@ -18,7 +18,8 @@ class CallerState:
     Attributes:
         grad_enabled: whether a graph is recorded.
         autocast: for each device type with autocast switched on, the dtype it casts to.
-        default_dtype: the dtype of new floating-point tensors.
+        default_dtype: the dtype of new floating-point tensors. Torch has one a process, so a worker that serves calls
+            of several dtypes at a time, or whose ``main`` sets it meanwhile, mixes them up: set it before ``main``.
     """
 
     grad_enabled: bool

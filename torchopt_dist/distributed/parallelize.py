@@ -15,10 +15,11 @@ from torchopt_dist.distributed.caller_state import CallerState
 from torchopt_dist.distributed.gather import gather
 from torchopt_dist.distributed.partition import Partitioner, check_partitioner, partition
 from torchopt_dist.distributed.payload import How, group_by_worker
-from torchopt_dist.distributed.placement import placed
+from torchopt_dist.distributed.placement import may_move_a_clone, placed
 from torchopt_dist.distributed.reduce import check_reducer
 from torchopt_dist.distributed.rpc import default_timeout
 from torchopt_dist.distributed.threads import run_in_thread
+from torchopt_dist.distributed.transport import LocalTransport
 from torchopt_dist.distributed.world import get_rank, roster
 from torchopt_dist.typing import Args, KwArgs
 
@@ -90,7 +91,8 @@ def remote_async_call(
 ) -> Future[Any]:
     """Like :func:`remote_sync_call`, but returns at once with a future of the result.
 
-    This worker's own share, if it has one, and the reducer run in a thread.
+    This worker's own share, if it has one, and the reducer run in a thread. Torch has one generator a process, so while
+    an own share runs, random numbers drawn here are drawn from its task's stream.
 
     Returns:
         A future whose ``wait()`` returns the result or raises what the call raised.
@@ -148,12 +150,17 @@ class _Call:
 
     def run_own_share(self) -> None:
         """A plain call in this thread, while the others work."""
-        if self.me in self.payloads:
-            own = self.values[self.me] = concurrent.futures.Future()
-            try:
-                own.set_result(execute.run(placed(self.payloads[self.me][0])))
-            except Exception as error:
-                own.set_exception(error)
+        if self.me not in self.payloads:
+            return
+        payload = self.payloads[self.me][0]
+        if may_move_a_clone(payload):
+            self.values[self.me] = remote_graph.call(self.me, payload, 0, LocalTransport())
+            return
+        own = self.values[self.me] = concurrent.futures.Future()
+        try:
+            own.set_result(execute.run(placed(payload)))
+        except Exception as error:
+            own.set_exception(error)
 
     def finish(self) -> Any:
         """Wait for the others, and reduce."""

@@ -13,7 +13,7 @@ from torchopt_dist.distributed.payload import Payload
 from torchopt_dist.distributed.world import get_local_rank
 from torchopt_dist.nn import module_clone
 
-__all__ = ["placed", "receiving_device"]
+__all__ = ["may_move_a_clone", "placed", "receiving_device"]
 
 
 def receiving_device(device: str | None) -> torch.device | None:
@@ -21,6 +21,20 @@ def receiving_device(device: str | None) -> torch.device | None:
     if device != "auto" or not torch.cuda.is_available():
         return None
     return torch.device("cuda", get_local_rank() % torch.cuda.device_count())
+
+
+def may_move_a_clone(payload: Payload) -> bool:
+    """Whether the function may move a module whose tensors are part of a graph to a GPU.
+
+    ``module.to(device)`` swaps the data of such tensors under the graph's feet, which expects gradients on the device
+    they were on. On a worker the module is a copy of leaves, which can be moved.
+    """
+    tasks: Any = payload.tasks
+    leaves: list[Any] = optree.tree_leaves(tasks, none_is_leaf=True)
+    return torch.cuda.is_available() and any(
+        isinstance(leaf, nn.Module) and any(not tensor.is_leaf for tensor in leaf.parameters())
+        for leaf in leaves
+    )
 
 
 def placed(payload: Payload) -> Payload:
@@ -34,5 +48,6 @@ def placed(payload: Payload) -> Payload:
             return leaf.to(device)
         return module_clone(leaf, by="reference", device=device) if isinstance(leaf, nn.Module) else leaf
 
-    tasks: Any = optree.tree_map(place, payload.tasks, none_is_leaf=True)  # type: ignore[arg-type]
+    tasks: Any = payload.tasks
+    tasks = optree.tree_map(place, tasks, none_is_leaf=True)
     return replace(payload, tasks=tasks)

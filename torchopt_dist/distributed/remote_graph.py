@@ -43,11 +43,13 @@ __all__ = ["call"]
 FIRST, LAST = 2**62, 0
 """Sequence numbers: of the nodes that are ready, the autograd engine runs the one with the highest."""
 
-transport: Transport = RPCTransport()
+_rpc: Transport = RPCTransport()
 _numbers = itertools.count()
 
 
-def call(worker: int, payload: Payload, timeout: float) -> Future[list[Any]]:
+def call(
+    worker: int, payload: Payload, timeout: float, transport: Transport | None = None
+) -> Future[list[Any]]:
     """Run a payload on another worker.
 
     Args:
@@ -55,6 +57,7 @@ def call(worker: int, payload: Payload, timeout: float) -> Future[list[Any]]:
         payload: what it has to do.
         timeout: seconds after which the future fails with :class:`~torchopt_dist.errors.CallTimeoutError`;
             0 means never.
+        transport: what carries the messages; ``None`` means :class:`RPCTransport`.
 
     Returns:
         A future of the tasks' values; it fails with what a task raised. Tensors among the values are connected to those
@@ -63,7 +66,7 @@ def call(worker: int, payload: Payload, timeout: float) -> Future[list[Any]]:
     Raises:
         SerializationError: the payload cannot be sent.
     """
-    graph = _RemoteGraph(worker)
+    graph = _RemoteGraph(worker, transport or _rpc)
     try:
         message = graph.pack(Call(payload, graph.key if payload.state.grad_enabled else None))
     except SerializationError as error:
@@ -83,7 +86,7 @@ def call(worker: int, payload: Payload, timeout: float) -> Future[list[Any]]:
         except Exception as error:
             future.set_exception(error)
 
-    transport.send(worker, message.detached(), timeout).add_done_callback(arrived)
+    graph.transport.send(worker, message.detached(), timeout).add_done_callback(arrived)
     return future
 
 
@@ -98,8 +101,9 @@ class _Ticket(NamedTuple):
 class _RemoteGraph:
     """The caller's handle of a graph that a worker keeps; the worker's is released when this one is gone."""
 
-    def __init__(self, worker: int) -> None:
+    def __init__(self, worker: int, transport: Transport) -> None:
         group = current_group()
+        self.transport = transport
         self.worker = worker
         self.worker_name = group.members[worker].name
         self.key: Key = (group.world.rank, next(_numbers))
@@ -109,7 +113,7 @@ class _RemoteGraph:
 
     def __del__(self) -> None:
         if self.kept:
-            _janitor.release(self.worker, self.key)
+            _janitor.release(self.transport, self.worker, self.key)
 
     def pack(self, request: Request) -> Message:
         return pack(request, main_by_name=self._main_by_name)
@@ -147,11 +151,13 @@ class _RemoteGraph:
     def start_backward(self, output_grads: tuple[Tensor | None, ...]) -> int:
         """Send the results' gradients; returns the ticket by which :meth:`finish_backward` finds the reply."""
         retain_graph, recorded = _engine_keeps_graph(), torch.is_grad_enabled()
-        graph = _RemoteGraph(self.worker)
+        graph = _RemoteGraph(self.worker, self.transport)
         message = graph.pack(Backward(self.key, output_grads, retain_graph, graph.key if recorded else None))
         self.kept = retain_graph
         number = next(_numbers)
-        self.under_way[number] = _Ticket(message, transport.send(self.worker, message.detached(), 0), graph)
+        self.under_way[number] = _Ticket(
+            message, self.transport.send(self.worker, message.detached(), 0), graph
+        )
         return number
 
     def finish_backward(self, number: int, inputs: tuple[Tensor, ...]) -> list[Tensor | None]:
@@ -170,7 +176,13 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, ticket: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.graph.finish_backward(int(ticket.item()), ctx.saved_tensors)
+        inputs = ctx.saved_tensors
+        grads = ctx.graph.finish_backward(int(ticket.item()), inputs)
+        # A worker may have computed on its GPU what came from a CPU.
+        return None, *(
+            grad if grad is None else grad.to(tensor.device)
+            for grad, tensor in zip(grads, inputs, strict=True)
+        )
 
 
 class _Collect(torch.autograd.Function):
@@ -205,18 +217,18 @@ class _Janitor:
     """Tells workers to release graphs, from a thread of its own, since ``__del__`` may run anywhere."""
 
     def __init__(self) -> None:
-        self._keys: queue.SimpleQueue[tuple[int, Key]] = queue.SimpleQueue()
+        self._keys: queue.SimpleQueue[tuple[Transport, int, Key]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def release(self, worker: int, key: Key) -> None:
-        self._keys.put((worker, key))
+    def release(self, transport: Transport, worker: int, key: Key) -> None:
+        self._keys.put((transport, worker, key))
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="todist-janitor", daemon=True)
             self._thread.start()
 
     def _work(self) -> None:
         while True:
-            worker, key = self._keys.get()
+            transport, worker, key = self._keys.get()
             with contextlib.suppress(NotInitializedError):  # the group has ended, and the graphs with it
                 transport.send(worker, pack(Release((key,)), main_by_name=True), 0)
 

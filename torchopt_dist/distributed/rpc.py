@@ -270,7 +270,7 @@ class _Group:
         self._unwound.set()
         try:
             if not isinstance(error, PeerFailedError):
-                self.lifeline.fail("".join(traceback.format_exception(error)))
+                self.lifeline.fail(_report(error))
             self.lifeline.close()
         except Exception:  # the hub is gone: there is nobody to tell
             log.debug("no lifeline left to report on", exc_info=True)
@@ -338,6 +338,13 @@ def _program() -> str:
     """What ``__main__`` is: the path of the script, or nothing where it has none, as in a notebook."""
     path = getattr(sys.modules["__main__"], "__file__", None)
     return os.path.realpath(path) if path else ""
+
+
+def _report(error: BaseException) -> str:
+    """The traceback, but for an exit on purpose, such as a parser's for bad arguments, which has said its word."""
+    if isinstance(error, SystemExit):
+        return f"it exited with {error.code!r}"
+    return "".join(traceback.format_exception(error))
 
 
 def _exit_code(error: BaseException) -> int:

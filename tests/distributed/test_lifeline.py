@@ -1,0 +1,381 @@
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+
+import torchopt_dist as todist
+from torchopt_dist.distributed import lifeline as lifeline_module
+from torchopt_dist.distributed.lifeline import Failure, Lifeline, Member
+
+pytestmark = pytest.mark.timeout(20)
+
+
+class Lines:
+    """Lifelines of several ranks, all in this process."""
+
+    def __init__(self, names):
+        self.store = dist.HashStore()
+        self.heard = [[] for _ in names]
+        self.ends = [
+            Lifeline(Member(rank, name, "program.py"), len(names), self.heard[rank].append)
+            for rank, name in enumerate(names)
+        ]
+        self.threads = ThreadPoolExecutor(2 * len(names))
+
+    def join(self, ranks=None, timeout=5.0):
+        return [
+            self.threads.submit(self.ends[rank].join, self.store, "127.0.0.1", timeout)
+            for rank in (range(len(self.ends)) if ranks is None else ranks)
+        ]
+
+    def barrier(self, rank, ranks, **options):
+        return self.threads.submit(self.ends[rank].barrier, ranks, **options)
+
+    def hub(self):
+        self.store.wait(["lifeline"])
+        return json.loads(self.store.get("lifeline"))
+
+    def close(self):
+        for end in reversed(self.ends):
+            end.close()
+        self.threads.shutdown()
+
+    def cut(self, rank):
+        """What the others see when a rank's process dies."""
+        end = self.ends[rank]
+        end._loop.call_soon_threadsafe(end._to_hub.transport.abort)
+
+
+@pytest.fixture
+def lines():
+    made = []
+
+    def make(*names, joined=True):
+        made.append(Lines(names))
+        if joined:
+            for future in made[-1].join():
+                future.result()
+        return made[-1]
+
+    yield make
+    for line in made:
+        line.close()
+
+
+def wait_until(condition, seconds=5.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it has not come about"
+        time.sleep(0.002)
+
+
+# Joining.
+
+
+@pytest.mark.parametrize("names", [("a",), ("a", "b"), ("a", "b", "c", "d")])
+def test_every_rank_knows_all_the_members(lines, names):
+    line = lines(*names, joined=False)
+    expected = tuple(Member(rank, name, "program.py") for rank, name in enumerate(names))
+    assert [future.result() for future in line.join()] == [expected] * len(names)
+
+
+def test_two_workers_of_one_name_are_told_to_all(lines):
+    line = lines("a", "b", "a", joined=False)
+    for future in line.join():
+        with pytest.raises(todist.InitializationError, match=r"ranks 0 and 2 the same name 'a'.*unique"):
+            future.result()
+
+
+def test_a_rank_that_does_not_join_is_an_error_in_time(lines):
+    line = lines("a", "b", "c", joined=False)
+    for future in line.join(ranks=(0, 2), timeout=0.2):
+        with pytest.raises((todist.InitializationError, TimeoutError), match=r"waited 0\.2 s"):
+            future.result()
+
+
+def test_a_hub_that_is_not_there_is_named(lines):
+    line = lines("a", "b", joined=False)
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+    line.store.set("lifeline", json.dumps({"host": "127.0.0.1", "port": port, "token": "x"}))
+    with pytest.raises(todist.InitializationError, match=rf"rank 1 cannot reach .*127\.0\.0\.1:{port}"):
+        line.ends[1].join(line.store, "127.0.0.1", 1.0)
+    # So that the fixture can close it as any other.
+    line.store.delete_key("lifeline")
+    for future in line.join():
+        future.result()
+
+
+# Strangers.
+
+
+def talk(address, data, *, shut=True):
+    """Send ``data`` as a stranger; what comes back until the other side closes."""
+    with socket.create_connection((address["host"], address["port"]), timeout=5) as stranger:
+        try:
+            stranger.sendall(data)
+            if shut:
+                stranger.shutdown(socket.SHUT_WR)
+            return stranger.recv(1000)
+        except ConnectionError:  # refused before all was said
+            return b""
+
+
+STRANGERS = {
+    "a wrong token": b"0" * 32 + b'\n{"failed": 1, "report": "a lie"}\n',
+    "no token": b'{"failed": 1, "report": "a lie"}\n',
+    "nothing": b"",
+    "a line without an end": b"GET / HTTP/1.1",
+    "bytes that are no text": bytes(range(128, 256)) * 100 + b"\n",
+    "an endless line": b"x" * (lifeline_module.MAX_LINE + 100_000),
+}
+
+
+@pytest.mark.parametrize("data", STRANGERS.values(), ids=STRANGERS.keys())
+def test_a_stranger_is_refused_with_a_line_in_the_log_and_does_no_harm(lines, caplog, data):
+    line = lines("a", "b")
+    with caplog.at_level(logging.WARNING, lifeline_module.__name__):
+        assert talk(line.hub(), data) == b""
+        wait_until(lambda: "refused a stranger" in caplog.text)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert line.hub()["token"] not in caplog.text
+    for future in [line.barrier(rank, [0, 1]) for rank in range(2)]:
+        future.result()
+    assert line.heard == [[], []]
+
+
+def test_a_silent_stranger_is_refused_after_a_while(lines, caplog, monkeypatch):
+    monkeypatch.setattr(lifeline_module, "JOIN_SECONDS", 0.2)
+    line = lines("a", "b")
+    with caplog.at_level(logging.WARNING, lifeline_module.__name__):
+        assert talk(line.hub(), b"", shut=False) == b""
+        wait_until(lambda: "refused a stranger" in caplog.text)
+    for future in [line.barrier(rank, [0, 1]) for rank in range(2)]:
+        future.result()
+
+
+def test_strangers_do_not_take_the_place_of_who_is_still_to_come(lines, caplog):
+    line = lines("a", "b", joined=False)
+    hub = line.join(ranks=[0])[0]
+    join = json.dumps({"join": {"rank": 1, "name": "evil", "program": ""}}).encode()
+    assert talk(line.hub(), b"0" * 32 + b"\n" + join + b"\n") == b""
+    (other,) = line.join(ranks=[1])
+    assert [member.name for member in hub.result()] == ["a", "b"]
+    assert [member.name for member in other.result()] == ["a", "b"]
+
+
+def test_the_hub_listens_at_the_given_address_only(lines):
+    line = lines("a", "b")
+    address = line.hub()
+    assert address["host"] == "127.0.0.1"
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", address["port"]), timeout=2)
+
+
+def test_every_run_has_a_token_of_its_own(lines):
+    tokens = {lines("a").hub()["token"] for _ in range(3)}
+    assert len(tokens) == 3
+    assert all(len(token) == 32 for token in tokens)
+
+
+# Barriers.
+
+
+def test_a_barrier_opens_when_all_have_come(lines):
+    line = lines("a", "b", "c")
+    first = [line.barrier(rank, range(3)) for rank in (0, 1)]
+    wait_until(lambda: any(len(arrived) == 2 for arrived in line.ends[0]._hub._arrived.values()))
+    assert not any(future.done() for future in first)
+    for future in [*first, line.barrier(2, range(3))]:
+        future.result()
+
+
+@pytest.mark.parametrize("group", [(0, 1), (1, 2), (2, 0), (1,), (0,)])
+def test_a_barrier_of_some_needs_these_only(lines, group):
+    line = lines("a", "b", "c")
+    for _ in range(3):
+        for future in [line.barrier(rank, group) for rank in group]:
+            future.result()
+
+
+def test_the_order_and_the_number_of_ranks_given_do_not_matter(lines):
+    line = lines("a", "b")
+    for future in (line.barrier(0, [1, 0, 1]), line.barrier(1, (0, 1))):
+        future.result()
+
+
+def test_barriers_for_different_purposes_do_not_meet(lines):
+    line = lines("a", "b")
+    start, end = line.barrier(0, [0, 1], purpose="start"), line.barrier(1, [0, 1], purpose="end")
+    wait_until(lambda: len(line.ends[0]._hub._arrived) == 2)
+    assert not start.done()
+    assert not end.done()
+    line.ends[1].barrier([0, 1], purpose="start")
+    line.ends[0].barrier([0, 1], purpose="end")
+    start.result()
+    end.result()
+
+
+def test_a_thousand_barriers_in_a_row(lines):
+    line = lines("a", "b", "c")
+    counts = [0, 0, 0]
+
+    def work(rank):
+        for step in range(300):
+            counts[rank] = step
+            line.ends[rank].barrier(range(3))
+            assert min(counts) >= step
+            line.ends[rank].barrier(range(3), purpose="again")
+
+    for future in [line.threads.submit(work, rank) for rank in range(3)]:
+        future.result()
+
+
+def test_a_barrier_has_a_timeout_if_asked(lines):
+    line = lines("a", "b")
+    with pytest.raises(TimeoutError, match=r"rank 1 waited 0\.1 s for ranks \[0, 1\] to come to a barrier"):
+        line.ends[1].barrier([0, 1], timeout=0.1)
+
+
+# Failures and deaths.
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_report_reaches_all_the_others_and_ends_their_waits(lines, failing):
+    line = lines("a", "b", "c")
+    others = [rank for rank in range(3) if rank != failing]
+    waits = [line.barrier(rank, range(3)) for rank in others]
+    line.ends[failing].fail("Traceback:\n  the root of it\n")
+    for future in waits:
+        with pytest.raises(
+            todist.PeerFailedError, match=rf"rank {failing} failed:\n\nTraceback:\n  the root"
+        ):
+            future.result()
+    failure = Failure(failing, "Traceback:\n  the root of it\n")
+    wait_until(lambda: all(line.heard[rank] for rank in others))
+    assert line.heard == [[] if rank == failing else [failure] for rank in range(3)]
+
+
+def test_a_report_counts_for_barriers_of_others_too(lines):
+    line = lines("a", "b", "c")
+    line.ends[2].fail("lost")
+    wait_until(lambda: line.heard[0] and line.heard[1])
+    for future in [line.barrier(rank, [0, 1]) for rank in (0, 1)]:
+        with pytest.raises(todist.PeerFailedError, match="rank 2 failed"):
+            future.result()
+
+
+def test_a_rank_fails_once(lines):
+    line = lines("a", "b")
+    for number in range(3):
+        line.ends[1].fail(f"report {number}")
+    line.cut(1)
+    wait_until(lambda: line.heard[0])
+    for future in [line.barrier(0, [0])]:
+        with pytest.raises(todist.PeerFailedError, match="report 0"):
+            future.result()
+    assert line.heard[0] == [Failure(1, "report 0")]
+
+
+def test_a_long_report_with_any_characters_arrives(lines):
+    line = lines("a", "b")
+    report = 'é \U0001f40d \x00 "quoted" \\ \n' * 20_000
+    line.ends[1].fail(report)
+    wait_until(lambda: line.heard[0])
+    assert line.heard[0] == [Failure(1, report)]
+
+
+def test_a_death_ends_the_waits_for_the_dead_at_once(lines):
+    line = lines("a", "b", "c")
+    waits = [line.barrier(rank, range(3)) for rank in (0, 1)]
+    started = time.monotonic()
+    line.cut(2)
+    for future in waits:
+        with pytest.raises(todist.WorkerLostError, match="rank 2 died"):
+            future.result()
+    assert time.monotonic() - started < 0.5
+    assert line.heard[0] == line.heard[1] == [Failure(2, "")]
+
+
+def test_a_death_before_a_barrier_is_an_error_at_once(lines):
+    line = lines("a", "b", "c")
+    line.cut(2)
+    wait_until(lambda: line.heard[0] and line.heard[1])
+    with pytest.raises(todist.WorkerLostError, match="rank 2 died"):
+        line.ends[0].barrier(range(3))
+
+
+def test_a_death_after_it_has_come_is_an_error_for_who_still_waits(lines):
+    line = lines("a", "b", "c")
+    line.barrier(2, range(3))
+    wait_until(lambda: line.ends[0]._hub._arrived)
+    line.cut(2)
+    wait_until(lambda: line.heard[0])
+    with pytest.raises(todist.WorkerLostError, match="rank 2 died"):
+        line.ends[0].barrier(range(3))
+
+
+def test_the_living_go_on_without_the_dead(lines):
+    line = lines("a", "b", "c")
+    line.cut(2)
+    wait_until(lambda: line.heard[0] and line.heard[1])
+    for _ in range(2):
+        for future in [line.barrier(rank, [0, 1]) for rank in (0, 1)]:
+            future.result()
+
+
+def test_when_the_hub_dies_all_are_told(lines):
+    line = lines("a", "b", "c")
+    waits = [line.barrier(rank, [1, 2, 0]) for rank in (1, 2)]
+    hub = line.ends[0]
+    hub._loop.call_soon_threadsafe(
+        lambda: [writer.transport.abort() for writer in hub._hub._writers.values()]
+    )
+    for future in waits:
+        with pytest.raises(todist.WorkerLostError, match="rank 0 died"):
+            future.result()
+
+
+def test_leaving_is_no_death(lines):
+    line = lines("a", "b", "c")
+    line.ends[2].close()
+    for future in [line.barrier(rank, [0, 1]) for rank in (0, 1)]:
+        future.result()
+    assert line.heard == [[], [], []]
+    line.ends.pop()
+
+
+def test_a_wait_for_a_thread_ends_with_the_thread_or_with_the_world(lines):
+    line = lines("a", "b")
+    go = threading.Event()
+    for _ in range(2):
+        thread = threading.Thread(target=go.wait, daemon=True)
+        thread.start()
+        wait = line.threads.submit(line.ends[0].wait_for, thread)
+        if not go.is_set():
+            assert not wait.done()
+            go.set()
+        wait.result()
+    stuck = threading.Event()
+    thread = threading.Thread(target=stuck.wait, daemon=True)
+    thread.start()
+    wait = line.threads.submit(line.ends[0].wait_for, thread)
+    line.cut(1)
+    with pytest.raises(todist.WorkerLostError, match="rank 1 died"):
+        wait.result()
+    stuck.set()
+
+
+def test_closing_ends_the_thread(lines):
+    line = lines("a", "b")
+    line.ends[1].close()
+    assert not line.ends[1]._thread.is_alive()
+    line.ends.pop()

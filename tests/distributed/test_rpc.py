@@ -1,0 +1,813 @@
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import rpc
+
+import torchopt_dist as todist
+from tests.distributed.bare import Bare, say, watch
+from torchopt_dist.distributed.rpc import _default_options, current_group, default_timeout
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def soon(seconds):
+    """The seconds, or more where others want the cores as well."""
+    return seconds * max(1.0, 2 * os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
+def alone():
+    for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(variable, None)
+
+
+def rank_of_worker():
+    return todist.get_rank()
+
+
+# How main runs.
+
+
+def test_what_main_returns_comes_back_on_every_rank(world):
+    def main(a, *, b=1):
+        return {"rank": todist.get_rank(), "sum": torch.ones(2) * a + b}
+
+    values = world(2).run(main, 3)
+    assert [value["rank"] for value in values] == [0, 1]
+    assert all(torch.equal(value["sum"], torch.full((2,), 4.0)) for value in values)
+
+
+def test_main_keeps_its_name_and_its_arguments():
+    @todist.auto_init_rpc()
+    def train(steps, *, rate):
+        """Train."""
+        return steps, rate
+
+    assert (train.__name__, train.__doc__) == ("train", "Train.")
+
+    def program():
+        alone()
+        return todist.auto_init_rpc()(lambda steps, *, rate: (steps, rate))(3, rate=0.5)
+
+    assert Bare(1).run(program) == [(3, 0.5)]
+
+
+def test_worker_init_fn_runs_on_all_before_main_runs_on_any(world, tmp_path):
+    def init():
+        if todist.get_rank() == 1:  # the slow one: main must not have begun elsewhere
+            assert not watch(tmp_path / "main0", 0.3)
+        say(tmp_path / f"init{todist.get_rank()}")
+
+    def main():
+        say(tmp_path / f"main{todist.get_rank()}")
+        return sorted(path.name for path in tmp_path.glob("init?"))
+
+    assert world(3).run(main, worker_init_fn=init) == [["init0", "init1", "init2"]] * 3
+
+
+def test_worker_init_fn_can_call_the_group(world):
+    def init():
+        assert todist.get_worker_id(f"worker{todist.get_rank()}") == todist.get_rank()
+        todist.barrier()
+
+    assert world(2).run(rank_of_worker, worker_init_fn=init) == [0, 1]
+
+
+def test_a_worker_serves_until_all_are_done(world, tmp_path):
+    def main():
+        if todist.get_rank() == 1:
+            say(tmp_path / "done")
+            return None
+        assert watch(tmp_path / "done")
+        # Rank 1's `main` has returned; its process answers still.
+        return [todist.remote_sync_call(rank_of_worker, partitioner=1) for _ in range(20)]
+
+    assert world(2).run(main)[0] == [[1]] * 20
+
+
+@pytest.mark.parametrize("argument", ["worker_init_fn", "worker_name_format"])
+def test_what_is_no_function_is_told_when_decorating(argument):
+    with pytest.raises(TypeError, match=rf"{argument} must be callable, got int 3"):
+        todist.auto_init_rpc(**{argument: 3})
+
+
+def test_decorating_no_function_is_told():
+    with pytest.raises(TypeError, match="decorates a function, got int 3"):
+        todist.auto_init_rpc()(3)
+
+
+# How it ends when one rank fails.
+
+
+def spin():
+    while True:
+        pass
+
+
+def wait_in_a_call():
+    # The function waits on another worker than the one that fails.
+    todist.remote_sync_call(time.sleep, args=(60,), partitioner=2)
+
+
+BUSY = {
+    "in pure Python": spin,
+    "asleep": lambda: time.sleep(60),
+    "in one C++ call": lambda: torch.ones(1).expand(2**42).sum(),
+    "waiting in a remote call": wait_in_a_call,
+    "waiting in a barrier": lambda: todist.barrier(),
+    "waiting for a lock": lambda: threading.Event().wait(),
+    "at its end": lambda: None,
+}
+
+
+def end_of(runner, tmp_path, main, seconds=1.0):
+    """How the ranks of ``main`` end when one raises, and what they say; all within ``seconds`` from then."""
+
+    def on_each(*args):
+        with (tmp_path / f"stderr{os.environ['RANK']}").open("w") as file:
+            os.dup2(file.fileno(), 2)
+        return main(*args)
+
+    endings = runner.endings(on_each, timeout=20)
+    took = time.monotonic() - float((tmp_path / "raised").read_text())
+    assert took < soon(seconds), f"the last rank ended {took:.2f} s after the raise"
+    for ending in endings:
+        assert ending.exitcode not in (0, None, -signal.SIGKILL), ending
+    return endings, [ending.trace + (tmp_path / f"stderr{ending.rank}").read_text() for ending in endings]
+
+
+def raise_now(tmp_path, error):
+    assert all(watch(tmp_path / f"stderr{rank}") for rank in range(todist.get_world_size()))
+    say(tmp_path / "raised", str(time.monotonic()))
+    raise error
+
+
+@pytest.mark.parametrize("busy", BUSY.values(), ids=BUSY.keys())
+def test_a_rank_that_raises_ends_all_at_once_with_its_traceback(world, tmp_path, busy):
+    def main():
+        if todist.get_rank() == 1:
+            assert watch(tmp_path / "busy")
+            raise_now(tmp_path, ValueError("the root of it"))
+        if todist.get_rank() == 0:
+            say(tmp_path / "busy")
+            busy()
+
+    endings, said = end_of(world(3), tmp_path, main)
+    assert isinstance(endings[1].error, ValueError)
+    for rank in (0, 2):
+        assert endings[rank].value is None
+        assert "rank 1 failed" in said[rank]
+        assert "ValueError: the root of it" in said[rank]
+        assert "raise_now" in said[rank]  # its frames, not only its message
+
+
+def test_rank_zero_that_raises_ends_all(world, tmp_path):
+    def main():
+        if todist.get_rank() == 0:
+            assert watch(tmp_path / "busy")
+            raise_now(tmp_path, KeyError("lost"))
+        if todist.get_rank() == 1:
+            say(tmp_path / "busy")
+            spin()
+
+    endings, said = end_of(world(3), tmp_path, main)
+    assert isinstance(endings[0].error, KeyError)
+    for rank in (1, 2):
+        assert "rank 0 failed" in said[rank]
+        assert "KeyError: 'lost'" in said[rank]
+
+
+def test_worker_init_fn_that_raises_on_one_rank_ends_all(tmp_path):
+    def init():
+        if todist.get_rank() == 1:
+            raise_now(tmp_path, OSError(2, "no such data"))
+
+    def main():
+        say(tmp_path / "main")
+
+    def program():
+        return todist.auto_init_rpc(init)(main)()
+
+    endings, said = end_of(Bare(3), tmp_path, program)
+    assert isinstance(endings[1].error, FileNotFoundError)
+    assert all(isinstance(endings[rank].error, todist.PeerFailedError) for rank in (0, 2))
+    assert all("no such data" in text and "raise_now" in text for text in said)
+    assert not (tmp_path / "main").exists()
+
+
+def test_all_ranks_that_raise_keep_their_own_errors(world, tmp_path):
+    def main():
+        say(tmp_path / f"ready{todist.get_rank()}")
+        assert all(watch(tmp_path / f"ready{rank}") for rank in range(3))
+        raise_now(tmp_path, ValueError(f"of rank {todist.get_rank()}"))
+
+    endings, said = end_of(world(3), tmp_path, main)
+    for rank, ending in enumerate(endings):
+        # A rank may hear of another's failure while it unwinds; it does not lose its own.
+        assert f"ValueError: of rank {rank}" in said[rank], ending
+
+
+def test_an_interrupt_on_one_rank_ends_all(world, tmp_path):
+    def main():
+        if todist.get_rank() == 1:
+            assert watch(tmp_path / "busy")
+            raise_now(tmp_path, KeyboardInterrupt())
+        if todist.get_rank() == 0:
+            say(tmp_path / "busy")
+            time.sleep(60)
+
+    endings, said = end_of(world(2), tmp_path, main)
+    assert isinstance(endings[1].error, KeyboardInterrupt)
+    assert "KeyboardInterrupt" in said[0]
+
+
+def test_an_interrupt_by_signal_ends_all(world, tmp_path):
+    def main():
+        if todist.get_rank() == 1:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            assert watch(tmp_path / "busy")
+            say(tmp_path / "raised", str(time.monotonic()))
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(60)
+        say(tmp_path / "busy")
+        todist.barrier()
+
+    endings, said = end_of(world(2), tmp_path, main)
+    assert isinstance(endings[1].error, KeyboardInterrupt)
+    assert isinstance(endings[0].error, todist.PeerFailedError)
+    assert "KeyboardInterrupt" in said[0]
+
+
+def test_a_function_running_for_another_does_not_hold_the_end(world, tmp_path):
+    def main():
+        if todist.get_rank() == 0:
+            future = todist.remote_async_call(linger, partitioner=1)
+            assert watch(tmp_path / "serving")
+            raise_now(tmp_path, ValueError("enough"))
+            future.wait()
+
+    def linger():
+        say(tmp_path / "serving")
+        time.sleep(60)
+
+    endings, said = end_of(world(2), tmp_path, main)
+    assert isinstance(endings[0].error, ValueError)
+    assert "enough" in said[1]
+
+
+@pytest.mark.parametrize("code", [0, None])
+def test_exit_with_zero_is_a_good_end(tmp_path, code):
+    def main():
+        if todist.get_rank() == 1:
+            sys.exit(code)
+        return todist.remote_sync_call(rank_of_worker, partitioner=1)
+
+    endings = Bare(2).endings(todist.auto_init_rpc()(main))
+    assert [ending.exitcode for ending in endings] == [0, 0]
+    assert endings[0].value == [1]
+    assert isinstance(endings[1].error, SystemExit)
+
+
+@pytest.mark.parametrize("code", [3, "a message"])
+def test_exit_with_anything_else_ends_all(tmp_path, code):
+    def main():
+        if todist.get_rank() == 1:
+            assert watch(tmp_path / "busy")
+            raise_now(tmp_path, SystemExit(code))
+        say(tmp_path / "busy")
+        spin()
+
+    endings, said = end_of(Bare(2), tmp_path, lambda: todist.auto_init_rpc()(main)())
+    assert endings[1].error.code == code
+    assert endings[1].exitcode == (3 if code == 3 else 1)
+    assert f"SystemExit: {code}" in said[0]
+
+
+def test_an_error_that_main_handles_is_none(world):
+    def fail():
+        raise ValueError("handled")
+
+    def main():
+        if todist.get_rank() == 0:
+            with pytest.raises(ValueError, match="handled"):
+                todist.remote_sync_call(fail, partitioner=1)
+        todist.barrier()
+        return todist.get_rank()
+
+    assert world(2).run(main) == [0, 1]
+
+
+# How it goes on, or not, when one rank dies.
+
+DEATHS = {
+    "os._exit(0)": lambda: os._exit(0),
+    "os._exit(7)": lambda: os._exit(7),
+    "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "SIGSEGV": lambda: os.kill(os.getpid(), signal.SIGSEGV),
+}
+
+
+@pytest.mark.parametrize("die", DEATHS.values(), ids=DEATHS.keys())
+def test_a_worker_that_dies_in_a_call_is_an_error_that_can_be_caught(world, tmp_path, die):
+    def last_words():
+        say(tmp_path / "raised", str(time.monotonic()))
+        die()
+
+    def main():
+        if todist.get_rank() == 0:
+            with pytest.raises(todist.WorkerLostError, match="worker1"):
+                todist.remote_sync_call(last_words, partitioner=1)
+            say(tmp_path / "caught", str(time.monotonic() - float((tmp_path / "raised").read_text())))
+            # The others can be called as before.
+            say(tmp_path / "answer", str(todist.remote_sync_call(rank_of_worker, partitioner=2)))
+
+    endings = world(3).endings(main, timeout=10)
+    assert float((tmp_path / "caught").read_text()) < soon(0.5)
+    assert (tmp_path / "answer").read_text() == "[2]"
+    assert all(ending.exitcode is not None for ending in endings)
+
+
+@pytest.mark.parametrize("where", ["in main", "at its end"])
+def test_a_worker_that_dies_is_told_at_the_end(world, tmp_path, where):
+    def main():
+        if todist.get_rank() == 1:
+            assert where == "at its end" or watch(tmp_path / "busy")
+            if where == "at its end":
+                threading.Thread(
+                    target=lambda: watch(tmp_path / "busy") and os.kill(os.getpid(), signal.SIGKILL),
+                    daemon=True,
+                ).start()
+            else:
+                os.kill(os.getpid(), signal.SIGKILL)
+        if todist.get_rank() == 0:
+            say(tmp_path / "busy")
+
+    endings = world(3).endings(main, timeout=10)
+    assert endings[1].exitcode == -signal.SIGKILL
+    for rank in (0, 2):
+        assert isinstance(endings[rank].error, todist.WorkerLostError)
+        assert "rank 1" in str(endings[rank].error)
+        assert endings[rank].exitcode == 1
+
+
+def test_when_rank_zero_dies_the_others_end(world, tmp_path):
+    def main():
+        if todist.get_rank() == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    started = time.monotonic()
+    endings = world(3).endings(main, timeout=10)
+    assert time.monotonic() - started < soon(4)
+    for rank in (1, 2):
+        assert isinstance(endings[rank].error, todist.WorkerLostError)
+        assert "rank 0" in str(endings[rank].error)
+
+
+def test_a_call_to_a_dead_worker_fails_at_once(world, tmp_path):
+    def main():
+        if todist.get_rank() != 0:
+            return
+        with pytest.raises(todist.WorkerLostError, match="worker1"):
+            todist.remote_sync_call(os._exit, args=(0,), partitioner=1)
+        started = time.monotonic()
+        with pytest.raises(todist.WorkerLostError, match="worker1"):
+            todist.remote_sync_call(rank_of_worker, partitioner="worker1")
+        say(tmp_path / "took", str(time.monotonic() - started))
+
+    world(2).endings(main, timeout=10)
+    assert float((tmp_path / "took").read_text()) < soon(0.5)
+
+
+def test_a_world_leaves_no_process_and_no_thread(tmp_path):
+    def program():
+        before = {thread.name for thread in threading.enumerate()}
+        todist.auto_init_rpc()(lambda: todist.remote_sync_call(rank_of_worker, partitioner=1))()
+        after = {thread.name for thread in threading.enumerate()}
+        # Two kinds of idle threads are kept for the next group.
+        return after - before - {"todist-janitor", "todist-work"}, [
+            child.name() for child in psutil.Process().children()
+        ]
+
+    assert Bare(2).run(program) == [(set(), [])] * 2
+
+
+# Groups in turn, and groups within groups.
+
+
+def test_a_second_group_is_made_after_the_first_has_ended():
+    def program():
+        names = []
+        for letter in "abc":
+            main = todist.auto_init_rpc(worker_name_format=(letter + "{world_rank}").format)(
+                lambda: todist.remote_sync_call(
+                    lambda: todist.get_world_info().worker_name, partitioner=1 - todist.get_rank()
+                )
+            )
+            names += main()
+        return names
+
+    assert Bare(2).run(program) == [["a1", "b1", "c1"], ["a0", "b0", "c0"]]
+
+
+def test_a_second_group_is_made_after_the_first_has_failed():
+    def first():
+        if todist.get_rank() == 1:
+            raise ValueError("once")
+        todist.barrier()
+
+    def program():
+        try:
+            todist.auto_init_rpc()(first)()
+        except (ValueError, todist.PeerFailedError) as error:
+            kind = type(error).__name__
+        return kind, todist.auto_init_rpc()(
+            lambda: todist.remote_sync_call(rank_of_worker, partitioner=1 - todist.get_rank())
+        )()
+
+    assert Bare(2).run(program) == [("PeerFailedError", [1]), ("ValueError", [0])]
+
+
+def test_auto_init_rpc_inside_main_uses_the_group_that_is_there(world):
+    def main():
+        group = current_group()
+        inits = []
+
+        @todist.auto_init_rpc(lambda: inits.append(1))
+        def inner():
+            assert current_group() is group
+            return todist.remote_sync_call(rank_of_worker, partitioner=1)
+
+        values = [inner(), inner()]
+        todist.barrier()  # the group is still there
+        return values
+
+    assert world(2).run(main) == [[[1], [1]]] * 2
+
+
+def test_auto_init_rpc_inside_main_cannot_ask_for_another_group(world):
+    def other_format(**place):
+        return f"other{place['world_rank']}"
+
+    def main():
+        options = rpc.TensorPipeRpcBackendOptions(rpc_timeout=5)
+        for settings, told in (
+            ({"worker_name_format": other_format}, "worker_name_format"),
+            ({"rpc_backend_options": options}, "rpc_backend_options"),
+            ({"backend": rpc.BackendType.TENSORPIPE}, "backend"),
+        ):
+            with pytest.raises(todist.InitializationError, match=f"asks for another {told}"):
+                todist.auto_init_rpc(**settings)(rank_of_worker)()
+        return todist.auto_init_rpc()(rank_of_worker)()
+
+    assert world(2).run(main) == [0, 1]
+
+
+def test_a_program_that_has_called_init_rpc_is_told():
+    def program():
+        rpc.init_rpc("mine", rank=0, world_size=1)
+        try:
+            todist.auto_init_rpc()(rank_of_worker)()
+        finally:
+            rpc.shutdown()
+
+    started = time.monotonic()
+    ending = Bare(1).endings(program)[0]
+    assert time.monotonic() - started < soon(5)
+    assert isinstance(ending.error, todist.InitializationError)
+    assert "must not" in str(ending.error)
+    assert "init_rpc" in str(ending.error)
+
+
+def test_a_process_group_of_the_program_s_own_works_beside(world):
+    def main():
+        os.environ["MASTER_PORT"] = todist.remote_sync_call(own_port, partitioner=0, reducer=lambda r: r[0])
+        dist.init_process_group("gloo")
+        total = torch.tensor([todist.get_rank() + 1.0])
+        dist.all_reduce(total)
+        values = todist.remote_sync_call(rank_of_worker, partitioner=1 - todist.get_rank())
+        dist.destroy_process_group()
+        return total.item(), values
+
+    assert world(2).run(main) == [(3.0, [1]), (3.0, [0])]
+
+
+def own_port():
+    # A port of its own: rank 0's store holds MASTER_PORT only while the group is made, or for as long as it lives.
+    from tests.worlds import free_port
+
+    own_port.port = getattr(own_port, "port", None) or str(free_port())
+    return own_port.port
+
+
+def test_a_process_group_on_the_same_port_works_beside(world):
+    def main():
+        dist.init_process_group("gloo")
+        total = torch.tensor([todist.get_rank() + 1.0])
+        dist.all_reduce(total)
+        dist.destroy_process_group()
+        return total.item()
+
+    assert world(2).run(main) == [3.0, 3.0]
+
+
+# Names.
+
+
+def by_role(*, world_rank, world_size, local_rank, local_world_size):
+    return f"{'hub' if world_rank == 0 else 'spoke'}-{world_rank}:{local_rank}_of_{world_size}"
+
+
+@pytest.mark.parametrize(
+    ("worker_name_format", "names"),
+    [
+        (by_role, ["hub-0:0_of_2", "spoke-1:1_of_2"]),
+        (lambda world_rank, **_: f"w{world_rank}", ["w0", "w1"]),
+        ("trainer-{world_rank:03d}".format, ["trainer-000", "trainer-001"]),
+    ],
+    ids=["function", "lambda", "str.format"],
+)
+def test_workers_are_called_by_the_names_that_the_program_gives(world, worker_name_format, names):
+    def main():
+        assert todist.get_world_info().worker_name == names[todist.get_rank()]
+        return [todist.remote_sync_call(rank_of_worker, partitioner=name) for name in names]
+
+    assert world(2).run(main, worker_name_format=worker_name_format) == [[[0], [1]]] * 2
+
+
+@pytest.mark.parametrize(
+    ("worker_name_format", "told"),
+    [
+        (lambda **_: 7, ["worker_name_format must return", "int 7"]),
+        (lambda **_: None, ["worker_name_format must return", "NoneType None"]),
+        (lambda world_rank, **_: f"a b{world_rank}", ["name", "'a b"]),
+        (lambda world_rank, **_: f"{'x' * 128}{world_rank}", ["name", "'xxx"]),
+        (lambda **_: "same", ["ranks 0 and 1 the same name 'same'", "unique"]),
+    ],
+    ids=["int", "None", "with a blank", "too long", "twice the same"],
+)
+@pytest.mark.timeout(20)
+def test_a_bad_name_is_told_on_every_rank(world, worker_name_format, told):
+    endings = world(2).endings(rank_of_worker, worker_name_format=worker_name_format, timeout=10)
+    for ending in endings:
+        assert isinstance(ending.error, todist.InitializationError), ending
+        for words in told:
+            assert words in str(ending.error)
+
+
+def test_a_bad_name_on_one_rank_ends_all(tmp_path):
+    def name(*, world_rank, **_):
+        return "" if world_rank == 1 else "fine"
+
+    def program():
+        if os.environ["RANK"] == "1":
+            say(tmp_path / "raised", str(time.monotonic()))
+        todist.auto_init_rpc(worker_name_format=name)(rank_of_worker)()
+
+    endings, _ = end_of(Bare(2, env={"TODIST_INIT_TIMEOUT": "2"}), tmp_path, program, seconds=5)
+    assert isinstance(endings[1].error, todist.InitializationError)
+    assert "''" in str(endings[1].error)
+
+
+# Options.
+
+
+def test_calls_have_no_timeout_by_default():
+    def main():
+        return rpc.get_rpc_timeout(), default_timeout()
+
+    def program():
+        # Options that say nothing of a time-out ask for none.
+        options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=4)
+        return [todist.auto_init_rpc()(main)(), todist.auto_init_rpc(rpc_backend_options=options)(main)()]
+
+    assert Bare(1).run(program) == [[(0.0, 0.0)] * 2]
+
+
+def test_the_timeout_of_the_options_is_that_of_calls():
+    def main():
+        if todist.get_rank() != 0:
+            return None
+        assert (rpc.get_rpc_timeout(), default_timeout()) == pytest.approx((0.2, 0.2))
+        started = time.monotonic()
+        with pytest.raises(todist.CallTimeoutError, match="worker1") as caught:
+            todist.remote_sync_call(time.sleep, args=(1.0,), partitioner=1)
+        assert isinstance(caught.value, TimeoutError)
+        took = time.monotonic() - started
+        # One call may ask for another; with none at all the function above has its time.
+        return took, todist.remote_sync_call(time.sleep, args=(0.3,), partitioner=1, timeout=None)
+
+    def program():
+        options = rpc.TensorPipeRpcBackendOptions(rpc_timeout=0.2)
+        return todist.auto_init_rpc(rpc_backend_options=options)(main)()
+
+    took, value = Bare(2).run(program)[0]
+    assert 0.15 < took < 0.9
+    assert value == [None]
+
+
+def test_options_can_be_used_again(world):
+    def program():
+        options = rpc.TensorPipeRpcBackendOptions(rpc_timeout=7)
+        main = todist.auto_init_rpc(rpc_backend_options=options)(default_timeout)
+        return [main(), main(), options.rpc_timeout, options.init_method]
+
+    assert Bare(2).run(program) == [[7.0, 7.0, 7.0, "env://"]] * 2
+
+
+@pytest.mark.parametrize("scheme", ["file", "tcp"])
+def test_the_workers_can_meet_elsewhere(scheme, tmp_path):
+    from tests.worlds import free_port
+
+    url = f"file://{tmp_path}/store" if scheme == "file" else f"tcp://127.0.0.1:{free_port()}"
+
+    def program():
+        for variable in ("MASTER_ADDR", "MASTER_PORT"):
+            del os.environ[variable]
+        options = rpc.TensorPipeRpcBackendOptions(init_method=url)
+        main = todist.auto_init_rpc(rpc_backend_options=options)(
+            lambda: todist.remote_sync_call(rank_of_worker, partitioner=1)
+        )
+        return main()
+
+    assert Bare(2).run(program) == [[1], [1]]
+
+
+@pytest.mark.parametrize("variable", ["MASTER_ADDR", "MASTER_PORT"])
+def test_a_missing_address_is_told(variable):
+    def program():
+        del os.environ[variable]
+        todist.auto_init_rpc()(rank_of_worker)()
+
+    for ending in Bare(2).endings(program):
+        assert isinstance(ending.error, todist.InitializationError)
+        assert f"{variable} is missing" in str(ending.error)
+        assert "WORLD_SIZE is 2" in str(ending.error)
+
+
+@pytest.mark.parametrize(("workers", "transports"), [(1, None), (32, None), (33, ["uv"]), (64, ["uv"])])
+def test_the_transport_is_one_that_can_so_many_workers(monkeypatch, workers, transports):
+    # Torch's options do not show what they were made with.
+    monkeypatch.setattr(rpc, "TensorPipeRpcBackendOptions", lambda _transports=None: _transports)
+    place = todist.WorldInfo(
+        world_size=128, world_rank=0, local_world_size=workers, local_rank=0, worker_name="worker0"
+    )
+    assert _default_options(place) == transports
+
+
+@pytest.mark.timeout(60)
+def test_a_world_of_36_workers_on_one_machine(world):
+    def main():
+        futures = [
+            todist.remote_async_call(lambda: todist.get_rank(), partitioner=rank) for rank in range(36)
+        ]
+        return [future.wait() for future in futures]
+
+    assert world(36).on_zero(main) == [[rank] for rank in range(36)]
+
+
+# Barriers.
+
+
+def test_a_barrier_waits_for_all(world, tmp_path):
+    def main():
+        if todist.get_rank() == 1:
+            assert not watch(tmp_path / "through0", 0.2)
+            assert not (tmp_path / "through2").exists()
+        todist.barrier()
+        say(tmp_path / f"through{todist.get_rank()}")
+
+    world(3).run(main)
+
+
+def test_a_barrier_of_some_waits_for_these_only(world, tmp_path):
+    def main():
+        if todist.get_rank() == 2:
+            assert watch(tmp_path / "through")  # they do not wait for this one
+        else:
+            for _ in range(3):
+                todist.barrier(["worker1", "worker0"])
+            todist.barrier([1, 0, 0])
+            say(tmp_path / "through")
+        todist.barrier()
+        return True
+
+    assert world(3).run(main) == [True] * 3
+
+
+def test_barriers_of_different_ranks_do_not_mix(world):
+    def main():
+        rank = todist.get_rank()
+        for _ in range(10):
+            if rank in (0, 1):
+                todist.barrier([0, 1])
+            if rank in (1, 2):
+                todist.barrier([1, 2])
+            todist.barrier()
+        todist.barrier([rank])  # alone: at once
+        return rank
+
+    assert world(3).run(main) == [0, 1, 2]
+
+
+def test_a_wrong_barrier_is_told(world):
+    def main():
+        with pytest.raises(TypeError, match=r"one string: write \['worker0'\]"):
+            todist.barrier("worker0")
+        with pytest.raises(ValueError, match="no worker is named 'worker9'"):
+            todist.barrier(["worker0", "worker9"])
+        with pytest.raises(ValueError, match=r"must be in \[0, 2\), got 2"):
+            todist.barrier([0, 2])
+        with pytest.raises(ValueError, match="must contain the calling worker 'worker0'"):
+            todist.barrier(["worker1"])
+        with pytest.raises(ValueError, match="must contain the calling worker 'worker0'"):
+            todist.barrier([])
+        with pytest.raises(TypeError, match="name or its rank"):
+            todist.barrier([0, 1.0])
+        return True
+
+    assert world(2).on_zero(main)
+
+
+def test_a_barrier_with_a_dead_worker_is_an_error_at_once(world, tmp_path):
+    def main():
+        if todist.get_rank() == 1:
+            assert watch(tmp_path / "waiting")
+            say(tmp_path / "raised", str(time.monotonic()))
+            os._exit(0)
+        if todist.get_rank() == 0:
+            say(tmp_path / "waiting")
+            with pytest.raises(todist.WorkerLostError, match="rank 1 died"):
+                todist.barrier()
+            say(tmp_path / "first", str(time.monotonic() - float((tmp_path / "raised").read_text())))
+            with pytest.raises(todist.WorkerLostError, match="rank 1 died"):
+                todist.barrier(["worker0", "worker1"])
+            todist.barrier(["worker0", "worker2"])
+            say(tmp_path / "third")
+        else:
+            todist.barrier(["worker0", "worker2"])
+
+    world(3).endings(main, timeout=10)
+    assert float((tmp_path / "first").read_text()) < soon(0.5)
+    assert (tmp_path / "third").exists()
+
+
+# A world of one: plain `python train.py`.
+
+
+def test_plain_python_is_a_world_of_one_in_which_everything_works():
+    def main():
+        model = torch.nn.Linear(3, 1, dtype=torch.float64)
+        batch = torch.arange(12.0, dtype=torch.float64).reshape(4, 3)
+        expected = torch.autograd.grad(model(batch).mean(), list(model.parameters()))
+
+        def loss_fn(model, batch):
+            return model(batch).mean()
+
+        def close(gradients):
+            return all(torch.allclose(a, b, atol=1e-12) for a, b in zip(gradients, expected, strict=True))
+
+        parallel = todist.parallelize(todist.batch_partitioner, todist.mean_reducer)(loss_fn)
+        assert close(torch.autograd.grad(parallel(model, batch), list(model.parameters())))
+        by_sample = todist.parallelize(todist.exclusive_batch_partitioner, todist.mean_reducer)(loss_fn)
+        assert close(torch.autograd.grad(by_sample(model, batch), list(model.parameters())))
+        with todist.autograd.context() as context_id:
+            loss = parallel(model, batch)
+            assert close(todist.autograd.grad(context_id, loss, list(model.parameters())))
+        with todist.autograd.context() as context_id:
+            todist.autograd.backward(context_id, parallel(model, batch))
+        assert close([parameter.grad for parameter in model.parameters()])
+
+        assert todist.remote_sync_call(rank_of_worker, partitioner=0) == [0]
+        assert todist.remote_sync_call(rank_of_worker, partitioner="worker0") == [0]
+        assert todist.remote_async_call(rank_of_worker, partitioner=0).wait() == [0]
+        assert rpc.rpc_sync("worker0", rank_of_worker) == 0
+        todist.barrier()
+        todist.barrier(["worker0"])
+        return todist.get_world_info()
+
+    def program():
+        alone()
+        return todist.auto_init_rpc()(main)(), dict(os.environ).get("MASTER_PORT")
+
+    assert Bare(1).run(program) == [(todist.WorldInfo(1, 0, 1, 0, "worker0"), None)]
+
+
+def test_an_error_in_a_world_of_one_is_the_program_s_own():
+    def program():
+        alone()
+        with pytest.raises(ZeroDivisionError) as caught:
+            todist.auto_init_rpc()(lambda: 1 / 0)()
+        assert caught.value.__cause__ is None
+        with pytest.raises(SystemExit):
+            todist.auto_init_rpc()(lambda: sys.exit(0))()
+        return todist.auto_init_rpc()(rank_of_worker)()
+
+    assert Bare(1).run(program) == [0]

@@ -1,0 +1,202 @@
+"""The main job, started as its docstring says, for a few meta-steps."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.seeds import torchrun
+from tests.worlds import free_port
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "maml_digits.py"
+SHORT = ("--meta-steps", 8, "--tasks", 5, "--test-tasks", 9, "--eval-every", 4)
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def run_python(*arguments: object) -> str:
+    """The output of ``python examples/maml_digits.py``; warnings of the program's own end it."""
+    job = subprocess.run(
+        [sys.executable, "-W", "error", EXAMPLE, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=80,
+        check=False,
+    )
+    assert job.returncode == 0, job.stdout
+    return job.stdout
+
+
+def run_torchrun(*arguments: object) -> str:
+    return torchrun.run("--standalone", "--nproc_per_node=2", EXAMPLE, *arguments, timeout=80)
+
+
+def rows(path: Path) -> list[dict[str, float]]:
+    with path.open() as file:
+        return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
+
+
+@pytest.fixture(scope="module")
+def example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("maml_digits", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_help_names_every_argument_and_its_default() -> None:
+    text = run_python("--help")
+    for name in ("ways", "shots", "tasks", "meta-steps", "inner-lr", "seed", "omniglot", "output", "device"):
+        assert f"--{name}" in text
+    assert "support images a class (default: 5)" in text
+
+
+def test_one_and_two_workers_draw_the_same_curve(tmp_path: Path) -> None:
+    alone, pair = tmp_path / "new" / "alone", tmp_path / "new" / "pair"
+    outputs = [
+        run(*SHORT, "--output", path.with_suffix(".png"), "--csv", path.with_suffix(".csv"))
+        for run, path in ((run_python, alone), (run_torchrun, pair))
+    ]
+    for path, output, workers in zip((alone, pair), outputs, ("1 worker(s)", "2 worker(s)"), strict=True):
+        assert workers in output
+        for step in (0, 4, 8):
+            assert output.count(f"meta-step {step:4d}: held-out accuracy") == 1  # rank 0 alone speaks
+        assert "before adaptation" in output
+        assert "meta-training:" not in output  # no progress bar where nobody looks
+        with Image.open(path.with_suffix(".png")) as image:
+            assert image.format == "PNG"
+            assert np.asarray(image.convert("L")).std() > 10  # something is drawn
+    one, two = (rows(path.with_suffix(".csv")) for path in (alone, pair))
+    assert [row["meta_step"] for row in one] == list(range(9))
+    assert [step for step, row in enumerate(one) if "held_out_loss" in row] == [0, 4, 8]
+    for here, there in zip(one, two, strict=True):
+        assert here == pytest.approx(there, rel=1e-2)
+    assert one[1] == pytest.approx(two[1], rel=1e-6)  # Adam has not magnified any rounding yet
+    for step in (0, 8):
+        assert one[step]["held_out_accuracy_before"] == pytest.approx(1 / 5, abs=0.1)
+    assert one[8]["held_out_accuracy_after"] > one[0]["held_out_accuracy_after"] + 0.05
+
+
+def test_omniglot_is_read_from_disk(tmp_path: Path) -> None:
+    noise = np.random.default_rng(0)
+    for character in ("images_background/Latin/character01", "images_evaluation/Greek/character07"):
+        folder = tmp_path / character
+        folder.mkdir(parents=True)
+        for drawing in range(3):
+            image = Image.fromarray(noise.integers(0, 2, (105, 105), dtype=np.uint8) * 255)
+            image.convert("1").save(folder / f"0001_{drawing:02d}.png")
+    task = ("--ways", 4, "--shots", 1, "--queries", 2, "--tasks", 2, "--meta-steps", 1, "--test-tasks", 1)
+    output = run_python("--omniglot", tmp_path, "--output", tmp_path / "curve.png", *task)
+    assert "meta-step    1: held-out accuracy" in output
+    assert (tmp_path / "curve.png").stat().st_size > 0
+
+
+def test_omniglot_gives_ink_on_paper_in_four_rotations(example: ModuleType, tmp_path: Path) -> None:
+    for part in ("images_background", "images_evaluation"):
+        folder = tmp_path / part / "Latin" / "character01"
+        folder.mkdir(parents=True)
+        pixels = np.full((105, 105), 255, dtype=np.uint8)
+        pixels[:50] = 0  # ink above
+        Image.fromarray(pixels).save(folder / "0001_01.png")
+    classes, held_out = example.omniglot_classes(tmp_path, example.build_parser())
+    assert len(classes) == len(held_out) == 4
+    upright, left, upside_down, _ = (images[0, 0] for images in classes)
+    assert upright.shape == (28, 28)
+    assert upright[:12].min() > 0.99
+    assert upright[16:].max() < 0.01
+    torch.testing.assert_close(upside_down, upright.flip(0, 1))
+    torch.testing.assert_close(left, upright.rot90())
+
+
+def test_tasks_hold_out_digits_and_query_images(example: ModuleType) -> None:
+    classes, held_out = example.digit_classes()
+    assert (len(classes), len(held_out)) == (28, 12)
+    assert sum(map(len, classes + held_out)) == 4 * 1797
+    # Each image of each class gets a number of its own, so that it can be recognized in a task.
+    numbered = [torch.arange(20.0).reshape(20, 1, 1, 1) + 100 * index for index in range(12)]
+    tasks = example.sample_tasks(numbered, 7, 5, 4, 15, torch.Generator().manual_seed(0))
+    assert [tuple(tensor.shape) for tensor in tasks] == [(7, 20, 1, 1, 1), (7, 20), (7, 75, 1, 1, 1), (7, 75)]
+    for task in zip(*tasks, strict=True):
+        support_x, support_y, query_x, query_y = (tensor.flatten().tolist() for tensor in task)
+        assert len({*support_x, *query_x}) == 5 * (4 + 15)
+        class_of = {x // 100: y for x, y in zip(support_x, support_y, strict=True)}
+        assert sorted(class_of.values()) == list(range(5))
+        assert all(class_of[x // 100] == y for x, y in zip(query_x, query_y, strict=True))
+
+
+def test_two_nodes(tmp_path: Path) -> None:
+    port = free_port()
+    jobs = [
+        torchrun.start(
+            *("--nproc_per_node=2", "--nnodes=2", "--node_rank", node),
+            *("--master_addr", "127.0.0.1", "--master_port", port),
+            *(EXAMPLE, "--meta-steps", 1, "--test-tasks", 4, "--output", tmp_path / "curve.png"),
+        )
+        for node in (0, 1)
+    ]
+    outputs = torchrun.finish(*jobs, timeout=80)
+    assert "4 worker(s)" in outputs[0]
+    assert "worker(s)" not in outputs[1]
+
+
+def test_too_many_ways_end_the_job() -> None:
+    with pytest.raises(
+        AssertionError, match="argument --ways: must be at most 12, the number of classes, got 13"
+    ):
+        run_torchrun("--ways", 13)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--shots", "0"), "argument --shots: must be a positive integer, got '0'"),
+        (("--queries", "two"), "argument --queries: must be a positive integer, got 'two'"),
+        (("--inner-lr", "-1"), "argument --inner-lr: must be a positive number, got '-1'"),
+        (("--outer-lr", "nan"), "argument --outer-lr: must be a positive number, got 'nan'"),
+        (("--device", "tpu"), "argument --device: invalid choice: 'tpu'"),
+        (
+            ("--shots", "160"),
+            "argument --shots, --queries: their sum must be at most 174, the images of a class, got 160 + 15",
+        ),
+        (("--output", "/dev/null/curve.png"), "argument --output: "),
+        (("--csv", "/dev/null/curve.csv"), "argument --csv: "),
+    ],
+)
+def test_bad_arguments_are_named(
+    example: ModuleType,
+    arguments: tuple[str, ...],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    parser = example.build_parser()
+
+    def check() -> None:
+        args = parser.parse_args(["--output", str(tmp_path / "curve.png"), *arguments])
+        example.check_arguments(args, parser, *example.digit_classes())
+
+    with pytest.raises(SystemExit) as ending:
+        check()
+    assert ending.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_folder_without_omniglot_is_named(
+    example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        example.omniglot_classes(tmp_path, example.build_parser())
+    assert f"argument --omniglot: no Alphabet/characterNN/*.png in {tmp_path}" in capsys.readouterr().err
