@@ -65,20 +65,34 @@ class RemoteError(TodistError):
 
     @staticmethod
     def revive(
-        kind: type[Exception], args: tuple[Any, ...], attributes: dict[str, Any], worker: str, trace: str
+        kind: type[Exception],
+        init_args: tuple[Any, ...],
+        args: tuple[Any, ...],
+        attributes: dict[str, Any],
+        worker: str,
+        trace: str,
     ) -> Exception:
         """Make an exception that is a ``RemoteError`` and a ``kind``; the class's own ``__init__`` is not called."""
         both = _with_remote_error(kind)
-        builtin = next(base for base in kind.__mro__ if base.__module__ == "builtins")
-        error: Exception = builtin.__new__(both, *args)
+        builtin: Any = builtin_base(both)
+        error: Exception = builtin.__new__(both, *init_args)
         with contextlib.suppress(
             TypeError
         ):  # sets what lives in C, such as the bounds of a UnicodeDecodeError
-            builtin.__dict__["__init__"](error, *args)
-        error.args = args
+            builtin.__init__(error, *init_args)
+        BaseException.__setattr__(error, "args", args)
         vars(error).update(attributes, worker=worker, remote_traceback=trace)
-        error.__cause__ = _RemoteTraceback(f"on {worker}:\n\n{trace.rstrip()}")
+        cause = _RemoteTraceback(f"on {worker}:\n\n{trace.rstrip()}")
+        BaseException.__setattr__(error, "__cause__", cause)
         return error
+
+
+def builtin_base(kind: type[BaseException]) -> type[BaseException]:
+    """The built-in class that decides how a ``kind`` lies in memory."""
+    base: Any = kind
+    while "_revived" in vars(base) or base.__module__ != "builtins":
+        base = base.__base__
+    return base
 
 
 class _RemoteTraceback(Exception):  # noqa: N818 - its name is what a user reads
@@ -91,7 +105,7 @@ _classes: dict[type[Exception], type[Exception]] = {}
 def _with_remote_error(kind: type[Exception]) -> type[Exception]:
     if issubclass(kind, RemoteError) or kind in _classes:
         return _classes.get(kind, kind)
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "_revived": True}
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "_revived": kind}
     return _classes.setdefault(kind, type(kind.__name__, (RemoteError, kind), names))
 
 

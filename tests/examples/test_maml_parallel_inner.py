@@ -1,3 +1,5 @@
+"""The inner loss on one worker and on two: the same numbers, and a picture."""
+
 from __future__ import annotations
 
 import re
@@ -7,6 +9,28 @@ from pathlib import Path
 
 import pytest
 
-from tests.seeds.torchrun import torchrun
+from tests.seeds import torchrun
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "maml_parallel_inner.py"
+
+
+@pytest.mark.timeout(180)
+def test_one_worker_and_two_print_the_same(tmp_path):
+    short = ["--meta-steps", "12", "--output", str(tmp_path / "curve.png")]
+    alone = subprocess.run(
+        [sys.executable, "-W", "error", EXAMPLE, *short],
+        capture_output=True,
+        text=True,
+        timeout=80,
+        check=True,
+    ).stdout
+    (tmp_path / "curve.png").unlink()
+    spread = torchrun.run("--standalone", "--nproc_per_node=2", EXAMPLE, *short)
+    losses = [
+        [float(loss) for loss in re.search(r"outer loss: (\S+) at first, (\S+) after", output).groups()]
+        for output in (alone, spread)
+    ]
+    assert losses[0] == pytest.approx(losses[1], abs=2e-4)
+    assert losses[1][1] < losses[1][0] / 2
+    assert float(re.search(r"accuracy after 5 steps: ([\d.]+)%", spread)[1]) > 60
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")

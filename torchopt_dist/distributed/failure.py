@@ -8,7 +8,7 @@ from typing import Any
 
 import cloudpickle
 
-from torchopt_dist.errors import RemoteError
+from torchopt_dist.errors import RemoteError, builtin_base
 
 __all__ = ["RemoteFailure"]
 
@@ -19,12 +19,14 @@ class RemoteFailure:
 
     Attributes:
         kind: the exception's class, or the nearest base class that can be sent.
-        args: its arguments; those that cannot be sent are replaced by their ``repr``.
+        init_args: what its built-in base class was made from; an ``OSError`` knows more than its ``args``.
+        args: its arguments; in both, those that cannot be sent are replaced by their ``repr``.
         attributes: its other attributes that can be sent.
         traceback: the traceback on the worker, as text, from the first frame of the user's function on.
     """
 
     kind: type[Exception]
+    init_args: tuple[Any, ...]
     args: tuple[Any, ...]
     attributes: dict[str, Any]
     traceback: str
@@ -34,20 +36,23 @@ class RemoteFailure:
         """Describe ``error``."""
         text = "".join(traceback.format_exception(type(error), error, _users_frames(error)))
         if not isinstance(error, Exception):  # `sys.exit()` in a function must not end its caller
-            return cls(RemoteError, (f"{type(error).__name__}: {error}",), {}, text)
-        kind = next(
-            kind for kind in type(error).__mro__ if "_revived" not in vars(kind) and _can_be_sent(kind)
-        )
+            told = (f"{type(error).__name__}: {error}",)
+            return cls(RemoteError, told, told, {}, text)
+        # An error that came from a third worker is of a class made for it, which knows the original one.
+        kinds = vars(type(error)).get("_revived", type(error)).__mro__
         return cls(
-            kind,
-            tuple(arg if _can_be_sent(arg) else repr(arg) for arg in error.args),
+            next(kind for kind in kinds if _can_be_sent(kind)),
+            _sendable(builtin_base(type(error)).__reduce__(error)[1]),
+            _sendable(error.args),
             {name: value for name, value in vars(error).items() if _can_be_sent(value)},
             text,
         )
 
     def to_error(self, worker: str) -> Exception:
         """The exception to raise in the caller: a :class:`RemoteError` that is also of the worker's class."""
-        return RemoteError.revive(self.kind, self.args, self.attributes, worker, self.traceback)
+        return RemoteError.revive(
+            self.kind, self.init_args, self.args, self.attributes, worker, self.traceback
+        )
 
 
 def _users_frames(error: BaseException) -> Any:
@@ -59,6 +64,10 @@ def _users_frames(error: BaseException) -> Any:
     ):
         frames = frames.tb_next
     return frames
+
+
+def _sendable(args: Any) -> tuple[Any, ...]:
+    return tuple(arg if _can_be_sent(arg) else repr(arg) for arg in args)
 
 
 def _can_be_sent(value: Any) -> bool:

@@ -23,7 +23,8 @@ def gather(futures: Mapping[int, Future[list[Any]]]) -> dict[int, list[Any]]:
         wait(missing, timeout=GRACE_SECONDS)
     errors = [error for future in futures.values() if future.done() and (error := future.exception())]
     if errors:
-        raise _with_notes(errors[0], errors[1:])
+        # The frames it was passed on through say nothing to a user.
+        raise _with_notes(errors[0], errors[1:]).with_traceback(None)
     return {worker: future.result() for worker, future in futures.items()}
 
 

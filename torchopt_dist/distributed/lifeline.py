@@ -115,14 +115,17 @@ class Lifeline:
             store.set("lifeline", json.dumps({"host": host, "port": port, "token": self._hub.token}))
             self._run(self._hub.handle({"join": asdict(self.me)}, None))
         else:
-            hub = json.loads(store.get("lifeline"))
+            where = "rank 0"
             try:
+                hub = json.loads(store.get("lifeline"))
+                where = f"rank 0's lifeline at {hub['host']}:{hub['port']}"
                 self._run(self._connect(**hub))
-            except OSError as error:
-                raise InitializationError(
-                    f"rank {self.me.rank} cannot reach rank 0's lifeline at {hub['host']}:{hub['port']}: {error}"
-                ) from error
-        self._wait(lambda: bool(self.members), timeout, "all workers to join the lifeline")
+            except (OSError, dist.DistError) as error:
+                raise InitializationError(f"rank {self.me.rank} cannot reach {where}: {error}") from error
+        try:
+            self._wait(lambda: bool(self.members), timeout, "all workers to join the lifeline")
+        except TimeoutError as error:
+            raise InitializationError(str(error)) from None
         names = [member.name for member in self.members]
         for rank, name in enumerate(names):
             if name in names[:rank]:
@@ -177,12 +180,15 @@ class Lifeline:
     def close(self) -> None:
         """Leave without alarm."""
         self._closing = True
-        self._send({"left": self.me.rank})
-        self._run(self._shut())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout=1.0)
-        if not self._thread.is_alive():
-            self._loop.close()
+        try:
+            with contextlib.suppress(OSError, TimeoutError):  # the hub may be gone
+                self._send({"left": self.me.rank})
+                self._run(self._shut())
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(timeout=1.0)
+            if not self._thread.is_alive():
+                self._loop.close()
 
     def check(self, ranks: Sequence[int] | None = None) -> None:
         """Raise if a rank has reported a failure, or if one of ``ranks`` is gone."""
@@ -252,7 +258,7 @@ class Lifeline:
         if self._to_hub is not None:
             self._listening.cancel()
             self._to_hub.close()
-            await asyncio.gather(self._listening, return_exceptions=True)
+            await asyncio.gather(self._listening, self._to_hub.wait_closed(), return_exceptions=True)
 
 
 class _Hub:
@@ -278,8 +284,7 @@ class _Hub:
         assert task is not None
         self._serving.add(task)
         try:
-            token = await asyncio.wait_for(reader.readline(), JOIN_SECONDS)
-            if not hmac.compare_digest(token.strip(), self.token.encode()):
+            if not await self._knows_token(reader):
                 log.warning("the lifeline refused a stranger at %s", writer.get_extra_info("peername"))
                 return
             async for message in _messages(reader):
@@ -288,11 +293,20 @@ class _Hub:
                 await self.handle(message, writer)
             if rank in self._writers:  # the connection ended, and it did not say that it left
                 await self.handle({"failed": rank, "report": ""}, None)
-        except (asyncio.TimeoutError, asyncio.CancelledError, ValueError, OSError):
-            pass  # a stranger who said nothing, or nonsense; or this rank is leaving
+        except asyncio.CancelledError:
+            pass  # this rank is leaving
         finally:
             writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
             self._serving.discard(task)
+
+    async def _knows_token(self, reader: asyncio.StreamReader) -> bool:
+        try:
+            token = await asyncio.wait_for(reader.readline(), JOIN_SECONDS)
+        except (asyncio.TimeoutError, ValueError, OSError):  # silence, an endless line, a hang-up
+            return False
+        return hmac.compare_digest(token.strip(), self.token.encode())
 
     async def handle(self, message: dict[str, Any], writer: asyncio.StreamWriter | None) -> None:
         if "join" in message:

@@ -35,9 +35,12 @@ def mean_reducer(results: Iterable[Any], sizes: Sequence[int] | None = None) -> 
         stacked = _floating(torch.stack(leaves))
         if len(set(weights)) == 1:
             return stacked.mean(0)
-        shape = (-1,) + (1,) * (stacked.ndim - 1)
-        weight = torch.tensor(weights, dtype=torch.float64, device=stacked.device) / total
-        return (stacked * weight.to(stacked.dtype).reshape(shape)).sum(0)
+        # Whole numbers are exact where their quotients are not; half types are too short for the sum.
+        half = stacked.dtype in (torch.float16, torch.bfloat16)
+        long = stacked.float() if half else stacked
+        weight = torch.tensor(weights, dtype=long.dtype, device=long.device)
+        mean = (long * weight.reshape((-1,) + (1,) * (long.ndim - 1))).sum(0) / total
+        return mean.to(stacked.dtype)
 
     return _leafwise("mean_reducer", mean, trees)
 

@@ -11,17 +11,24 @@ when it has its answer, and rank 0 is done when it has seen all of these.
 
 from __future__ import annotations
 
+import math
 import os
+import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from datetime import timedelta
+from typing import TypeVar
+from urllib.parse import urlparse
 
 import torch.distributed as dist
 
 from torchopt_dist.errors import InitializationError
 
 __all__ = ["init_timeout", "init_url", "meet"]
+
+T = TypeVar("T")
 
 SCHEME = "todist"
 POLL_SECONDS = 0.005
@@ -36,7 +43,7 @@ def init_timeout() -> float:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
-    if seconds <= 0:
+    if not 0 < seconds < math.inf:
         raise InitializationError(
             f"the environment variable TODIST_INIT_TIMEOUT must be a positive number of seconds, got {text!r}"
         )
@@ -62,18 +69,59 @@ def meet(rank: int, world_size: int, init_method: str) -> tuple[str, dist.Store]
     seconds = init_timeout()
     deadline = time.monotonic() + seconds
     try:
-        store, _, _ = next(
-            iter(dist.rendezvous(init_method, rank, world_size, timeout=timedelta(seconds=seconds)))
-        )
-    except (RuntimeError, ValueError) as error:
+        store = _in_time(lambda: _make_store(rank, world_size, init_method, seconds), seconds)
+    except (RuntimeError, ValueError, TimeoutError) as error:
         where = f"{os.environ.get('MASTER_ADDR', '(unset)')}:{os.environ.get('MASTER_PORT', '(unset)')}"
+        reason = str(error).partition("\n")[0] or f"no answer within {seconds:g} s (TODIST_INIT_TIMEOUT)"
         raise InitializationError(
             f"rank {rank} of {world_size} cannot reach the store: init_method={init_method!r}, "
-            f"MASTER_ADDR:MASTER_PORT={where}: {str(error).splitlines()[0]}"
+            f"MASTER_ADDR:MASTER_PORT={where}: {reason}"
         ) from error
     store = dist.PrefixStore("torchopt_dist", store)
-    nonce = _welcome(store, world_size, deadline) if rank == 0 else _say_hello(store, rank, deadline)
+    try:
+        nonce = _welcome(store, world_size, deadline) if rank == 0 else _say_hello(store, rank, deadline)
+    except dist.DistError as error:
+        raise InitializationError(
+            f"rank {rank} of {world_size} lost the store while it waited for the others: rank 0 has ended"
+        ) from error
     return nonce, dist.PrefixStore(nonce, store)
+
+
+def _make_store(rank: int, world_size: int, init_method: str, seconds: float) -> dist.Store:
+    timeout = timedelta(seconds=seconds)
+    url = urlparse(init_method)
+    if url.scheme not in ("env", "tcp"):
+        return next(iter(dist.rendezvous(init_method, rank, world_size, timeout=timeout)))[0]
+    host, port = (
+        (url.hostname or "", url.port or 0)
+        if url.scheme == "tcp"
+        else (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    )
+    agent_has_it = url.scheme == "env" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    # Not torch's rendezvous, whose rank 0 waits for the others here, and does not know who is missing.
+    return dist.TCPStore(
+        host,
+        port,
+        None,
+        is_master=rank == 0 and not agent_has_it,
+        timeout=timeout,
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+
+
+def _in_time(function: Callable[[], T], seconds: float) -> T:
+    """Call what may never return, as a store's client does when something else listens at its port."""
+    future: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(function())
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return future.result(seconds)
 
 
 def _welcome(store: dist.Store, world_size: int, deadline: float) -> str:

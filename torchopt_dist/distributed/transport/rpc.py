@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.distributed import rpc
@@ -18,6 +18,9 @@ from torchopt_dist.distributed.world import roster
 from torchopt_dist.errors import CallTimeoutError, WorkerLostError
 
 __all__ = ["RPCTransport"]
+
+_Answer: TypeAlias = tuple[Any, ...] | str | None
+"""A :class:`Wire`'s fields; why there is none; or nothing, to ask for the request once more with all structures."""
 
 
 class RPCTransport:
@@ -38,13 +41,15 @@ class RPCTransport:
         name = roster.require()[worker]
         wire = to_wire(request, known, direct=current_group().sends_directly_to(worker))
 
-        def arrived(done: torch.futures.Future[Wire | None]) -> None:
+        def arrived(done: torch.futures.Future[_Answer]) -> None:
             try:
                 reply = done.value()
                 if (
                     reply is None
                 ):  # the worker has forgotten a structure, or it is on its way in another message
                     self._start(worker, request, timeout, future, Structures.none())
+                elif isinstance(reply, str):
+                    raise RuntimeError(reply)
                 else:
                     future.set_result(from_wire(Wire(*reply), _seen))
             except Exception as error:
@@ -62,17 +67,20 @@ _seen = Structures()
 
 
 @rpc.functions.async_execution
-def _serve(*fields: Any) -> torch.futures.Future[tuple[Any, ...] | None]:
+def _serve(*fields: Any) -> torch.futures.Future[_Answer]:
     """On the worker: answer in a thread of its own; a request may wait for others, and the agent's threads are few."""
-    future: torch.futures.Future[tuple[Any, ...] | None] = torch.futures.Future()
+    future: torch.futures.Future[_Answer] = torch.futures.Future()
 
     def work() -> None:
         try:
             request = from_wire(Wire(*fields), _seen)
+            reply = tuple(to_wire(serve(request), Structures.none()))
         except MissingStructureError:
             future.set_result(None)
+        except BaseException as error:  # whatever it is, somebody waits for an answer
+            future.set_result(f"it cannot answer: {error!r}")
         else:
-            future.set_result(tuple(to_wire(serve(request), Structures.none())))
+            future.set_result(reply)
 
     run_in_thread(work)
     return future
