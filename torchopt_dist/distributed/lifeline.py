@@ -126,6 +126,9 @@ class Lifeline:
             self._wait(lambda: bool(self.members), timeout, "all workers to join the lifeline")
         except TimeoutError as error:
             raise InitializationError(str(error)) from None
+        except PeerFailedError:
+            if not self.members:  # else that rank has found out what this one is about to
+                raise
         names = [member.name for member in self.members]
         for rank, name in enumerate(names):
             if name in names[:rank]:

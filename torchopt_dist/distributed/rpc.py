@@ -343,7 +343,7 @@ def _program() -> str:
 def _report(error: BaseException) -> str:
     """The traceback, but for an exit on purpose, such as a parser's for bad arguments, which has said its word."""
     if isinstance(error, SystemExit):
-        return f"it exited with {error.code!r}"
+        return f"SystemExit: {error.code}"
     return "".join(traceback.format_exception(error))
 
 
