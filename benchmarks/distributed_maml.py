@@ -66,6 +66,11 @@ def functional_task(params: dict[str, Tensor], sx: Tensor, sy: Tensor, qx: Tenso
 
 each_task = todist.dim_partitioner(0, exclusive=True, keepdim=False)
 ours = todist.parallelize(each_task, todist.mean_reducer)(task)
+if torchopt is not None:  # at the module's top, where both workers find the name that it gives the function
+    torchopts = torchopt_distributed.parallelize(
+        partitioner=torchopt_distributed.dim_partitioner(0, exclusive=True, keepdim=False),
+        reducer=torchopt_distributed.mean_reducer,
+    )(torchopt_task)
 ours_vectorized = todist.parallelize(each_task, todist.mean_reducer, vectorize=True)(functional_task)
 
 
@@ -95,12 +100,8 @@ def step_torch(model: nn.Module, batch: Batch) -> None:
 
 
 def step_torchopt(model: nn.Module, batch: Batch) -> None:
-    spread = torchopt_distributed.parallelize(
-        partitioner=torchopt_distributed.dim_partitioner(0, exclusive=True, keepdim=False),
-        reducer=torchopt_distributed.mean_reducer,
-    )(torchopt_task)
     with torchopt_distributed.autograd.context() as context_id:
-        loss = spread(torchopt.module_clone(model, by="clone"), *batch)
+        loss = torchopts(torchopt.module_clone(model, by="clone"), *batch)
         torchopt_distributed.autograd.backward(context_id, loss)
 
 

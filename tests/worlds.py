@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -70,7 +71,7 @@ class World:
         task = cloudpickle.dumps((function, args, options))
         port = free_port()
         started = time.monotonic()
-        endings, processes, pipes = [], [], {}
+        endings, processes, pipes, lives = [], [], {}, []
         for rank in range(self.size):
             env = {
                 "RANK": str(rank),
@@ -83,9 +84,12 @@ class World:
                 **self.env,
             }
             receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=_work, args=(env, sys.path, task, sender), daemon=True)
+            life, held = context.Pipe(duplex=False)
+            process = context.Process(target=_work, args=(env, sys.path, task, sender, life), daemon=True)
             process.start()
             sender.close()
+            life.close()
+            lives.append(held)
             endings.append(Ending(rank))
             processes.append(process)
             pipes[receiver] = rank
@@ -124,7 +128,13 @@ class _ZeroOnly:
         return self.function(*args) if todist.get_rank() == 0 else None
 
 
-def _work(env: dict[str, str], path: list[str], task: bytes, sender: Connection) -> None:
+def _work(env: dict[str, str], path: list[str], task: bytes, sender: Connection, life: Connection) -> None:
+    def end_with_the_test() -> None:
+        with contextlib.suppress(EOFError):
+            life.recv_bytes()
+        os._exit(1)  # its process is gone, ended by a time-out perhaps
+
+    threading.Thread(target=end_with_the_test, daemon=True).start()
     os.environ.update(env)
     sys.path[:] = path
     import torch
