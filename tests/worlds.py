@@ -62,6 +62,10 @@ class World:
         """What ``function`` returns on rank 0, the other ranks doing nothing but serve."""
         return self.run(_ZeroOnly(function), *args, timeout=timeout, **options)[0]
 
+    def work(self) -> Callable[..., None]:
+        """What each process does."""
+        return _work
+
     def endings(
         self, function: Callable[..., Any], *args: Any, timeout: float = 60.0, **options: Any
     ) -> list[Ending]:
@@ -85,7 +89,8 @@ class World:
             }
             receiver, sender = context.Pipe(duplex=False)
             life, held = context.Pipe(duplex=False)
-            process = context.Process(target=_work, args=(env, sys.path, task, sender, life), daemon=True)
+            arguments = (life, self.work(), env, sys.path, task, sender)
+            process = context.Process(target=_while_the_test_lives, args=arguments, daemon=True)
             process.start()
             sender.close()
             life.close()
@@ -128,13 +133,17 @@ class _ZeroOnly:
         return self.function(*args) if todist.get_rank() == 0 else None
 
 
-def _work(env: dict[str, str], path: list[str], task: bytes, sender: Connection, life: Connection) -> None:
-    def end_with_the_test() -> None:
+def _while_the_test_lives(life: Connection, work: Callable[..., None], *arguments: Any) -> None:
+    def end_with_it() -> None:
         with contextlib.suppress(EOFError):
             life.recv_bytes()
         os._exit(1)  # its process is gone, ended by a time-out perhaps
 
-    threading.Thread(target=end_with_the_test, daemon=True).start()
+    threading.Thread(target=end_with_it, daemon=True).start()
+    work(*arguments)
+
+
+def _work(env: dict[str, str], path: list[str], task: bytes, sender: Connection) -> None:
     os.environ.update(env)
     sys.path[:] = path
     import torch

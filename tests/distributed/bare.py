@@ -9,8 +9,6 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
 
 import cloudpickle
 
@@ -20,9 +18,9 @@ from tests import worlds
 class Bare(worlds.World):
     """n worker processes with torchrun's variables and nothing else; ``sys.exit`` gives the exit code."""
 
-    def endings(self, function: Callable[..., Any], *args: Any, **options: Any) -> list[worlds.Ending]:
-        with patch.object(worlds, "_work", _work):
-            return super().endings(function, *args, **options)
+    def work(self) -> Callable[..., None]:
+        """What each process does."""
+        return _work
 
 
 def _work(env: dict[str, str], path: list[str], task: bytes, sender: Connection) -> None:
@@ -57,6 +55,6 @@ def watch(path: Path, seconds: float = 20.0) -> bool:
 
 def say(path: Path, text: str = "") -> None:
     """Make a file in one step, so that who watches for it finds it whole."""
-    draft = path.with_suffix(".draft")
+    draft = path.with_suffix(f".draft{os.getpid()}")
     draft.write_text(text)
     draft.rename(path)

@@ -653,9 +653,21 @@ def test_a_missing_address_is_told(variable):
         assert "WORLD_SIZE is 2" in str(ending.error)
 
 
-@pytest.mark.parametrize(("workers", "transports"), [(1, None), (32, None), (33, ["uv"]), (64, ["uv"])])
-def test_the_transport_is_one_that_can_so_many_workers(monkeypatch, workers, transports):
+@pytest.mark.parametrize(
+    ("workers", "cores", "transports"),
+    [
+        (1, 1, None),
+        (32, 128, None),
+        (33, 128, ["uv"]),
+        (64, 128, ["uv"]),
+        (8, 16, None),
+        (8, 15, ["uv"]),
+        (2, 2, ["uv"]),
+    ],
+)
+def test_the_transport_is_one_that_can_so_many_workers(monkeypatch, workers, cores, transports):
     # Torch's options do not show what they were made with.
+    monkeypatch.setattr("torchopt_dist.distributed.rpc._cores", lambda: cores)
     monkeypatch.setattr(rpc, "TensorPipeRpcBackendOptions", lambda _transports=None: _transports)
     place = todist.WorldInfo(
         world_size=128, world_rank=0, local_world_size=workers, local_rank=0, worker_name="worker0"

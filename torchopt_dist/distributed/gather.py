@@ -18,9 +18,13 @@ def gather(futures: Mapping[int, Future[list[Any]]]) -> dict[int, list[Any]]:
     Raises:
         Exception: what the first worker that failed raised, with the other workers' errors in its notes.
     """
-    _, missing = wait(futures.values(), return_when=FIRST_EXCEPTION)
-    if missing:
-        wait(missing, timeout=GRACE_SECONDS)
+    if len(futures) > 1:
+        _, missing = wait(futures.values(), return_when=FIRST_EXCEPTION)
+        if missing:
+            wait(missing, timeout=GRACE_SECONDS)
+    else:
+        for future in futures.values():  # the same for one, at less cost
+            future.exception()
     errors = [error for future in futures.values() if future.done() and (error := future.exception())]
     if errors:
         # The frames it was passed on through say nothing to a user.

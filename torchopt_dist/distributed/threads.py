@@ -6,7 +6,7 @@ import queue
 import threading
 from collections.abc import Callable
 
-__all__ = ["run_in_thread"]
+__all__ = ["Lender", "run_in_thread"]
 
 
 class _Threads:
@@ -39,3 +39,24 @@ _threads = _Threads()
 def run_in_thread(work: Callable[[], None]) -> None:
     """Run ``work``, which must not raise, in a thread of its own, and return at once."""
     _threads.run(work)
+
+
+class Lender:
+    """Runs work in the threads that bring it, as long as not too many of these are lent out.
+
+    Args:
+        limit: how many threads may be busy with work at a time; more work runs in threads of its own.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._places = threading.Semaphore(limit)
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Run ``work``, which must not raise: at once in the calling thread, or in another one."""
+        if not self._places.acquire(blocking=False):
+            run_in_thread(work)
+            return
+        try:
+            work()
+        finally:
+            self._places.release()

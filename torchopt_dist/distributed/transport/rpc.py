@@ -12,7 +12,7 @@ from torch.distributed import rpc
 from torchopt_dist.distributed.message import Message
 from torchopt_dist.distributed.rpc import current_group
 from torchopt_dist.distributed.serve import serve
-from torchopt_dist.distributed.threads import run_in_thread
+from torchopt_dist.distributed.threads import Lender
 from torchopt_dist.distributed.wire import MissingStructureError, Structures, Wire, from_wire, to_wire
 from torchopt_dist.distributed.world import roster
 from torchopt_dist.errors import CallTimeoutError, WorkerLostError
@@ -44,9 +44,7 @@ class RPCTransport:
         def arrived(done: torch.futures.Future[_Answer]) -> None:
             try:
                 reply = done.value()
-                if (
-                    reply is None
-                ):  # the worker has forgotten a structure, or it is on its way in another message
+                if reply is None:  # it has forgotten a structure, or that is on its way in another message
                     self._start(worker, request, timeout, future, Structures.none())
                 elif isinstance(reply, str):
                     raise RuntimeError(reply)
@@ -64,11 +62,13 @@ class RPCTransport:
 
 
 _seen = Structures()
+_lender = Lender(limit=8)
+"""Of the RPC agent's 16 threads half are left to it: requests may wait for others that are still to come in."""
 
 
 @rpc.functions.async_execution
 def _serve(*fields: Any) -> torch.futures.Future[_Answer]:
-    """On the worker: answer in a thread of its own; a request may wait for others, and the agent's threads are few."""
+    """On the worker: answer, in the agent's thread as long as it has enough of them, else in another one."""
     future: torch.futures.Future[_Answer] = torch.futures.Future()
 
     def work() -> None:
@@ -82,7 +82,7 @@ def _serve(*fields: Any) -> torch.futures.Future[_Answer]:
         else:
             future.set_result(reply)
 
-    run_in_thread(work)
+    _lender.run(work)
     return future
 
 
