@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 import numpy as np
-import torch
 from torch.distributed import rpc
 from workers import interleaved
 
@@ -22,25 +21,22 @@ from tests.worlds import World
 SLEEP = 0.05
 
 
-def nap(x: torch.Tensor) -> float:
-    time.sleep(SLEEP)
-    return float(x.sum())
-
-
 def measure() -> tuple[float, float]:
     size = todist.get_world_size()
-    x = torch.ones(size)
-    spread = todist.parallelize(todist.batch_partitioner, todist.sum_reducer)(nap)
+
+    def everybody() -> list[tuple[int, tuple[float], None]]:
+        return [(rank, (SLEEP,), None) for rank in range(size)]
+
+    def ours() -> None:
+        todist.remote_sync_call(time.sleep, partitioner=everybody)
 
     def raw() -> None:
-        futures = [
-            rpc.rpc_async(f"worker{rank}", nap, (x[rank : rank + 1].clone(),)) for rank in range(1, size)
-        ]
-        nap(x[:1])
+        futures = [rpc.rpc_async(f"worker{rank}", time.sleep, (SLEEP,)) for rank in range(1, size)]
+        time.sleep(SLEEP)
         for future in futures:
             future.wait()
 
-    seconds = interleaved({"ours": lambda: spread(x), "raw": raw}, rounds=9)
+    seconds = interleaved({"ours": ours, "raw": raw}, rounds=9)
     return seconds["ours"] - SLEEP, seconds["raw"] - SLEEP
 
 

@@ -300,7 +300,7 @@ class _Hub:
             pass  # this rank is leaving
         finally:
             writer.close()
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, asyncio.CancelledError):  # nothing is left to be cancelled
                 await writer.wait_closed()
             self._serving.discard(task)
 
