@@ -8,7 +8,7 @@ from typing import Any
 
 __all__ = ["gather"]
 
-GRACE_SECONDS = 0.05
+GRACE_SECONDS = 0.1
 """How long after a first error others are waited for, so that all errors of one cause are told."""
 
 
@@ -37,7 +37,5 @@ def _with_notes(first: BaseException, others: list[BaseException]) -> BaseExcept
         told = "\n".join(
             f"  {getattr(error, 'worker', '')} {type(error).__name__}: {error}" for error in others
         )
-        note = f"{len(others)} more worker{'s' * (len(others) > 1)} failed:\n{told}"
-        # `add_note` is Python 3.11's; before, the attribute is all there is.
-        first.__notes__ = [*getattr(first, "__notes__", []), note]
+        first.add_note(f"{len(others)} more worker{'s' * (len(others) > 1)} failed:\n{told}")
     return first

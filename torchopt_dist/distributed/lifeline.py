@@ -307,7 +307,7 @@ class _Hub:
     async def _knows_token(self, reader: asyncio.StreamReader) -> bool:
         try:
             token = await asyncio.wait_for(reader.readline(), JOIN_SECONDS)
-        except (asyncio.TimeoutError, ValueError, OSError):  # silence, an endless line, a hang-up
+        except (TimeoutError, ValueError, OSError):  # silence, an endless line, a hang-up
             return False
         return hmac.compare_digest(token.strip(), self.token.encode())
 

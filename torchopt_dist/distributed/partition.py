@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Any, NamedTuple, Self, TypeAlias, TypeVar, cast
 
 import optree
 import torch
 from torch import nn
-from typing_extensions import Self
 
 from torchopt_dist.distributed.world import get_worker_id, roster
 from torchopt_dist.typing import Args, KwArgs

@@ -16,12 +16,11 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Self, TypeVar
 
 import setproctitle
 import torch.distributed as dist
 from torch.distributed import rpc
-from typing_extensions import Self
 
 from torchopt_dist.distributed import network, rendezvous
 from torchopt_dist.distributed.lifeline import Failure, Lifeline, Member

@@ -99,7 +99,7 @@ def _differentiate(graph: _Graph, request: Backward) -> list[torch.Tensor | None
         torch.autograd.grad(
             [output for output, _ in reached],
             graph.inputs,
-            [grad for _, grad in reached],
+            [grad.to(output.device) for output, grad in reached],  # the caller's may be on a CPU
             retain_graph=request.retain_graph,
             create_graph=request.keep_as is not None,
             allow_unused=True,

@@ -163,7 +163,8 @@ def from_wire(wire: Wire, seen: Structures) -> Message:
         part = next(parts[place.buffer]) if place.buffer in parts else wire.buffers[place.buffer]
         # `.data` parts the tensor from its buffer's version counter: changing one in place is no change of the others.
         tensor = part.view(place.shape).data if place.buffer in parts else part
-        tensors.append(tensor.cuda() if place.on_gpu and torch.cuda.is_available() else tensor)
+        staged = place.on_gpu and not tensor.is_cuda and torch.cuda.is_available()
+        tensors.append(tensor.cuda() if staged else tensor)
     return Message(
         wire.skeleton,
         tensors,

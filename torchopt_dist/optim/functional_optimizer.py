@@ -18,7 +18,7 @@ from torchopt_dist.transform.base import GradientTransformation
 from torchopt_dist.typing import OptState, Params
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 __all__ = ["FuncOptimizer"]
 

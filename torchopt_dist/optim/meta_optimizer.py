@@ -24,7 +24,7 @@ from torchopt_dist.optim.gradients import gradients
 from torchopt_dist.typing import OptState
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 __all__ = ["MetaOptimizer"]
 
