@@ -58,3 +58,8 @@ def say(path: Path, text: str = "") -> None:
     draft = path.with_suffix(f".draft{os.getpid()}")
     draft.write_text(text)
     draft.rename(path)
+
+
+def soon(seconds: float) -> float:
+    """The seconds, or more where others want the cores as well."""
+    return seconds * max(1.0, 2 * os.getloadavg()[0] / (os.cpu_count() or 1))

@@ -27,7 +27,7 @@ ROWS = {
     "no time-out unless asked": "test_rpc.py::test_calls_have_no_timeout_by_default",
     "repeated grad and backward": "test_autograd.py::test_repeated_calls_in_one_context_are_exact",
     "the environment is read when asked": "test_world.py::test_the_environment_is_read_when_asked",
-    "worker_init_fn raises on one rank": "test_rpc.py::test_worker_init_fn_that_raises_on_one_rank_ends_all",
+    "worker_init_fn raises on one rank": "test_endings.py::test_worker_init_fn_that_raises_on_one_rank_ends_all",
     "auto_init_rpc inside main": "test_rpc.py::test_auto_init_rpc_inside_main_uses_the_group_that_is_there",
     "auto_init_rpc again": "test_rpc.py::test_a_second_group_is_made_after_the_first_has_ended",
     "second order": "test_remote_graph.py::test_first_and_second_order_pass_gradcheck",

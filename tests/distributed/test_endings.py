@@ -1,0 +1,348 @@
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+import torch
+
+import torchopt_dist as todist
+from tests.distributed.bare import Bare, say, soon, watch
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def rank_of_worker():
+    return todist.get_rank()
+
+
+def spin():
+    while True:
+        pass
+
+
+def wait_in_a_call():
+    # The function waits on another worker than the one that fails.
+    todist.remote_sync_call(time.sleep, args=(60,), partitioner=2)
+
+
+BUSY = {
+    "in pure Python": spin,
+    "asleep": lambda: time.sleep(60),
+    "in one C++ call": lambda: torch.ones(1).expand(2**42).sum(),
+    "waiting in a remote call": wait_in_a_call,
+    "waiting in a barrier": lambda: todist.barrier(),
+    "waiting for a lock": lambda: threading.Event().wait(),
+    "at its end": lambda: None,
+}
+
+
+def end_of(runner, tmp_path, main, seconds=1.0):
+    """How the ranks of ``main`` end when one raises, and what they say; all within ``seconds`` from then."""
+
+    def on_each(*args):
+        with (tmp_path / f"stderr{os.environ['RANK']}").open("w") as file:
+            os.dup2(file.fileno(), 2)
+        return main(*args)
+
+    endings = runner.endings(on_each, timeout=20)
+    took = time.monotonic() - float((tmp_path / "raised").read_text())
+    assert took < soon(seconds), f"the last rank ended {took:.2f} s after the raise"
+    for ending in endings:
+        assert ending.exitcode not in (0, None, -signal.SIGKILL), ending
+    return endings, [ending.trace + (tmp_path / f"stderr{ending.rank}").read_text() for ending in endings]
+
+
+def raise_now(tmp_path, error):
+    assert all(watch(tmp_path / f"stderr{rank}") for rank in range(todist.get_world_size()))
+    say(tmp_path / "raised", str(time.monotonic()))
+    raise error
+
+
+@pytest.mark.parametrize("busy", BUSY.values(), ids=BUSY.keys())
+def test_a_rank_that_raises_ends_all_at_once_with_its_traceback(world, tmp_path, busy):
+    def main():
+        if todist.get_rank() == 1:
+            assert watch(tmp_path / "busy")
+            raise_now(tmp_path, ValueError("the root of it"))
+        if todist.get_rank() == 0:
+            say(tmp_path / "busy")
+            busy()
+
+    endings, said = end_of(world(3), tmp_path, main)
+    assert isinstance(endings[1].error, ValueError)
+    for rank in (0, 2):
+        assert endings[rank].value is None
+        assert "rank 1 failed" in said[rank]
+        assert "ValueError: the root of it" in said[rank]
+        assert "raise_now" in said[rank]  # its frames, not only its message
+
+
+def test_rank_zero_that_raises_ends_all(world, tmp_path):
+    def main():
+        if todist.get_rank() == 0:
+            assert watch(tmp_path / "busy")
+            raise_now(tmp_path, KeyError("lost"))
+        if todist.get_rank() == 1:
+            say(tmp_path / "busy")
+            spin()
+
+    endings, said = end_of(world(3), tmp_path, main)
+    assert isinstance(endings[0].error, KeyError)
+    for rank in (1, 2):
+        assert "rank 0 failed" in said[rank]
+        assert "KeyError: 'lost'" in said[rank]
+
+
+def test_worker_init_fn_that_raises_on_one_rank_ends_all(tmp_path):
+    def init():
+        if todist.get_rank() == 1:
+            raise_now(tmp_path, OSError(2, "no such data"))
+
+    def main():
+        say(tmp_path / "main")
+
+    def program():
+        return todist.auto_init_rpc(init)(main)()
+
+    endings, said = end_of(Bare(3), tmp_path, program)
+    assert isinstance(endings[1].error, FileNotFoundError)
+    assert all(isinstance(endings[rank].error, todist.PeerFailedError) for rank in (0, 2))
+    assert all("no such data" in text and "raise_now" in text for text in said)
+    assert not (tmp_path / "main").exists()
+
+
+def test_all_ranks_that_raise_keep_their_own_errors(world, tmp_path):
+    def main():
+        say(tmp_path / f"ready{todist.get_rank()}")
+        assert all(watch(tmp_path / f"ready{rank}") for rank in range(3))
+        raise_now(tmp_path, ValueError(f"of rank {todist.get_rank()}"))
+
+    endings, said = end_of(world(3), tmp_path, main)
+    for rank, ending in enumerate(endings):
+        # A rank may hear of another's failure while it unwinds; it does not lose its own.
+        assert f"ValueError: of rank {rank}" in said[rank], ending
+
+
+def test_an_interrupt_on_one_rank_ends_all(world, tmp_path):
+    def main():
+        if todist.get_rank() == 1:
+            assert watch(tmp_path / "busy")
+            raise_now(tmp_path, KeyboardInterrupt())
+        if todist.get_rank() == 0:
+            say(tmp_path / "busy")
+            time.sleep(60)
+
+    endings, said = end_of(world(2), tmp_path, main)
+    assert isinstance(endings[1].error, KeyboardInterrupt)
+    assert "KeyboardInterrupt" in said[0]
+
+
+def test_an_interrupt_by_signal_ends_all(world, tmp_path):
+    def main():
+        if todist.get_rank() == 1:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            assert watch(tmp_path / "busy")
+            say(tmp_path / "raised", str(time.monotonic()))
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(60)
+        say(tmp_path / "busy")
+        todist.barrier()
+
+    endings, said = end_of(world(2), tmp_path, main)
+    assert isinstance(endings[1].error, KeyboardInterrupt)
+    assert isinstance(endings[0].error, todist.PeerFailedError)
+    assert "KeyboardInterrupt" in said[0]
+
+
+def test_a_function_running_for_another_does_not_hold_the_end(world, tmp_path):
+    def main():
+        if todist.get_rank() == 0:
+            future = todist.remote_async_call(linger, partitioner=1)
+            assert watch(tmp_path / "serving")
+            raise_now(tmp_path, ValueError("enough"))
+            future.wait()
+
+    def linger():
+        say(tmp_path / "serving")
+        time.sleep(60)
+
+    endings, said = end_of(world(2), tmp_path, main)
+    assert isinstance(endings[0].error, ValueError)
+    assert "enough" in said[1]
+
+
+@pytest.mark.parametrize("code", [0, None])
+def test_exit_with_zero_is_a_good_end(tmp_path, code):
+    def main():
+        if todist.get_rank() == 1:
+            sys.exit(code)
+        return todist.remote_sync_call(rank_of_worker, partitioner=1)
+
+    endings = Bare(2).endings(todist.auto_init_rpc()(main))
+    assert [ending.exitcode for ending in endings] == [0, 0]
+    assert endings[0].value == [1]
+    assert isinstance(endings[1].error, SystemExit)
+
+
+@pytest.mark.parametrize("code", [3, "a message"])
+def test_exit_with_anything_else_ends_all(tmp_path, code):
+    def main():
+        if todist.get_rank() == 1:
+            assert watch(tmp_path / "busy")
+            raise_now(tmp_path, SystemExit(code))
+        say(tmp_path / "busy")
+        spin()
+
+    endings, said = end_of(Bare(2), tmp_path, lambda: todist.auto_init_rpc()(main)())
+    assert endings[1].error.code == code
+    assert endings[1].exitcode == (3 if code == 3 else 1)
+    assert f"SystemExit: {code}" in said[0]
+
+
+def test_an_error_that_main_handles_is_none(world):
+    def fail():
+        raise ValueError("handled")
+
+    def main():
+        if todist.get_rank() == 0:
+            with pytest.raises(ValueError, match="handled"):
+                todist.remote_sync_call(fail, partitioner=1)
+        todist.barrier()
+        return todist.get_rank()
+
+    assert world(2).run(main) == [0, 1]
+
+
+DEATHS = {
+    "os._exit(0)": lambda: os._exit(0),
+    "os._exit(7)": lambda: os._exit(7),
+    "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "SIGSEGV": lambda: os.kill(os.getpid(), signal.SIGSEGV),
+}
+
+
+@pytest.mark.parametrize("die", DEATHS.values(), ids=DEATHS.keys())
+def test_a_worker_that_dies_in_a_call_is_an_error_that_can_be_caught(world, tmp_path, die):
+    def last_words():
+        say(tmp_path / "raised", str(time.monotonic()))
+        die()
+
+    def main():
+        if todist.get_rank() == 0:
+            with pytest.raises(todist.WorkerLostError, match="worker1"):
+                todist.remote_sync_call(last_words, partitioner=1)
+            say(tmp_path / "caught", str(time.monotonic() - float((tmp_path / "raised").read_text())))
+            # The others can be called as before.
+            say(tmp_path / "answer", str(todist.remote_sync_call(rank_of_worker, partitioner=2)))
+
+    endings = world(3).endings(main, timeout=10)
+    assert float((tmp_path / "caught").read_text()) < soon(0.5)
+    assert (tmp_path / "answer").read_text() == "[2]"
+    assert all(ending.exitcode is not None for ending in endings)
+
+
+@pytest.mark.parametrize("where", ["in main", "at its end"])
+def test_a_worker_that_dies_is_told_at_the_end(world, tmp_path, where):
+    def main():
+        if todist.get_rank() == 1:
+            assert where == "at its end" or watch(tmp_path / "busy")
+            if where == "at its end":
+                threading.Thread(
+                    target=lambda: watch(tmp_path / "busy") and os.kill(os.getpid(), signal.SIGKILL),
+                    daemon=True,
+                ).start()
+            else:
+                os.kill(os.getpid(), signal.SIGKILL)
+        if todist.get_rank() == 0:
+            say(tmp_path / "busy")
+
+    endings = world(3).endings(main, timeout=10)
+    assert endings[1].exitcode == -signal.SIGKILL
+    for rank in (0, 2):
+        # Who hears it second hears of it from the first.
+        assert isinstance(endings[rank].error, (todist.WorkerLostError, todist.PeerFailedError))
+        assert "rank 1 died" in str(endings[rank].error)
+        assert endings[rank].exitcode == 1
+
+
+def test_when_rank_zero_dies_the_others_end(world, tmp_path):
+    def main():
+        if todist.get_rank() == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    started = time.monotonic()
+    endings = world(3).endings(main, timeout=10)
+    assert time.monotonic() - started < soon(4)
+    for rank in (1, 2):
+        assert isinstance(endings[rank].error, todist.WorkerLostError)
+        assert "rank 0" in str(endings[rank].error)
+
+
+def test_a_call_to_a_dead_worker_fails_at_once(world, tmp_path):
+    def main():
+        if todist.get_rank() != 0:
+            return
+        with pytest.raises(todist.WorkerLostError, match="worker1"):
+            todist.remote_sync_call(os._exit, args=(0,), partitioner=1)
+        started = time.monotonic()
+        with pytest.raises(todist.WorkerLostError, match="worker1"):
+            todist.remote_sync_call(rank_of_worker, partitioner="worker1")
+        say(tmp_path / "took", str(time.monotonic() - started))
+
+    world(2).endings(main, timeout=10)
+    assert float((tmp_path / "took").read_text()) < soon(0.5)
+
+
+def test_a_world_leaves_no_process_and_no_thread(tmp_path):
+    def program():
+        before = {thread.name for thread in threading.enumerate()}
+        todist.auto_init_rpc()(lambda: todist.remote_sync_call(rank_of_worker, partitioner=1))()
+        after = {thread.name for thread in threading.enumerate()}
+        # Two kinds of idle threads are kept for the next group.
+        return after - before - {"todist-janitor", "todist-work"}, [
+            child.name() for child in psutil.Process().children()
+        ]
+
+    assert Bare(2).run(program) == [(set(), [])] * 2
+
+
+def test_a_bad_name_on_one_rank_ends_all(tmp_path):
+    def name(*, world_rank, **_):
+        return "" if world_rank == 1 else "fine"
+
+    def program():
+        if os.environ["RANK"] == "1":
+            say(tmp_path / "raised", str(time.monotonic()))
+        todist.auto_init_rpc(worker_name_format=name)(rank_of_worker)()
+
+    endings, _ = end_of(Bare(2, env={"TODIST_INIT_TIMEOUT": "2"}), tmp_path, program, seconds=5)
+    assert isinstance(endings[1].error, todist.InitializationError)
+    assert "''" in str(endings[1].error)
+
+
+def test_a_barrier_with_a_dead_worker_is_an_error_at_once(world, tmp_path):
+    def main():
+        if todist.get_rank() == 1:
+            assert watch(tmp_path / "waiting")
+            say(tmp_path / "raised", str(time.monotonic()))
+            os._exit(0)
+        if todist.get_rank() == 0:
+            say(tmp_path / "waiting")
+            with pytest.raises(todist.WorkerLostError, match="rank 1 died"):
+                todist.barrier()
+            say(tmp_path / "first", str(time.monotonic() - float((tmp_path / "raised").read_text())))
+            with pytest.raises(todist.WorkerLostError, match="rank 1 died"):
+                todist.barrier(["worker0", "worker1"])
+            todist.barrier(["worker0", "worker2"])
+            say(tmp_path / "third")
+        else:
+            todist.barrier(["worker0", "worker2"])
+
+    world(3).endings(main, timeout=10)
+    assert float((tmp_path / "first").read_text()) < soon(0.5)
+    assert (tmp_path / "third").exists()
