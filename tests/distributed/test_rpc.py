@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -180,7 +182,7 @@ def test_a_program_that_has_called_init_rpc_is_told():
 def test_a_process_group_of_the_program_s_own_works_beside(world):
     def main():
         os.environ["MASTER_PORT"] = todist.remote_sync_call(own_port, partitioner=0, reducer=lambda r: r[0])
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", timeout=timedelta(seconds=20))
         total = torch.tensor([todist.get_rank() + 1.0])
         dist.all_reduce(total)
         values = todist.remote_sync_call(rank_of_worker, partitioner=1 - todist.get_rank())
@@ -194,13 +196,17 @@ def own_port():
     # A port of its own: rank 0's store holds MASTER_PORT only while the group is made, or for as long as it lives.
     from tests.worlds import free_port
 
-    own_port.port = getattr(own_port, "port", None) or str(free_port())
+    with _one_at_a_time:  # rank 0 asks itself while it answers rank 1
+        own_port.port = getattr(own_port, "port", None) or str(free_port())
     return own_port.port
+
+
+_one_at_a_time = threading.Lock()
 
 
 def test_a_process_group_on_the_same_port_works_beside(world):
     def main():
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", timeout=timedelta(seconds=20))
         total = torch.tensor([todist.get_rank() + 1.0])
         dist.all_reduce(total)
         dist.destroy_process_group()
