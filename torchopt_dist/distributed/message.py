@@ -42,6 +42,7 @@ class Message:
         structures: the pickles of modules without their tensors, by digest.
         connected: in a reply, the numbers of the tensors that are outputs of the graph the worker keeps.
         device: in a call, where the receiver puts the tensors; see :class:`~torchopt_dist.distributed.payload.How`.
+        used_up: in a reply, a graph that its sender drops only after sending: taking it apart takes a while.
     """
 
     skeleton: bytes
@@ -51,6 +52,7 @@ class Message:
     structures: dict[bytes, bytes] = field(default_factory=dict)
     connected: tuple[int, ...] = ()
     device: str | None = None
+    used_up: Any = None
 
     def detached(self) -> Message:
         """The message as it travels."""

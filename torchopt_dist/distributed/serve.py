@@ -86,7 +86,9 @@ def _handle(request: Message) -> Message:
     if not content.retain_graph:
         kept_graphs.release(content.graph)
     input_grads = _differentiate(graph, content)
-    return _reply(input_grads, [*request.inputs(), *graph.inputs], content.keep_as)
+    reply = _reply(input_grads, [*request.inputs(), *graph.inputs], content.keep_as)
+    reply.used_up = graph
+    return reply
 
 
 def _differentiate(graph: _Graph, request: Backward) -> list[torch.Tensor | None]:

@@ -74,13 +74,14 @@ def _serve(*fields: Any) -> torch.futures.Future[_Answer]:
     def work() -> None:
         try:
             request = from_wire(Wire(*fields), _seen)
-            reply = tuple(to_wire(serve(request), Structures.none()))
+            reply = serve(request)
+            answer = tuple(to_wire(reply, Structures.none()))
         except MissingStructureError:
             future.set_result(None)
         except BaseException as error:  # whatever it is, somebody waits for an answer
             future.set_result(f"it cannot answer: {error!r}")
         else:
-            future.set_result(reply)
+            future.set_result(answer)  # only then is what the reply has used up taken apart
 
     _lender.run(work)
     return future
