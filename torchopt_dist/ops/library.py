@@ -9,6 +9,7 @@ it must not break a program that turns warnings into errors. Logging shows it on
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from torchopt_dist.typing import Device
 
 __all__ = ["is_available", "why_not"]
 
-OPS = ("add_scaled_",)
+OPS = ("adam", "adam_", "add_scaled_")
 """Every op that has a kernel; a new one is one more row."""
 DEVICES = ("cpu", "cuda")
 """Device types that a kernel may be written for."""
@@ -96,8 +97,21 @@ def why_not(op: str, device: Device = "cpu") -> str | None:
         return None
     if _PROBLEM:
         return _PROBLEM
-    have = " and ".join(there.upper() for name, there in sorted(_KERNELS) if name == op) or "none"
-    return f"`{op}` has no {kind.upper()} kernel; this build has {have} only"
+    have = " and ".join(there.upper() for name, there in sorted(_KERNELS) if name == op)
+    rest = f"this build has {have} only" if have else "this build has none of it"
+    return f"`{op}` has no {kind.upper()} kernel; {rest}"
+
+
+def require(op: str, tensors: Iterable[torch.Tensor]) -> None:
+    """Demand a kernel for the devices that tensors are on.
+
+    Raises:
+        RuntimeError: there is none; the message says why.
+    """
+    for device in sorted({str(tensor.device) for tensor in tensors}):
+        reason = why_not(op, device)
+        if reason is not None:
+            raise RuntimeError(f"`fused=True` cannot be kept: {reason}")
 
 
 def is_available(op: str, device: Device = "cpu") -> bool:

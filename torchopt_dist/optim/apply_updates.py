@@ -6,10 +6,12 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import ops, pytree
-from torchopt_dist.transform import lists
-from torchopt_dist.typing import OptionalTensor, Params, Updates
+from torchopt_dist.ops import lists
+from torchopt_dist.transform.base import ChainedGradientTransformation, GradientTransformation
+from torchopt_dist.transform.scale import split_factor
+from torchopt_dist.typing import OptionalTensor, OptState, Params, Updates
 
-__all__ = ["apply_updates", "move_"]
+__all__ = ["apply_updates", "move_", "step_"]
 
 
 def apply_updates(params: Params, updates: Updates, *, inplace: bool = True) -> Params:
@@ -52,6 +54,31 @@ def move_(params: list[OptionalTensor], updates: list[OptionalTensor], factor: f
             ops.add_scaled_(old, step)
         else:
             lists.add(old, step, factor, inplace=True)
+
+
+def step_(
+    impl: GradientTransformation,
+    params: list[OptionalTensor],
+    grads: list[OptionalTensor],
+    state: OptState,
+) -> OptState:
+    """Gradients → parameters moved in place and the next state, with as few passes over the memory as are known."""
+    with torch.no_grad():
+        if (
+            isinstance(impl, ChainedGradientTransformation)
+            and impl.in_place is not None
+            and not lists.runs_in_a_loop(lists.pick(params, lists.present(grads)))
+        ):
+            impl.in_place(params, grads, state)
+            return state
+        before, factor = split_factor(impl)
+        if before is impl:
+            updates, state = impl.update(grads, state, params=params, inplace=True)
+        else:
+            updates, kept = before.update(grads, state[:-1], params=params, inplace=True)
+            state = (*kept, state[-1])
+        move_(params, updates, factor)
+    return state
 
 
 def _pairs(

@@ -17,10 +17,9 @@ from torch import Tensor
 
 from torchopt_dist import pytree
 from torchopt_dist.optim import faces
-from torchopt_dist.optim.apply_updates import move_
+from torchopt_dist.optim.apply_updates import step_
 from torchopt_dist.optim.checkpoint import flatten_with_keys
 from torchopt_dist.transform.base import GradientTransformation
-from torchopt_dist.transform.scale import split_factor
 from torchopt_dist.typing import OptState
 
 __all__ = ["Optimizer"]
@@ -163,10 +162,9 @@ class Optimizer(torch.optim.Optimizer):
         grads = [p.grad for p in params]
         if all(grad is None for grad in grads):
             return
-        impl, factor = split_factor(self._transformation_of(group))
+        impl = self._transformation_of(group)
         layout = self._layout(index, group, impl)
-        updates, state = impl.update(grads, self._gather(group, impl, layout), params=params, inplace=True)
-        move_(params, updates, factor)
+        state = step_(impl, params, grads, self._gather(group, impl, layout))
         self._scatter(group, layout, state)
 
     def _transformation_of(self, group: dict[str, Any]) -> GradientTransformation:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from torchopt_dist.ops.sgd import sgd_
+from torchopt_dist.optim.in_place import in_place
 from torchopt_dist.optim.meta_optimizer import MetaOptimizer
 from torchopt_dist.optim.optimizer import Optimizer
-from torchopt_dist.transform.add_decayed_weights import add_decayed_weights
-from torchopt_dist.transform.base import GradientTransformation, chain
+from torchopt_dist.transform.add_decayed_weights import penalized
+from torchopt_dist.transform.base import ChainedGradientTransformation, GradientTransformation
 from torchopt_dist.transform.hyperparameters import HyperParameter, is_zero
-from torchopt_dist.transform.scale import scale, scale_by_learning_rate
-from torchopt_dist.transform.trace import check_momentum, trace
+from torchopt_dist.transform.scale import scale_by_learning_rate
+from torchopt_dist.transform.trace import TraceState, check_momentum, trace
 from torchopt_dist.typing import ScalarOrSchedule
 
 __all__ = ["SGD", "MetaSGD", "sgd"]
@@ -46,11 +48,23 @@ def sgd(
             momentum or with dampening.
     """
     check_momentum(momentum, dampening, nesterov)
-    links = [scale(-1.0)] if maximize else []
-    links.append(add_decayed_weights(weight_decay))
+    links = penalized(weight_decay, maximize)
     if not is_zero(momentum):
         links.append(trace(momentum, dampening, nesterov, moment_requires_grad))
-    return chain(*links, scale_by_learning_rate(lr))
+    return ChainedGradientTransformation(
+        *links,
+        scale_by_learning_rate(lr),
+        in_place=in_place(
+            sgd_,
+            TraceState,
+            lr=lr,
+            momentum=momentum,
+            dampening=dampening,
+            nesterov=nesterov,
+            weight_decay=weight_decay,
+            maximize=maximize,
+        ),
+    )
 
 
 class SGD(Optimizer, transformation=sgd):

@@ -7,12 +7,13 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from torchopt_dist import pytree
-from torchopt_dist.transform import lists
+from torchopt_dist.ops import lists
 from torchopt_dist.transform.base import EmptyState, GradientTransformation, identity, stateless
 from torchopt_dist.transform.hyperparameters import HyperParameter, check_at_least_zero, is_zero
+from torchopt_dist.transform.scale import scale
 from torchopt_dist.typing import OptState, Params, Updates
 
-__all__ = ["Mask", "add_decayed_weights"]
+__all__ = ["Mask", "add_decayed_weights", "penalized"]
 
 Mask: TypeAlias = Any | Callable[[Params], Any] | None
 """A tree of bools of the parameters' structure, a function from the parameters to one, or ``None``: all."""
@@ -39,6 +40,11 @@ def add_decayed_weights(weight_decay: HyperParameter = 0.0, mask: Mask = None) -
     if is_zero(weight_decay):
         return identity()
     return GradientTransformation(stateless, partial(_update, weight_decay, mask))
+
+
+def penalized(weight_decay: HyperParameter, maximize: bool) -> list[GradientTransformation]:
+    """The links that make of a gradient the one to descend along: negated to go up, with an L2 penalty."""
+    return [*([scale(-1.0)] if maximize else []), add_decayed_weights(weight_decay)]
 
 
 def _update(

@@ -12,6 +12,7 @@ tensors (torch's names for them, such as ``momentum_buffer``; a counter is calle
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -24,6 +25,7 @@ __all__ = [
     "ChainedGradientTransformation",
     "EmptyState",
     "GradientTransformation",
+    "InPlaceFn",
     "InitFn",
     "UpdateFn",
     "chain",
@@ -61,6 +63,19 @@ class UpdateFn(Protocol):
         """
 
 
+class InPlaceFn(Protocol):
+    """Parameters, gradients, state → nothing: the parameters and the state are overwritten."""
+
+    def __call__(self, params: Sequence[Any], grads: Sequence[Any], state: Any, /) -> None:
+        """Make one step, without recording a graph.
+
+        Args:
+            params: the leaves of the parameters.
+            grads: as many gradients; one that is ``None`` leaves its parameter and its state alone.
+            state: the chain's state.
+        """
+
+
 class EmptyState(NamedTuple):
     """The state of a transformation that remembers nothing."""
 
@@ -90,9 +105,15 @@ class ChainedGradientTransformation(GradientTransformation):
     """
 
     transformations: tuple[GradientTransformation, ...]
+    in_place: InPlaceFn | None
+    """What ``update`` and the addition to the parameters do, at once; ``None`` where it is not known."""
 
-    def __new__(cls, *transformations: GradientTransformation) -> Self:
+    def __new__(cls, *transformations: GradientTransformation, in_place: InPlaceFn | None = None) -> Self:
         """Chain the transformations; none at all is the identity.
+
+        Args:
+            transformations: the links.
+            in_place: a whole step that needs less memory traffic than the links one after another.
 
         Raises:
             TypeError: one of them is no gradient transformation.
@@ -109,13 +130,22 @@ class ChainedGradientTransformation(GradientTransformation):
                 )
         made = super().__new__(cls, partial(_chain_init, tuple(links)), partial(_chain_update, tuple(links)))
         made.transformations = tuple(links)
+        made.in_place = in_place
         return made
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), self.transformations
+        return _rebuilt, (type(self), self.transformations, self.in_place)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}{self.transformations!r}"
+
+
+def _rebuilt(
+    cls: type[ChainedGradientTransformation],
+    links: tuple[GradientTransformation, ...],
+    in_place: InPlaceFn | None,
+) -> ChainedGradientTransformation:
+    return cls(*links, in_place=in_place)
 
 
 def _chain_init(links: tuple[GradientTransformation, ...], params: Params) -> OptState:

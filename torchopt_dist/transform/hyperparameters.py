@@ -12,7 +12,16 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-__all__ = ["HyperParameter", "check_at_least_zero", "check_learning_rate", "is_zero"]
+__all__ = [
+    "HyperParameter",
+    "check_at_least_zero",
+    "check_decay",
+    "check_decays",
+    "check_learning_rate",
+    "is_number",
+    "is_zero",
+    "one_of_two_names",
+]
 
 HyperParameter: TypeAlias = float | Tensor
 """A number, or a tensor of one element (which may require grad and then gets its exact gradient)."""
@@ -35,12 +44,46 @@ def check_at_least_zero(name: str, value: Any) -> None:
         raise TypeError(f"`{name}` must be a number or a tensor of one element, got {type(value).__name__}")
 
 
+def check_decay(name: str, value: Any) -> None:
+    """As :func:`check_at_least_zero`, and a number must be below 1: a running average has to forget."""
+    check_at_least_zero(name, value)
+    if not isinstance(value, Tensor) and not float(value) < 1:
+        raise ValueError(f"`{name}` must be at least 0 and below 1, got {value}")
+
+
+def check_decays(name: str, values: Any, count: int) -> None:
+    """Demand a tuple or a list of so many decays, each as :func:`check_decay`."""
+    if not isinstance(values, (tuple, list)) or len(values) != count:
+        raise TypeError(f"`{name}` must be a tuple of {count} decays, got {values!r:.80}")
+    for place, value in enumerate(values):
+        check_decay(f"{name}[{place}]", value)
+
+
 def check_learning_rate(name: str, value: Any) -> None:
     """As :func:`check_at_least_zero`, but a schedule will do too."""
     if isinstance(value, (Tensor, numbers.Real)):
         check_at_least_zero(name, value)
     elif not callable(value):
         raise TypeError(f"`{name}` must be a number, a tensor or a schedule, got {type(value).__name__}")
+
+
+def one_of_two_names(fused: bool | None, use_accelerated_op: bool | None) -> bool | None:
+    """What was given of the two names of one argument.
+
+    Raises:
+        ValueError: both were.
+    """
+    if fused is not None and use_accelerated_op is not None:
+        raise ValueError(
+            "`use_accelerated_op` is another name for `fused`: give one of them, "
+            f"got fused={fused} and use_accelerated_op={use_accelerated_op}"
+        )
+    return use_accelerated_op if fused is None else fused
+
+
+def is_number(*values: Any) -> bool:
+    """Whether all of them are numbers, neither tensors nor schedules."""
+    return all(isinstance(value, numbers.Real) for value in values)
 
 
 def is_zero(value: HyperParameter) -> bool:

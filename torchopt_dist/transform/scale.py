@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
-from torchopt_dist.transform import lists
+from torchopt_dist.ops import lists
 from torchopt_dist.transform.base import (
     ChainedGradientTransformation,
     EmptyState,

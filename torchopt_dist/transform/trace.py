@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchopt_dist import pytree
-from torchopt_dist.transform import lists
+from torchopt_dist.ops import lists
 from torchopt_dist.transform.base import GradientTransformation, identity
+from torchopt_dist.transform.elementwise import counts, elementwise, filled
 from torchopt_dist.transform.hyperparameters import HyperParameter, check_at_least_zero, is_zero
-from torchopt_dist.typing import OptState, Params, TensorTree, Updates
+from torchopt_dist.typing import Params, TensorTree
 
 __all__ = ["TraceState", "check_momentum", "trace"]
 
@@ -23,8 +23,8 @@ class TraceState(NamedTuple):
     momentum_buffer: TensorTree
     """The running sums: a tensor a parameter, of its shape and dtype."""
     step: TensorTree
-    """How many gradients each parameter has had: a 0-d float32 tensor each; ``()`` without dampening, where
-    the first gradient needs no distinction."""
+    """How many gradients each parameter has had: a 0-d float32 tensor each, on the CPU; ``()`` without
+    dampening, where the first gradient needs no distinction."""
 
 
 def check_momentum(momentum: Any, dampening: Any, nesterov: bool) -> None:
@@ -69,52 +69,39 @@ def trace(
     check_momentum(momentum, dampening, nesterov)
     if is_zero(momentum):
         return identity()
-    return GradientTransformation(
+    return elementwise(
+        TraceState,
         partial(_init, not is_zero(dampening), moment_requires_grad),
-        partial(_update, momentum, dampening, nesterov),
+        partial(_formula, momentum=momentum, dampening=dampening, nesterov=nesterov),
     )
 
 
 def _init(dampened: bool, requires_grad: bool, params: Params, /) -> TraceState:
-    def zeros(leaf: Tensor) -> Tensor:
-        differentiable = leaf.is_floating_point() or leaf.is_complex()
-        return torch.zeros_like(leaf, requires_grad=requires_grad and differentiable)
-
-    def no_steps(leaf: Tensor) -> Tensor:
-        return torch.zeros((), dtype=torch.float32, device=leaf.device)
-
-    return TraceState(
-        momentum_buffer=pytree.map_tensors(zeros, params),
-        step=pytree.map_tensors(no_steps, params) if dampened else (),
-    )
+    return TraceState(filled(params, requires_grad=requires_grad), counts(params) if dampened else ())
 
 
-def _update(
+def _formula(
+    grads: list[Tensor],
+    sums: list[Tensor],
+    *steps: list[Tensor],
     momentum: HyperParameter,
     dampening: HyperParameter,
     nesterov: bool,
-    updates: Updates,
-    state: TraceState,
-    *,
-    params: Params | None = None,
-    inplace: bool = True,
-) -> tuple[Updates, OptState]:
-    inplace = inplace and not torch.is_grad_enabled()
-    leaves, spec = pytree.flatten(updates)
-    places = lists.present(leaves)
-    grads = lists.pick(leaves, places)
-    buffers = pytree.flatten_like(spec, state.momentum_buffer, "state.momentum_buffer", "updates")
-    steps = state.step
-
-    sums = lists.multiply(lists.pick(buffers, places), momentum, inplace=inplace)
-    sums = lists.add(sums, grads, 1 - dampening, inplace=inplace)
-    if not is_zero(dampening):
-        counts = pytree.flatten_like(spec, steps, "state.step", "updates")
-        seen = lists.pick(counts, places)
-        sums = [torch.where(n > 0, b, g) for n, b, g in zip(seen, sums, grads, strict=True)]
-        steps = pytree.unflatten(spec, lists.put(counts, places, [n + 1 for n in seen]))
+    inplace: bool,
+) -> tuple[list[Tensor], ...]:
+    sums = lists.multiply(sums, momentum, inplace=inplace)
+    if steps:  # there is dampening, and the first gradient is not dampened
+        taken = lists.combine(partial(_taken, dampening), lists.values(steps[0]))
+        sums = lists.add(sums, lists.multiply(grads, taken), inplace=inplace)
+        steps = (lists.add_number(steps[0], 1, inplace=inplace),)
+    else:
+        sums = lists.add(sums, grads, inplace=inplace)
     moved = lists.add(grads, sums, momentum) if nesterov else sums
-    return (
-        pytree.unflatten(spec, lists.put(leaves, places, moved)),
-        TraceState(pytree.unflatten(spec, lists.put(buffers, places, sums)), steps),
-    )
+    return moved, sums, *steps
+
+
+def _taken(dampening: HyperParameter, t: HyperParameter) -> HyperParameter:
+    """How much of a gradient goes into the sum, if there were ``t`` before it."""
+    if isinstance(t, Tensor):
+        return torch.where(t > 0, 1 - dampening, 1.0)
+    return 1 - dampening if t > 0 else 1.0

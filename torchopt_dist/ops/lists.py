@@ -1,0 +1,319 @@
+"""Lists of tensors → lists of tensors, in one call where torch has one.
+
+``torch._foreach_*`` runs a list in one call, in forward and in backward, to any order. It has no batching
+rule and no derivative for a tensor factor, and ``torch.compile`` fuses a plain loop itself: those run the
+loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, TypeAlias, TypeGuard
+
+import torch
+from torch import Tensor
+
+from torchopt_dist.typing import OptionalTensor
+
+__all__ = [
+    "Factor",
+    "add",
+    "absolute",
+    "add_number",
+    "add_product",
+    "add_quotient_",
+    "as_complex",
+    "as_real",
+    "bias_correction",
+    "combine",
+    "divide",
+    "divide_",
+    "interpolate",
+    "maximum",
+    "multiply",
+    "pick",
+    "portions",
+    "present",
+    "product",
+    "put",
+    "runs_in_a_loop",
+    "square_root",
+    "values",
+]
+
+Factor: TypeAlias = float | Tensor
+"""A number, or a tensor of one element."""
+Factors: TypeAlias = Factor | Sequence[float] | Sequence[Tensor]
+"""One for all tensors of a list, or one for each."""
+
+
+def present(leaves: Sequence[OptionalTensor]) -> list[int]:
+    """The places of a list that hold a tensor, not ``None``."""
+    return [place for place, leaf in enumerate(leaves) if leaf is not None]
+
+
+def pick(leaves: Sequence[OptionalTensor], places: Sequence[int]) -> list[Tensor]:
+    """The tensors at these places.
+
+    Raises:
+        ValueError: one of them is ``None``.
+    """
+    picked = [leaves[place] for place in places]
+    for leaf in picked:
+        if leaf is None:
+            raise ValueError("a leaf has a gradient, but its parameter or its state is None")
+    return picked  # type: ignore[return-value]
+
+
+def put(
+    leaves: Sequence[OptionalTensor], places: Sequence[int], new: Sequence[Tensor]
+) -> list[OptionalTensor]:
+    """The list with new tensors at these places; the given list stays as it is."""
+    out = list(leaves)
+    for place, tensor in zip(places, new, strict=True):
+        out[place] = tensor
+    return out
+
+
+def as_real(xs: Sequence[Tensor]) -> list[Tensor]:
+    """Complex tensors seen as real ones with a last dimension of two, in the same memory; others as they are."""
+    return [torch.view_as_real(x) if x.is_complex() else x for x in xs]
+
+
+def as_complex(xs: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+    """The way back from :func:`as_real`, for the places at which ``like`` is complex."""
+    return [
+        torch.view_as_complex(x if x.stride(-1) == 1 else x.contiguous()) if y.is_complex() else x
+        for x, y in zip(xs, like, strict=True)
+    ]
+
+
+def multiply(xs: list[Tensor], factor: Factors, *, inplace: bool = False) -> list[Tensor]:
+    """Each tensor times a number, or times a tensor of one element.
+
+    Args:
+        xs: tensors of any shapes, dtypes and devices.
+        factor: the factor, or one for each; the results keep the dtypes of ``xs``.
+        inplace: overwrite ``xs``.
+    """
+    if _is_number(factor) and not runs_in_a_loop(xs):
+        if inplace:
+            torch._foreach_mul_(xs, factor)
+            return xs
+        return list(torch._foreach_mul(xs, factor))
+    factors = _each(factor, len(xs))
+    if inplace:
+        return [x.mul_(f) for x, f in zip(xs, factors, strict=True)]
+    return [_kept(x * f, x) for x, f in zip(xs, factors, strict=True)]
+
+
+def add(xs: list[Tensor], ys: list[Tensor], alpha: Factor = 1.0, *, inplace: bool = False) -> list[Tensor]:
+    """``x + alpha * y`` for each pair.
+
+    Args:
+        xs: tensors of any shapes, dtypes and devices.
+        ys: as many, each of the shape of its partner.
+        alpha: a number, or a tensor of one element; the results keep the dtypes of ``xs``.
+        inplace: overwrite ``xs``.
+    """
+    if isinstance(alpha, Tensor):
+        ys, alpha = multiply(ys, alpha), 1.0
+    if runs_in_a_loop(xs):
+        added = [
+            x.add_(y, alpha=alpha) if inplace else x.add(y, alpha=alpha) for x, y in zip(xs, ys, strict=True)
+        ]
+    elif inplace:
+        torch._foreach_add_(xs, ys, alpha=alpha)
+        return xs
+    else:
+        added = list(torch._foreach_add(xs, ys, alpha=alpha))
+    return [_kept(z, x) for x, z in zip(xs, added, strict=True)]
+
+
+def add_number(xs: list[Tensor], number: Factors, *, inplace: bool = False) -> list[Tensor]:
+    """Each tensor plus a number, or plus a tensor of one element; as :func:`multiply`."""
+    if _is_number(number) and not runs_in_a_loop(xs):
+        if inplace:
+            torch._foreach_add_(xs, number)
+            return xs
+        return list(torch._foreach_add(xs, number))
+    numbers = _each(number, len(xs))
+    if inplace:
+        return [x.add_(n) for x, n in zip(xs, numbers, strict=True)]
+    return [_kept(x + n, x) for x, n in zip(xs, numbers, strict=True)]
+
+
+def add_product(
+    xs: list[Tensor], ys: list[Tensor], zs: list[Tensor], alpha: Factor = 1.0, *, inplace: bool = False
+) -> list[Tensor]:
+    """``x + alpha * y * z`` for each triple; as :func:`add`."""
+    if isinstance(alpha, Tensor):
+        ys, alpha = multiply(ys, alpha), 1.0
+    if runs_in_a_loop(xs):
+        function: Callable[..., Tensor] = Tensor.addcmul_ if inplace else Tensor.addcmul
+        return [function(x, y, z, value=alpha) for x, y, z in zip(xs, ys, zs, strict=True)]
+    if inplace:
+        torch._foreach_addcmul_(xs, ys, zs, alpha)
+        return xs
+    return list(torch._foreach_addcmul(xs, ys, zs, alpha))
+
+
+def interpolate(
+    xs: list[Tensor], ys: list[Tensor], weight: Factor, *, inplace: bool = False
+) -> list[Tensor]:
+    """``x + weight * (y - x)`` for each pair; as :func:`add`."""
+    if isinstance(weight, Tensor) or any(x.dtype != y.dtype for x, y in zip(xs, ys, strict=True)):
+        return add(multiply(xs, 1 - weight, inplace=inplace), ys, weight, inplace=inplace)
+    if runs_in_a_loop(xs):
+        function: Callable[..., Tensor] = Tensor.lerp_ if inplace else Tensor.lerp
+        return [function(x, y, weight) for x, y in zip(xs, ys, strict=True)]
+    if inplace:
+        torch._foreach_lerp_(xs, ys, weight)
+        return xs
+    return list(torch._foreach_lerp(xs, ys, weight))
+
+
+def absolute(xs: list[Tensor]) -> list[Tensor]:
+    """The absolute value of each element; its derivative at 0 is 0."""
+    return [x.abs() for x in xs] if runs_in_a_loop(xs) else list(torch._foreach_abs(xs))
+
+
+def maximum(xs: list[Tensor], ys: list[Tensor]) -> list[Tensor]:
+    """The greater of each two elements; where they are equal, half of the gradient goes to either."""
+    if runs_in_a_loop(xs):
+        return [torch.maximum(x, y) for x, y in zip(xs, ys, strict=True)]
+    return list(torch._foreach_maximum(xs, ys))
+
+
+def product(xs: list[Tensor], ys: list[Tensor]) -> list[Tensor]:
+    """``x * y`` for each pair."""
+    if runs_in_a_loop(xs):
+        return [x * y for x, y in zip(xs, ys, strict=True)]
+    return list(torch._foreach_mul(xs, ys))
+
+
+def divide(xs: list[Tensor], ys: list[Tensor]) -> list[Tensor]:
+    """``x / y`` for each pair, in the dtypes of ``xs``."""
+    if runs_in_a_loop(xs):
+        return [_kept(x / y, x) for x, y in zip(xs, ys, strict=True)]
+    return [_kept(z, x) for x, z in zip(xs, torch._foreach_div(xs, ys), strict=True)]
+
+
+def divide_(xs: list[Tensor], factor: Factors) -> list[Tensor]:
+    """Each tensor over a number, or over its own, in place."""
+    if runs_in_a_loop(xs):
+        return [x.div_(f) for x, f in zip(xs, _each(factor, len(xs)), strict=True)]
+    torch._foreach_div_(xs, factor)
+    return xs
+
+
+def add_quotient_(xs: list[Tensor], ys: list[Tensor], zs: list[Tensor], factor: Factors) -> None:
+    """``x + factor * y / z`` for each triple, in place; ``factor`` is a number, or one for each."""
+    if runs_in_a_loop(xs):
+        for x, y, z, f in zip(xs, ys, zs, _each(factor, len(xs)), strict=True):
+            x.addcdiv_(y, z, value=f)
+    else:
+        torch._foreach_addcdiv_(xs, ys, zs, factor)
+
+
+def portions(xs: Sequence[Tensor], nbytes: int = 1 << 19) -> Iterator[slice]:
+    """Cut a list into slices of about ``nbytes``, so that a formula's next pass finds them in the cache."""
+    start = size = 0
+    for end, x in enumerate(xs, 1):
+        size += x.numel() * x.element_size()
+        if size >= nbytes or end == len(xs):
+            yield slice(start, end)
+            start, size = end, 0
+
+
+def square_root(xs: list[Tensor]) -> list[Tensor]:
+    """The root of each element, with a derivative of 0 at 0, where the true one is infinite.
+
+    In an optimizer that divides by the root of a mean of squares, that is the limit: as a gradient goes to
+    zero, its square goes faster than the root's derivative grows.
+    """
+    if runs_in_a_loop(xs):
+        if not torch.is_grad_enabled():
+            return [x.sqrt() for x in xs]
+        zeros = [x == 0 for x in xs]
+        return [
+            torch.where(zero, 0.0, torch.where(zero, 1.0, x).sqrt()) for x, zero in zip(xs, zeros, strict=True)
+        ]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in xs):
+        apply: Callable[..., Any] = _SquareRoot.apply
+        return list(apply(*xs))
+    return list(torch._foreach_sqrt(xs))
+
+
+class _SquareRoot(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *xs: Tensor) -> tuple[Tensor, ...]:
+        roots = torch._foreach_sqrt(xs)
+        ctx.save_for_backward(*roots)
+        return tuple(roots)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        roots = ctx.saved_tensors
+        positive = torch._foreach_sign([root.detach() for root in roots])
+        instead = torch._foreach_add(torch._foreach_neg(positive), 1.0)  # 1 where the root is 0, else 0
+        slopes = torch._foreach_div(torch._foreach_mul(positive, 0.5), torch._foreach_add(roots, instead))
+        return tuple(torch._foreach_mul(grads, slopes))
+
+
+def values(counts: Sequence[Tensor]) -> Factors:
+    """What 0-d tensors hold: a number, if it is the same in all; else numbers; or, where these cannot be looked at,
+    float64 tensors.
+    """
+    if runs_in_a_loop(counts):
+        return [t.to(torch.float64) for t in counts]
+    numbers = [t.item() for t in counts]
+    return numbers[0] if numbers.count(numbers[0]) == len(numbers) else numbers
+
+
+def bias_correction(decay: Factor, steps: Sequence[Tensor]) -> Factors:
+    """``1 - decay**t``: what a running average that began at 0 lacks after ``t`` steps, in float64.
+
+    Args:
+        decay: how much of the average stays at a step.
+        steps: ``t`` of each tensor: 0-d, on the CPU.
+
+    Returns:
+        One for all, if all have made as many steps; else one for each.
+    """
+    return combine(partial(_left, decay.to(torch.float64) if isinstance(decay, Tensor) else decay), values(steps))
+
+
+def _left(decay: Factor, t: Factor) -> Factor:
+    return 1 - decay**t
+
+
+def combine(function: Callable[..., Any], *factors: Factors) -> Factors:
+    """Apply a function to factors: once if all are numbers, otherwise tensor by tensor."""
+    lists = [factor for factor in factors if isinstance(factor, (list, tuple))]
+    if not lists:
+        return function(*factors)  # type: ignore[no-any-return]
+    return [function(*each) for each in zip(*(_each(f, len(lists[0])) for f in factors), strict=True)]
+
+
+def runs_in_a_loop(xs: Sequence[Tensor]) -> bool:
+    """Whether to go tensor by tensor: nothing to do, compiling, or inside a ``torch.func`` transform."""
+    if not xs or torch.compiler.is_compiling():
+        return True
+    return torch._C._functorch.maybe_current_level() is not None
+
+
+def _each(factor: Factors, count: int) -> Sequence[Factor]:
+    if isinstance(factor, Tensor):
+        return [factor.reshape(())] * count
+    return [factor] * count if _is_number(factor) else factor  # type: ignore[return-value]
+
+
+def _is_number(factor: Factors) -> TypeGuard[float]:
+    return not isinstance(factor, (Tensor, list, tuple))
+
+
+def _kept(z: Tensor, x: Tensor) -> Tensor:
+    """A result in its operand's dtype: a 0-d tensor of a wider one would widen a 0-d parameter."""
+    return z if z.dtype == x.dtype else z.to(x.dtype)

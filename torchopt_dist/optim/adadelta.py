@@ -1,0 +1,55 @@
+"""Gradients → updates by Adadelta, as a function and as two classes."""
+
+from __future__ import annotations
+
+from torchopt_dist.optim.meta_optimizer import MetaOptimizer
+from torchopt_dist.optim.optimizer import Optimizer
+from torchopt_dist.transform.add_decayed_weights import penalized
+from torchopt_dist.transform.base import GradientTransformation, chain
+from torchopt_dist.transform.hyperparameters import HyperParameter
+from torchopt_dist.transform.scale import scale_by_learning_rate
+from torchopt_dist.transform.scale_by_adadelta import scale_by_adadelta
+from torchopt_dist.typing import ScalarOrSchedule
+
+__all__ = ["Adadelta", "MetaAdadelta", "adadelta"]
+
+
+def adadelta(
+    lr: ScalarOrSchedule = 1e-3,
+    rho: HyperParameter = 0.9,
+    eps: HyperParameter = 1e-6,
+    weight_decay: HyperParameter = 0.0,
+    *,
+    moment_requires_grad: bool = False,
+    maximize: bool = False,
+) -> GradientTransformation:
+    """Adadelta, as ``torch.optim.Adadelta``: :func:`~torchopt_dist.transform.scale_by_adadelta`, times ``lr``.
+
+    [Zeiler 2012, ADADELTA: An Adaptive Learning Rate Method.]
+
+    Args:
+        lr: learning rate: a number that is at least 0, a tensor of one element, or a schedule (the number of steps
+            made so far → a learning rate).
+        rho: decay of the running averages, at least 0 and below 1; a number or a tensor of one element.
+        eps: added below the roots, at least 0; a number or a tensor of one element.
+        weight_decay: how much of a parameter is added to its gradient (L2 penalty), at least 0; likewise.
+        moment_requires_grad: the first averages are leaves that require grad.
+        maximize: go up, not down.
+
+    Raises:
+        TypeError: an argument is of another type.
+        ValueError: a number is out of its range, or a tensor has more than one element.
+    """
+    return chain(
+        *penalized(weight_decay, maximize),
+        scale_by_adadelta(rho, eps, moment_requires_grad),
+        scale_by_learning_rate(lr),
+    )
+
+
+class Adadelta(Optimizer, transformation=adadelta, lr=1.0):
+    """Adadelta in place, as ``torch.optim.Adadelta``."""
+
+
+class MetaAdadelta(MetaOptimizer, transformation=adadelta, lr=1.0, moment_requires_grad=True):
+    """Adadelta that one can differentiate through."""

@@ -1,0 +1,89 @@
+"""Gradients → updates by Adam with decoupled weight decay, as a function and as two classes."""
+
+from __future__ import annotations
+
+from torchopt_dist.ops.adam import adam_
+from torchopt_dist.optim.in_place import in_place
+from torchopt_dist.optim.meta_optimizer import MetaOptimizer
+from torchopt_dist.optim.optimizer import Optimizer
+from torchopt_dist.transform.add_decayed_weights import Mask, add_decayed_weights, penalized
+from torchopt_dist.transform.base import ChainedGradientTransformation, GradientTransformation
+from torchopt_dist.transform.hyperparameters import HyperParameter, check_decays, one_of_two_names
+from torchopt_dist.transform.scale import scale_by_learning_rate
+from torchopt_dist.transform.scale_by_adam import ScaleByAdamState, scale_by_adam
+from torchopt_dist.typing import ScalarOrSchedule
+
+__all__ = ["AdamW", "MetaAdamW", "adamw"]
+
+
+def adamw(
+    lr: ScalarOrSchedule = 1e-3,
+    betas: tuple[HyperParameter, HyperParameter] = (0.9, 0.999),
+    eps: HyperParameter = 1e-8,
+    weight_decay: HyperParameter = 1e-2,
+    *,
+    eps_root: HyperParameter = 0.0,
+    mask: Mask = None,
+    moment_requires_grad: bool = False,
+    maximize: bool = False,
+    fused: bool | None = None,
+    use_accelerated_op: bool | None = None,
+) -> GradientTransformation:
+    """Adam with decoupled weight decay, as ``torch.optim.AdamW``.
+
+    ``p - lr * (d + weight_decay * p)``, where ``d`` is the direction of
+    :func:`~torchopt_dist.transform.scale_by_adam`. [Loshchilov and Hutter 2019, Decoupled Weight Decay
+    Regularization.]
+
+    Args:
+        lr: learning rate: a number that is at least 0, a tensor of one element, or a schedule (the number of steps
+            made so far → a learning rate).
+        betas: decays of the running averages of the gradients and of their squares, at least 0 and below 1; numbers
+            or tensors of one element.
+        eps: added to the denominator, at least 0; a number or a tensor of one element.
+        weight_decay: ``lr`` times how much of a parameter is taken off it at each step, at least 0; likewise.
+        eps_root: added below the root of the denominator, at least 0; likewise.
+        mask: which parameters decay: a tree of bools of the parameters' structure, or a function from the parameters
+            to such a tree. All, if not given. For ``AdamW`` the parameters are the list of a group's.
+        moment_requires_grad: the first averages are leaves that require grad.
+        maximize: go up, not down.
+        fused: None uses a kernel where there is one and it helps, False never, True demands it.
+        use_accelerated_op: TorchOpt's name for ``fused``.
+
+    Raises:
+        TypeError: an argument is of another type.
+        ValueError: a number is out of its range, a tensor has more than one element, or ``fused`` and
+            ``use_accelerated_op`` are both given.
+        RuntimeError: at a step: ``fused=True`` where there is no kernel; the message says why.
+    """
+    check_decays("betas", betas, 2)
+    fused = one_of_two_names(fused, use_accelerated_op)
+    b1, b2 = betas
+    whole = in_place(
+        adam_,
+        ScaleByAdamState,
+        lr=lr,
+        b1=b1,
+        b2=b2,
+        eps=eps,
+        eps_root=eps_root,
+        weight_decay=weight_decay,
+        decoupled=True,
+        maximize=maximize,
+        fused=fused,
+    )
+    return ChainedGradientTransformation(
+        *penalized(0.0, maximize),
+        scale_by_adam(b1, b2, eps, eps_root, moment_requires_grad, fused=fused),
+        add_decayed_weights(weight_decay, mask),
+        scale_by_learning_rate(lr),
+        in_place=whole if mask is None else None,
+    )
+
+
+class AdamW(Optimizer, transformation=adamw):
+    """Adam with decoupled weight decay in place, as ``torch.optim.AdamW``."""
+
+
+class MetaAdamW(MetaOptimizer, transformation=adamw):
+    """Adam with decoupled weight decay that one can differentiate through."""

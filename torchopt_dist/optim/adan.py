@@ -1,0 +1,77 @@
+"""Gradients → updates by Adan, as a function and as two classes."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torchopt_dist.optim.meta_optimizer import MetaOptimizer
+from torchopt_dist.optim.optimizer import Optimizer
+from torchopt_dist.transform.add_decayed_weights import add_decayed_weights, penalized
+from torchopt_dist.transform.base import GradientTransformation, chain
+from torchopt_dist.transform.hyperparameters import (
+    HyperParameter,
+    check_at_least_zero,
+    check_decays,
+    check_learning_rate,
+)
+from torchopt_dist.transform.scale import scale_by_learning_rate
+from torchopt_dist.transform.scale_by_adan import scale_by_adan
+from torchopt_dist.typing import Numeric, ScalarOrSchedule, Schedule
+
+__all__ = ["Adan", "MetaAdan", "adan"]
+
+
+def adan(
+    lr: ScalarOrSchedule = 1e-3,
+    betas: tuple[HyperParameter, HyperParameter, HyperParameter] = (0.98, 0.92, 0.99),
+    eps: HyperParameter = 1e-8,
+    weight_decay: HyperParameter = 0.0,
+    *,
+    moment_requires_grad: bool = False,
+    maximize: bool = False,
+) -> GradientTransformation:
+    """Adan: ``(p - lr * d) / (1 + lr * weight_decay)``, ``d`` the :func:`~torchopt_dist.transform.scale_by_adan` direction.
+
+    [Xie et al. 2024, Adan: Adaptive Nesterov Momentum Algorithm for Faster Optimizing Deep Models, algorithm 1.]
+
+    Args:
+        lr: learning rate: a number that is at least 0, a tensor of one element, or a schedule (the number of steps
+            made so far → a learning rate).
+        betas: decays of the running averages of the gradients, of their changes, and of the squares of the gradients
+            that look ahead, at least 0 and below 1; numbers or tensors of one element.
+        eps: added to the denominator, at least 0; a number or a tensor of one element.
+        weight_decay: decoupled and proximal, at least 0; likewise.
+        moment_requires_grad: the first averages are leaves that require grad.
+        maximize: go up, not down.
+
+    Raises:
+        TypeError: an argument is of another type.
+        ValueError: a number is out of its range, or a tensor has more than one element.
+    """
+    check_decays("betas", betas, 3)
+    check_learning_rate("lr", lr)
+    check_at_least_zero("weight_decay", weight_decay)
+    # (p - lr * d) / (1 + lr * w) is p less lr / (1 + lr * w) times d + w * p.
+    shrunk = partial(_shrink_schedule, lr, weight_decay) if callable(lr) else _shrink(lr, weight_decay)
+    return chain(
+        *penalized(0.0, maximize),
+        scale_by_adan(*betas, eps, moment_requires_grad),
+        add_decayed_weights(weight_decay),
+        scale_by_learning_rate(shrunk),
+    )
+
+
+def _shrink(lr: Numeric, weight_decay: HyperParameter) -> Numeric:
+    return lr / (1 + lr * weight_decay)
+
+
+def _shrink_schedule(lr: Schedule, weight_decay: HyperParameter, count: Numeric) -> Numeric:
+    return _shrink(lr(count), weight_decay)
+
+
+class Adan(Optimizer, transformation=adan):
+    """Adan in place."""
+
+
+class MetaAdan(MetaOptimizer, transformation=adan, moment_requires_grad=True):
+    """Adan that one can differentiate through."""

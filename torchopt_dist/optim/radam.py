@@ -1,0 +1,57 @@
+"""Gradients → updates by RAdam, as a function and as two classes."""
+
+from __future__ import annotations
+
+from torchopt_dist.optim.meta_optimizer import MetaOptimizer
+from torchopt_dist.optim.optimizer import Optimizer
+from torchopt_dist.transform.add_decayed_weights import penalized
+from torchopt_dist.transform.base import GradientTransformation, chain
+from torchopt_dist.transform.hyperparameters import HyperParameter, check_decays
+from torchopt_dist.transform.scale import scale_by_learning_rate
+from torchopt_dist.transform.scale_by_radam import scale_by_radam
+from torchopt_dist.typing import ScalarOrSchedule
+
+__all__ = ["MetaRAdam", "RAdam", "radam"]
+
+
+def radam(
+    lr: ScalarOrSchedule = 1e-3,
+    betas: tuple[HyperParameter, HyperParameter] = (0.9, 0.999),
+    eps: HyperParameter = 1e-6,
+    weight_decay: HyperParameter = 0.0,
+    *,
+    moment_requires_grad: bool = False,
+    maximize: bool = False,
+) -> GradientTransformation:
+    """RAdam, as ``torch.optim.RAdam``: :func:`~torchopt_dist.transform.scale_by_radam`, times the learning rate.
+
+    [Liu et al. 2020, On the Variance of the Adaptive Learning Rate and Beyond.]
+
+    Args:
+        lr: learning rate: a number that is at least 0, a tensor of one element, or a schedule (the number of steps
+            made so far → a learning rate).
+        betas: decays of the running averages of the gradients and of their squares, at least 0 and below 1; numbers
+            or tensors of one element.
+        eps: added to the denominator, at least 0; a number or a tensor of one element.
+        weight_decay: how much of a parameter is added to its gradient (L2 penalty), at least 0; likewise.
+        moment_requires_grad: the first averages are leaves that require grad.
+        maximize: go up, not down.
+
+    Raises:
+        TypeError: an argument is of another type.
+        ValueError: a number is out of its range, or a tensor has more than one element.
+    """
+    check_decays("betas", betas, 2)
+    return chain(
+        *penalized(weight_decay, maximize),
+        scale_by_radam(*betas, eps, moment_requires_grad),
+        scale_by_learning_rate(lr),
+    )
+
+
+class RAdam(Optimizer, transformation=radam, eps=1e-8):
+    """RAdam in place, as ``torch.optim.RAdam``."""
+
+
+class MetaRAdam(MetaOptimizer, transformation=radam, eps=1e-8, moment_requires_grad=True):
+    """RAdam that one can differentiate through."""

@@ -1,0 +1,69 @@
+"""Gradients → updates by RMSprop, as a function and as two classes."""
+
+from __future__ import annotations
+
+from torchopt_dist.optim.meta_optimizer import MetaOptimizer
+from torchopt_dist.optim.optimizer import Optimizer
+from torchopt_dist.transform.add_decayed_weights import penalized
+from torchopt_dist.transform.base import GradientTransformation, chain
+from torchopt_dist.transform.hyperparameters import HyperParameter, is_zero
+from torchopt_dist.transform.scale import scale_by_learning_rate
+from torchopt_dist.transform.scale_by_rms import scale_by_rms, scale_by_stddev
+from torchopt_dist.transform.trace import check_momentum, trace
+from torchopt_dist.typing import ScalarOrSchedule
+
+__all__ = ["MetaRMSprop", "RMSprop", "rmsprop"]
+
+
+def rmsprop(
+    lr: ScalarOrSchedule = 1e-2,
+    alpha: HyperParameter = 0.99,
+    eps: HyperParameter = 1e-8,
+    weight_decay: HyperParameter = 0.0,
+    momentum: HyperParameter = 0.0,
+    centered: bool = False,
+    *,
+    initial_scale: float = 0.0,
+    nesterov: bool = False,
+    moment_requires_grad: bool = False,
+    maximize: bool = False,
+) -> GradientTransformation:
+    """RMSprop, as ``torch.optim.RMSprop``.
+
+    :func:`~torchopt_dist.transform.scale_by_rms`, or :func:`~torchopt_dist.transform.scale_by_stddev` if centered;
+    then :func:`~torchopt_dist.transform.trace`, if there is a momentum; times the learning rate. [Tieleman and Hinton
+    2012, Neural Networks for Machine Learning, lecture 6.5.]
+
+    Args:
+        lr: learning rate: a number that is at least 0, a tensor of one element, or a schedule (the number of steps
+            made so far → a learning rate).
+        alpha: decay of the running average of the squared gradients, at least 0 and below 1; a number or a tensor of
+            one element.
+        eps: added to the denominator, at least 0; a number or a tensor of one element.
+        weight_decay: how much of a parameter is added to its gradient (L2 penalty), at least 0; likewise.
+        momentum: how much of the running sum of steps stays, at least 0; likewise.
+        centered: divide by the standard deviation of the gradients.
+        initial_scale: the average of the squared gradients at the start, at least 0.
+        nesterov: look ahead along the running sum; needs a momentum.
+        moment_requires_grad: the first averages are leaves that require grad.
+        maximize: go up, not down.
+
+    Raises:
+        TypeError: an argument is of another type.
+        ValueError: a number is out of its range, a tensor has more than one element, or ``nesterov`` comes without a
+            momentum.
+    """
+    check_momentum(momentum, 0.0, nesterov)
+    scale_down = scale_by_stddev if centered else scale_by_rms
+    links = [*penalized(weight_decay, maximize), scale_down(alpha, eps, initial_scale, moment_requires_grad)]
+    if not is_zero(momentum):
+        links.append(trace(momentum, 0.0, nesterov, moment_requires_grad))
+    return chain(*links, scale_by_learning_rate(lr))
+
+
+class RMSprop(Optimizer, transformation=rmsprop):
+    """RMSprop in place, as ``torch.optim.RMSprop``."""
+
+
+class MetaRMSprop(MetaOptimizer, transformation=rmsprop):
+    """RMSprop that one can differentiate through."""

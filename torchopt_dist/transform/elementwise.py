@@ -1,0 +1,96 @@
+"""A formula on lists of tensors → the ``init`` and the ``update`` of a transformation that works leaf by leaf.
+
+What every such transformation shares is here: leaves that are ``None`` are left out and keep their state,
+complex leaves are seen as pairs of real ones, and the state is overwritten only where no graph is recorded.
+What is its own is a ``NamedTuple`` for the state and a formula. Each field of the state is a tree with a
+tensor a parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from torchopt_dist import pytree
+from torchopt_dist.ops import lists
+from torchopt_dist.transform.base import GradientTransformation
+from torchopt_dist.typing import OptState, Params, TensorTree, Updates
+
+__all__ = ["Formula", "counts", "elementwise", "filled"]
+
+
+class Formula(Protocol):
+    """Gradients, the state's fields → updates, the next state's fields."""
+
+    def __call__(self, grads: list[Tensor], *fields: list[Tensor], inplace: bool) -> tuple[list[Tensor], ...]:
+        """Work on lists: a tensor each for the leaves that have a gradient, real ones only."""
+
+
+def elementwise(
+    state_type: type, first: Callable[[Params], OptState], formula: Formula
+) -> GradientTransformation:
+    """Make a transformation.
+
+    Args:
+        state_type: the ``NamedTuple`` of the state.
+        first: parameters → the first state; a module-level function or a ``partial`` of one.
+        formula: likewise; overwrites the fields if told ``inplace=True``.
+    """
+    return GradientTransformation(first, partial(_update, state_type, formula))
+
+
+def filled(params: Params, value: float = 0.0, *, requires_grad: bool = False) -> TensorTree:
+    """A tree of the parameters' structure whose tensors hold one value; as leaves that require grad, if asked."""
+
+    def like(leaf: Tensor) -> Tensor:
+        differentiable = leaf.is_floating_point() or leaf.is_complex()
+        return torch.full_like(leaf, value, requires_grad=requires_grad and differentiable)
+
+    return pytree.map_tensors(like, params)
+
+
+def counts(params: Params) -> TensorTree:
+    """A tree of the parameters' structure with a count of 0 each: 0-d, float32, on the CPU, as torch's ``step``."""
+    return pytree.map_tensors(lambda _: torch.zeros((), dtype=torch.float32, device="cpu"), params)
+
+
+def _update(
+    state_type: type,
+    formula: Formula,
+    updates: Updates,
+    state: Any,
+    *,
+    params: Params | None = None,
+    inplace: bool = True,
+) -> tuple[Updates, OptState]:
+    if not isinstance(state, state_type):
+        raise TypeError(f"`state` must be a {state_type.__name__}, got {type(state).__name__}")
+    leaves, spec = pytree.flatten(updates)
+    places = lists.present(leaves)
+    grads = lists.pick(leaves, places)
+    fields = {
+        name: pytree.flatten_like(spec, tree, f"state.{name}", "updates")
+        for name, tree in zip(state._fields, state, strict=True)
+        if not _is_left_out(tree, spec)
+    }
+    old = [lists.pick(field, places) for field in fields.values()]
+    moved, *new = formula(
+        lists.as_real(grads),
+        *(lists.as_real(field) for field in old),
+        inplace=inplace and not torch.is_grad_enabled(),
+    )
+    for (name, field), before, after in zip(fields.items(), old, new, strict=True):
+        fields[name] = lists.put(field, places, lists.as_complex(after, before))
+    return (
+        pytree.unflatten(spec, lists.put(leaves, places, lists.as_complex(moved, grads))),
+        state._replace(**{name: pytree.unflatten(spec, field) for name, field in fields.items()}),
+    )
+
+
+def _is_left_out(tree: Any, spec: pytree.PyTreeSpec) -> bool:
+    """Whether a field is ``()`` because these options have no use for it, and not since there are no parameters."""
+    return tree == () and spec.num_leaves > 0

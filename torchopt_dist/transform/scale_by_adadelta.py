@@ -1,0 +1,74 @@
+"""Gradients → steps whose size is that of the last steps, relative to that of the last gradients."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+from torch import Tensor
+
+from torchopt_dist.ops import lists
+from torchopt_dist.transform.base import GradientTransformation
+from torchopt_dist.transform.elementwise import elementwise, filled
+from torchopt_dist.transform.hyperparameters import HyperParameter, check_at_least_zero, check_decay
+from torchopt_dist.typing import Params, TensorTree
+
+__all__ = ["ScaleByAdadeltaState", "scale_by_adadelta"]
+
+
+class ScaleByAdadeltaState(NamedTuple):
+    """What :func:`scale_by_adadelta` remembers; the names are those of ``torch.optim.Adadelta``."""
+
+    square_avg: TensorTree
+    """Running averages of the squared gradients: a tensor a parameter, of its shape and dtype."""
+    acc_delta: TensorTree
+    """Running averages of the squared steps, likewise."""
+
+
+def scale_by_adadelta(
+    rho: HyperParameter = 0.9, eps: HyperParameter = 1e-6, moment_requires_grad: bool = False
+) -> GradientTransformation:
+    """``d = sqrt(a + eps) / sqrt(v + eps) * g``, with ``v`` and ``a`` the running averages of ``g**2`` and of ``d**2``.
+
+    [Zeiler 2012, ADADELTA: An Adaptive Learning Rate Method, algorithm 1.]
+
+    Args:
+        rho: decay of the averages; a number that is at least 0 and below 1, or a tensor of one element, which may
+            require grad.
+        eps: added below both roots, at least 0; a number or a tensor of one element.
+        moment_requires_grad: the first averages are leaves that require grad.
+
+    Raises:
+        TypeError: an argument is of another type.
+        ValueError: one is out of its range.
+    """
+    check_decay("rho", rho)
+    check_at_least_zero("eps", eps)
+    return elementwise(
+        ScaleByAdadeltaState, partial(_init, moment_requires_grad), partial(_formula, rho=rho, eps=eps)
+    )
+
+
+def _init(requires_grad: bool, params: Params, /) -> ScaleByAdadeltaState:
+    return ScaleByAdadeltaState(
+        filled(params, requires_grad=requires_grad), filled(params, requires_grad=requires_grad)
+    )
+
+
+def _formula(
+    grads: list[Tensor],
+    square_avgs: list[Tensor],
+    acc_deltas: list[Tensor],
+    *,
+    rho: HyperParameter,
+    eps: HyperParameter,
+    inplace: bool,
+) -> tuple[list[Tensor], ...]:
+    square_avgs = lists.multiply(square_avgs, rho, inplace=inplace)
+    square_avgs = lists.add_product(square_avgs, grads, grads, 1 - rho, inplace=inplace)
+    below = lists.square_root(lists.add_number(square_avgs, eps))
+    above = lists.square_root(lists.add_number(acc_deltas, eps))
+    deltas = lists.product(lists.divide(above, below), grads)
+    acc_deltas = lists.multiply(acc_deltas, rho, inplace=inplace)
+    acc_deltas = lists.add_product(acc_deltas, deltas, deltas, 1 - rho, inplace=inplace)
+    return deltas, square_avgs, acc_deltas

@@ -1,0 +1,88 @@
+"""Gradients → Adamax's direction: their running average over their largest recent absolute value."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+from torch import Tensor
+
+from torchopt_dist.ops import lists
+from torchopt_dist.transform.base import GradientTransformation
+from torchopt_dist.transform.elementwise import counts, elementwise, filled
+from torchopt_dist.transform.hyperparameters import HyperParameter, check_at_least_zero, check_decay
+from torchopt_dist.typing import Params, TensorTree
+
+__all__ = ["ScaleByAdamaxState", "scale_by_adamax"]
+
+
+class ScaleByAdamaxState(NamedTuple):
+    """What :func:`scale_by_adamax` remembers; the names are those of ``torch.optim.Adamax``."""
+
+    exp_avg: TensorTree
+    """Running averages of the gradients: a tensor a parameter, of its shape and dtype."""
+    exp_inf: TensorTree
+    """Their largest absolute values, which decay, likewise."""
+    step: TensorTree
+    """How many gradients each parameter has had: a 0-d float32 tensor each, on the CPU."""
+
+
+def scale_by_adamax(
+    b1: HyperParameter = 0.9,
+    b2: HyperParameter = 0.999,
+    eps: HyperParameter = 1e-6,
+    moment_requires_grad: bool = False,
+) -> GradientTransformation:
+    """Adamax's direction ``m / (1 - b1**t) / u`` with ``u = max(b2 * u, |g| + eps)``.
+
+    ``m`` is the running average of the gradients ``g``, ``t`` their number. [Kingma and Ba 2015, Adam: A Method for
+    Stochastic Optimization, algorithm 2; ``eps`` as in ``torch.optim.Adamax``.]
+
+    Args:
+        b1: decay of the average; a number that is at least 0 and below 1, or a tensor of one element, which may
+            require grad.
+        b2: decay of the largest absolute value; likewise.
+        eps: added to the absolute value, at least 0; a number or a tensor of one element.
+        moment_requires_grad: the first state's tensors are leaves that require grad.
+
+    Raises:
+        TypeError: an argument is of another type.
+        ValueError: one is out of its range.
+    """
+    check_decay("b1", b1)
+    check_decay("b2", b2)
+    check_at_least_zero("eps", eps)
+    return elementwise(
+        ScaleByAdamaxState, partial(_init, moment_requires_grad), partial(_formula, b1=b1, b2=b2, eps=eps)
+    )
+
+
+def _init(requires_grad: bool, params: Params, /) -> ScaleByAdamaxState:
+    return ScaleByAdamaxState(
+        filled(params, requires_grad=requires_grad),
+        filled(params, requires_grad=requires_grad),
+        counts(params),
+    )
+
+
+def _formula(
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_infs: list[Tensor],
+    steps: list[Tensor],
+    *,
+    b1: HyperParameter,
+    b2: HyperParameter,
+    eps: HyperParameter,
+    inplace: bool,
+) -> tuple[list[Tensor], ...]:
+    steps = lists.add_number(steps, 1, inplace=inplace)
+    exp_avgs = lists.interpolate(exp_avgs, grads, 1 - b1, inplace=inplace)
+    decayed = lists.multiply(exp_infs, b2, inplace=inplace)
+    exp_infs = lists.maximum(decayed, lists.add_number(lists.absolute(grads), eps))
+    factor = lists.combine(_inverse, lists.bias_correction(b1, steps))
+    return lists.multiply(lists.divide(exp_avgs, exp_infs), factor), exp_avgs, exp_infs, steps
+
+
+def _inverse(x: HyperParameter) -> HyperParameter:
+    return 1 / x

@@ -1,0 +1,124 @@
+"""Gradients → Adan's direction: Adam's with the running average of the gradients' change, as a look ahead."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchopt_dist.ops import lists
+from torchopt_dist.transform.base import GradientTransformation
+from torchopt_dist.transform.elementwise import counts, elementwise, filled
+from torchopt_dist.transform.hyperparameters import HyperParameter, check_at_least_zero, check_decay
+from torchopt_dist.typing import Params, TensorTree
+
+__all__ = ["ScaleByAdanState", "scale_by_adan"]
+
+
+class ScaleByAdanState(NamedTuple):
+    """What :func:`scale_by_adan` remembers."""
+
+    exp_avg: TensorTree
+    """Running averages of the gradients: a tensor a parameter, of its shape and dtype."""
+    exp_avg_diff: TensorTree
+    """Running averages of their changes, likewise."""
+    exp_avg_sq: TensorTree
+    """Running averages of the squares of the gradients that look ahead, likewise."""
+    last_grad: TensorTree
+    """The last gradients, likewise."""
+    step: TensorTree
+    """How many gradients each parameter has had: a 0-d float32 tensor each, on the CPU."""
+
+
+def scale_by_adan(
+    b1: HyperParameter = 0.98,
+    b2: HyperParameter = 0.92,
+    b3: HyperParameter = 0.99,
+    eps: HyperParameter = 1e-8,
+    moment_requires_grad: bool = False,
+) -> GradientTransformation:
+    """Adan's direction ``(m + b2 * d) / (sqrt(n) + eps)``.
+
+    ``m``, ``d`` and ``n`` are the running averages of the gradient ``g``, of its change since the last one, ``c`` (0 at
+    the first), and of ``(g + b2 * c)**2``, corrected for their start at 0. [Xie et al. 2024, Adan: Adaptive Nesterov Momentum
+    Algorithm for Faster Optimizing Deep Models, algorithm 1; the decays are one minus the paper's.]
+
+    Args:
+        b1: decay of ``m``; a number that is at least 0 and below 1, or a tensor of one element, which may require
+            grad.
+        b2: decay of ``d``, likewise.
+        b3: decay of ``n``, likewise.
+        eps: added to the root, at least 0; a number or a tensor of one element. The root's derivative at 0 is taken
+            to be 0, which is the limit as the gradient goes to 0.
+        moment_requires_grad: the first averages are leaves that require grad.
+
+    Raises:
+        TypeError: an argument is of another type.
+        ValueError: one is out of its range.
+    """
+    for name, decay in (("b1", b1), ("b2", b2), ("b3", b3)):
+        check_decay(name, decay)
+    check_at_least_zero("eps", eps)
+    return elementwise(
+        ScaleByAdanState,
+        partial(_init, moment_requires_grad),
+        partial(_formula, b1=b1, b2=b2, b3=b3, eps=eps),
+    )
+
+
+def _init(requires_grad: bool, params: Params, /) -> ScaleByAdanState:
+    averages = (filled(params, requires_grad=requires_grad) for _ in range(3))
+    return ScaleByAdanState(*averages, last_grad=filled(params), step=counts(params))
+
+
+def _formula(
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_diffs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    last_grads: list[Tensor],
+    steps: list[Tensor],
+    *,
+    b1: HyperParameter,
+    b2: HyperParameter,
+    b3: HyperParameter,
+    eps: HyperParameter,
+    inplace: bool,
+) -> tuple[list[Tensor], ...]:
+    changed = lists.combine(_changed, lists.values(steps))
+    steps = lists.add_number(steps, 1, inplace=inplace)
+    changes = lists.multiply(lists.add(grads, last_grads, -1.0), changed)
+    ahead = lists.add(grads, changes, b2)
+    exp_avgs = lists.interpolate(exp_avgs, grads, 1 - b1, inplace=inplace)
+    exp_avg_diffs = lists.interpolate(exp_avg_diffs, changes, 1 - b2, inplace=inplace)
+    exp_avg_sqs = lists.multiply(exp_avg_sqs, b3, inplace=inplace)
+    exp_avg_sqs = lists.add_product(exp_avg_sqs, ahead, ahead, 1 - b3, inplace=inplace)
+
+    left1, left2, left3 = (lists.bias_correction(b, steps) for b in (b1, b2, b3))
+    above = lists.add(
+        lists.multiply(exp_avgs, lists.combine(_inverse, left1)),
+        lists.multiply(exp_avg_diffs, lists.combine(partial(_over, b2), left2)),
+    )
+    roots = lists.multiply(lists.square_root(exp_avg_sqs), lists.combine(_inverse_root, left3))
+    moved = lists.divide(above, lists.add_number(roots, eps))
+    last = [g.clone() for g in grads] if not torch.is_grad_enabled() else grads  # `p.grad` may be overwritten
+    return moved, exp_avgs, exp_avg_diffs, exp_avg_sqs, last, steps
+
+
+def _changed(t: HyperParameter) -> HyperParameter:
+    """1 if there was a gradient before, else 0."""
+    return torch.where(t > 0, 1.0, 0.0).to(t.dtype) if isinstance(t, Tensor) else float(t > 0)
+
+
+def _inverse(x: HyperParameter) -> HyperParameter:
+    return 1 / x
+
+
+def _over(y: HyperParameter, x: HyperParameter) -> HyperParameter:
+    return y / x
+
+
+def _inverse_root(x: HyperParameter) -> HyperParameter:
+    return x**-0.5

@@ -1,0 +1,131 @@
+"""Gradients → RAdam's direction: Adam's, by as much as its denominator is to be trusted yet."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchopt_dist.ops import lists
+from torchopt_dist.transform.base import GradientTransformation
+from torchopt_dist.transform.elementwise import counts, elementwise, filled
+from torchopt_dist.transform.hyperparameters import (
+    HyperParameter,
+    check_at_least_zero,
+    check_decay,
+    is_number,
+)
+from torchopt_dist.typing import Params, TensorTree
+
+__all__ = ["ScaleByRAdamState", "scale_by_radam"]
+
+TRUSTED = 5.0
+"""The length of the average from which on the denominator is used, as in ``torch.optim.RAdam``."""
+
+
+class ScaleByRAdamState(NamedTuple):
+    """What :func:`scale_by_radam` remembers; the names are those of ``torch.optim.RAdam``."""
+
+    exp_avg: TensorTree
+    """Running averages of the gradients: a tensor a parameter, of its shape and dtype."""
+    exp_avg_sq: TensorTree
+    """Running averages of their squares, likewise."""
+    step: TensorTree
+    """How many gradients each parameter has had: a 0-d float32 tensor each, on the CPU."""
+
+
+def scale_by_radam(
+    b1: HyperParameter = 0.9,
+    b2: HyperParameter = 0.999,
+    eps: HyperParameter = 1e-6,
+    moment_requires_grad: bool = False,
+) -> GradientTransformation:
+    """RAdam's direction: ``m / (1 - b1**t)``, in time times ``r * sqrt(1 - b2**t) / (sqrt(v) + eps)``.
+
+    ``m`` and ``v`` are the running averages of the gradients and of their squares, ``t`` their number. The second
+    factor comes in when the average ``v`` is as good as one over more than 5 gradients, and
+    ``r`` then makes up for its variance. [Liu et al. 2020, On the Variance of the Adaptive Learning Rate and Beyond,
+    algorithm 2; 5 for the paper's 4, and ``eps``, as in ``torch.optim.RAdam``.]
+
+    Args:
+        b1: decay of the average of the gradients; a number that is at least 0 and below 1, or a tensor of one
+            element, which may require grad.
+        b2: decay of the average of their squares; likewise.
+        eps: added to the root, at least 0; a number or a tensor of one element. The root's derivative at 0 is taken
+            to be 0, which is the limit as the gradient goes to 0.
+        moment_requires_grad: the first averages are leaves that require grad.
+
+    Raises:
+        TypeError: an argument is of another type.
+        ValueError: one is out of its range.
+    """
+    check_decay("b1", b1)
+    check_decay("b2", b2)
+    check_at_least_zero("eps", eps)
+    return elementwise(
+        ScaleByRAdamState, partial(_init, moment_requires_grad), partial(_formula, b1=b1, b2=b2, eps=eps)
+    )
+
+
+def _init(requires_grad: bool, params: Params, /) -> ScaleByRAdamState:
+    return ScaleByRAdamState(
+        filled(params, requires_grad=requires_grad),
+        filled(params, requires_grad=requires_grad),
+        counts(params),
+    )
+
+
+def _formula(
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    steps: list[Tensor],
+    *,
+    b1: HyperParameter,
+    b2: HyperParameter,
+    eps: HyperParameter,
+    inplace: bool,
+) -> tuple[list[Tensor], ...]:
+    steps = lists.add_number(steps, 1, inplace=inplace)
+    exp_avgs = lists.interpolate(exp_avgs, grads, 1 - b1, inplace=inplace)
+    exp_avg_sqs = lists.multiply(exp_avg_sqs, b2, inplace=inplace)
+    exp_avg_sqs = lists.add_product(exp_avg_sqs, grads, grads, 1 - b2, inplace=inplace)
+    left1, left2 = lists.bias_correction(b1, steps), lists.bias_correction(b2, steps)
+    t = lists.values(steps)
+    plain = lists.combine(partial(_plain, b2), t, left1, left2)
+    adaptive = lists.combine(partial(_adaptive, b2), t, left1, left2)
+    if is_number(adaptive) and adaptive == 0:
+        return lists.multiply(exp_avgs, plain), exp_avgs, exp_avg_sqs, steps
+    below = lists.add_number(lists.square_root(exp_avg_sqs), eps)
+    moved = lists.multiply(lists.divide(exp_avgs, below), adaptive)
+    if not (is_number(plain) and plain == 0):
+        moved = lists.add(moved, lists.multiply(exp_avgs, plain))
+    return moved, exp_avgs, exp_avg_sqs, steps
+
+
+def _length(b2: HyperParameter, t: HyperParameter, left2: HyperParameter) -> HyperParameter:
+    """How many gradients the average ``v`` is over: ``rho_t`` of the paper."""
+    return 2 / (1 - b2) - 1 - 2 * t * (1 - left2) / left2
+
+
+def _plain(b2: HyperParameter, t: HyperParameter, left1: HyperParameter, left2: HyperParameter) -> HyperParameter:
+    """The factor of the average as it is: 0 as soon as the denominator is trusted."""
+    length = _length(b2, t, left2)
+    if isinstance(length, Tensor):
+        return torch.where(length > TRUSTED, 0.0, 1 / left1)
+    return 0.0 if length > TRUSTED else 1 / left1
+
+
+def _adaptive(b2: HyperParameter, t: HyperParameter, left1: HyperParameter, left2: HyperParameter) -> HyperParameter:
+    """The factor of the average over its denominator: 0 until that is trusted."""
+    length, longest = _length(b2, t, left2), 2 / (1 - b2) - 1
+    trusted = length > TRUSTED
+    if isinstance(trusted, Tensor):  # what is not taken must be finite, or its derivative is none
+        length, longest = torch.where(trusted, length, 2 * TRUSTED), torch.where(trusted, longest, 2 * TRUSTED)
+    elif not trusted:
+        return 0.0
+    above = (length - 4) * (length - 2) * longest
+    factor = (above / ((longest - 4) * (longest - 2) * length) * left2) ** 0.5 / left1
+    return torch.where(trusted, factor, 0.0) if isinstance(trusted, Tensor) else factor

@@ -1,0 +1,134 @@
+"""Gradients → gradients over the root of the running average of their squares, or over their standard deviation."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+from torch import Tensor
+
+from torchopt_dist.ops import lists
+from torchopt_dist.transform.base import GradientTransformation
+from torchopt_dist.transform.elementwise import elementwise, filled
+from torchopt_dist.transform.hyperparameters import HyperParameter, check_at_least_zero, check_decay
+from torchopt_dist.typing import Params, TensorTree
+
+__all__ = ["ScaleByRmsState", "ScaleByStddevState", "scale_by_rms", "scale_by_stddev"]
+
+
+class ScaleByRmsState(NamedTuple):
+    """What :func:`scale_by_rms` remembers; the names are those of ``torch.optim.RMSprop``."""
+
+    square_avg: TensorTree
+    """Running averages of the squared gradients: a tensor a parameter, of its shape and dtype."""
+
+
+class ScaleByStddevState(NamedTuple):
+    """What :func:`scale_by_stddev` remembers; the names are those of ``torch.optim.RMSprop``."""
+
+    square_avg: TensorTree
+    """Running averages of the squared gradients: a tensor a parameter, of its shape and dtype."""
+    grad_avg: TensorTree
+    """Running averages of the gradients, likewise."""
+
+
+def scale_by_rms(
+    alpha: HyperParameter = 0.9,
+    eps: HyperParameter = 1e-8,
+    initial_scale: float = 0.0,
+    moment_requires_grad: bool = False,
+) -> GradientTransformation:
+    """``g / (sqrt(v) + eps)`` with ``v = alpha * v + (1 - alpha) * g**2``, as in ``torch.optim.RMSprop``.
+
+    [Tieleman and Hinton 2012, Neural Networks for Machine Learning, lecture 6.5.]
+
+    Args:
+        alpha: decay of the average; a number that is at least 0 and below 1, or a tensor of one element, which may
+            require grad.
+        eps: added to the root, at least 0; a number or a tensor of one element. The root's derivative at 0 is taken
+            to be 0, which is the limit as the gradient goes to 0.
+        initial_scale: the average at the start, at least 0.
+        moment_requires_grad: the first averages are leaves that require grad.
+
+    Raises:
+        TypeError: an argument is of another type.
+        ValueError: one is out of its range.
+    """
+    _check(alpha, eps, initial_scale)
+    return elementwise(
+        ScaleByRmsState,
+        partial(_rms_init, initial_scale, moment_requires_grad),
+        partial(_rms, alpha=alpha, eps=eps),
+    )
+
+
+def scale_by_stddev(
+    alpha: HyperParameter = 0.9,
+    eps: HyperParameter = 1e-8,
+    initial_scale: float = 0.0,
+    moment_requires_grad: bool = False,
+) -> GradientTransformation:
+    """As :func:`scale_by_rms`, over ``sqrt(v - m**2) + eps``, where ``m`` is the running average of the gradients.
+
+    That is ``torch.optim.RMSprop(centered=True)``. [Graves 2013, Generating Sequences With Recurrent Neural Networks,
+    equations 38 to 45.]
+    """
+    _check(alpha, eps, initial_scale)
+    return elementwise(
+        ScaleByStddevState,
+        partial(_stddev_init, initial_scale, moment_requires_grad),
+        partial(_stddev, alpha=alpha, eps=eps),
+    )
+
+
+def _check(alpha: HyperParameter, eps: HyperParameter, initial_scale: float) -> None:
+    check_decay("alpha", alpha)
+    check_at_least_zero("eps", eps)
+    check_at_least_zero("initial_scale", initial_scale)
+
+
+def _rms_init(initial_scale: float, requires_grad: bool, params: Params, /) -> ScaleByRmsState:
+    return ScaleByRmsState(filled(params, initial_scale, requires_grad=requires_grad))
+
+
+def _stddev_init(initial_scale: float, requires_grad: bool, params: Params, /) -> ScaleByStddevState:
+    return ScaleByStddevState(
+        filled(params, initial_scale, requires_grad=requires_grad),
+        filled(params, requires_grad=requires_grad),
+    )
+
+
+def _rms(
+    grads: list[Tensor],
+    square_avgs: list[Tensor],
+    *,
+    alpha: HyperParameter,
+    eps: HyperParameter,
+    inplace: bool,
+) -> tuple[list[Tensor], ...]:
+    square_avgs = _squares(grads, square_avgs, alpha, inplace)
+    below = lists.add_number(lists.square_root(square_avgs), eps)
+    return lists.divide(grads, below), square_avgs
+
+
+def _stddev(
+    grads: list[Tensor],
+    square_avgs: list[Tensor],
+    grad_avgs: list[Tensor],
+    *,
+    alpha: HyperParameter,
+    eps: HyperParameter,
+    inplace: bool,
+) -> tuple[list[Tensor], ...]:
+    square_avgs = _squares(grads, square_avgs, alpha, inplace)
+    grad_avgs = lists.interpolate(grad_avgs, grads, 1 - alpha, inplace=inplace)
+    variances = lists.add_product(square_avgs, grad_avgs, grad_avgs, -1.0)
+    below = lists.add_number(lists.square_root(variances), eps)
+    return lists.divide(grads, below), square_avgs, grad_avgs
+
+
+def _squares(
+    grads: list[Tensor], square_avgs: list[Tensor], alpha: HyperParameter, inplace: bool
+) -> list[Tensor]:
+    square_avgs = lists.multiply(square_avgs, alpha, inplace=inplace)
+    return lists.add_product(square_avgs, grads, grads, 1 - alpha, inplace=inplace)
