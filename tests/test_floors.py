@@ -20,6 +20,7 @@ MAY_IMPORT = {
     **dict.fromkeys(("ops", "linalg", "schedule"), GROUND),
     **dict.fromkeys(("transform", "linear_solve", "nn"), FIRST),
     **dict.fromkeys(("optim", "diff"), SECOND),
+    "visual": GROUND | {"nn"},
     "distributed": GROUND | {"nn", "nn.module_state"},
     "launch": {"errors"},
 }

@@ -10,7 +10,6 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import torchopt_dist as todist
-from torchopt_dist import transform
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "api.md").read_text("utf-8")
 MODULES = {
@@ -18,8 +17,10 @@ MODULES = {
     "nn": todist.nn,
     "ops": todist.ops,
     "pytree": todist.pytree,
-    "transform": transform,
+    "schedule": todist.schedule,
+    "transform": todist.transform,
     "typing": todist.typing,
+    "visual": todist.visual,
 }
 
 

@@ -50,8 +50,8 @@ def test_cuda_without_a_cuda_kernel():
 
 
 def test_unknown_op():
-    with pytest.raises(ValueError, match=r"`op` must be one of add_scaled_; got 'adam'"):
-        ops.is_available("adam")
+    with pytest.raises(ValueError, match=r"`op` must be one of .*add_scaled_.*; got 'sgdd'"):
+        ops.is_available("sgdd")
 
 
 def test_load_says_that_nothing_is_there(tmp_path):

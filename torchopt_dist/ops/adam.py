@@ -1,19 +1,24 @@
-"""Gradients, Adam's two averages → updates and new averages; or, in place, → moved parameters.
+"""Gradients, Adam's two averages → directions and new averages; or, in place, → moved parameters.
 
 With the gradient ``g`` at a tensor's step ``t``, ``m = b1 * m + (1 - b1) * g`` and ``v = b2 * v + (1 - b2) * g**2``,
 and the direction is ``m / (1 - b1**t) / (sqrt(v / (1 - b2**t) + eps_root) + eps)``. [Kingma and Ba 2015, Adam: A
 Method for Stochastic Optimization, algorithm 1; ``eps_root`` as in optax.]
+
+Where ``v / (1 - b2**t) + eps_root`` is 0, the root's derivative is infinite. It is taken to be 0 there, which is the
+limit as the gradient goes to 0 from the first step on: ``v`` then falls with the gradient's square.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchopt_dist.ops import library, lists
-from torchopt_dist.ops.lists import Factor
+from torchopt_dist.ops import choice, lists
+from torchopt_dist.ops.lists import Factor, Factors
 
 __all__ = ["adam", "adam_"]
 
@@ -29,7 +34,7 @@ def adam(
     eps: Factor,
     eps_root: Factor,
     fused: bool | None = None,
-    inplace: bool,
+    inplace: bool = False,
 ) -> tuple[list[Tensor], ...]:
     """The directions and the next state; differentiable to any order, in ``eps`` and the decays too.
 
@@ -38,37 +43,85 @@ def adam(
         exp_avgs: averages of the gradients.
         exp_avg_sqs: averages of their squares.
         steps: steps made so far: 0-d float tensors on the CPU.
-        b1: decay of ``exp_avgs``.
+        b1: decay of ``exp_avgs``; a number, or a tensor of one element, as all of these four.
         b2: decay of ``exp_avg_sqs``.
         eps: added to the root.
-        eps_root: added below the root. With 0, the root's derivative at 0 is taken to be 0, which is the limit as
-            the gradient goes to 0.
-        fused: None uses a kernel where there is one and it helps, False uses this formula, True demands the kernel.
-        inplace: overwrite ``exp_avgs``, ``exp_avg_sqs`` and ``steps``.
+        eps_root: added below the root.
+        fused: None uses a kernel where there is one, False uses the formulas here, True demands the kernel, which has
+            no derivatives for hyper-parameters that are tensors.
+        inplace: leave to overwrite ``exp_avgs``, ``exp_avg_sqs`` and ``steps``.
 
     Returns:
         Directions, ``exp_avgs``, ``exp_avg_sqs``, ``steps``.
 
     Raises:
-        RuntimeError: ``fused=True`` where there is no kernel; the message says why.
+        RuntimeError: ``fused=True`` where there is no kernel for these arguments; the message says why.
     """
-    if fused:
-        library.require("adam", grads)
+    kernel = choice.use_kernel("adam", [*grads, *exp_avgs, *exp_avg_sqs], fused)
+    numbers = not any(isinstance(factor, Tensor) for factor in (b1, b2, eps, eps_root))
+    if fused and not numbers:
+        raise RuntimeError("`fused=True` cannot be kept: the kernel takes hyper-parameters that are numbers")
     steps = lists.add_number(steps, 1, inplace=inplace)
-    exp_avgs = lists.interpolate(exp_avgs, grads, 1 - b1, inplace=inplace)
-    exp_avg_sqs = lists.multiply(exp_avg_sqs, b2, inplace=inplace)
-    exp_avg_sqs = lists.add_product(exp_avg_sqs, grads, grads, 1 - b2, inplace=inplace)
-
-    # Both sides of the fraction times 1 - b1**t, so that only one of them is scaled.
     left1, left2 = lists.bias_correction(b1, steps), lists.bias_correction(b2, steps)
-    below = exp_avg_sqs
-    if isinstance(eps_root, Tensor) or eps_root != 0:
-        below = lists.add_number(below, lists.combine(_times, left2, eps_root))
-    roots = lists.square_root(below)
-    overwrite = not torch.is_grad_enabled()  # what was made here is nobody else's
-    roots = lists.multiply(roots, lists.combine(_over_root, left1, left2), inplace=overwrite)
-    roots = lists.add_number(roots, lists.combine(_times, left1, eps), inplace=overwrite)
-    return lists.divide(exp_avgs, roots), exp_avgs, exp_avg_sqs, steps
+    options = _Options(b1, b2, eps, eps_root, left1, left2, kernel and numbers)
+    averages = [grads, exp_avgs, exp_avg_sqs]
+    if numbers and not lists.runs_in_a_loop(grads):
+        if torch.is_grad_enabled() and any(x.requires_grad for column in averages for x in column):
+            apply: Callable[..., tuple[Tensor, ...]] = _Adam.apply
+            return *_thirds(apply(options, *grads, *exp_avgs, *exp_avg_sqs)), steps
+        if options.kernel:
+            return *_kernel(averages, options), steps
+    return *_formula(averages, options, inplace), steps
+
+
+class _Options(NamedTuple):
+    b1: Factor
+    b2: Factor
+    eps: Factor
+    eps_root: Factor
+    left1: Factors
+    """``1 - b1**t``."""
+    left2: Factors
+    """``1 - b2**t``."""
+    kernel: bool
+
+    def scale(self) -> Factors:
+        """What the root is multiplied by, so that only one side of the fraction is corrected."""
+        return lists.combine(_over_root, self.left1, self.left2)
+
+    def below_root(self) -> Factors:
+        return lists.combine(_times, self.left2, self.eps_root)
+
+    def besides_root(self) -> Factors:
+        return lists.combine(_times, self.left1, self.eps)
+
+    def corrections(self, count: int) -> Tensor:
+        """For the kernels: a row a tensor."""
+        columns = [x if isinstance(x, list) else [x] * count for x in (self.left1, self.left2)]
+        return torch.tensor(columns, dtype=torch.float64, device="cpu").t().contiguous()
+
+    def numbers(self) -> tuple[Any, ...]:
+        return self.b1, self.b2, self.eps, self.eps_root
+
+
+def _formula(columns: lists.Columns, options: _Options, inplace: bool = False) -> list[list[Tensor]]:
+    """The reference: what the rest of this file computes is measured against it."""
+    grads, exp_avgs, exp_avg_sqs = (column or [] for column in columns)
+    exp_avgs = lists.interpolate(exp_avgs, grads, 1 - options.b1, inplace=inplace)
+    exp_avg_sqs = lists.multiply(exp_avg_sqs, options.b2, inplace=inplace)
+    exp_avg_sqs = lists.add_product(exp_avg_sqs, grads, grads, 1 - options.b2, inplace=inplace)
+    below = _denominators(_roots(exp_avg_sqs, options), options)
+    return [lists.divide(exp_avgs, below), exp_avgs, exp_avg_sqs]
+
+
+def _roots(exp_avg_sqs: list[Tensor], options: _Options) -> list[Tensor]:
+    if isinstance(options.eps_root, Tensor) or options.eps_root != 0:
+        exp_avg_sqs = lists.add_number(exp_avg_sqs, options.below_root())
+    return lists.square_root(exp_avg_sqs)
+
+
+def _denominators(roots: list[Tensor], options: _Options) -> list[Tensor]:
+    return lists.add_number(lists.multiply(roots, options.scale()), options.besides_root())
 
 
 def _times(x: Factor, y: Factor) -> Factor:
@@ -77,6 +130,92 @@ def _times(x: Factor, y: Factor) -> Factor:
 
 def _over_root(x: Factor, y: Factor) -> Factor:
     return x / y**0.5
+
+
+class _Adam(torch.autograd.Function):
+    """The whole list as one node, for hyper-parameters that are numbers."""
+
+    @staticmethod
+    def forward(ctx: Any, options: _Options, *tensors: Tensor) -> tuple[Tensor, ...]:
+        columns = _thirds(tensors)
+        if options.kernel:
+            directions, *averages = _kernel(columns, options)
+        else:
+            directions, *averages = _in_portions(_formula, columns, options)
+        ctx.options = options
+        ctx.save_for_backward(*columns[0], *averages[0], *averages[1])
+        ctx.set_materialize_grads(False)
+        return *directions, *averages[0], *averages[1]
+
+    @staticmethod
+    def backward(ctx: Any, *output_grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        saved = _thirds(ctx.saved_tensors)
+        outer = [_filled(column, like) for column, like in zip(_thirds(output_grads), saved, strict=True)]
+        if torch.is_grad_enabled():
+            found = _backward([*saved, *outer], ctx.options)
+        elif ctx.options.kernel:
+            found = _kernel_backward([*saved, *outer], ctx.options)
+        else:
+            found = _in_portions(_backward, [*saved, *outer], ctx.options)
+        return None, *(grad for column in found for grad in column)
+
+
+def _backward(columns: lists.Columns, options: _Options) -> list[list[Tensor]]:
+    """The gradients with respect to ``g``, ``m`` and ``v``, by operations that can be differentiated again.
+
+    Args:
+        columns: the gradients ``g`` and the new averages; then the gradients with respect to the direction and to the
+            new averages, ``None`` for zeros.
+        options: as in the forward direction.
+    """
+    grads, exp_avgs, exp_avg_sqs = (column or [] for column in columns[:3])
+    of_directions, of_avgs, of_sqs = columns[3:]
+    if of_directions is not None:
+        roots = _roots(exp_avg_sqs, options)
+        below = _denominators(roots, options)
+        over = lists.divide(of_directions, below)
+        slopes = lists.multiply(lists.slopes_of_roots(roots), options.scale())
+        through = lists.product(lists.product(over, lists.divide(exp_avgs, below)), slopes)
+        of_avgs = over if of_avgs is None else lists.add(of_avgs, over)
+        of_sqs = lists.multiply(through, -1) if of_sqs is None else lists.add(of_sqs, through, -1.0)
+    of_avgs = of_avgs or [torch.zeros_like(g) for g in grads]
+    of_sqs = of_sqs or [torch.zeros_like(g) for g in grads]
+    of_grads = lists.multiply(of_avgs, 1 - options.b1)
+    of_grads = lists.add_product(of_grads, grads, of_sqs, 2 * (1 - options.b2))
+    return [of_grads, lists.multiply(of_avgs, options.b1), lists.multiply(of_sqs, options.b2)]
+
+
+def _in_portions(
+    formula: Callable[..., list[list[Tensor]]], columns: lists.Columns, options: _Options
+) -> list[list[Tensor]]:
+    if isinstance(options.left1, list) or isinstance(options.left2, list):  # the tensors' steps differ
+        return formula(columns, options)
+    return lists.in_portions(partial(formula, options=options), columns)
+
+
+def _kernel(columns: list[list[Tensor]], options: _Options) -> list[list[Tensor]]:
+    corrections = options.corrections(len(columns[0]))
+    return _thirds(torch.ops.todist.adam(*columns, corrections, *options.numbers()))
+
+
+def _kernel_backward(columns: lists.Columns, options: _Options) -> list[list[Tensor]]:
+    saved = columns[:3]
+    first, *rest = (column or [] for column in columns[3:])
+    first = first or [torch.zeros_like(g) for g in saved[0] or []]
+    corrections = options.corrections(len(first))
+    return _thirds(torch.ops.todist.adam_backward(first, *rest, *saved, corrections, *options.numbers()))
+
+
+def _thirds(tensors: Sequence[Any]) -> list[list[Any]]:
+    count = len(tensors) // 3
+    return [list(tensors[:count]), list(tensors[count : 2 * count]), list(tensors[2 * count :])]
+
+
+def _filled(grads: list[Tensor | None], like: list[Tensor]) -> list[Tensor] | None:
+    """A list without gaps; ``None`` if it is nothing but gaps."""
+    if all(grad is None for grad in grads):
+        return None
+    return [torch.zeros_like(x) if grad is None else grad for grad, x in zip(grads, like, strict=True)]
 
 
 def adam_(
@@ -90,15 +229,16 @@ def adam_(
     b1: float,
     b2: float,
     eps: float,
-    eps_root: float,
-    weight_decay: float,
-    decoupled: bool,
-    maximize: bool,
+    eps_root: float = 0.0,
+    weight_decay: float = 0.0,
+    decoupled: bool = False,
+    maximize: bool = False,
     fused: bool | None = None,
 ) -> None:
     """A whole step of Adam or AdamW in place: ``params``, ``exp_avgs``, ``exp_avg_sqs`` and ``steps`` are overwritten.
 
-    It records no graph. The numbers are those of ``torch.optim.Adam(foreach=True)``, rounding included.
+    It records no graph. The formula's numbers are those of ``torch.optim.Adam(foreach=True)``, rounding included; the
+    kernel rounds less often.
 
     Args:
         params: real tensors of any shapes.
@@ -107,7 +247,7 @@ def adam_(
         exp_avg_sqs: as in :func:`adam`.
         steps: as in :func:`adam`.
         lr: learning rate.
-        b1: as in :func:`adam`.
+        b1: as in :func:`adam`, but a number, as all of these.
         b2: as in :func:`adam`.
         eps: as in :func:`adam`.
         eps_root: as in :func:`adam`.
@@ -120,8 +260,15 @@ def adam_(
     Raises:
         RuntimeError: as in :func:`adam`.
     """
-    if fused:
-        library.require("adam_", params)
+    if choice.use_kernel("adam_", [*params, *grads, *exp_avgs, *exp_avg_sqs], fused):
+        lists.add_number(list(steps), 1, inplace=True)
+        left = (lists.bias_correction(b1, steps), lists.bias_correction(b2, steps))
+        corrections = _Options(b1, b2, eps, eps_root, *left, True).corrections(len(steps))
+        columns = (list(params), list(grads), list(exp_avgs), list(exp_avg_sqs))
+        numbers = (float(lr), b1, b2, eps, eps_root, weight_decay, decoupled, maximize)
+        torch.ops.todist.adam_(*columns, corrections, *numbers)
+        torch.autograd.graph.increment_version([*params, *exp_avgs, *exp_avg_sqs])
+        return
     for part in lists.portions(params):
         p, g, m, v, t = (list(tensors[part]) for tensors in (params, grads, exp_avgs, exp_avg_sqs, steps))
         if maximize:
@@ -139,8 +286,12 @@ def adam_(
         roots = lists.square_root(below)
         lists.divide_(roots, lists.combine(_root, left2))
         lists.add_number(roots, eps, inplace=True)
-        lists.add_quotient_(p, m, roots, lists.combine(lambda left: -(lr / left), left1))
+        lists.add_quotient_(p, m, roots, lists.combine(partial(_step_size, lr), left1))
 
 
 def _root(x: Factor) -> Factor:
     return x**0.5
+
+
+def _step_size(lr: float, left1: Factor) -> Factor:
+    return -(lr / left1)

@@ -7,15 +7,11 @@ from numbers import Real
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
-from torchopt_dist.ops import library
+from torchopt_dist.ops import choice, library
 from torchopt_dist.typing import Tensor
 
 __all__ = ["add_scaled_"]
-
-_DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
-_PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 
 def add_scaled_(
@@ -87,26 +83,10 @@ def _helps(params: list[Tensor]) -> bool:
 
 def _obstacle(params: list[Tensor], updates: list[Tensor]) -> str | None:
     """Say what keeps the kernel from being used for these arguments, if anything does."""
-    tensors = params + updates
-    if not torch.compiler.is_compiling():
-        for kind in {type(tensor) for tensor in tensors} - _PLAIN:
-            return f"the kernel takes plain tensors; got a {kind.__name__}"
-        if torch._C._are_functorch_transforms_active():
-            return "a transformation of `torch.func` is active, and the kernel has no rule for it"
-        if forward_ad._current_level >= 0:
-            return "forward-mode differentiation is active, and the kernel carries no tangents"
-    devices = {tensor.device for tensor in tensors} or {torch.device("cpu")}
-    if len(devices) > 1:
-        return f"the kernel takes tensors of one device; got {', '.join(sorted(map(str, devices)))}"
-    for device in devices:
-        reason = library.why_not("add_scaled_", device)
-        if reason is not None:
-            return reason
-    for dtype in {param.dtype for param in params} - _DTYPES:
-        return f"the kernel has no {dtype}"
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+    reason = choice.obstacle("add_scaled_", params + updates)
+    if reason is None and torch.is_grad_enabled() and any(t.requires_grad for t in params + updates):
         return "a graph is to be recorded, and the kernel records none; use `torch.no_grad()`"
-    return None
+    return reason
 
 
 def _validate(params: list[Any], updates: list[Any]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeAlias, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -18,8 +18,8 @@ from torchopt_dist.typing import OptionalTensor
 
 __all__ = [
     "Factor",
-    "add",
     "absolute",
+    "add",
     "add_number",
     "add_product",
     "add_quotient_",
@@ -38,6 +38,7 @@ __all__ = [
     "product",
     "put",
     "runs_in_a_loop",
+    "slopes_of_roots",
     "square_root",
     "values",
 ]
@@ -46,6 +47,10 @@ Factor: TypeAlias = float | Tensor
 """A number, or a tensor of one element."""
 Factors: TypeAlias = Factor | Sequence[float] | Sequence[Tensor]
 """One for all tensors of a list, or one for each."""
+
+
+SMALL = 8192
+"""Elements a tensor up to which the time of an operation is that of the call."""
 
 
 def present(leaves: Sequence[OptionalTensor]) -> list[int]:
@@ -159,9 +164,7 @@ def add_product(
     return list(torch._foreach_addcmul(xs, ys, zs, alpha))
 
 
-def interpolate(
-    xs: list[Tensor], ys: list[Tensor], weight: Factor, *, inplace: bool = False
-) -> list[Tensor]:
+def interpolate(xs: list[Tensor], ys: list[Tensor], weight: Factor, *, inplace: bool = False) -> list[Tensor]:
     """``x + weight * (y - x)`` for each pair; as :func:`add`."""
     if isinstance(weight, Tensor) or any(x.dtype != y.dtype for x, y in zip(xs, ys, strict=True)):
         return add(multiply(xs, 1 - weight, inplace=inplace), ys, weight, inplace=inplace)
@@ -200,7 +203,7 @@ def divide(xs: list[Tensor], ys: list[Tensor]) -> list[Tensor]:
     return [_kept(z, x) for x, z in zip(xs, torch._foreach_div(xs, ys), strict=True)]
 
 
-def divide_(xs: list[Tensor], factor: Factors) -> list[Tensor]:
+def divide_(xs: list[Tensor], factor: Any) -> list[Tensor]:
     """Each tensor over a number, or over its own, in place."""
     if runs_in_a_loop(xs):
         return [x.div_(f) for x, f in zip(xs, _each(factor, len(xs)), strict=True)]
@@ -208,7 +211,7 @@ def divide_(xs: list[Tensor], factor: Factors) -> list[Tensor]:
     return xs
 
 
-def add_quotient_(xs: list[Tensor], ys: list[Tensor], zs: list[Tensor], factor: Factors) -> None:
+def add_quotient_(xs: list[Tensor], ys: list[Tensor], zs: list[Tensor], factor: Any) -> None:
     """``x + factor * y / z`` for each triple, in place; ``factor`` is a number, or one for each."""
     if runs_in_a_loop(xs):
         for x, y, z, f in zip(xs, ys, zs, _each(factor, len(xs)), strict=True):
@@ -227,6 +230,45 @@ def portions(xs: Sequence[Tensor], nbytes: int = 1 << 19) -> Iterator[slice]:
             start, size = end, 0
 
 
+Columns: TypeAlias = Sequence[list[Tensor] | None]
+"""Lists of one length, whose tensors at one place belong together; ``None`` where there is no such list."""
+
+
+def in_portions(formula: Callable[[Columns], Sequence[list[Tensor]]], columns: Columns) -> list[list[Tensor]]:
+    """Apply a formula that works element by element where that is fastest: many small tensors as one, few at a time.
+
+    Args:
+        formula: columns → columns; it records no graph.
+        columns: the first of them is a list.
+    """
+    first = columns[0] or []
+    out: list[list[Tensor]] = []
+    for part in portions(first):
+        share = [column if column is None else column[part] for column in columns]
+        small = _flat_sizes([column for column in share if column is not None])
+        if small is None:
+            found = formula(share)
+        else:
+            flat = [None if c is None else [torch.cat([x.reshape(-1) for x in c])] for c in share]
+            # `.data`: the pieces are no views to autograd, and changing one is no change of the others.
+            found = [
+                [piece.view_as(x).data for piece, x in zip(column[0].split(small), first[part], strict=True)]
+                for column in formula(flat)
+            ]
+        out = [[*before, *new] for before, new in zip(out, found, strict=True)] if out else list(found)
+    return out
+
+
+def _flat_sizes(columns: Sequence[list[Tensor]]) -> list[int] | None:
+    """The lengths of small tensors that may be laid end to end; ``None`` if these may not."""
+    first = columns[0]
+    sizes = [x.numel() for x in first]
+    if len(first) < 2 or sum(sizes) > SMALL * len(sizes):
+        return None
+    kinds = {(x.dtype, x.device) for column in columns for x in column}
+    return sizes if len(kinds) == 1 else None
+
+
 def square_root(xs: list[Tensor]) -> list[Tensor]:
     """The root of each element, with a derivative of 0 at 0, where the true one is infinite.
 
@@ -238,7 +280,8 @@ def square_root(xs: list[Tensor]) -> list[Tensor]:
             return [x.sqrt() for x in xs]
         zeros = [x == 0 for x in xs]
         return [
-            torch.where(zero, 0.0, torch.where(zero, 1.0, x).sqrt()) for x, zero in zip(xs, zeros, strict=True)
+            torch.where(zero, 0.0, torch.where(zero, 1.0, x).sqrt())
+            for x, zero in zip(xs, zeros, strict=True)
         ]
     if torch.is_grad_enabled() and any(x.requires_grad for x in xs):
         apply: Callable[..., Any] = _SquareRoot.apply
@@ -255,16 +298,22 @@ class _SquareRoot(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        roots = ctx.saved_tensors
-        positive = torch._foreach_sign([root.detach() for root in roots])
-        instead = torch._foreach_add(torch._foreach_neg(positive), 1.0)  # 1 where the root is 0, else 0
-        slopes = torch._foreach_div(torch._foreach_mul(positive, 0.5), torch._foreach_add(roots, instead))
-        return tuple(torch._foreach_mul(grads, slopes))
+        return tuple(torch._foreach_mul(grads, slopes_of_roots(ctx.saved_tensors)))
+
+
+def slopes_of_roots(roots: Sequence[Tensor]) -> list[Tensor]:
+    """The derivative of :func:`square_root`, from its results: ``0.5 / root``, and 0 at 0."""
+    positive = torch._foreach_sign([root.detach() for root in roots])
+    instead = torch._foreach_add(torch._foreach_neg(positive), 1.0)  # 1 where the root is 0, else 0
+    return list(
+        torch._foreach_div(torch._foreach_mul(positive, 0.5), torch._foreach_add(list(roots), instead))
+    )
 
 
 def values(counts: Sequence[Tensor]) -> Factors:
-    """What 0-d tensors hold: a number, if it is the same in all; else numbers; or, where these cannot be looked at,
-    float64 tensors.
+    """What 0-d tensors hold: a number, if it is the same in all, else numbers.
+
+    Where they cannot be looked at, as in ``vmap``, they come back as float64 tensors.
     """
     if runs_in_a_loop(counts):
         return [t.to(torch.float64) for t in counts]
@@ -282,7 +331,9 @@ def bias_correction(decay: Factor, steps: Sequence[Tensor]) -> Factors:
     Returns:
         One for all, if all have made as many steps; else one for each.
     """
-    return combine(partial(_left, decay.to(torch.float64) if isinstance(decay, Tensor) else decay), values(steps))
+    return combine(
+        partial(_left, decay.to(torch.float64) if isinstance(decay, Tensor) else decay), values(steps)
+    )
 
 
 def _left(decay: Factor, t: Factor) -> Factor:
@@ -293,7 +344,7 @@ def combine(function: Callable[..., Any], *factors: Factors) -> Factors:
     """Apply a function to factors: once if all are numbers, otherwise tensor by tensor."""
     lists = [factor for factor in factors if isinstance(factor, (list, tuple))]
     if not lists:
-        return function(*factors)  # type: ignore[no-any-return]
+        return cast("Factors", function(*factors))
     return [function(*each) for each in zip(*(_each(f, len(lists[0])) for f in factors), strict=True)]
 
 
@@ -304,13 +355,13 @@ def runs_in_a_loop(xs: Sequence[Tensor]) -> bool:
     return torch._C._functorch.maybe_current_level() is not None
 
 
-def _each(factor: Factors, count: int) -> Sequence[Factor]:
+def _each(factor: Any, count: int) -> Sequence[Any]:
     if isinstance(factor, Tensor):
         return [factor.reshape(())] * count
-    return [factor] * count if _is_number(factor) else factor  # type: ignore[return-value]
+    return [factor] * count if _is_number(factor) else factor
 
 
-def _is_number(factor: Factors) -> TypeGuard[float]:
+def _is_number(factor: Any) -> TypeGuard[float]:
     return not isinstance(factor, (Tensor, list, tuple))
 
 

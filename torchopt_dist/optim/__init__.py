@@ -1,9 +1,70 @@
-"""Losses or gradients → moved parameters: the optimizers, each with three faces."""
+"""Gradients → parameters moved: optimizers as functions, as torch-like classes and as differentiable classes."""
 
+from torchopt_dist.optim.adadelta import Adadelta, MetaAdadelta, adadelta
+from torchopt_dist.optim.adagrad import Adagrad, MetaAdagrad, adagrad
+from torchopt_dist.optim.adam import Adam, MetaAdam, adam
+from torchopt_dist.optim.adamax import Adamax, MetaAdamax, adamax
+from torchopt_dist.optim.adamw import AdamW, MetaAdamW, adamw
+from torchopt_dist.optim.adan import Adan, MetaAdan, adan
+from torchopt_dist.optim.aliases import (
+    AdaDelta,
+    AdaGrad,
+    AdaMax,
+    MetaAdaDelta,
+    MetaAdaGrad,
+    MetaAdaMax,
+    MetaRMSProp,
+    RMSProp,
+)
 from torchopt_dist.optim.apply_updates import apply_updates
+from torchopt_dist.optim.differentiable import DifferentiableOptimizer, differentiable
 from torchopt_dist.optim.functional_optimizer import FuncOptimizer
 from torchopt_dist.optim.meta_optimizer import MetaOptimizer
 from torchopt_dist.optim.optimizer import Optimizer
+from torchopt_dist.optim.radam import MetaRAdam, RAdam, radam
+from torchopt_dist.optim.rmsprop import MetaRMSprop, RMSprop, rmsprop
 from torchopt_dist.optim.sgd import SGD, MetaSGD, sgd
 
-__all__ = ["SGD", "FuncOptimizer", "MetaOptimizer", "MetaSGD", "Optimizer", "apply_updates", "sgd"]
+__all__ = [
+    "SGD",
+    "AdaDelta",
+    "AdaGrad",
+    "AdaMax",
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "Adan",
+    "DifferentiableOptimizer",
+    "FuncOptimizer",
+    "MetaAdaDelta",
+    "MetaAdaGrad",
+    "MetaAdaMax",
+    "MetaAdadelta",
+    "MetaAdagrad",
+    "MetaAdam",
+    "MetaAdamW",
+    "MetaAdamax",
+    "MetaAdan",
+    "MetaOptimizer",
+    "MetaRAdam",
+    "MetaRMSProp",
+    "MetaRMSprop",
+    "MetaSGD",
+    "Optimizer",
+    "RAdam",
+    "RMSProp",
+    "RMSprop",
+    "adadelta",
+    "adagrad",
+    "adam",
+    "adamax",
+    "adamw",
+    "adan",
+    "apply_updates",
+    "differentiable",
+    "radam",
+    "rmsprop",
+    "sgd",
+]

@@ -30,7 +30,9 @@ def adan(
     moment_requires_grad: bool = False,
     maximize: bool = False,
 ) -> GradientTransformation:
-    """Adan: ``(p - lr * d) / (1 + lr * weight_decay)``, ``d`` the :func:`~torchopt_dist.transform.scale_by_adan` direction.
+    """Adan: ``(p - lr * d) / (1 + lr * weight_decay)``.
+
+    ``d`` is the direction of :func:`~torchopt_dist.transform.scale_by_adan`.
 
     [Xie et al. 2024, Adan: Adaptive Nesterov Momentum Algorithm for Faster Optimizing Deep Models, algorithm 1.]
 

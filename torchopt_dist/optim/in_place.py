@@ -41,6 +41,6 @@ def _step(
     /,
 ) -> None:
     places = lists.present(grads)
-    fields = next((own for own in state if isinstance(own, state_type)), ())
+    fields: Any = next((own for own in state if isinstance(own, state_type)), ())
     columns = [params, grads, *(pytree.flatten(field)[0] for field in fields)]
     op(*(lists.as_real(lists.pick(column, places)) if column else [] for column in columns), **options)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -21,7 +21,7 @@ from torchopt_dist.optim import faces
 from torchopt_dist.optim.apply_updates import apply_updates
 from torchopt_dist.optim.checkpoint import flatten_state, restore_state
 from torchopt_dist.optim.gradients import gradients
-from torchopt_dist.typing import OptState
+from torchopt_dist.typing import OptionalTensor, OptState
 
 if TYPE_CHECKING:
     from typing import Self
@@ -124,12 +124,16 @@ class MetaOptimizer:
         with torch.enable_grad():
             for index, params in enumerate(groups):
                 own = {name: next(rest) for name in params}
-                updates, self._states[index] = self.impl.update(
-                    own, self._states[index], params=params, inplace=False
-                )
-                moved = apply_updates(params, updates, inplace=False)
+                moved, self._states[index] = self._move(params, own, self._states[index])
                 new = {id(old): moved[name] for name, old in params.items()}
                 containers.replace(self.modules[index], new)
+
+    def _move(
+        self, params: Mapping[str, Tensor], grads: dict[str, OptionalTensor], state: OptState
+    ) -> tuple[Mapping[str, Tensor], OptState]:
+        """Parameters of one group by name → moved ones, and the group's next state."""
+        updates, state = self.impl.update(grads, state, params=params, inplace=False)
+        return apply_updates(params, updates, inplace=False), state
 
     def state_dict(self) -> dict[str, Any]:
         """The states as ``{'state': [{where: tensor}, ...]}``, a dict a group, for ``torch.save``.

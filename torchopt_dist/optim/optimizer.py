@@ -136,8 +136,8 @@ class Optimizer(torch.optim.Optimizer):
         """Go on from a :meth:`state_dict`, of this class or of its twin in ``torch.optim``.
 
         Args:
-            state_dict: the state; it is copied. Where it has no learning rate because that was a schedule,
-                this optimizer's own schedule stays.
+            state_dict: the state; its tensors are taken over, not copied, as torch does. Where it has no
+                learning rate because that was a schedule, this optimizer's own schedule stays.
 
         Raises:
             ValueError: the numbers of groups or of parameters differ.

@@ -8,7 +8,18 @@ from torchopt_dist.transform.base import (
     chain,
     identity,
 )
+from torchopt_dist.transform.clip import clip_grad_norm, clip_grad_value
+from torchopt_dist.transform.hook import nan_to_num_hook, register_hook, zero_nan_hook
+from torchopt_dist.transform.masked import masked
+from torchopt_dist.transform.nan_to_num import nan_to_num
 from torchopt_dist.transform.scale import scale, scale_by_learning_rate, scale_by_schedule
+from torchopt_dist.transform.scale_by_adadelta import scale_by_adadelta
+from torchopt_dist.transform.scale_by_adam import scale_by_accelerated_adam, scale_by_adam
+from torchopt_dist.transform.scale_by_adamax import scale_by_adamax
+from torchopt_dist.transform.scale_by_adan import scale_by_adan
+from torchopt_dist.transform.scale_by_radam import scale_by_radam
+from torchopt_dist.transform.scale_by_rms import scale_by_rms, scale_by_stddev
+from torchopt_dist.transform.scale_by_rss import scale_by_rss
 from torchopt_dist.transform.trace import trace
 
 __all__ = [
@@ -17,9 +28,25 @@ __all__ = [
     "GradientTransformation",
     "add_decayed_weights",
     "chain",
+    "clip_grad_norm",
+    "clip_grad_value",
     "identity",
+    "masked",
+    "nan_to_num",
+    "nan_to_num_hook",
+    "register_hook",
     "scale",
+    "scale_by_accelerated_adam",
+    "scale_by_adadelta",
+    "scale_by_adam",
+    "scale_by_adamax",
+    "scale_by_adan",
     "scale_by_learning_rate",
+    "scale_by_radam",
+    "scale_by_rms",
+    "scale_by_rss",
     "scale_by_schedule",
+    "scale_by_stddev",
     "trace",
+    "zero_nan_hook",
 ]

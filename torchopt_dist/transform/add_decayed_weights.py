@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeAlias
 
 from torchopt_dist import pytree
 from torchopt_dist.ops import lists
 from torchopt_dist.transform.base import EmptyState, GradientTransformation, identity, stateless
 from torchopt_dist.transform.hyperparameters import HyperParameter, check_at_least_zero, is_zero
+from torchopt_dist.transform.mask import Mask, choices_of
 from torchopt_dist.transform.scale import scale
 from torchopt_dist.typing import OptState, Params, Updates
 
-__all__ = ["Mask", "add_decayed_weights", "penalized"]
-
-Mask: TypeAlias = Any | Callable[[Params], Any] | None
-"""A tree of bools of the parameters' structure, a function from the parameters to one, or ``None``: all."""
+__all__ = ["add_decayed_weights", "penalized"]
 
 
 def add_decayed_weights(weight_decay: HyperParameter = 0.0, mask: Mask = None) -> GradientTransformation:
@@ -62,10 +58,7 @@ def _update(
     weights = pytree.flatten_like(spec, params, "params", "updates")
     places = lists.present(leaves)
     if mask is not None:
-        chosen = pytree.flatten_like(spec, mask(params) if callable(mask) else mask, "mask", "params")
-        for choice in chosen:
-            if not isinstance(choice, bool):
-                raise TypeError(f"`mask` must have bools for leaves, got {type(choice).__name__}")
+        chosen = choices_of(spec, mask, params)
         places = [place for place in places if chosen[place]]
     decayed = lists.add(lists.pick(leaves, places), lists.pick(weights, places), weight_decay)
     return pytree.unflatten(spec, lists.put(leaves, places, decayed)), state

@@ -31,7 +31,7 @@ class Formula(Protocol):
 
 
 def elementwise(
-    state_type: type, first: Callable[[Params], OptState], formula: Formula
+    state_type: type[tuple[Any, ...]], first: Callable[[Params], OptState], formula: Formula
 ) -> GradientTransformation:
     """Make a transformation.
 
@@ -48,7 +48,10 @@ def filled(params: Params, value: float = 0.0, *, requires_grad: bool = False) -
 
     def like(leaf: Tensor) -> Tensor:
         differentiable = leaf.is_floating_point() or leaf.is_complex()
-        return torch.full_like(leaf, value, requires_grad=requires_grad and differentiable)
+        fill = (
+            complex(value, value) if leaf.is_complex() else value
+        )  # a pair of real numbers, to the formulas
+        return torch.full_like(leaf, fill, requires_grad=requires_grad and differentiable)
 
     return pytree.map_tensors(like, params)
 
@@ -59,7 +62,7 @@ def counts(params: Params) -> TensorTree:
 
 
 def _update(
-    state_type: type,
+    state_type: type[tuple[Any, ...]],
     formula: Formula,
     updates: Updates,
     state: Any,
@@ -67,8 +70,7 @@ def _update(
     params: Params | None = None,
     inplace: bool = True,
 ) -> tuple[Updates, OptState]:
-    if not isinstance(state, state_type):
-        raise TypeError(f"`state` must be a {state_type.__name__}, got {type(state).__name__}")
+    _check_state(state, state_type)
     leaves, spec = pytree.flatten(updates)
     places = lists.present(leaves)
     grads = lists.pick(leaves, places)
@@ -89,6 +91,11 @@ def _update(
         pytree.unflatten(spec, lists.put(leaves, places, lists.as_complex(moved, grads))),
         state._replace(**{name: pytree.unflatten(spec, field) for name, field in fields.items()}),
     )
+
+
+def _check_state(state: Any, state_type: type) -> None:
+    if type(state) is not state_type:
+        raise TypeError(f"`state` must be a {state_type.__name__}, got {type(state).__name__}")
 
 
 def _is_left_out(tree: Any, spec: pytree.PyTreeSpec) -> bool:

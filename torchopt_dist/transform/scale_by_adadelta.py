@@ -28,7 +28,9 @@ class ScaleByAdadeltaState(NamedTuple):
 def scale_by_adadelta(
     rho: HyperParameter = 0.9, eps: HyperParameter = 1e-6, moment_requires_grad: bool = False
 ) -> GradientTransformation:
-    """``d = sqrt(a + eps) / sqrt(v + eps) * g``, with ``v`` and ``a`` the running averages of ``g**2`` and of ``d**2``.
+    """Adadelta's direction ``d = sqrt(a + eps) / sqrt(v + eps) * g``.
+
+    ``v`` and ``a`` are the running averages of ``g**2`` and of ``d**2``.
 
     [Zeiler 2012, ADADELTA: An Adaptive Learning Rate Method, algorithm 1.]
 

@@ -36,8 +36,8 @@ def scale_by_adam(
 ) -> GradientTransformation:
     """Adam's direction ``m / (sqrt(v + eps_root) + eps)``, ``m`` and ``v`` corrected for their start at 0.
 
-    The formula is in :mod:`torchopt_dist.ops.adam`. [Kingma and Ba 2015, Adam: A Method for Stochastic
-    Optimization, algorithm 1.]
+    ``m`` and ``v`` are the running averages of the gradients and of their squares. [Kingma and Ba 2015, Adam: A
+    Method for Stochastic Optimization, algorithm 1.]
 
     Args:
         b1: decay of the average of the gradients; a number that is at least 0 and below 1, or a tensor of one

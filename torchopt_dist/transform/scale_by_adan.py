@@ -42,8 +42,8 @@ def scale_by_adan(
     """Adan's direction ``(m + b2 * d) / (sqrt(n) + eps)``.
 
     ``m``, ``d`` and ``n`` are the running averages of the gradient ``g``, of its change since the last one, ``c`` (0 at
-    the first), and of ``(g + b2 * c)**2``, corrected for their start at 0. [Xie et al. 2024, Adan: Adaptive Nesterov Momentum
-    Algorithm for Faster Optimizing Deep Models, algorithm 1; the decays are one minus the paper's.]
+    the first), and of ``(g + b2 * c)**2``, corrected for their start at 0. [Xie et al. 2024, Adan: Adaptive Nesterov
+    Momentum Algorithm for Faster Optimizing Deep Models, algorithm 1; the decays are one minus the paper's.]
 
     Args:
         b1: decay of ``m``; a number that is at least 0 and below 1, or a tensor of one element, which may require
@@ -69,8 +69,8 @@ def scale_by_adan(
 
 
 def _init(requires_grad: bool, params: Params, /) -> ScaleByAdanState:
-    averages = (filled(params, requires_grad=requires_grad) for _ in range(3))
-    return ScaleByAdanState(*averages, last_grad=filled(params), step=counts(params))
+    m, d, n = (filled(params, requires_grad=requires_grad) for _ in range(3))
+    return ScaleByAdanState(m, d, n, filled(params), counts(params))
 
 
 def _formula(

@@ -110,7 +110,9 @@ def _length(b2: HyperParameter, t: HyperParameter, left2: HyperParameter) -> Hyp
     return 2 / (1 - b2) - 1 - 2 * t * (1 - left2) / left2
 
 
-def _plain(b2: HyperParameter, t: HyperParameter, left1: HyperParameter, left2: HyperParameter) -> HyperParameter:
+def _plain(
+    b2: HyperParameter, t: HyperParameter, left1: HyperParameter, left2: HyperParameter
+) -> HyperParameter:
     """The factor of the average as it is: 0 as soon as the denominator is trusted."""
     length = _length(b2, t, left2)
     if isinstance(length, Tensor):
@@ -118,12 +120,17 @@ def _plain(b2: HyperParameter, t: HyperParameter, left1: HyperParameter, left2: 
     return 0.0 if length > TRUSTED else 1 / left1
 
 
-def _adaptive(b2: HyperParameter, t: HyperParameter, left1: HyperParameter, left2: HyperParameter) -> HyperParameter:
+def _adaptive(
+    b2: HyperParameter, t: HyperParameter, left1: HyperParameter, left2: HyperParameter
+) -> HyperParameter:
     """The factor of the average over its denominator: 0 until that is trusted."""
     length, longest = _length(b2, t, left2), 2 / (1 - b2) - 1
     trusted = length > TRUSTED
     if isinstance(trusted, Tensor):  # what is not taken must be finite, or its derivative is none
-        length, longest = torch.where(trusted, length, 2 * TRUSTED), torch.where(trusted, longest, 2 * TRUSTED)
+        length, longest = (
+            torch.where(trusted, length, 2 * TRUSTED),
+            torch.where(trusted, longest, 2 * TRUSTED),
+        )
     elif not trusted:
         return 0.0
     above = (length - 4) * (length - 2) * longest

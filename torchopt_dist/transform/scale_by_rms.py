@@ -38,7 +38,7 @@ def scale_by_rms(
     initial_scale: float = 0.0,
     moment_requires_grad: bool = False,
 ) -> GradientTransformation:
-    """``g / (sqrt(v) + eps)`` with ``v = alpha * v + (1 - alpha) * g**2``, as in ``torch.optim.RMSprop``.
+    """RMSprop's direction ``g / (sqrt(v) + eps)`` with ``v = alpha * v + (1 - alpha) * g**2``, as in torch.
 
     [Tieleman and Hinton 2012, Neural Networks for Machine Learning, lecture 6.5.]
 

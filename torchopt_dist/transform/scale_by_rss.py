@@ -26,7 +26,7 @@ class ScaleByRssState(NamedTuple):
 def scale_by_rss(
     initial_accumulator_value: float = 0.0, eps: HyperParameter = 1e-10, moment_requires_grad: bool = False
 ) -> GradientTransformation:
-    """``g / (sqrt(s) + eps)`` with ``s = s + g**2``, as in ``torch.optim.Adagrad``.
+    """Adagrad's direction ``g / (sqrt(s) + eps)`` with ``s = s + g**2``, as in ``torch.optim.Adagrad``.
 
     [Duchi, Hazan and Singer 2011, Adaptive Subgradient Methods for Online Learning and Stochastic Optimization.]
 

@@ -1,0 +1,92 @@
+"""How long do five differentiable steps of Adam and the outer gradient take? Against TorchOpt and plain functional SGD.
+
+A tanh MLP of some width and depth, batch 16, one thread. Functional SGD, written by hand, is the floor: it does what
+cannot be left out. TorchOpt is timed if it is installed (``pip install --no-deps torchopt``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from workers import interleaved
+
+import torchopt_dist as todist
+
+try:
+    import torchopt
+except ImportError:
+    torchopt = None
+
+SIZES = ((32, 10), (256, 10), (1024, 4))
+STEPS, BATCH, LR = 5, 16, 1e-3
+
+
+def build(width: int, depth: int) -> nn.Module:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.Tanh())]
+    return nn.Sequential(*layers)
+
+
+def loss_of(net: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return (net(x) - x.flip(0)).square().mean()
+
+
+def outer_gradient(library: object, optimizer: str, net: nn.Module, x: Tensor) -> list[Tensor]:
+    first = list(net.parameters())
+    adapted = library.module_clone(net, by="reference", detach_buffers=True)  # type: ignore[attr-defined]
+    inner = getattr(library, optimizer)(adapted, lr=LR)
+    for _ in range(STEPS):
+        inner.step(loss_of(adapted, x))
+    return list(torch.autograd.grad(loss_of(adapted, x), first))
+
+
+def functional_sgd(net: nn.Module, x: Tensor) -> list[Tensor]:
+    first = dict(net.named_parameters())
+    params = first
+    for _ in range(STEPS):
+        loss = loss_of(lambda x, params=params: functional_call(net, params, (x,)), x)
+        grads = torch.autograd.grad(loss, list(params.values()), create_graph=True)
+        params = {name: p - LR * g for (name, p), g in zip(params.items(), grads, strict=True)}
+    return list(
+        torch.autograd.grad(loss_of(lambda x: functional_call(net, params, (x,)), x), list(first.values()))
+    )
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    for width, depth in SIZES:
+        net, x = build(width, depth), torch.randn(BATCH, width)
+        ways: dict[str, Callable[[], list[Tensor]]] = {
+            "functional SGD, the floor": lambda net=net, x=x: functional_sgd(net, x),
+            "our MetaSGD": lambda net=net, x=x: outer_gradient(todist, "MetaSGD", net, x),
+            "our MetaAdam": lambda net=net, x=x: outer_gradient(todist, "MetaAdam", net, x),
+        }
+        peers = {"our MetaSGD": "functional SGD, the floor"}
+        if torchopt is not None:
+            ways["TorchOpt's MetaSGD"] = lambda net=net, x=x: outer_gradient(torchopt, "MetaSGD", net, x)
+            ways["TorchOpt's MetaAdam"] = lambda net=net, x=x: outer_gradient(torchopt, "MetaAdam", net, x)
+            peers["our MetaAdam"] = "TorchOpt's MetaAdam"
+        for ours, theirs in peers.items():
+            error = max(
+                ((a - b).abs().max() / b.abs().max()).item()
+                for a, b in zip(ways[ours](), ways[theirs](), strict=True)
+            )
+            print(f"{width} x {depth}: {ours} and {theirs} differ by {error:.1e} at most, relatively")
+        seconds = interleaved(ways, rounds=15, warmups=3)
+        floor = seconds["functional SGD, the floor"]
+        for name, value in seconds.items():
+            against = (
+                f"   {seconds[name.replace('our', 'TorchOpt' + chr(39) + 's')] / value:.2f} x as fast as TorchOpt's"
+                if name.startswith("our") and torchopt is not None
+                else ""
+            )
+            print(
+                f"{width:5} x {depth:<3} {name:26} {value * 1e3:8.1f} ms   {value / floor:.2f} of the floor{against}"
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""Lists of tensors, ``fused=`` → whether the kernel runs, or the reference formula; or why it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from torchopt_dist.ops import library
+
+__all__ = ["obstacle", "use_kernel"]
+
+_DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+
+
+def use_kernel(op: str, tensors: Sequence[Tensor], fused: bool | None) -> bool:
+    """Whether an op's kernel is to be used.
+
+    Args:
+        op: name of the op.
+        tensors: all that it works on.
+        fused: None uses the kernel where it can be used (not under ``torch.compile``, which fuses the reference
+            formula itself), False never, True demands it.
+
+    Raises:
+        RuntimeError: ``fused=True`` where it cannot be used; the message says why.
+    """
+    if fused is False or (fused is None and torch.compiler.is_compiling()):
+        return False
+    reason = obstacle(op, tensors)
+    if reason is not None and fused:
+        raise RuntimeError(f"`fused=True` cannot be kept: {reason}")
+    return reason is None
+
+
+def obstacle(op: str, tensors: Sequence[Tensor]) -> str | None:
+    """Say what keeps an op's kernel from being used for these tensors, if anything does."""
+    if not torch.compiler.is_compiling():
+        for kind in {type(tensor) for tensor in tensors} - _PLAIN:
+            return f"the kernel takes plain tensors; got a {kind.__name__}"
+        if torch._C._are_functorch_transforms_active():
+            return "a transformation of `torch.func` is active, and the kernel has no rule for it"
+        if forward_ad._current_level >= 0:
+            return "forward-mode differentiation is active, and the kernel carries no tangents"
+    devices = {tensor.device for tensor in tensors} or {torch.device("cpu")}
+    if len(devices) > 1:
+        return f"the kernel takes tensors of one device; got {', '.join(sorted(map(str, devices)))}"
+    for device in devices:
+        reason = library.why_not(op, device)
+        if reason is not None:
+            return reason
+    for dtype in {tensor.dtype for tensor in tensors} - _DTYPES:
+        return f"the kernel has no {dtype}"
+    return None

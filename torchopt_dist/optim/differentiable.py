@@ -1,0 +1,258 @@
+"""A torch optimizer class, a module → an optimizer that moves the module's parameters differentiably.
+
+The formula is torch's own: a step makes an instance of the class over clones of the parameters, gives it the
+gradients and clones of the state, and runs its ``step``; ``recorded.py`` keeps the graph whole in that.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchopt_dist import pytree
+from torchopt_dist.optim import recorded
+from torchopt_dist.optim.checkpoint import flatten_with_keys, restore_state
+from torchopt_dist.optim.meta_optimizer import MetaOptimizer
+from torchopt_dist.typing import OptionalTensor, OptState
+
+__all__ = ["DifferentiableOptimizer", "differentiable"]
+
+_OURS = ("differentiable", "foreach", "fused", "capturable")
+"""Options of torch's classes that choose between implementations of one formula."""
+_DRY_STEPS = 8
+"""Steps after which every option has told on the outcome: RAdam's ``eps`` does at its sixth."""
+
+
+def differentiable(
+    optimizer_class: type[torch.optim.Optimizer], module: nn.Module, **options: Any
+) -> DifferentiableOptimizer:
+    """Make any of torch's differentiable optimizers a :class:`MetaOptimizer`.
+
+    The values are those of the plain optimizer. Gradients flow back through all steps to the first
+    parameters and to options given as tensors. Where an operation has no derivative its value is 0 (the
+    root in Adam's denominator where a gradient has always been 0), so that meta-gradients are finite.
+
+    Args:
+        optimizer_class: a class whose ``__init__`` takes ``differentiable=``: Adadelta, Adagrad, Adam,
+            AdamW, Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop, SGD, or a subclass of one.
+        module: its parameters are moved; frozen ones (``requires_grad=False``) stay as they are.
+        options: what the class takes: ``lr``, ``betas``, ... Numbers may be tensors of one element, which
+            then get their gradients; a tensor counts as above 0, whatever its value.
+
+    Raises:
+        TypeError: ``optimizer_class`` is no such class, ``module`` is no module, or an option is unknown.
+        ValueError: the module has no parameters, an option is out of its range, or a tensor that requires
+            grad would get no gradient.
+
+    Example:
+        >>> import torch
+        >>> net = torch.nn.Linear(1, 1, bias=False)
+        >>> first = net.weight
+        >>> differentiable(torch.optim.SGD, net, lr=0.25).step((net.weight**2).sum())
+        >>> torch.autograd.grad(net.weight.sum(), first)
+        (tensor([[0.5000]]),)
+    """
+    return DifferentiableOptimizer(module, optimizer_class, options)
+
+
+class DifferentiableOptimizer(MetaOptimizer):
+    """What :func:`differentiable` makes: a torch optimizer's formula with the face of a ``MetaOptimizer``.
+
+    The state of a group is a dict, parameter name → torch's state of it, which is empty before the
+    parameter's first gradient.
+
+    Args:
+        module: its parameters are moved.
+        optimizer_class: the torch optimizer.
+        options: its options, without ``params``.
+
+    Raises:
+        TypeError: as :func:`differentiable`.
+        ValueError: as :func:`differentiable`.
+    """
+
+    impl: Any
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer_class: type[torch.optim.Optimizer],
+        options: Mapping[str, Any],
+    ) -> None:
+        _check(optimizer_class, options)
+        self.impl = _Formula(optimizer_class, options)
+        self.modules = []
+        self._states = []
+        self.add_param_group(module)
+        self._entries = self.impl.try_out(_like(module))
+
+    def _move(
+        self, params: Mapping[str, Tensor], grads: dict[str, OptionalTensor], state: OptState
+    ) -> tuple[Mapping[str, Tensor], OptState]:
+        names = [name for name, grad in grads.items() if grad is not None]
+        if not names:
+            return params, state
+        moved, states = self.impl.move(
+            *([column[name] for name in names] for column in (params, grads, state))
+        )
+        return (
+            {**params, **dict(zip(names, moved, strict=True))},
+            {**state, **dict(zip(names, states, strict=True))},
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a :meth:`state_dict`, as :meth:`MetaOptimizer.load_state_dict`."""
+        saved = state_dict["state"]
+        if len(saved) != len(self._states):
+            raise ValueError(f"`state_dict` must have {len(self._states)} groups, got {len(saved)}")
+        restored = []
+        for module, flat in zip(self.modules, saved, strict=True):
+            begun = {key.rpartition("/")[0] for key in flat}
+            params = dict(module.named_parameters())
+            like = {name: self.impl.first_state(p) if name in begun else {} for name, p in params.items()}
+            restored.append(restore_state(like, flat))
+        self._states = restored
+
+    def set_states(self, states: Sequence[OptState]) -> None:
+        """Go on from these states, as :meth:`MetaOptimizer.set_states`."""
+        if len(states) != len(self._states):
+            raise ValueError(f"`states` must be {len(self._states)}, one a group, got {len(states)}")
+        for state, mine in zip(states, self._states, strict=True):
+            if not isinstance(state, dict) or state.keys() != mine.keys():
+                got = list(state) if isinstance(state, dict) else type(state).__name__
+                raise ValueError(f"`states` must have the parameters {list(mine)}, got {got}")
+            for name, entry in state.items():
+                if entry and entry.keys() != self._entries:
+                    raise ValueError(
+                        f"`states` must have {sorted(self._entries)} for each parameter, or nothing, got "
+                        f"{sorted(entry)} for {name!r}"
+                    )
+        self._states = list(states)
+
+
+class _Formula:
+    """Parameters, gradients, states → moved parameters and next states, by a torch optimizer."""
+
+    def __init__(self, optimizer_class: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> None:
+        self.optimizer_class = optimizer_class
+        self.options = dict(options)
+
+    def init(self, params: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
+        return {name: {} for name in params}
+
+    def move(
+        self, params: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[dict[str, Any]]
+    ) -> tuple[list[Tensor], list[dict[str, Any]]]:
+        """Make one step, recorded even under ``torch.no_grad``; nothing given is written."""
+        with torch.enable_grad():
+            moved = [p.clone() for p in params]
+            for tensor, grad in zip(moved, grads, strict=True):
+                tensor.grad = grad.clone()
+            options = pytree.map_tensors(recorded.option, self.options)
+            plain = {name: False for name in ("foreach", "fused") if _takes(self.optimizer_class, name)}
+            with recorded.Recorded():
+                make: Callable[..., torch.optim.Optimizer] = self.optimizer_class
+                engine = make(moved, differentiable=True, **plain, **options)
+                for group in engine.param_groups:
+                    # `differentiable=True` has switched recording on. Its second form of the formula divides
+                    # by `lr`, which may be 0; the first form is the plain optimizer's, rounding included.
+                    group["differentiable"] = False
+                for tensor, state in zip(moved, states, strict=True):
+                    if state:
+                        engine.state[tensor] = pytree.map_tensors(torch.clone, state)
+                engine.step()
+            for tensor in moved:
+                tensor.grad = None
+            return moved, [dict(engine.state.get(tensor, {})) for tensor in moved]
+
+    def first_state(self, param: Tensor) -> dict[str, Any]:
+        """The shapes and dtypes of a parameter's state."""
+        leaf = param.detach().clone().requires_grad_()
+        _, (state,) = self.move([leaf], [torch.ones_like(leaf)], [{}])
+        return {name: pytree.map_tensors(torch.detach, value) for name, value in state.items()}
+
+    def try_out(self, like: Tensor) -> set[str]:
+        """Make steps on one number: the names in its state.
+
+        Raises:
+            TypeError: the optimizer's step does not record.
+            ValueError: an option that requires grad has not been recorded.
+        """
+        paths, leaves, _ = flatten_with_keys(self.options)
+        learned = {
+            "".join([path[0], *(f"[{part}]" for part in path[1:])]): leaf
+            for path, leaf in zip(paths, leaves, strict=True)
+            if isinstance(leaf, Tensor) and leaf.requires_grad
+        }
+        first = torch.ones(1, dtype=like.dtype, device=like.device, requires_grad=True)
+        param: Tensor = first
+        state: Any = {}
+        for step in range(_DRY_STEPS if learned else 1):
+            (moved,), (state,) = self.move([param], [param * (1 + step % 2)], [state])
+            if not torch.equal(moved, param) and type(moved.grad_fn).__name__ == "CloneBackward0":
+                raise TypeError(
+                    f"`optimizer_class` must record its step, got {self.optimizer_class.__name__}, whose step "
+                    "runs under torch.no_grad"
+                )
+            param = moved
+        held = [param, *(t for t in pytree.flatten(state)[0] if isinstance(t, Tensor) and t.requires_grad)]
+        ones = [torch.ones_like(t) for t in held]
+        found = torch.autograd.grad(held, list(learned.values()), ones, allow_unused=True) if learned else ()
+        if lost := [name for name, grad in zip(learned, found, strict=True) if grad is None]:
+            raise ValueError(
+                f"{self.optimizer_class.__name__} finds no gradient for {lost}: give a number, or a tensor "
+                "that does not require grad"
+            )
+        return set(state)
+
+
+def _like(module: nn.Module) -> Tensor:
+    """A parameter to take the dtype and the device of a trial from."""
+    params = list(module.parameters())
+    return next((p for p in params if p.is_floating_point() or p.is_complex()), params[0])
+
+
+def _takes(optimizer_class: type, option: str) -> bool:
+    """Whether ``__init__`` has this option, its own or one that it hands on by ``**kwargs``."""
+    for cls in optimizer_class.__mro__:
+        if "__init__" in vars(cls):
+            parameters = inspect.signature(vars(cls)["__init__"]).parameters
+            if option in parameters:
+                return True
+            if all(p.kind is not inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+                return False
+    return False
+
+
+def _check(optimizer_class: Any, options: Mapping[str, Any]) -> None:
+    if not isinstance(optimizer_class, type):
+        raise TypeError(
+            f"`optimizer_class` must be a class, got an object of {type(optimizer_class).__name__}"
+        )
+    name = optimizer_class.__name__
+    if not issubclass(optimizer_class, torch.optim.Optimizer):
+        raise TypeError(f"`optimizer_class` must be a subclass of torch.optim.Optimizer, got {name}")
+    if not _takes(optimizer_class, "differentiable"):
+        offered = [c for c in vars(torch.optim).values() if inspect.isclass(c)]
+        work = sorted(
+            c.__name__
+            for c in offered
+            if issubclass(c, torch.optim.Optimizer) and _takes(c, "differentiable")
+        )
+        raise TypeError(
+            f"`optimizer_class` must take `differentiable=`, got {name}; those of torch.optim that do are "
+            f"{', '.join(work)}"
+        )
+    if given := [option for option in _OURS if option in options]:
+        raise TypeError(f"`{given[0]}` must be left out: a step here is always recorded, tensor by tensor")
+    try:
+        inspect.signature(optimizer_class).bind(None, **options)
+    except TypeError as error:
+        raise TypeError(f"{name}: {error}") from None
+    for path, leaf in zip(*flatten_with_keys(dict(options))[:2], strict=True):
+        if isinstance(leaf, Tensor) and leaf.numel() != 1:
+            raise ValueError(f"`{path[0]}` as a tensor must have one element, got shape {tuple(leaf.shape)}")

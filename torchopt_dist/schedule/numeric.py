@@ -1,0 +1,80 @@
+"""Numbers or tensors → numbers or tensors: the arithmetic that schedules are made of.
+
+All numbers give a number, one tensor among them gives a tensor. Nothing branches on what is in a tensor, and
+what a ``where`` leaves out has a finite derivative: 0 times infinity would make the gradient nan.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchopt_dist.typing import Numeric
+
+__all__ = ["between", "clamp", "cosine", "fall", "floor", "power", "progress", "scalar", "where"]
+
+
+def scalar(value: Numeric) -> Numeric:
+    """A tensor of one element as one of no dimensions; a number as it is."""
+    return value.reshape(()) if isinstance(value, Tensor) else value
+
+
+def clamp(value: Numeric, low: float | None, high: float | None) -> Numeric:
+    """The value, or the limit that it is beyond."""
+    if isinstance(value, Tensor):
+        return value if low is None and high is None else value.clamp(low, high)
+    if low is not None:
+        value = max(value, low)
+    return value if high is None else min(value, high)
+
+
+def where(condition: Tensor | bool, chosen: Any, other: Any) -> Any:
+    """``chosen`` where the condition holds, else ``other``; for a tensor condition one of them is a tensor."""
+    if isinstance(condition, Tensor):
+        return torch.where(condition, chosen, other)
+    return chosen if condition else other
+
+
+def floor(value: Numeric) -> Numeric:
+    """The largest whole number that is not above the value."""
+    return torch.floor(value) if isinstance(value, Tensor) else math.floor(value)
+
+
+def cosine(angle: Numeric) -> Numeric:
+    """The cosine of an angle in radians."""
+    return torch.cos(angle) if isinstance(angle, Tensor) else math.cos(angle)
+
+
+def power(base: Numeric, exponent: Numeric) -> Numeric:
+    """``base ** exponent`` of a base above 0; infinite, as torch has it, where it is too large."""
+    try:
+        return base**exponent
+    except OverflowError:  # of numbers only
+        return math.inf
+
+
+def progress(count: Numeric, begin: float, steps: float) -> Numeric:
+    """How much of a transition is done: 0 up to ``begin``, 1 from ``begin + steps`` on; 0 without steps."""
+    return clamp(count - begin, 0, steps) / (steps or 1)
+
+
+def fall(left: Numeric, exponent: Numeric) -> Numeric:
+    """``left ** exponent`` for ``left`` in [0, 1] and an exponent that is at least 0.
+
+    Where nothing is left, all derivatives are 0, which for the exponent is the limit. An exponent that is the
+    number 1 costs nothing.
+    """
+    if not isinstance(exponent, Tensor) and exponent == 1:
+        return left
+    ended = left == 0
+    shape = where(ended, 1.0, left) ** exponent
+    at_zero = 0.0 ** (exponent.detach() if isinstance(exponent, Tensor) else exponent)
+    return where(ended, shape * at_zero, shape)
+
+
+def between(start: Numeric, end: Numeric, share: Numeric) -> Numeric:
+    """``share`` of ``start`` and the rest of ``end``: exactly ``start`` at 1 and ``end`` at 0."""
+    return start * share + end * (1 - share)

@@ -1,0 +1,188 @@
+"""Gradients → the gradients made smaller where they are too large: together, by their norm, or entry by entry."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchopt_dist import pytree
+from torchopt_dist.ops import lists
+from torchopt_dist.transform.base import EmptyState, GradientTransformation, stateless
+from torchopt_dist.transform.hyperparameters import HyperParameter, check_at_least_zero
+from torchopt_dist.typing import OptState, Params, Updates
+
+__all__ = ["clip_grad_norm", "clip_grad_value"]
+
+
+def clip_grad_norm(
+    max_norm: HyperParameter, norm_type: float | str = 2.0, error_if_nonfinite: bool = False
+) -> GradientTransformation:
+    """Scale all gradients by one factor, so that their norm is at most ``max_norm``.
+
+    The factor is ``min(1, max_norm / (norm + 1e-6))``, as in ``torch.nn.utils.clip_grad_norm_``, and the norm
+    is that of all gradients in one vector. Its derivative is part of the graph, to any order. Where a norm
+    has no finite derivative (the norm of zeros; an entry of 0 under an order below 2), 0 stands in; where
+    entries share a largest or a least size, each gets an equal part.
+
+    Args:
+        max_norm: a number that is at least 0, or a tensor of one element, which may require grad.
+        norm_type: the order of the norm: any number, ``math.inf`` (or ``'inf'``) for the largest entry,
+            ``-math.inf`` for the least, 0 for the count of entries that are not 0.
+        error_if_nonfinite: raise an error where the norm is infinite or not a number. This looks at the
+            value, so ``vmap`` and ``torch.compile(fullgraph=True)`` need it off.
+
+    Raises:
+        TypeError: an argument is of another type.
+        ValueError: ``max_norm`` is negative or a tensor of more than one element; ``norm_type`` is no order.
+        RuntimeError: from ``update``: the norm is not finite, if that is asked for.
+
+    Example:
+        >>> import torch
+        >>> init, update = clip_grad_norm(1.0)
+        >>> gradients = [torch.tensor([3.0]), torch.tensor([4.0])]
+        >>> update(gradients, init(gradients))[0]
+        [tensor([0.6000]), tensor([0.8000])]
+    """
+    check_at_least_zero("max_norm", max_norm)
+    order = _order(norm_type)
+    return GradientTransformation(stateless, partial(_norm_update, max_norm, order, bool(error_if_nonfinite)))
+
+
+def clip_grad_value(clip_value: HyperParameter) -> GradientTransformation:
+    """Clamp each entry to ``[-clip_value, clip_value]``, as ``torch.nn.utils.clip_grad_value_``.
+
+    Complex numbers have no order: torch clamps none, and neither does this.
+
+    Args:
+        clip_value: a number that is at least 0, or a tensor of one element, which may require grad.
+
+    Raises:
+        TypeError: it is of another type.
+        ValueError: it is negative, or a tensor of more than one element.
+        RuntimeError: from ``update``: a gradient is complex.
+
+    Example:
+        >>> import torch
+        >>> init, update = clip_grad_value(1.0)
+        >>> gradient = torch.tensor([-3.0, 0.5])
+        >>> update(gradient, init(gradient))[0]
+        tensor([-1.0000,  0.5000])
+    """
+    check_at_least_zero("clip_value", clip_value)
+    return GradientTransformation(stateless, partial(_value_update, clip_value))
+
+
+def _order(norm_type: Any) -> float:
+    if not isinstance(norm_type, (str, numbers.Real)):
+        raise TypeError(f"`norm_type` must be a number or 'inf', got {type(norm_type).__name__}")
+    try:
+        order = float(norm_type)
+    except ValueError:
+        order = math.nan
+    if math.isnan(order):
+        raise ValueError(f"`norm_type` must be a number or 'inf', got {norm_type!r}")
+    return order
+
+
+def _norm_update(
+    max_norm: HyperParameter,
+    order: float,
+    error_if_nonfinite: bool,
+    updates: Updates,
+    state: EmptyState,
+    *,
+    params: Params | None = None,
+    inplace: bool = True,
+) -> tuple[Updates, OptState]:
+    leaves, spec = pytree.flatten(updates)
+    places = lists.present(leaves)
+    grads = lists.pick(leaves, places)
+    measured = [grad for grad in grads if grad.numel() > 0]
+    if not measured:
+        return updates, state
+    factor = _factor(max_norm, _total_norm(measured, order, error_if_nonfinite))
+    clipped = [(grad * factor.to(grad.device)).to(grad.dtype) for grad in grads]
+    return pytree.unflatten(spec, lists.put(leaves, places, clipped)), state
+
+
+def _factor(max_norm: HyperParameter, norm: Tensor) -> Tensor:
+    """``min(1, max_norm / (norm + 1e-6))``; where it is 1 no derivative passes, not even ``0 * inf``."""
+    if isinstance(max_norm, Tensor):
+        max_norm = max_norm.reshape(()).to(norm.device)
+    norm = norm + 1e-6
+    within = norm <= max_norm
+    return torch.where(within, 1.0, max_norm / torch.where(within, 1.0, norm))
+
+
+def _total_norm(grads: list[Tensor], order: float, error_if_nonfinite: bool) -> Tensor:
+    """The norm of all gradients in one vector: torch's value, with a derivative that is finite everywhere.
+
+    torch's own is NaN in the second order as soon as one gradient is all zeros.
+    """
+    sizes = [grad.detach().abs() if grad.is_complex() else grad.detach() for grad in grads]
+    foreach = False if lists.runs_in_a_loop(grads) else None
+    value = torch.nn.utils.get_total_norm(sizes, order, error_if_nonfinite, foreach)
+    if order == 0 or not torch.is_grad_enabled():
+        return value
+    usable = (value > 0) & value.isfinite()
+    unit = torch.where(usable, value, 1.0)
+    part = _extreme(grads, value, unit) if math.isinf(order) else _mean_size(grads, order, unit, usable)
+    moving = value + value * (part - part.detach())
+    return torch.where(usable, moving.to(value.dtype), value)
+
+
+def _mean_size(grads: list[Tensor], order: float, unit: Tensor, usable: Tensor) -> Tensor:
+    """``(sum |g / unit|^p)^(1/p)``, with the norm itself for a unit, so that no power overflows: it is 1."""
+    sums = [_sum_of_powers(_at_least_single(grad) / unit.to(grad.device), order) for grad in grads]
+    total = torch.stack([one.to(unit.device) for one in sums]).sum()
+    return torch.where(usable, total, 1.0) ** (1 / order)
+
+
+def _sum_of_powers(x: Tensor, order: float) -> Tensor:
+    if order > 0 and order % 2 == 0:  # smooth at 0, in every order of derivative
+        square = x.real.square() + x.imag.square() if x.is_complex() else x.square()
+        return (square if order == 2 else square ** (order // 2)).sum()
+    there = x != 0
+    return torch.where(there, torch.where(there, x, 1.0).abs() ** order, 0.0).sum()
+
+
+def _extreme(grads: list[Tensor], extreme: Tensor, unit: Tensor) -> Tensor:
+    """The size, in units, of the entries that have the extreme size, as their mean: each gets an equal part."""
+    sums, counts = [], []
+    for grad in grads:
+        x = _at_least_single(grad)
+        attained = x.detach().abs() == extreme.to(x.device)
+        size = torch.where(attained, torch.where(attained, x, 1.0).abs(), 0.0) / unit.to(x.device)
+        sums.append(size.sum().to(unit.device))
+        counts.append(attained.sum().to(unit.device))
+    return torch.stack(sums).sum() / torch.stack(counts).sum()
+
+
+def _at_least_single(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def _value_update(
+    clip_value: HyperParameter,
+    updates: Updates,
+    state: EmptyState,
+    *,
+    params: Params | None = None,
+    inplace: bool = True,
+) -> tuple[Updates, OptState]:
+    leaves, spec = pytree.flatten(updates)
+    places = lists.present(leaves)
+    clipped = [_clamp(grad, clip_value) for grad in lists.pick(leaves, places)]
+    return pytree.unflatten(spec, lists.put(leaves, places, clipped)), state
+
+
+def _clamp(grad: Tensor, limit: HyperParameter) -> Tensor:
+    if isinstance(limit, Tensor):
+        limit = limit.reshape(()).to(grad.device)
+        return grad.clamp(min=-limit, max=limit).to(grad.dtype)
+    return grad.clamp(min=-limit, max=limit)

@@ -1,0 +1,90 @@
+"""A transformation, a mask → the transformation at the leaves that the mask chooses; the others pass through."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+from torchopt_dist import pytree
+from torchopt_dist.transform.base import GradientTransformation
+from torchopt_dist.transform.mask import Mask, choices_of
+from torchopt_dist.typing import OptState, Params, Updates
+
+__all__ = ["MaskedState", "masked"]
+
+
+class MaskedState(NamedTuple):
+    """What :func:`masked` remembers."""
+
+    inner_state: OptState
+    """The state of the inner transformation, ``None`` at the leaves that it does not see."""
+
+
+def masked(inner: GradientTransformation, mask: Mask = None) -> GradientTransformation:
+    """Apply a transformation to some leaves only.
+
+    At all others ``inner`` sees ``None``: it keeps no state for them, and their updates pass through as they
+    are. Something that looks at all updates, such as the norm of
+    :func:`~torchopt_dist.clip_grad_norm`, then looks at the chosen ones.
+
+    Args:
+        inner: the transformation.
+        mask: which leaves it sees: a tree of bools of the parameters' structure, or a function from the
+            parameters to such a tree (a module-level one, if the transformation is to be pickled). The
+            function runs in ``init`` and in each ``update``, so its answer must stay the same: it may look
+            at names and shapes, not at values. All, if not given.
+
+    Raises:
+        TypeError: ``inner`` is no gradient transformation; from ``init`` and ``update``, the mask has other
+            leaves than bools.
+        ValueError: from ``init`` and ``update``: the mask has another structure, or is a function and
+            ``params`` are missing.
+
+    Example:
+        >>> import torch
+        >>> from torchopt_dist.transform.scale import scale
+        >>> init, update = masked(scale(10.0), {"w": True, "b": False})
+        >>> gradients = {"w": torch.ones(1), "b": torch.ones(1)}
+        >>> update(gradients, init(gradients))[0]
+        {'w': tensor([10.]), 'b': tensor([1.])}
+    """
+    if not isinstance(inner, GradientTransformation):
+        raise TypeError(f"`inner` must be a GradientTransformation, got {type(inner).__name__}")
+    if mask is None:
+        return inner
+    return GradientTransformation(partial(_init, inner, mask), partial(_update, inner, mask))
+
+
+def _init(inner: GradientTransformation, mask: Mask, params: Params, /) -> MaskedState:
+    leaves, spec = pytree.flatten(params)
+    return MaskedState(inner.init(_hide(leaves, choices_of(spec, mask, params), spec)))
+
+
+def _update(
+    inner: GradientTransformation,
+    mask: Mask,
+    updates: Updates,
+    state: MaskedState,
+    *,
+    params: Params | None = None,
+    inplace: bool = True,
+) -> tuple[Updates, OptState]:
+    if not isinstance(state, MaskedState):
+        raise TypeError(f"`state` must be a MaskedState, got {type(state).__name__}")
+    leaves, spec = pytree.flatten(updates)
+    if params is not None:
+        pytree.flatten_like(spec, params, "params", "updates")
+    choices = choices_of(spec, mask, params)
+    moved, inner_state = inner.update(
+        _hide(leaves, choices, spec), state.inner_state, params=params, inplace=inplace
+    )
+    seen = pytree.flatten_like(spec, moved, "the updates that `inner` made", "updates")
+    merged = [new if choice else old for new, old, choice in zip(seen, leaves, choices, strict=True)]
+    return pytree.unflatten(spec, merged), MaskedState(inner_state)
+
+
+def _hide(leaves: list[Any], choices: list[bool], spec: pytree.PyTreeSpec) -> Any:
+    """The tree with ``None`` for the leaves that are not chosen."""
+    return pytree.unflatten(
+        spec, [leaf if choice else None for leaf, choice in zip(leaves, choices, strict=True)]
+    )

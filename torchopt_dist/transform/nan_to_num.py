@@ -1,0 +1,78 @@
+"""Gradients → the gradients with NaN and infinite entries replaced by numbers."""
+
+from __future__ import annotations
+
+import numbers
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchopt_dist import pytree
+from torchopt_dist.ops import lists
+from torchopt_dist.transform.base import EmptyState, GradientTransformation, stateless
+from torchopt_dist.typing import OptState, Params, Updates
+
+__all__ = ["check_replacements", "nan_to_num", "replace_nonfinite"]
+
+
+def nan_to_num(
+    nan: float = 0.0, posinf: float | None = None, neginf: float | None = None
+) -> GradientTransformation:
+    """Replace entries that are not finite, as ``torch.nan_to_num``.
+
+    A replaced entry is a constant: no gradient passes it, though a graph that makes NaN going forward often
+    makes NaN going back as well. Of a complex entry the real and the imaginary part are replaced each.
+
+    Args:
+        nan: stands in for NaN.
+        posinf: stands in for infinity; the largest number of the gradient's dtype, if not given.
+        neginf: stands in for minus infinity; the least number of the dtype, if not given.
+
+    Raises:
+        TypeError: an argument is no number.
+
+    Example:
+        >>> import torch
+        >>> init, update = nan_to_num(posinf=9.0)
+        >>> gradient = torch.tensor([float("nan"), float("inf"), 1.0])
+        >>> update(gradient, init(gradient))[0]
+        tensor([0., 9., 1.])
+    """
+    check_replacements(nan, posinf, neginf)
+    return GradientTransformation(stateless, partial(_update, nan, posinf, neginf))
+
+
+def check_replacements(nan: Any, posinf: Any, neginf: Any) -> None:
+    """Demand numbers; ``posinf`` and ``neginf`` may be ``None``.
+
+    Raises:
+        TypeError: one of them is something else.
+    """
+    if not isinstance(nan, numbers.Real):
+        raise TypeError(f"`nan` must be a number, got {type(nan).__name__}")
+    for name, value in (("posinf", posinf), ("neginf", neginf)):
+        if value is not None and not isinstance(value, numbers.Real):
+            raise TypeError(f"`{name}` must be a number or None, got {type(value).__name__}")
+
+
+def replace_nonfinite(nan: float, posinf: float | None, neginf: float | None, x: Tensor) -> Tensor:
+    """``torch.nan_to_num``, and for complex tensors too with a derivative, which torch has not."""
+    parts = lists.as_real([x])
+    replaced = [torch.nan_to_num(part, nan, posinf, neginf) for part in parts]
+    return lists.as_complex(replaced, [x])[0]
+
+
+def _update(
+    nan: float,
+    posinf: float | None,
+    neginf: float | None,
+    updates: Updates,
+    state: EmptyState,
+    *,
+    params: Params | None = None,
+    inplace: bool = True,
+) -> tuple[Updates, OptState]:
+    replace = partial(replace_nonfinite, nan, posinf, neginf)
+    return pytree.map_tensors(replace, updates), state

@@ -1,0 +1,351 @@
+"""A tensor with a history → a picture of that history, for graphviz.
+
+Values flow downwards: parameters are at the top, outputs at the bottom. Boxes of tensors lie on the edges
+between the operations, so that a meta-graph shows the parameters after each inner step by name.
+
+==========  ==========================================================================
+blue        a leaf that requires grad: a parameter, a learned hyper-parameter
+yellow      a named tensor on the way, such as a parameter after an inner step
+green       an output
+orange      a tensor that an operation has saved for backward (``show_saved``)
+grey        an operation, by the name of its backward
+purple      one of the two ends of a call to another worker, where the graph goes on
+==========  ==========================================================================
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
+
+from torchopt_dist import pytree
+from torchopt_dist.nn.module_state import ModuleState
+from torchopt_dist.typing import TensorTree
+
+if TYPE_CHECKING:
+    from graphviz import Digraph
+
+__all__ = ["NamedTensors", "make_dot", "resize_graph"]
+
+NamedTensors: TypeAlias = Mapping[str, Tensor] | ModuleState | Iterable[tuple[str, Tensor]]
+"""Tensors and their names: a mapping, a snapshot taken with ``enable_visual=True``, or pairs, such as
+``module.named_parameters()``."""
+
+LEAF, ON_THE_WAY, OUTPUT, SAVED = "lightblue", "lightyellow", "palegreen", "orange"
+OPERATION, REMOTE = "lightgrey", "plum"
+
+
+def make_dot(
+    var: TensorTree,
+    params: NamedTensors | Iterable[NamedTensors] | None = None,
+    show_attrs: bool = False,
+    show_saved: bool = False,
+    max_attr_chars: int = 50,
+) -> Digraph:
+    """Draw the graph that a backward pass would go through.
+
+    Equal graphs give equal text. Nothing is rendered here, so graphviz's programs need not be installed.
+
+    Args:
+        var: the output, or a tree of outputs; at least one of them has a history (a ``grad_fn``).
+        params: names for tensors: a mapping, a :class:`~torchopt_dist.ModuleState` taken with
+            ``enable_visual=True``, pairs such as ``module.named_parameters()``, or an iterable of these. A
+            tensor may have several names (tied weights) and is one box. Names of tensors that are not in
+            the graph are left out.
+        show_attrs: list what each operation remembers, such as a dimension.
+        show_saved: draw the tensors that operations have saved for backward, on dashed edges.
+        max_attr_chars: the longest a value may be written under ``show_attrs``.
+
+    Returns:
+        The picture: its text is ``.source``, and ``.render("name", format="svg")`` makes a file of it.
+
+    Raises:
+        ImportError: the package ``graphviz`` is not installed.
+        TypeError: ``var`` or ``params`` holds something else than tensors.
+        ValueError: no tensor of ``var`` has a history, a snapshot was taken without ``enable_visual=True``,
+            or ``max_attr_chars`` is below 1.
+
+    Example:
+        >>> import torch
+        >>> w = torch.ones(2, requires_grad=True)
+        >>> print(make_dot(w.exp().sum(), {"w": w}).source.count("->"))
+        4
+    """
+    if max_attr_chars < 1:
+        raise ValueError(f"`max_attr_chars` must be at least 1, got {max_attr_chars}")
+    outputs = _outputs(var)
+    picture = _Picture(_empty(), show_attrs, show_saved, max_attr_chars)
+    if params is not None:
+        for name, tensor in _named(params):
+            picture.know(tensor).names.append(name)
+    for path, tensor in outputs:
+        known = picture.know(tensor)
+        known.colour = OUTPUT
+        known.names = known.names or [" ".join(("output", *map(str, path)))]
+    for _, tensor in outputs:
+        picture.box(tensor)
+    picture.draw_all()
+    _make_freeable(picture.operations)
+    resize_graph(picture.dot)
+    return picture.dot
+
+
+def resize_graph(dot: Digraph, size_per_element: float = 0.5, min_size: float = 12.0) -> None:
+    """Set the largest width and height of a picture by how much is in it.
+
+    Args:
+        dot: the picture; changed in place.
+        size_per_element: inches for each node and each edge.
+        min_size: the least width and height, in inches.
+
+    Raises:
+        ValueError: one of the sizes is negative or not a number.
+    """
+    for name, value in (("size_per_element", size_per_element), ("min_size", min_size)):
+        if not value >= 0:
+            raise ValueError(f"`{name}` must be at least 0, got {value}")
+    size = max(min_size, len(dot.body) * size_per_element)
+    dot.graph_attr["size"] = f"{size:g},{size:g}"
+
+
+@dataclass
+class _Known:
+    """A tensor that gets a box wherever it is met."""
+
+    tensor: Tensor  # kept, and with it what identifies it
+    names: list[str] = field(default_factory=list)
+    colour: str = ""
+
+
+class _Picture:
+    """The picture so far: what has an id is in it, or in line to be drawn."""
+
+    def __init__(self, dot: Digraph, show_attrs: bool, show_saved: bool, max_attr_chars: int) -> None:
+        self.dot = dot
+        self.show_attrs = show_attrs
+        self.show_saved = show_saved
+        self.max_attr_chars = max_attr_chars
+        self.known: dict[Hashable, _Known] = {}
+        self.ids: dict[Hashable, str] = {}
+        self.operations: list[Node] = []
+        self.todo: list[Node] = []
+
+    def know(self, tensor: Tensor) -> _Known:
+        return self.known.setdefault(_identity(tensor), _Known(tensor))
+
+    def draw_all(self) -> None:
+        while self.todo:
+            self.draw(self.todo.pop())
+
+    def draw(self, node: Node) -> None:
+        """Draw an operation and the edges that lead to it."""
+        here, lines, colour = self.operation(node), [node.name().rpartition("::")[2]], OPERATION
+        worker = getattr(getattr(node, "graph", None), "worker_name", None)
+        if isinstance(worker, str):
+            lines.insert(0, f"remote call to {worker}")
+            colour = REMOTE
+        saved = list(_saved(node)) if self.show_attrs or self.show_saved else []
+        if self.show_attrs:
+            lines += [f"{name}: {_shortened(_text(value), self.max_attr_chars)}" for name, value in saved]
+        self.dot.node(here, _label(lines), fillcolor=colour)
+        if node.name() == "torch::autograd::AccumulateGrad":
+            self.dot.edge(self.box(node.variable), here)  # type: ignore[attr-defined]
+        for source, number in node.next_functions:
+            if source is not None:
+                self.dot.edge(self.source(source, number), here)
+        if self.show_saved:
+            for name, value in saved:
+                for tensor in _tensors(value):
+                    self.dot.edge(self.saved_box(tensor), here, name, style="dashed", dir="none")
+
+    def operation(self, node: Node) -> str:
+        """The id of an operation, which is drawn later."""
+        if node not in self.ids:
+            self.operations.append(node)
+            self.todo.append(node)
+        return self.id(node)
+
+    def source(self, node: Node, number: int) -> str:
+        """The id of what an operation's result of that number is drawn as: its box, if it has one."""
+        known = self.known.get((node, number))
+        if known is None or known.tensor.is_leaf:
+            return self.operation(node)
+        return self.box(known.tensor)
+
+    def box(self, tensor: Tensor) -> str:
+        """The id of a tensor, which is drawn now, below the operation that made it."""
+        key = "tensor", _identity(tensor)
+        if key not in self.ids:
+            known = self.know(tensor)
+            label = _label([*dict.fromkeys(known.names), str(tuple(tensor.shape))])
+            self.dot.node(self.id(key), label, fillcolor=known.colour or _colour(tensor))
+            if tensor.grad_fn is not None:
+                self.dot.edge(self.operation(tensor.grad_fn), self.id(key))
+        return self.id(key)
+
+    def saved_box(self, tensor: Tensor) -> str:
+        """The id of a saved tensor: its own box, if it has one, or else one that stands beside the graph."""
+        if tensor.grad_fn is None or _identity(tensor) in self.known:
+            return self.box(tensor)
+        key = "saved", _identity(tensor)
+        if key not in self.ids:
+            self.dot.node(self.id(key), _label([str(tuple(tensor.shape))]), fillcolor=SAVED)
+        return self.id(key)
+
+    def id(self, key: Hashable) -> str:
+        return self.ids.setdefault(key, f"node{len(self.ids)}")
+
+
+def _identity(tensor: Tensor) -> Hashable:
+    """The same for each Python object that is this tensor: where it is in the graph, if it is in one."""
+    return tuple(get_gradient_edge(tensor))[:2] if tensor.requires_grad else id(tensor)
+
+
+def _colour(tensor: Tensor) -> str:
+    if tensor.grad_fn is not None:
+        return ON_THE_WAY
+    return LEAF if tensor.requires_grad else SAVED
+
+
+def _outputs(var: TensorTree) -> list[tuple[tuple[Any, ...], Tensor]]:
+    paths, tensors, _ = pytree.tree_flatten_with_path(var)
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"`var` must be a tensor or a tree of tensors, got {type(tensor).__name__}")
+    if all(tensor.grad_fn is None for tensor in tensors):
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        raise ValueError(
+            "`var` must have a history (a `grad_fn`), or a tensor in it must, got tensors of "
+            f"shapes {shapes} without one"
+        )
+    return list(zip(paths, tensors, strict=True))
+
+
+def _named(params: Any) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(params, ModuleState):
+        if params.visual_contents is None:
+            raise ValueError(
+                "`params` has a ModuleState without names: take it with "
+                "`extract_state_dict(module, enable_visual=True)`"
+            )
+        params = params.visual_contents
+    if isinstance(params, str | Tensor) or not isinstance(params, Iterable):
+        raise TypeError(
+            "`params` must be a mapping, a ModuleState, pairs of a name and a tensor, or an iterable of "
+            f"these, got {type(params).__name__}"
+        )
+    for entry in params.items() if isinstance(params, Mapping) else params:
+        if not (isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str)):
+            yield from _named(entry)
+        elif isinstance(entry[1], Tensor):
+            yield entry
+        else:
+            raise TypeError(f"`params[{entry[0]!r}]` must be a tensor, got {type(entry[1]).__name__}")
+
+
+def _saved(node: Node) -> Iterator[tuple[str, Any]]:
+    """What an operation remembers, by name; a function written in Python has one name for all its tensors."""
+    for name in dir(node):
+        if name.startswith("_saved_") or name == "saved_tensors":
+            try:
+                value = getattr(node, name)
+            except RuntimeError:  # a backward has used it up
+                value = "freed"
+            if not (isinstance(value, tuple) and not value):
+                yield name.removeprefix("_saved_"), value
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    values = value if isinstance(value, tuple | list) else [value]
+    return [part for part in values if isinstance(part, Tensor)]
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"tensor {tuple(value.shape)}"
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(_text, value))}{',' if len(value) == 1 else ''})"
+    if isinstance(value, int) and value >= 2**63:
+        value -= 2**64  # torch shows dimension -1 so
+    return " ".join(str(value).split())
+
+
+def _shortened(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[: length - 1]}…"
+
+
+def _label(lines: list[str]) -> str:
+    """Lines as graphviz wants them; nothing in them is markup."""
+    from graphviz import nohtml
+
+    return nohtml("\\n".join(line.replace("\\", "\\\\") for line in lines))
+
+
+def _empty() -> Digraph:
+    try:
+        from graphviz import Digraph
+    except ImportError as error:
+        raise ImportError(
+            "`make_dot` needs the Python package `graphviz`: pip install 'torchopt_dist[visual]'"
+        ) from error
+    style = {"shape": "box", "style": "filled", "fontname": "monospace", "fontsize": "10", "height": "0.2"}
+    return Digraph(node_attr=style, edge_attr={"fontname": "monospace", "fontsize": "8"})
+
+
+_STRIDE = 1000
+"""How many operations deep a graph may be freed by recursion."""
+
+
+def _make_freeable(nodes: list[Node]) -> None:
+    """Let a deep graph be freed, whenever that will be, without overflowing the stack.
+
+    Torch 2.13 frees a graph that Python has walked through by recursion, and some 30,000 operations deep the
+    process dies. So at each ``_STRIDE``-th level a link is hung in that ends the recursion.
+    """
+    if len(nodes) <= _STRIDE:
+        return
+    sources = {node: [source for source, _ in node.next_functions if source is not None] for node in nodes}
+    users = Counter(source for node in nodes for source in sources[node])
+    level = dict.fromkeys(nodes, 0)
+    ready = [node for node in nodes if not users[node]]
+    while ready:
+        node = ready.pop()
+        for source in sources[node]:
+            level[source] = max(level[source], level[node] + 1)
+            users[source] -= 1
+            if not users[source]:
+                ready.append(source)
+    for node in nodes:
+        below = [source for source in sources[node] if level[source] // _STRIDE > level[node] // _STRIDE]
+        if below:
+            metadata: Any = node.metadata  # a property, whatever its type says
+            metadata["torchopt_dist.visual"] = _Link(below)
+
+
+class _Freeing(threading.local):
+    def __init__(self) -> None:
+        self.waiting: list[Node] = []
+        self.under_way = False
+
+
+class _Link:
+    """Holds operations for the one that uses them; when that is freed they are freed in a loop."""
+
+    def __init__(self, below: list[Node]) -> None:
+        self._below = below
+
+    def __del__(self, freeing: _Freeing = _Freeing()) -> None:  # noqa: B008 - still there at exit
+        freeing.waiting += self._below
+        self._below = []
+        if freeing.under_way:
+            return  # the loop is further up the stack
+        freeing.under_way = True
+        while freeing.waiting:
+            freeing.waiting.pop()
+        freeing.under_way = False
