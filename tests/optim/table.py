@@ -29,6 +29,11 @@ class Row:
     tensors: dict[str, Any] = field(default_factory=dict)
     """Every hyper-parameter that may be a tensor, with a value."""
 
+    def make_twin(self, params: Any, setting: str) -> torch.optim.Optimizer:
+        """The twin with the same options; which implementation is chosen is no matter of the formula."""
+        options = {name: value for name, value in self.options[setting].items() if name != "fused"}
+        return self.twin(params, **options)
+
 
 def _row(name: str, twin: type, **rest: Any) -> Row:
     faces = (getattr(todist, face) for face in (name.lower(), name, f"Meta{name}"))
@@ -48,6 +53,13 @@ ROWS = {
                 "momentum": {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1},
                 "dampening": {"lr": 0.05, "momentum": 0.9, "dampening": 0.3, "maximize": True},
                 "nesterov": {"lr": 0.05, "momentum": 0.9, "nesterov": True},
+                "formula": {
+                    "lr": 0.05,
+                    "momentum": 0.9,
+                    "dampening": 0.3,
+                    "weight_decay": 0.1,
+                    "fused": False,
+                },
             },
             tensors={"lr": 0.1, "momentum": 0.9, "dampening": 0.2, "weight_decay": 0.3},
         ),
@@ -57,6 +69,7 @@ ROWS = {
             options={
                 "defaults": {"lr": 0.01},
                 "all": {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.1, "maximize": True},
+                "formula": {"lr": 0.02, "weight_decay": 0.1, "fused": False},
             },
             tensors={**ADAM, "eps_root": 0.02},
         ),
@@ -66,6 +79,7 @@ ROWS = {
             options={
                 "defaults": {"lr": 0.01},
                 "all": {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.3, "maximize": True},
+                "formula": {"lr": 0.02, "weight_decay": 0.3, "fused": False},
             },
             tensors={**ADAM, "eps_root": 0.02},
         ),
@@ -100,6 +114,7 @@ ROWS = {
                     "maximize": True,
                 },
                 "centered": {"lr": 0.01, "alpha": 0.9, "centered": True, "eps": 1e-3},
+                "formula": {"lr": 0.005, "alpha": 0.9, "centered": True, "momentum": 0.8, "fused": False},
             },
             tensors={"lr": 0.05, "alpha": 0.9, "eps": 0.01, "weight_decay": 0.1, "momentum": 0.7},
         ),

@@ -6,6 +6,7 @@ import copy
 import inspect
 import io
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -71,7 +72,7 @@ def test_fifty_steps_equal_the_twin(name, setting, dtype):
     start = make(dtype)
     twin, ours, generic = copy.deepcopy(start), copy.deepcopy(start), copy.deepcopy(start)
     optimizers = [
-        (twin, row.twin(twin.parameters(), **options)),
+        (twin, row.make_twin(twin.parameters(), setting)),
         (ours, row.plain(ours.parameters(), **options)),
         (generic, todist.Optimizer(generic.parameters(), todist.chain(row.function(**options)))),
     ]
@@ -329,9 +330,9 @@ def test_a_resumed_run_equals_an_unbroken_one_bit_for_bit(name, setting):
 @pytest.mark.parametrize("name", [name for name in ROWS if name in dir(torch.optim)])
 def test_a_state_of_the_twin_is_taken_over(name):
     row = ROWS[name]
-    options = list(row.options.values())[-1]
+    setting, options = list(row.options.items())[-1]
     net = make()
-    twin = row.twin(net.parameters(), **options)
+    twin = row.make_twin(net.parameters(), setting)
     batches = list(losses(torch.float32, options.get("maximize", False), count=10))
     for loss in batches[:5]:
         twin.zero_grad()
@@ -339,7 +340,7 @@ def test_a_state_of_the_twin_is_taken_over(name):
         twin.step()
     other = copy.deepcopy(net)
     ours = row.plain(other.parameters(), **options)
-    ours.load_state_dict(copy.deepcopy(twin.state_dict()))
+    ours.load_state_dict(copy.deepcopy(twin.state_dict()))  # shares its tensors otherwise
     for each, optimizer in ((net, twin), (other, ours)):
         for loss in batches[5:]:
             optimizer.zero_grad()
@@ -354,9 +355,9 @@ def test_a_parameter_without_gradient_is_skipped_as_in_torch(name, setting):
     options = row.options[setting]
     start = [torch.tensor([1.0, -2.0], dtype=DOUBLE), torch.tensor([0.5], dtype=DOUBLE)]
     columns = []
-    for make_optimizer in (row.twin, row.plain):
+    for twin in (True, False):
         params = [p.clone().requires_grad_() for p in start]
-        optimizer = make_optimizer(params, **options)
+        optimizer = row.make_twin(params, setting) if twin else row.plain(params, **options)
         for step in range(6):
             optimizer.zero_grad()
             loss = params[0].pow(2).sum() + (params[1].pow(3).sum() if step % 3 else 0)
@@ -501,6 +502,38 @@ def test_adamw_mask_and_groups():
         torch.testing.assert_close(flat(each.parameters()), flat(twin_net.parameters()), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("fused", [None, False])
+@pytest.mark.parametrize("centered", [False, True])
+def test_what_rmsprop_has_beyond_torch(centered, fused):
+    w = torch.tensor([1.0, -2.0], dtype=DOUBLE, requires_grad=True)
+    options = {
+        "lr": 0.1,
+        "alpha": 0.9,
+        "eps": 1e-3,
+        "momentum": 0.8,
+        "centered": centered,
+        "initial_scale": 0.5,
+    }
+    optimizer = todist.RMSprop([w], **options, nesterov=True, fused=fused)
+    (meta,) = unroll(
+        SimpleNamespace(function=todist.rmsprop),
+        (w.detach(),),
+        {**options, "nesterov": True},
+        lambda p: (p[0] ** 3,),
+    )
+    x, v, a, b = w.detach().clone(), 0.5, 0.0, 0.0
+    for _ in range(3):
+        w.grad = w.detach() ** 3
+        optimizer.step()
+        g = x**3
+        v, a = 0.9 * v + 0.1 * g**2, 0.9 * a + 0.1 * g
+        step = g / ((v - a**2 if centered else v) ** 0.5 + 1e-3)
+        b = 0.8 * b + step
+        x = x - 0.1 * (step + 0.8 * b)
+    torch.testing.assert_close(w.detach(), x, rtol=1e-12, atol=0)
+    torch.testing.assert_close(meta, x, rtol=1e-12, atol=0)
+
+
 def test_fused_has_two_names_and_tells_the_truth():
     params = [torch.ones(2)]
     with pytest.raises(ValueError, match="another name for `fused`: give one of them"):
@@ -520,9 +553,9 @@ def test_fused_has_two_names_and_tells_the_truth():
 @pytest.mark.parametrize("name", ROWS)
 def test_grad_scaler_and_schedulers(name):
     row = ROWS[name]
-    options = next(iter(row.options.values()))
+    setting, options = next(iter(row.options.items()))
     nets = [make(), make()]
-    optimizers = [row.plain(nets[0].parameters(), **options), row.twin(nets[1].parameters(), **options)]
+    optimizers = [row.plain(nets[0].parameters(), **options), row.make_twin(nets[1].parameters(), setting)]
     for net, optimizer in zip(nets, optimizers, strict=True):
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)

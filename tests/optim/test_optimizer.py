@@ -64,7 +64,7 @@ def test_a_parameter_without_gradient_stays_and_keeps_its_momentum(dampening):
     grads = torch.randn(6, 2, 3)
     ours, twin = ([torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)] for _ in range(2))
     optimizers = [
-        kind(params, 0.1, momentum=0.9, dampening=dampening, weight_decay=0.1)
+        kind(params, 0.1, momentum=0.9, dampening=dampening, weight_decay=0.1, fused=False)
         for kind, params in ((SGD, ours), (torch.optim.SGD, twin))
     ]
     for step, pair in enumerate(grads):
@@ -80,7 +80,7 @@ def test_groups_have_options_of_their_own_as_in_torch():
     ours, twin = make(), make()
     for net, kind in ((ours, SGD), (twin, torch.optim.SGD)):
         groups = [{"params": net[0].parameters(), "lr": 0.2, "momentum": 0.9}, {"params": [net[2].weight]}]
-        optimizer = kind(groups, lr=0.05, weight_decay=0.1)
+        optimizer = kind(groups, lr=0.05, weight_decay=0.1, fused=False)
         train(net, optimizer, 5)
         optimizer.add_param_group({"params": net[2].bias, "maximize": True})
         train(net, optimizer, 5)
@@ -92,7 +92,7 @@ def test_groups_have_options_of_their_own_as_in_torch():
 def test_lr_scheduler_is_obeyed_as_in_torch():
     ours, twin = make(), make()
     for net, kind in ((ours, SGD), (twin, torch.optim.SGD)):
-        optimizer = kind(net.parameters(), lr=0.1, momentum=0.9)
+        optimizer = kind(net.parameters(), lr=0.1, momentum=0.9, fused=False)
         train(net, optimizer, 10, scheduler=CosineAnnealingLR(optimizer, 10))
         assert optimizer.param_groups[0]["lr"] == pytest.approx(0.0, abs=1e-12)
     assert same(ours, twin)
@@ -130,13 +130,13 @@ def test_half_precision_does_not_lose_the_count_of_a_schedule():
 
 def test_states_go_back_and_forth_with_torch():
     ours, twin = make(), make()
-    optimizer = SGD(ours.parameters(), 0.1, momentum=0.9)
+    optimizer = SGD(ours.parameters(), 0.1, momentum=0.9, fused=False)
     train(ours, optimizer, 3)
     twin.load_state_dict(ours.state_dict())
-    twin_optimizer = torch.optim.SGD(twin.parameters(), 0.1, momentum=0.9)
+    twin_optimizer = torch.optim.SGD(twin.parameters(), 0.1, momentum=0.9, fused=False)
     state = through_file(optimizer.state_dict())
     for group in state["param_groups"]:
-        group.update(foreach=None, differentiable=False, fused=None)
+        group.update(foreach=None, differentiable=False)
     twin_optimizer.load_state_dict(state)
     train(twin, twin_optimizer, 3)
     again = make()

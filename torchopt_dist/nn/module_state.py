@@ -9,6 +9,7 @@ sub-module counts once.
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar, cast, overload, runtime_checkable
 
@@ -254,11 +255,18 @@ def _cloned(
         for attribute in vars(part).values():
             if isinstance(attribute, Tensor):
                 memo[id(attribute)] = take(attribute)
+            elif type(attribute) in _CONTAINERS and not attribute:
+                memo[id(attribute)] = type(
+                    attribute
+                )()  # a module has ten or so, and deepcopy is slow at them
     for buffer in module.buffers():
         memo[id(buffer)] = take_buffer(buffer)
     for parameter in module.parameters():
         memo[id(parameter)] = take(parameter)
     return copy.deepcopy(module, memo)
+
+
+_CONTAINERS = (dict, OrderedDict, list, set)
 
 
 def _detachments(held: Sequence[TensorContainer]) -> dict[int, Tensor]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
-from torchopt_dist.ops import lists
+from torchopt_dist.ops import choice, lists
 
 __all__ = ["sgd_"]
 
@@ -23,10 +24,11 @@ def sgd_(
     nesterov: bool,
     weight_decay: float,
     maximize: bool,
+    fused: bool | None = None,
 ) -> None:
     """Overwrite ``params``, ``momentum_buffers`` and ``steps``.
 
-    It records no graph. The numbers are those of ``torch.optim.SGD(foreach=True)``, rounding included.
+    It records no graph. The numbers are those of ``torch.optim.SGD(foreach=True)``, rounding included for the formula.
 
     Args:
         params: tensors of any shapes.
@@ -39,7 +41,17 @@ def sgd_(
         nesterov: look ahead.
         weight_decay: how much of a parameter is added to its gradient.
         maximize: go up, not down.
+        fused: None uses a kernel where there is one, False the formula, True demands the kernel.
+
+    Raises:
+        RuntimeError: ``fused=True`` where there is no kernel for these arguments; the message says why.
     """
+    if choice.use_kernel("sgd_", [*params, *grads, *momentum_buffers], fused):
+        taken = _taken(list(steps), momentum, dampening, len(params))
+        columns = (list(params), list(grads), list(momentum_buffers))
+        torch.ops.todist.sgd_(*columns, taken, lr, momentum, nesterov, weight_decay, maximize)
+        torch.autograd.graph.increment_version([*params, *momentum_buffers])
+        return
     for part in lists.portions(params):
         p, g = list(params[part]), list(grads[part])
         if maximize:
@@ -51,6 +63,19 @@ def sgd_(
             _sum_up_(sums, g, list(steps[part]), momentum, dampening)
             g = lists.add(g, sums, momentum) if nesterov else sums
         lists.add(p, g, -lr, inplace=True)
+
+
+def _taken(steps: list[Tensor], momentum: float, dampening: float, count: int) -> Tensor:
+    """How much of each gradient goes into the running sum: all of the first one. The steps are counted."""
+    if momentum == 0:
+        return torch.empty(0, dtype=torch.float64, device="cpu")
+    if dampening == 0:
+        return torch.ones(count, dtype=torch.float64, device="cpu")
+    before = lists.values(steps)
+    lists.add_number(steps, 1, inplace=True)
+    counts = before if isinstance(before, list) else [before] * count
+    taken = [1 - dampening if seen else 1.0 for seen in counts]
+    return torch.tensor(taken, dtype=torch.float64, device="cpu")
 
 
 def _sum_up_(

@@ -10,7 +10,7 @@ from torchopt_dist.transform.add_decayed_weights import penalized
 from torchopt_dist.transform.base import ChainedGradientTransformation, GradientTransformation
 from torchopt_dist.transform.hyperparameters import HyperParameter, check_decays, one_of_two_names
 from torchopt_dist.transform.scale import scale_by_learning_rate
-from torchopt_dist.transform.scale_by_adam import ScaleByAdamState, scale_by_adam
+from torchopt_dist.transform.scale_by_adam import scale_by_adam
 from torchopt_dist.typing import ScalarOrSchedule
 
 __all__ = ["Adam", "MetaAdam", "adam"]
@@ -60,7 +60,6 @@ def adam(
         scale_by_learning_rate(lr),
         in_place=in_place(
             adam_,
-            ScaleByAdamState,
             lr=lr,
             b1=b1,
             b2=b2,

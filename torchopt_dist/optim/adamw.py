@@ -11,7 +11,7 @@ from torchopt_dist.transform.base import ChainedGradientTransformation, Gradient
 from torchopt_dist.transform.hyperparameters import HyperParameter, check_decays, one_of_two_names
 from torchopt_dist.transform.mask import Mask
 from torchopt_dist.transform.scale import scale_by_learning_rate
-from torchopt_dist.transform.scale_by_adam import ScaleByAdamState, scale_by_adam
+from torchopt_dist.transform.scale_by_adam import scale_by_adam
 from torchopt_dist.typing import ScalarOrSchedule
 
 __all__ = ["AdamW", "MetaAdamW", "adamw"]
@@ -62,7 +62,6 @@ def adamw(
     b1, b2 = betas
     whole = in_place(
         adam_,
-        ScaleByAdamState,
         lr=lr,
         b1=b1,
         b2=b2,

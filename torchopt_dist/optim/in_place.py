@@ -1,4 +1,4 @@
-"""An op on lists, the state it uses → the ``in_place`` of an optimizer's chain."""
+"""An op on lists → the ``in_place`` of an optimizer's chain."""
 
 from __future__ import annotations
 
@@ -15,25 +15,23 @@ from torchopt_dist.typing import OptState
 __all__ = ["in_place"]
 
 
-def in_place(op: Callable[..., None], state_type: type, **options: Any) -> InPlaceFn | None:
+def in_place(op: Callable[..., None], **options: Any) -> InPlaceFn | None:
     """Make a whole step of an optimizer from an op.
 
     Args:
-        op: takes parameters, gradients and the fields of a state, lists of real tensors, and the options by name;
-            overwrites them.
-        state_type: the type of the state it uses; if none of the chain's is of it, the op gets no fields.
+        op: takes lists of real tensors, and overwrites them: parameters, gradients, and by name the fields of the
+            links' states, ``exp_avgs`` for ``exp_avg``; and the options.
         options: the hyper-parameters, and whatever else it takes.
 
     Returns:
         The step; or ``None`` if an option is a tensor or a schedule, which such an op does not take.
     """
-    numbers = [value for value in options.values() if value is not None]
-    return partial(_step, op, state_type, options) if is_number(*numbers) else None
+    given = {name: value for name, value in options.items() if value is not None}
+    return partial(_step, op, given) if is_number(*given.values()) else None
 
 
 def _step(
     op: Callable[..., None],
-    state_type: type,
     options: dict[str, Any],
     params: Sequence[Any],
     grads: Sequence[Any],
@@ -41,6 +39,7 @@ def _step(
     /,
 ) -> None:
     places = lists.present(grads)
-    fields: Any = next((own for own in state if isinstance(own, state_type)), ())
-    columns = [params, grads, *(pytree.flatten(field)[0] for field in fields)]
-    op(*(lists.as_real(lists.pick(column, places)) if column else [] for column in columns), **options)
+    fields = {f"{name}s": field for own in state for name, field in zip(own._fields, own, strict=True)}
+    columns = {name: pytree.flatten(field)[0] for name, field in fields.items()}
+    picked = {name: lists.as_real(lists.pick(column, places)) for name, column in columns.items() if column}
+    op(*(lists.as_real(lists.pick(column, places)) for column in (params, grads)), **picked, **options)

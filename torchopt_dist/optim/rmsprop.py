@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from torchopt_dist.ops.rmsprop import rmsprop_
+from torchopt_dist.optim.in_place import in_place
 from torchopt_dist.optim.meta_optimizer import MetaOptimizer
 from torchopt_dist.optim.optimizer import Optimizer
 from torchopt_dist.transform.add_decayed_weights import penalized
-from torchopt_dist.transform.base import GradientTransformation, chain
+from torchopt_dist.transform.base import ChainedGradientTransformation, GradientTransformation
 from torchopt_dist.transform.hyperparameters import HyperParameter, is_zero
 from torchopt_dist.transform.scale import scale_by_learning_rate
 from torchopt_dist.transform.scale_by_rms import scale_by_rms, scale_by_stddev
@@ -27,6 +29,7 @@ def rmsprop(
     nesterov: bool = False,
     moment_requires_grad: bool = False,
     maximize: bool = False,
+    fused: bool | None = None,
 ) -> GradientTransformation:
     """RMSprop, as ``torch.optim.RMSprop``.
 
@@ -47,18 +50,31 @@ def rmsprop(
         nesterov: look ahead along the running sum; needs a momentum.
         moment_requires_grad: the first averages are leaves that require grad.
         maximize: go up, not down.
+        fused: None uses a kernel where there is one, False never, True demands it.
 
     Raises:
         TypeError: an argument is of another type.
         ValueError: a number is out of its range, a tensor has more than one element, or ``nesterov`` comes without a
             momentum.
+        RuntimeError: at a step: ``fused=True`` where there is no kernel; the message says why.
     """
     check_momentum(momentum, 0.0, nesterov)
     scale_down = scale_by_stddev if centered else scale_by_rms
+    whole = in_place(
+        rmsprop_,
+        lr=lr,
+        alpha=alpha,
+        eps=eps,
+        momentum=momentum,
+        nesterov=nesterov,
+        weight_decay=weight_decay,
+        maximize=maximize,
+        fused=fused,
+    )
     links = [*penalized(weight_decay, maximize), scale_down(alpha, eps, initial_scale, moment_requires_grad)]
     if not is_zero(momentum):
         links.append(trace(momentum, 0.0, nesterov, moment_requires_grad))
-    return chain(*links, scale_by_learning_rate(lr))
+    return ChainedGradientTransformation(*links, scale_by_learning_rate(lr), in_place=whole)
 
 
 class RMSprop(Optimizer, transformation=rmsprop):

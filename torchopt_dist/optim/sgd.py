@@ -10,7 +10,7 @@ from torchopt_dist.transform.add_decayed_weights import penalized
 from torchopt_dist.transform.base import ChainedGradientTransformation, GradientTransformation
 from torchopt_dist.transform.hyperparameters import HyperParameter, is_zero
 from torchopt_dist.transform.scale import scale_by_learning_rate
-from torchopt_dist.transform.trace import TraceState, check_momentum, trace
+from torchopt_dist.transform.trace import check_momentum, trace
 from torchopt_dist.typing import ScalarOrSchedule
 
 __all__ = ["SGD", "MetaSGD", "sgd"]
@@ -25,6 +25,7 @@ def sgd(
     *,
     moment_requires_grad: bool = False,
     maximize: bool = False,
+    fused: bool | None = None,
 ) -> GradientTransformation:
     """Stochastic gradient descent, as ``torch.optim.SGD``.
 
@@ -41,11 +42,14 @@ def sgd(
         nesterov: look ahead along the running sum [Sutskever et al. 2013]; needs a momentum and no dampening.
         moment_requires_grad: the first running sums are leaves that require grad.
         maximize: go up, not down.
+        fused: ``SGD`` uses a kernel where there is one if None, never if False; True demands it. The differentiable
+            faces are sums of tensors, and have none.
 
     Raises:
         TypeError: an argument is of another type.
         ValueError: a number is negative, a tensor has more than one element, or ``nesterov`` comes without a
             momentum or with dampening.
+        RuntimeError: at a step of ``SGD``: ``fused=True`` where there is no kernel; the message says why.
     """
     check_momentum(momentum, dampening, nesterov)
     links = penalized(weight_decay, maximize)
@@ -56,13 +60,13 @@ def sgd(
         scale_by_learning_rate(lr),
         in_place=in_place(
             sgd_,
-            TraceState,
             lr=lr,
             momentum=momentum,
             dampening=dampening,
             nesterov=nesterov,
             weight_decay=weight_decay,
             maximize=maximize,
+            fused=fused,
         ),
     )
 
