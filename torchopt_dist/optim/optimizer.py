@@ -25,6 +25,7 @@ from torchopt_dist.typing import OptState
 __all__ = ["Optimizer"]
 
 _SHARED = "shared_state"
+_COUNT = "step"
 _WITHOUT = ("moment_requires_grad",)
 _PARAMS_TEXT = "params: tensors, named tensors, or dicts of parameter groups with options of their own."
 
@@ -197,6 +198,9 @@ class Optimizer(torch.optim.Optimizer):
     def _fill(self, params: list[Tensor], impl: GradientTransformation, layout: _Layout) -> list[Any]:
         """Fill in what parameters lack of their state; return the group's own first state."""
         first = flatten_with_keys(impl.init(params), _is_list)[1]
+        for p in params:
+            if self.state[p] and _COUNT in layout.keys:  # a state of torch's, which does not count where its formula needs no number
+                self.state[p].setdefault(_COUNT, torch.ones((), dtype=torch.float32, device="cpu"))
         for key, leaves in zip(layout.keys, first, strict=True):
             for p, leaf in zip(params, leaves, strict=True) if key is not None else ():
                 self.state[p].setdefault(key, leaf)
