@@ -36,7 +36,15 @@ REQUIRED = os.environ.get("REQUIRE_EXT", "0") not in ("", "0")
 
 OLDEST_TORCH = "0x020a000000000000"  # 2.10; without it, symbols of the newest torch slip in
 LIMITED_API = not sysconfig.get_config_var("Py_GIL_DISABLED")
-FLAGS = ["-std=c++17", "-O3", "-g0", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
+FLAGS = [
+    "-std=c++17",
+    "-O3",
+    "-g0",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffp-contract=off",
+    "-fvisibility=hidden",
+]
 MSVC_FLAGS = ["/std:c++17", "/O2"]
 
 

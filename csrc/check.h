@@ -53,6 +53,18 @@ inline void check_same_length(const char* op, const char* list, size_t length, c
   TODIST_CHECK(length == got, op, ": `", other, "` must have the length of `", list, "`, ", length, "; got ", got);
 }
 
+inline void check_empty(const char* op, const char* list, size_t got, const char* where) {
+  TODIST_CHECK(got == 0, op, ": `", list, "` must be empty where ", where, "; got ", got, " tensors");
+}
+
+// A float64 tensor on the CPU, of this shape, which holds numbers for the tensors of a list.
+inline void check_numbers(const char* op, const char* name, const View& tensor, IntHeaderOnlyArrayRef shape) {
+  TODIST_CHECK(tensor.cpu, op, ": `", name, "` must be on the CPU");
+  TODIST_CHECK(tensor.dtype == ScalarType::Double, op, ": `", name, "` must be float64; got ", toString(tensor.dtype));
+  TODIST_CHECK(equal(tensor.sizes, shape), op, ": `", name, "` must have the shape ", text(shape), "; got ",
+               text(tensor.sizes));
+}
+
 inline void check_cpu(const char* op, const Name& name, const View& tensor) {
   TODIST_CHECK(tensor.cpu, op, ": ", name, " must be on the CPU");
 }

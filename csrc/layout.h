@@ -34,13 +34,35 @@ inline bool dense(const View& view) {
   return true;
 }
 
-// The first tensor gives the order of the loops: the one that is written, so that writes go forward in memory.
+// Whether they lie without gaps in the order of any of the shape's permutations.
+inline bool dense_in_some_order(const View& view) {
+  if (view.numel == 0 || dense(view)) {
+    return true;
+  }
+  std::vector<std::array<int64_t, 2>> dims;
+  for (size_t dim = 0; dim < view.sizes.size(); ++dim) {
+    if (view.sizes[dim] != 1) {
+      dims.push_back({view.strides[dim], view.sizes[dim]});
+    }
+  }
+  std::sort(dims.begin(), dims.end());
+  int64_t expected = 1;
+  return std::all_of(dims.begin(), dims.end(), [&expected](const std::array<int64_t, 2>& dim) {
+    const bool follows = dim[0] == expected;
+    expected *= dim[1];
+    return follows;
+  });
+}
+
+// The first tensor gives the order of the loops: one that is written, so that writes go forward in memory. Where there
+// is no tensor, a null pointer, all strides are 0.
 template <size_t N>
 Layout<N> layout_of(const std::array<const View*, N>& views) {
   Layout<N> layout{views[0]->numel, {}, {}};
   layout.inner.size = layout.numel;
   layout.inner.strides.fill(1);
-  if (layout.numel <= 1 || std::all_of(views.begin(), views.end(), [](const View* view) { return dense(*view); })) {
+  if (layout.numel <= 1 ||
+      std::all_of(views.begin(), views.end(), [](const View* view) { return !view || dense(*view); })) {
     return layout;
   }
 
@@ -48,7 +70,7 @@ Layout<N> layout_of(const std::array<const View*, N>& views) {
   for (size_t dim = views[0]->sizes.size(); dim-- > 0;) {
     Loop<N> loop{views[0]->sizes[dim], {}};
     for (size_t k = 0; k < N; ++k) {
-      loop.strides[k] = views[k]->strides[dim];
+      loop.strides[k] = views[k] ? views[k]->strides[dim] : 0;
     }
     if (loop.size > 1) {
       loops.push_back(loop);

@@ -51,19 +51,20 @@ inline void check_writable(const char* op, const Name& name, const View& view) {
   }
 }
 
-// Tensors without gaps that overlap must be the same elements in the same order. With gaps, as columns of one matrix
-// have them, the spans do not tell; the rule is then the caller's to keep, as in torch.
-inline void check_disjoint_or_same(const char* op, const Name& name, const View& read, const Name& target,
-                                   const View& written) {
-  const Span a = span_of(read);
+// Tensors of one shape that overlap must be the same elements in the same order if one of them is only read, and must not
+// overlap if both are written. With gaps, as columns of one matrix have them, the spans do not tell; the rule is then the
+// caller's to keep, as in torch.
+inline void check_overlap(const char* op, const Name& name, const View& view, const Name& other, const View& written) {
+  const Span a = span_of(view);
   const Span b = span_of(written);
   if (!overlap(a, b)) {
     return;
   }
   const auto bytes = static_cast<uintptr_t>(written.numel * written.itemsize);
   const bool gaps = a.end - a.begin != bytes || b.end - b.begin != bytes;
-  TODIST_CHECK(gaps || (a.begin == b.begin && equal(read.strides, written.strides)), op, ": ", name,
-               " must not share memory with ", target, " unless it is the same tensor");
+  const bool same = a.begin == b.begin && equal(view.strides, written.strides);
+  TODIST_CHECK(view.written ? gaps && !same : gaps || same, op, ": ", name, " must not share memory with ", other,
+               view.written ? "" : " unless it is the same tensor");
 }
 
 }  // namespace todist

@@ -1,4 +1,4 @@
-// A storage type -> the type that its arithmetic is done in; and the instruction sets a loop is compiled for.
+// A storage type -> the type that its arithmetic is done in; and what a loop tells the compiler about itself.
 #pragma once
 
 #include <type_traits>
@@ -16,4 +16,16 @@ using arithmetic_t = std::conditional_t<std::is_same_v<T, double>, double, float
 #define TODIST_CLONES __attribute__((target_clones("default", "avx2", "avx512f")))
 #else
 #define TODIST_CLONES
+#endif
+
+// Before a loop: what one round writes, no other round reads. Spares a test of every pair of pointers, and vectors
+// where there are too many pairs to test.
+#if defined(__clang__)
+#define TODIST_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#elif defined(__GNUC__)
+#define TODIST_INDEPENDENT _Pragma("GCC ivdep")
+#elif defined(_MSC_VER)
+#define TODIST_INDEPENDENT __pragma(loop(ivdep))
+#else
+#define TODIST_INDEPENDENT
 #endif

@@ -3,4 +3,30 @@
 
 STABLE_TORCH_LIBRARY(todist, library) {
   library.def("add_scaled_(Tensor(a!)[] params, Tensor[] updates, float alpha) -> ()");
+
+  library.def(
+      "adam_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
+      "Tensor corrections, float lr, float b1, float b2, float eps, float eps_root, float weight_decay, "
+      "bool decoupled, bool maximize) -> ()");
+  library.def(
+      "adam(Tensor[] grads, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, Tensor corrections, "
+      "float b1, float b2, float eps, float eps_root) -> Tensor[]");
+  library.def(
+      "adam_backward(Tensor[] direction_grads, Tensor[] exp_avg_grads, Tensor[] exp_avg_sq_grads, "
+      "Tensor[] grads, Tensor[] new_exp_avgs, Tensor[] new_exp_avg_sqs, Tensor corrections, "
+      "float b1, float b2, float eps, float eps_root) -> Tensor[]");
+
+  library.def(
+      "sgd_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] momentum_buffers, Tensor taken, "
+      "float lr, float momentum, bool nesterov, float weight_decay, bool maximize) -> ()");
+
+  library.def(
+      "rmsprop_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] square_avgs, Tensor(c!)[] grad_avgs, "
+      "Tensor(d!)[] momentum_buffers, float lr, float alpha, float eps, float momentum, bool nesterov, "
+      "float weight_decay, bool maximize) -> ()");
+  library.def(
+      "rmsprop(Tensor[] grads, Tensor[] square_avgs, Tensor[] grad_avgs, float alpha, float eps) -> Tensor[]");
+  library.def(
+      "rmsprop_backward(Tensor[] direction_grads, Tensor[] square_avg_grads, Tensor[] grad_avg_grads, "
+      "Tensor[] grads, Tensor[] new_square_avgs, Tensor[] new_grad_avgs, float alpha, float eps) -> Tensor[]");
 }

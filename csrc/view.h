@@ -1,6 +1,8 @@
 // A tensor -> its dtype, shape, strides and memory.
 #pragma once
 
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/c/shim.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
@@ -16,26 +18,43 @@ enum class Access { kRead, kWrite };
 
 // What a kernel needs to know of a tensor, asked once: each question is a call across the library's border.
 struct View {
-  View(const Tensor& tensor, Access access)
-      : cpu(tensor.is_cpu()),
-        dtype(tensor.scalar_type()),
-        sizes(tensor.sizes()),
-        strides(tensor.strides()),
-        written(access == Access::kWrite) {
+  View(const Tensor& tensor, Access access) : View(tensor.get(), access) {}
+
+  View(AtenTensorHandle tensor, Access access) : written(access == Access::kWrite) {
+    int32_t device = 0;
+    int32_t type = 0;
+    int64_t dim = 0;
+    int64_t* ints = nullptr;
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor, &device));
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor, &type));
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(tensor, &dim));
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(tensor, &ints));
+    sizes = IntHeaderOnlyArrayRef(ints, static_cast<size_t>(dim));
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(tensor, &ints));
+    strides = IntHeaderOnlyArrayRef(ints, static_cast<size_t>(dim));
+    cpu = device == aoti_torch_device_type_cpu();
+    dtype = torch::stable::detail::to<ScalarType>(torch::stable::detail::from(type));
     for (const int64_t size : sizes) {
       numel *= size;
     }
-    if (cpu && numel > 0) {
-      data = written ? tensor.mutable_data_ptr() : const_cast<void*>(tensor.const_data_ptr());
-      itemsize = static_cast<int64_t>(tensor.element_size());
+    if (!cpu || numel == 0) {
+      return;
     }
+    if (written) {
+      STABLE_TORCH_ERROR_CODE_CHECK(torch_get_mutable_data_ptr(tensor, &data));
+    } else {
+      const void* read = nullptr;
+      STABLE_TORCH_ERROR_CODE_CHECK(torch_get_const_data_ptr(tensor, &read));
+      data = const_cast<void*>(read);
+    }
+    itemsize = static_cast<int64_t>(aoti_torch_dtype_element_size(type));
   }
 
-  bool cpu;
-  ScalarType dtype;
+  bool cpu = false;
+  ScalarType dtype = ScalarType::Undefined;
   IntHeaderOnlyArrayRef sizes;
   IntHeaderOnlyArrayRef strides;
-  bool written;
+  bool written = false;
   int64_t numel = 1;
   int64_t itemsize = 0;
   void* data = nullptr;  // not to be written through unless `written`

@@ -6,8 +6,12 @@
 namespace todist {
 
 template <class A>
-C10_HOST_DEVICE inline A add_scaled(A param, A update, A alpha) {
-  return param + alpha * update;
-}
+struct AddScaled {
+  A alpha;
+
+  explicit AddScaled(double alpha_) : alpha(static_cast<A>(alpha_)) {}
+
+  C10_HOST_DEVICE inline void operator()(A& param, A update) const { param = param + alpha * update; }
+};
 
 }  // namespace todist

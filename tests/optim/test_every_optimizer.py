@@ -29,7 +29,8 @@ class Complex(nn.Module):
         self.a, self.b = (nn.Parameter(torch.randn(s, dtype=torch.complex64) / 2) for s in ((3, 4), (4, 1)))
 
     def forward(self, x):
-        return torch.tanh(x @ self.a) @ self.b
+        h = torch.view_as_complex(torch.tanh(torch.view_as_real(x @ self.a)))  # tanh itself has poles
+        return h @ self.b
 
 
 def make(dtype=torch.float32):

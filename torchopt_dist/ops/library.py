@@ -9,7 +9,6 @@ it must not break a program that turns warnings into errors. Logging shows it on
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,16 @@ from torchopt_dist.typing import Device
 
 __all__ = ["is_available", "why_not"]
 
-OPS = ("adam", "adam_", "add_scaled_")
+OPS = (
+    "adam",
+    "adam_",
+    "adam_backward",
+    "add_scaled_",
+    "rmsprop",
+    "rmsprop_",
+    "rmsprop_backward",
+    "sgd_",
+)
 """Every op that has a kernel; a new one is one more row."""
 DEVICES = ("cpu", "cuda")
 """Device types that a kernel may be written for."""
@@ -100,18 +108,6 @@ def why_not(op: str, device: Device = "cpu") -> str | None:
     have = " and ".join(there.upper() for name, there in sorted(_KERNELS) if name == op)
     rest = f"this build has {have} only" if have else "this build has none of it"
     return f"`{op}` has no {kind.upper()} kernel; {rest}"
-
-
-def require(op: str, tensors: Iterable[torch.Tensor]) -> None:
-    """Demand a kernel for the devices that tensors are on.
-
-    Raises:
-        RuntimeError: there is none; the message says why.
-    """
-    for device in sorted({str(tensor.device) for tensor in tensors}):
-        reason = why_not(op, device)
-        if reason is not None:
-            raise RuntimeError(f"`fused=True` cannot be kept: {reason}")
 
 
 def is_available(op: str, device: Device = "cpu") -> bool:
