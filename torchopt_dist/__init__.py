@@ -59,6 +59,7 @@ from torchopt_dist.nn import (
     recover_state_dict,
     stop_gradient,
 )
+from torchopt_dist.ops import accelerated_op_available
 from torchopt_dist.optim import (
     SGD,
     AdaDelta,
@@ -107,6 +108,7 @@ from torchopt_dist.transform import (
     EmptyState,
     GradientTransformation,
     chain,
+    chain_flat,
     clip_grad_norm,
     clip_grad_value,
     identity,
@@ -168,6 +170,7 @@ __all__ = [
     "WorkerLostError",
     "WorldInfo",
     "__version__",
+    "accelerated_op_available",
     "adadelta",
     "adagrad",
     "adam",
@@ -180,6 +183,7 @@ __all__ = [
     "barrier",
     "batch_partitioner",
     "chain",
+    "chain_flat",
     "clip_grad_norm",
     "clip_grad_value",
     "concatenate_reducer",

@@ -125,3 +125,9 @@ def test_a_built_package_says_nothing():
 
 def test_logger_is_the_package_own():
     assert logging.getLogger("torchopt_dist").level == logging.NOTSET
+
+
+@pytest.mark.parametrize("devices", [None, "cpu", torch.device("cpu"), ["cpu", "cpu"]])
+def test_torchopts_question_gets_a_true_answer(devices):
+    assert ops.accelerated_op_available(devices) is (ops.why_not("adam", "cpu") is None)
+    assert ops.accelerated_op_available(["cpu", "cuda"]) is ops.is_available("adam", "cuda")

@@ -9,6 +9,7 @@ it must not break a program that turns warnings into errors. Logging shows it on
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 
 from torchopt_dist.typing import Device
 
-__all__ = ["is_available", "why_not"]
+__all__ = ["accelerated_op_available", "is_available", "why_not"]
 
 OPS = (
     "adam",
@@ -113,3 +114,16 @@ def why_not(op: str, device: Device = "cpu") -> str | None:
 def is_available(op: str, device: Device = "cpu") -> bool:
     """Tell whether an op has a kernel for a device; see :func:`why_not` for the reason if not."""
     return why_not(op, device) is None
+
+
+def accelerated_op_available(devices: Device | Iterable[Device] | None = None) -> bool:
+    """Tell whether Adam's kernels are there, by TorchOpt's name; :func:`why_not` says why if not.
+
+    Args:
+        devices: one or several; by default the CPU, and CUDA where torch can use it.
+    """
+    if devices is None:
+        devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    elif isinstance(devices, (str, int, torch.device)):
+        devices = [devices]
+    return all(is_available(op, device) for device in devices for op in ("adam", "adam_", "adam_backward"))

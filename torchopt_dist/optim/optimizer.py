@@ -199,7 +199,9 @@ class Optimizer(torch.optim.Optimizer):
         """Fill in what parameters lack of their state; return the group's own first state."""
         first = flatten_with_keys(impl.init(params), _is_list)[1]
         for p in params:
-            if self.state[p] and _COUNT in layout.keys:  # a state of torch's, which does not count where its formula needs no number
+            if (
+                self.state[p] and _COUNT in layout.keys
+            ):  # a state of torch's, which does not count where its formula needs no number
                 self.state[p].setdefault(_COUNT, torch.ones((), dtype=torch.float32, device="cpu"))
         for key, leaves in zip(layout.keys, first, strict=True):
             for p, leaf in zip(params, leaves, strict=True) if key is not None else ():

@@ -6,6 +6,7 @@ from torchopt_dist.transform.base import (
     EmptyState,
     GradientTransformation,
     chain,
+    chain_flat,
     identity,
 )
 from torchopt_dist.transform.clip import clip_grad_norm, clip_grad_value
@@ -28,6 +29,7 @@ __all__ = [
     "GradientTransformation",
     "add_decayed_weights",
     "chain",
+    "chain_flat",
     "clip_grad_norm",
     "clip_grad_value",
     "identity",

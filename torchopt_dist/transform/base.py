@@ -29,6 +29,7 @@ __all__ = [
     "InitFn",
     "UpdateFn",
     "chain",
+    "chain_flat",
     "identity",
     "stateless",
 ]
@@ -184,6 +185,10 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
         TypeError: one of them is no gradient transformation.
     """
     return ChainedGradientTransformation(*transformations)
+
+
+chain_flat = chain
+"""TorchOpt's name for the same: a chain in a chain is always made part of it."""
 
 
 def stateless(params: Params, /) -> EmptyState:
