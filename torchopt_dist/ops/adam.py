@@ -97,8 +97,11 @@ class _Options(NamedTuple):
 
     def corrections(self, count: int) -> Tensor:
         """For the kernels: a row a tensor."""
-        columns = [x if isinstance(x, list) else [x] * count for x in (self.left1, self.left2)]
-        return torch.tensor(columns, dtype=torch.float64, device="cpu").t().contiguous()
+        columns = (self.left1, self.left2)
+        if not any(isinstance(column, list) for column in columns):
+            return torch.tensor(columns, dtype=torch.float64, device="cpu").expand(count, 2)
+        rows = [column if isinstance(column, list) else [column] * count for column in columns]
+        return torch.tensor(rows, dtype=torch.float64, device="cpu").t()
 
     def numbers(self) -> tuple[Any, ...]:
         return self.b1, self.b2, self.eps, self.eps_root
@@ -261,7 +264,7 @@ def adam_(
         RuntimeError: as in :func:`adam`.
     """
     if choice.use_kernel("adam_", [*params, *grads, *exp_avgs, *exp_avg_sqs], fused):
-        lists.add_number(list(steps), 1, inplace=True)
+        lists.count_up_(steps)
         left = (lists.bias_correction(b1, steps), lists.bias_correction(b2, steps))
         corrections = _Options(b1, b2, eps, eps_root, *left, True).corrections(len(steps))
         columns = (list(params), list(grads), list(exp_avgs), list(exp_avg_sqs))
@@ -277,7 +280,7 @@ def adam_(
             g = lists.add(g, p, weight_decay)
         elif weight_decay != 0:
             lists.multiply(p, 1 - lr * weight_decay, inplace=True)
-        lists.add_number(t, 1, inplace=True)
+        lists.count_up_(t)
         lists.interpolate(m, g, 1 - b1, inplace=True)
         lists.multiply(v, b2, inplace=True)
         lists.add_product(v, g, g, 1 - b2, inplace=True)

@@ -117,7 +117,7 @@ def is_available(op: str, device: Device = "cpu") -> bool:
 
 
 def accelerated_op_available(devices: Device | Iterable[Device] | None = None) -> bool:
-    """Tell whether Adam's kernels are there, by TorchOpt's name; :func:`why_not` says why if not.
+    """Tell whether Adam's kernels are there, by TorchOpt's name; ``ops.why_not`` says why if not.
 
     Args:
         devices: one or several; by default the CPU, and CUDA where torch can use it.

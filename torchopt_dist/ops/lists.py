@@ -27,6 +27,7 @@ __all__ = [
     "as_real",
     "bias_correction",
     "combine",
+    "count_up_",
     "divide",
     "divide_",
     "interpolate",
@@ -147,6 +148,17 @@ def add_number(xs: list[Tensor], number: Factors, *, inplace: bool = False) -> l
     if inplace:
         return [x.add_(n) for x, n in zip(xs, numbers, strict=True)]
     return [_kept(x + n, x) for x, n in zip(xs, numbers, strict=True)]
+
+
+def count_up_(steps: Sequence[Tensor]) -> None:
+    """Add 1 to each of these 0-d tensors, in place."""
+    if runs_in_a_loop(steps):
+        for step in steps:
+            step.add_(1)
+    elif steps[0].is_cpu:  # a number would be made a tensor anew for each of them
+        torch._foreach_add_(list(steps), torch.ones((), device="cpu"), alpha=1.0)
+    else:
+        torch._foreach_add_(list(steps), 1)
 
 
 def add_product(

@@ -72,7 +72,7 @@ def _taken(steps: list[Tensor], momentum: float, dampening: float, count: int) -
     if dampening == 0:
         return torch.ones(count, dtype=torch.float64, device="cpu")
     before = lists.values(steps)
-    lists.add_number(steps, 1, inplace=True)
+    lists.count_up_(steps)
     counts = before if isinstance(before, list) else [before] * count
     taken = [1 - dampening if seen else 1.0 for seen in counts]
     return torch.tensor(taken, dtype=torch.float64, device="cpu")
@@ -86,7 +86,7 @@ def _sum_up_(
         lists.add(sums, grads, inplace=True)
         return
     before = lists.values(steps)
-    lists.add_number(steps, 1, inplace=True)
+    lists.count_up_(steps)
     if not isinstance(before, list):
         lists.add(sums, grads, 1 - dampening if before else 1.0, inplace=True)
         return

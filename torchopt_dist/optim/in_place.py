@@ -41,5 +41,9 @@ def _step(
     places = lists.present(grads)
     fields = {f"{name}s": field for own in state for name, field in zip(own._fields, own, strict=True)}
     columns = {name: pytree.flatten(field)[0] for name, field in fields.items()}
-    picked = {name: lists.as_real(lists.pick(column, places)) for name, column in columns.items() if column}
-    op(*(lists.as_real(lists.pick(column, places)) for column in (params, grads)), **picked, **options)
+    picked = {name: lists.pick(column, places) for name, column in columns.items() if column}
+    given = [lists.pick(column, places) for column in (params, grads)]
+    if any(p.is_complex() for p in given[0]):
+        given = [lists.as_real(column) for column in given]
+        picked = {name: lists.as_real(column) for name, column in picked.items()}
+    op(*given, **picked, **options)

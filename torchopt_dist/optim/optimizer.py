@@ -165,8 +165,10 @@ class Optimizer(torch.optim.Optimizer):
             return
         impl = self._transformation_of(group)
         layout = self._layout(index, group, impl)
-        state = step_(impl, params, grads, self._gather(group, impl, layout))
-        self._scatter(group, layout, state)
+        before = self._gather(group, impl, layout)
+        state = step_(impl, params, grads, before)
+        if state is not before:  # else it has been overwritten
+            self._scatter(group, layout, state)
 
     def _transformation_of(self, group: dict[str, Any]) -> GradientTransformation:
         if self.transformation is None:
@@ -186,22 +188,21 @@ class Optimizer(torch.optim.Optimizer):
     def _gather(self, group: dict[str, Any], impl: GradientTransformation, layout: _Layout) -> OptState:
         """Put a group's state together; what is not there yet is as at the first step."""
         params, own = group["params"], [key for key in layout.keys if key is not None]
+        states = [self.state[p] for p in params] if own else []
         shared = group.get(_SHARED, [])
         if len(shared) != len(layout.keys) - len(own) or any(
-            key not in self.state[p] for key in own for p in params
+            key not in state for key in own for state in states
         ):
             shared = self._fill(params, impl, layout)
         rest = iter(shared)
-        leaves = [next(rest) if key is None else [self.state[p][key] for p in params] for key in layout.keys]
+        leaves = [next(rest) if key is None else [state[key] for state in states] for key in layout.keys]
         return pytree.unflatten(layout.spec, leaves)
 
     def _fill(self, params: list[Tensor], impl: GradientTransformation, layout: _Layout) -> list[Any]:
         """Fill in what parameters lack of their state; return the group's own first state."""
         first = flatten_with_keys(impl.init(params), _is_list)[1]
         for p in params:
-            if (
-                self.state[p] and _COUNT in layout.keys
-            ):  # a state of torch's, which does not count where its formula needs no number
+            if self.state[p] and _COUNT in layout.keys:  # torch's SGD does not count
                 self.state[p].setdefault(_COUNT, torch.ones((), dtype=torch.float32, device="cpu"))
         for key, leaves in zip(layout.keys, first, strict=True):
             for p, leaf in zip(params, leaves, strict=True) if key is not None else ():
