@@ -51,9 +51,9 @@ inline void check_writable(const char* op, const Name& name, const View& view) {
   }
 }
 
-// Tensors of one shape that overlap must be the same elements in the same order if one of them is only read, and must not
-// overlap if both are written. With gaps, as columns of one matrix have them, the spans do not tell; the rule is then the
-// caller's to keep, as in torch.
+// Tensors of one shape that overlap must be the same elements in the same order if one of them is only read, and must
+// not overlap if both are written. With gaps, as columns of one matrix have them, the spans do not tell; the rule is then
+// the caller's to keep, as in torch.
 inline void check_overlap(const char* op, const Name& name, const View& view, const Name& other, const View& written) {
   const Span a = span_of(view);
   const Span b = span_of(written);

@@ -470,18 +470,32 @@ def edges(count: int) -> list[Tensor]:
     return list(torch.cartesian_prod(*[torch.tensor(EDGES, dtype=torch.float64)] * count).unbind(-1))
 
 
+def assert_same_edges(got: list[Tensor], expected: tuple) -> None:
+    """To the last digits, denormals among them; NaN or infinite at the same places."""
+    for tensor, value in zip(got, expected, strict=True):
+        assert torch.equal(tensor.isfinite(), value.isfinite())
+        finite = value.isfinite()
+        torch.testing.assert_close(tensor[finite], value[finite], rtol=1e-12, atol=1e-323)
+
+
 @pytest.mark.parametrize("eps_root", [0.0, 1e-3])
 def test_adam_backward_at_the_edges_is_autograd(eps_root):
-    """New averages taken through the whole formula: at zeros, denormals, infinities and NaN."""
     du, g, m, v = edges(4)
-    keep = (v.isnan() | (v >= 0)) & ~du.isinf()
+    keep = ~(v < 0)
     du, g, m, v = du[keep], g[keep], m[keep], v[keep]
     c, settings = torch.tensor([[0.1, 0.01]], dtype=torch.float64), (0.9, 0.99, 1e-8, eps_root)
     got = kernels.adam_backward([du], [], [], [g], [m], [v], c, *settings)
-    expected = adam_gradients(du, None, None, g, m, v, c[0], *settings)
-    for tensor, value in zip(got, expected, strict=True):
-        finite = value.isfinite()
-        torch.testing.assert_close(tensor[finite], value[finite], rtol=1e-12, atol=0)
+    assert_same_edges(got, adam_gradients(du, None, None, g, m, v, c[0], *settings))
+
+
+@pytest.mark.parametrize("centered", [False, True])
+def test_rmsprop_backward_at_the_edges_is_autograd(centered):
+    du, g, v, *rest = edges(3 + centered)
+    keep = ~(v < 0)
+    du, g, v, a = du[keep], g[keep], v[keep], rest[0][keep] if centered else None
+    got = kernels.rmsprop_backward([du], [], [], [g], [v], [a] if centered else [], 0.9, 1e-8)
+    expected = rmsprop_gradients(du, None, None, g, v, a, 0.9, 1e-8)
+    assert_same_edges(got, expected if centered else expected[:2])
 
 
 def test_a_gradient_of_zero_gives_no_nan():

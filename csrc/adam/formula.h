@@ -1,0 +1,118 @@
+// Gradient, Adam's two averages -> their next values and a step, and the derivatives of both, for one element.
+// Kingma and Ba 2015, algorithm 1; `eps_root` as in optax; the decoupled decay is Loshchilov and Hutter 2019, algorithm 2.
+#pragma once
+
+#include <torch/headeronly/macros/Macros.h>
+
+#include <cmath>
+
+namespace todist {
+
+// What is the same for all elements of a tensor. With t steps made, correction1 is 1 - b1**t, and correction2 alike.
+struct AdamNumbers {
+  double b1;
+  double b2;
+  double eps;
+  double eps_root;
+  double correction1;
+  double correction2;
+  double lr = 0;
+  double weight_decay = 0;
+  bool decoupled = false;
+  bool maximize = false;
+};
+
+// The averages' next values.
+template <class A>
+struct AdamAverages {
+  A rest1, b2, rest2;
+
+  explicit AdamAverages(const AdamNumbers& n)
+      : rest1(static_cast<A>(1 - n.b1)), b2(static_cast<A>(n.b2)), rest2(static_cast<A>(1 - n.b2)) {}
+
+  C10_HOST_DEVICE inline void operator()(A grad, A& exp_avg, A& exp_avg_sq) const {
+    exp_avg = exp_avg + rest1 * (grad - exp_avg);
+    exp_avg_sq = b2 * exp_avg_sq + rest2 * grad * grad;
+  }
+};
+
+// The whole step. Both sides of the fraction are freed of their corrections by numbers that a tensor has once.
+template <class A>
+struct AdamStep {
+  AdamAverages<A> averages;
+  A step, over_root2, below, eps, weight_decay, kept;
+  bool coupled, decoupled, maximize;
+
+  explicit AdamStep(const AdamNumbers& n)
+      : averages(n),
+        step(static_cast<A>(n.lr / n.correction1)),
+        over_root2(static_cast<A>(1 / std::sqrt(n.correction2))),
+        below(static_cast<A>(n.eps_root * n.correction2)),
+        eps(static_cast<A>(n.eps)),
+        weight_decay(static_cast<A>(n.weight_decay)),
+        kept(static_cast<A>(1 - n.lr * n.weight_decay)),
+        coupled(n.weight_decay != 0 && !n.decoupled),
+        decoupled(n.weight_decay != 0 && n.decoupled),
+        maximize(n.maximize) {}
+
+  C10_HOST_DEVICE inline void operator()(A& param, A grad, A& exp_avg, A& exp_avg_sq) const {
+    grad = maximize ? -grad : grad;
+    grad = coupled ? grad + weight_decay * param : grad;
+    param = decoupled ? param * kept : param;
+    averages(grad, exp_avg, exp_avg_sq);
+    param = param - step * exp_avg / (std::sqrt(exp_avg_sq + below) * over_root2 + eps);
+  }
+};
+
+// The direction alone; the averages are new.
+template <class A>
+struct AdamDirection {
+  AdamAverages<A> averages;
+  A over1, over2, eps, eps_root;
+
+  explicit AdamDirection(const AdamNumbers& n)
+      : averages(n),
+        over1(static_cast<A>(1 / n.correction1)),
+        over2(static_cast<A>(1 / n.correction2)),
+        eps(static_cast<A>(n.eps)),
+        eps_root(static_cast<A>(n.eps_root)) {}
+
+  C10_HOST_DEVICE inline void operator()(A& direction, A& new_exp_avg, A& new_exp_avg_sq, A grad, A exp_avg,
+                                         A exp_avg_sq) const {
+    averages(grad, exp_avg, exp_avg_sq);
+    new_exp_avg = exp_avg;
+    new_exp_avg_sq = exp_avg_sq;
+    direction = exp_avg * over1 / (std::sqrt(exp_avg_sq * over2 + eps_root) + eps);
+  }
+};
+
+// What flows into AdamDirection's three results -> what flows out to its grad and to its averages. The derivative of the
+// root at 0 is taken to be 0, its limit as the gradient goes to 0.
+template <class A>
+struct AdamBackward {
+  A b1, rest1, b2, rest2, over1, over2, eps, eps_root;
+
+  explicit AdamBackward(const AdamNumbers& n)
+      : b1(static_cast<A>(n.b1)),
+        rest1(static_cast<A>(1 - n.b1)),
+        b2(static_cast<A>(n.b2)),
+        rest2(static_cast<A>(1 - n.b2)),
+        over1(static_cast<A>(1 / n.correction1)),
+        over2(static_cast<A>(1 / n.correction2)),
+        eps(static_cast<A>(n.eps)),
+        eps_root(static_cast<A>(n.eps_root)) {}
+
+  C10_HOST_DEVICE inline void operator()(A& to_grad, A& to_exp_avg, A& to_exp_avg_sq, A of_direction, A of_exp_avg,
+                                         A of_exp_avg_sq, A grad, A new_exp_avg, A new_exp_avg_sq) const {
+    const A root = std::sqrt(new_exp_avg_sq * over2 + eps_root);
+    const A over_below = 1 / (root + eps);
+    const A of_root = -of_direction * (new_exp_avg * over1 * over_below * over_below);
+    of_exp_avg = of_exp_avg + of_direction * over_below * over1;
+    of_exp_avg_sq = of_exp_avg_sq + (root == 0 ? A(0) : of_root / (2 * root) * over2);
+    to_grad = rest1 * of_exp_avg + 2 * rest2 * grad * of_exp_avg_sq;
+    to_exp_avg = b1 * of_exp_avg;
+    to_exp_avg_sq = b2 * of_exp_avg_sq;
+  }
+};
+
+}  // namespace todist
