@@ -9,12 +9,12 @@ STABLE_TORCH_LIBRARY(todist, library) {
       "Tensor corrections, float lr, float b1, float b2, float eps, float eps_root, float weight_decay, "
       "bool decoupled, bool maximize) -> ()");
   library.def(
-      "adam(Tensor[] grads, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, Tensor corrections, "
-      "float b1, float b2, float eps, float eps_root) -> Tensor[]");
+      "adam(Tensor[] grads, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, Tensor[] params, Tensor corrections, "
+      "float factor, float kept, float b1, float b2, float eps, float eps_root) -> Tensor[]");
   library.def(
-      "adam_backward(Tensor[] direction_grads, Tensor[] exp_avg_grads, Tensor[] exp_avg_sq_grads, "
+      "adam_backward(Tensor[] moved_grads, Tensor[] exp_avg_grads, Tensor[] exp_avg_sq_grads, "
       "Tensor[] grads, Tensor[] new_exp_avgs, Tensor[] new_exp_avg_sqs, Tensor corrections, "
-      "float b1, float b2, float eps, float eps_root) -> Tensor[]");
+      "float factor, float b1, float b2, float eps, float eps_root) -> Tensor[]");
 
   library.def(
       "sgd_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] momentum_buffers, Tensor taken, "

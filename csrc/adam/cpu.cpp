@@ -20,12 +20,13 @@ struct StepOp {
 
 struct DirectionOp {
   static constexpr const char* kName = "adam";
-  static constexpr std::array<Argument, 6> kArguments{{{"directions", Role::kNew, 4},
+  static constexpr std::array<Argument, 7> kArguments{{{"moved", Role::kNew, 4},
                                                        {"new_exp_avgs", Role::kNew, 4},
                                                        {"new_exp_avg_sqs", Role::kNew, 5},
                                                        {"grads", Role::kRead},
                                                        {"exp_avgs", Role::kRead},
-                                                       {"exp_avg_sqs", Role::kRead}}};
+                                                       {"exp_avg_sqs", Role::kRead},
+                                                       {"params", Role::kOptional}}};
   using Numbers = AdamNumbers;
   template <class A>
   using Formula = AdamDirection<A>;
@@ -36,7 +37,7 @@ struct BackwardOp {
   static constexpr std::array<Argument, 9> kArguments{{{"to_grads", Role::kNew, 6},
                                                        {"to_exp_avgs", Role::kNew, 7},
                                                        {"to_exp_avg_sqs", Role::kNew, 8},
-                                                       {"direction_grads", Role::kRead},
+                                                       {"moved_grads", Role::kRead},
                                                        {"exp_avg_grads", Role::kOptional},
                                                        {"exp_avg_sq_grads", Role::kOptional},
                                                        {"grads", Role::kRead},
@@ -76,20 +77,25 @@ void adam_(const List& params, const List& grads, const List& exp_avgs, const Li
   run_with<StepOp>({&params, &grads, &exp_avgs, &exp_avg_sqs}, numbers, corrections);
 }
 
-StableIValue adam(const List& grads, const List& exp_avgs, const List& exp_avg_sqs, const Tensor& corrections, double b1,
-          double b2, double eps, double eps_root) {
-  const Arguments arguments{&grads, &exp_avgs, &exp_avg_sqs};
-  return run_with<DirectionOp>({&grads, &exp_avgs, &exp_avg_sqs}, numbers_of(b1, b2, eps, eps_root), corrections);
+StableIValue adam(const List& grads, const List& exp_avgs, const List& exp_avg_sqs, const List& params,
+                  const Tensor& corrections, double factor, double kept, double b1, double b2, double eps,
+                  double eps_root) {
+  const Arguments arguments{&grads, &exp_avgs, &exp_avg_sqs, &params};
+  AdamNumbers numbers = numbers_of(b1, b2, eps, eps_root);
+  numbers.factor = factor;
+  numbers.kept = kept;
+  return run_with<DirectionOp>({&grads, &exp_avgs, &exp_avg_sqs, &params}, numbers, corrections);
 }
 
-StableIValue adam_backward(const List& direction_grads, const List& exp_avg_grads, const List& exp_avg_sq_grads,
-                   const List& grads, const List& new_exp_avgs, const List& new_exp_avg_sqs, const Tensor& corrections,
-                   double b1, double b2, double eps, double eps_root) {
-  const Arguments arguments{&direction_grads, &exp_avg_grads, &exp_avg_sq_grads,
-                            &grads,           &new_exp_avgs,  &new_exp_avg_sqs};
+StableIValue adam_backward(const List& moved_grads, const List& exp_avg_grads, const List& exp_avg_sq_grads,
+                           const List& grads, const List& new_exp_avgs, const List& new_exp_avg_sqs,
+                           const Tensor& corrections, double factor, double b1, double b2, double eps,
+                           double eps_root) {
+  const Arguments arguments{&moved_grads, &exp_avg_grads, &exp_avg_sq_grads, &grads, &new_exp_avgs, &new_exp_avg_sqs};
+  AdamNumbers numbers = numbers_of(b1, b2, eps, eps_root);
+  numbers.factor = factor;
   return run_with<BackwardOp>(
-      {&direction_grads, &exp_avg_grads, &exp_avg_sq_grads, &grads, &new_exp_avgs, &new_exp_avg_sqs},
-      numbers_of(b1, b2, eps, eps_root), corrections);
+      {&moved_grads, &exp_avg_grads, &exp_avg_sq_grads, &grads, &new_exp_avgs, &new_exp_avg_sqs}, numbers, corrections);
 }
 
 }  // namespace

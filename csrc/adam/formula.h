@@ -20,6 +20,8 @@ struct AdamNumbers {
   double weight_decay = 0;
   bool decoupled = false;
   bool maximize = false;
+  double factor = 1;
+  double kept = 1;
 };
 
 // The averages' next values.
@@ -64,25 +66,26 @@ struct AdamStep {
   }
 };
 
-// The direction alone; the averages are new.
+// The averages are new, and so is the parameter, moved by a factor times the direction; without a parameter, only that.
 template <class A>
 struct AdamDirection {
   AdamAverages<A> averages;
-  A over1, over2, eps, eps_root;
+  A over1, over2, eps, eps_root, kept;
 
   explicit AdamDirection(const AdamNumbers& n)
       : averages(n),
-        over1(static_cast<A>(1 / n.correction1)),
+        over1(static_cast<A>(n.factor / n.correction1)),
         over2(static_cast<A>(1 / n.correction2)),
         eps(static_cast<A>(n.eps)),
-        eps_root(static_cast<A>(n.eps_root)) {}
+        eps_root(static_cast<A>(n.eps_root)),
+        kept(static_cast<A>(n.kept)) {}
 
-  C10_HOST_DEVICE inline void operator()(A& direction, A& new_exp_avg, A& new_exp_avg_sq, A grad, A exp_avg,
-                                         A exp_avg_sq) const {
+  C10_HOST_DEVICE inline void operator()(A& moved, A& new_exp_avg, A& new_exp_avg_sq, A grad, A exp_avg, A exp_avg_sq,
+                                         A param) const {
     averages(grad, exp_avg, exp_avg_sq);
     new_exp_avg = exp_avg;
     new_exp_avg_sq = exp_avg_sq;
-    direction = exp_avg * over1 / (std::sqrt(exp_avg_sq * over2 + eps_root) + eps);
+    moved = kept * param + exp_avg * over1 / (std::sqrt(exp_avg_sq * over2 + eps_root) + eps);
   }
 };
 
@@ -90,7 +93,7 @@ struct AdamDirection {
 // root at 0 is taken to be 0, its limit as the gradient goes to 0.
 template <class A>
 struct AdamBackward {
-  A b1, rest1, b2, rest2, over1, over2, eps, eps_root;
+  A b1, rest1, b2, rest2, over1, over2, eps, eps_root, factor;
 
   explicit AdamBackward(const AdamNumbers& n)
       : b1(static_cast<A>(n.b1)),
@@ -100,12 +103,14 @@ struct AdamBackward {
         over1(static_cast<A>(1 / n.correction1)),
         over2(static_cast<A>(1 / n.correction2)),
         eps(static_cast<A>(n.eps)),
-        eps_root(static_cast<A>(n.eps_root)) {}
+        eps_root(static_cast<A>(n.eps_root)),
+        factor(static_cast<A>(n.factor)) {}
 
-  C10_HOST_DEVICE inline void operator()(A& to_grad, A& to_exp_avg, A& to_exp_avg_sq, A of_direction, A of_exp_avg,
+  C10_HOST_DEVICE inline void operator()(A& to_grad, A& to_exp_avg, A& to_exp_avg_sq, A of_moved, A of_exp_avg,
                                          A of_exp_avg_sq, A grad, A new_exp_avg, A new_exp_avg_sq) const {
     const A root = std::sqrt(new_exp_avg_sq * over2 + eps_root);
     const A over_below = 1 / (root + eps);
+    const A of_direction = factor * of_moved;
     const A of_root = -of_direction * (new_exp_avg * over1 * over_below * over_below);
     of_exp_avg = of_exp_avg + of_direction * over_below * over1;
     of_exp_avg_sq = of_exp_avg_sq + (root == 0 ? A(0) : of_root / (2 * root) * over2);

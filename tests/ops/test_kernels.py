@@ -26,11 +26,10 @@ def root(x: Tensor) -> Tensor:
     return torch.where(zero, 0.0, torch.where(zero, 1.0, x).sqrt())
 
 
-def adam(
-    g: Tensor, m: Tensor, v: Tensor, c: Tensor, b1: float, b2: float, eps: float, eps_root: float
-) -> tuple:
+def adam(g, m, v, p, c, factor, kept, b1, b2, eps, eps_root):
     m, v = m + (1 - b1) * (g - m), b2 * v + (1 - b2) * g * g
-    return (m / c[0]) / (root(v / c[1] + eps_root) + eps), m, v
+    u = factor * (m / c[0]) / (root(v / c[1] + eps_root) + eps)
+    return u if p is None else kept * p + u, m, v
 
 
 def adam_(p, g, m, v, c, lr, b1, b2, eps, eps_root, weight_decay, decoupled, maximize):
@@ -136,14 +135,19 @@ def case(op: str, rng: random.Random, shapes: list[list[int]], dtypes: list[torc
         expected = rows(lambda *x: adam_(*x, *numbers), *map(wide, lists.values()), list(corrections))
         return Case(op, lists, (corrections, *numbers), expected, ["params", "exp_avgs", "exp_avg_sqs"])
     if op == "adam":
-        settings = (b1, b2, eps, rng.choice([0.0, 1e-3]))
-        lists = {"grads": g, "exp_avgs": make(), "exp_avg_sqs": make(positive=True)}
+        settings = (lr, rng.choice([1.0, 0.9]), b1, b2, eps, rng.choice([0.0, 1e-3]))
+        lists = {
+            "grads": g,
+            "exp_avgs": make(),
+            "exp_avg_sqs": make(positive=True),
+            "params": rng.choice([[], make(expand=True)]),
+        }
         expected = rows(lambda *x: adam(*x, *settings), *map(wide, lists.values()), list(corrections))
         return Case(op, lists, (corrections, *settings), expected)
     if op == "adam_backward":
-        settings = (b1, b2, eps, rng.choice([0.0, 1e-3]))
+        settings = (lr, b1, b2, eps, rng.choice([0.0, 1e-3]))
         lists = {
-            "direction_grads": make(expand=True),
+            "moved_grads": make(expand=True),
             "exp_avg_grads": rng.choice([[], make(expand=True)]),
             "exp_avg_sq_grads": rng.choice([[], make(expand=True)]),
             "grads": g,
@@ -190,11 +194,11 @@ def case(op: str, rng: random.Random, shapes: list[list[int]], dtypes: list[torc
     return Case("rmsprop_backward", lists, (b2, eps), expected)
 
 
-def adam_gradients(du, dm, dv, g, m, v, c, b1, b2, eps, eps_root):
+def adam_gradients(du, dm, dv, g, m, v, c, factor, b1, b2, eps, eps_root):
     """What autograd makes of the formula, from the new averages on."""
     m, v = m.clone().requires_grad_(), v.clone().requires_grad_()
     with torch.enable_grad():
-        u = (m / c[0]) / (root(v / c[1] + eps_root) + eps)
+        u = factor * (m / c[0]) / (root(v / c[1] + eps_root) + eps)
         to_m, to_v = torch.autograd.grad(u, (m, v), du)
     to_m, to_v = to_m + (0 if dm is None else dm), to_v + (0 if dv is None else dv)
     return (1 - b1) * to_m + 2 * (1 - b2) * g * to_v, b1 * to_m, b2 * to_v
@@ -309,7 +313,17 @@ def test_new_tensors_keep_the_strides_that_leave_no_gaps():
     matrix, gaps = torch.randn(3, 4).t(), torch.randn(4, 6)[:, ::2]
     flat = torch.randn(1, 3).expand(4, 3)
     out = kernels.adam(
-        [flat, matrix], [matrix, gaps], [flat, flat], torch.ones(2, 2).double(), 0.9, 0.9, 0.1, 0.0
+        [flat, matrix],
+        [matrix, gaps],
+        [flat, flat],
+        [],
+        torch.ones(2, 2).double(),
+        1.0,
+        1.0,
+        0.9,
+        0.9,
+        0.1,
+        0.0,
     )
     assert [tensor.stride() for tensor in out] == [(1, 4), (3, 1), (1, 4), (3, 1), (3, 1), (3, 1)]
 
@@ -483,7 +497,7 @@ def test_adam_backward_at_the_edges_is_autograd(eps_root):
     du, g, m, v = edges(4)
     keep = ~(v < 0)
     du, g, m, v = du[keep], g[keep], m[keep], v[keep]
-    c, settings = torch.tensor([[0.1, 0.01]], dtype=torch.float64), (0.9, 0.99, 1e-8, eps_root)
+    c, settings = torch.tensor([[0.1, 0.01]], dtype=torch.float64), (1.0, 0.9, 0.99, 1e-8, eps_root)
     got = kernels.adam_backward([du], [], [], [g], [m], [v], c, *settings)
     assert_same_edges(got, adam_gradients(du, None, None, g, m, v, c[0], *settings))
 
@@ -502,7 +516,7 @@ def test_a_gradient_of_zero_gives_no_nan():
     zero, two = torch.zeros(3, dtype=torch.float64), torch.full((3,), 2.0, dtype=torch.float64)
     c = torch.tensor([[0.1, 0.01]], dtype=torch.float64)
     for eps in (1e-8, 1.0):
-        got = kernels.adam_backward([two], [two], [two], [zero], [zero], [zero], c, 0.9, 0.99, eps, 0.0)
+        got = kernels.adam_backward([two], [two], [two], [zero], [zero], [zero], c, 1.0, 0.9, 0.99, eps, 0.0)
         to_m = 2 + 2 / 0.1 / eps
         for tensor, value in zip(got, (0.1 * to_m, 0.9 * to_m, 0.99 * 2), strict=True):
             torch.testing.assert_close(tensor, torch.full_like(zero, value))
@@ -520,11 +534,12 @@ def test_the_whole_of_forward_and_backward_is_autograd(op):
     if op == "adam":
         g, v, m = inputs
         c = torch.tensor([0.3, 0.2], dtype=torch.float64)
-        settings = (0.9, 0.99, 1e-8, 1e-3)
-        results = adam(g, m, v, c, *settings)
+        settings = (-0.3, 0.9, 0.99, 1e-8, 1e-3)
+        p = torch.randn(50, dtype=torch.float64)
+        results = adam(g, m, v, p, c, settings[0], 0.8, *settings[1:])
         expected = torch.autograd.grad(results, (g, m, v), flows)
         with torch.no_grad():
-            made = kernels.adam([g], [m], [v], c[None], *settings)
+            made = kernels.adam([g], [m], [v], [p], c[None], settings[0], 0.8, *settings[1:])
             got = kernels.adam_backward(*([f] for f in flows), [g], [made[1]], [made[2]], c[None], *settings)
     else:
         results = rmsprop(*inputs, 0.9, 1e-8)

@@ -28,50 +28,59 @@ def adam(
     exp_avgs: list[Tensor],
     exp_avg_sqs: list[Tensor],
     steps: list[Tensor],
+    params: list[Tensor] | None = None,
     *,
     b1: Factor,
     b2: Factor,
     eps: Factor,
     eps_root: Factor,
+    lr: float = 0.0,
+    weight_decay: float = 0.0,
     fused: bool | None = None,
     inplace: bool = False,
 ) -> tuple[list[Tensor], ...]:
     """The directions and the next state; differentiable to any order, in ``eps`` and the decays too.
+
+    With ``params``, these moved by ``-lr`` times the direction in its stead.
 
     Args:
         grads: real tensors of any shapes; so are ``exp_avgs`` (``m``) and ``exp_avg_sqs`` (``v``).
         exp_avgs: averages of the gradients.
         exp_avg_sqs: averages of their squares.
         steps: steps made so far: 0-d float tensors on the CPU.
+        params: parameters, of the same shapes; not overwritten.
         b1: decay of ``exp_avgs``; a number, or a tensor of one element, as all of these four.
         b2: decay of ``exp_avg_sqs``.
         eps: added to the root.
         eps_root: added below the root.
+        lr: learning rate, for ``params``.
+        weight_decay: ``lr`` times how much of a parameter is taken off it (decoupled), for ``params``.
         fused: None uses a kernel where there is one, False uses the formulas here, True demands the kernel, which has
             no derivatives for hyper-parameters that are tensors.
         inplace: leave to overwrite ``exp_avgs``, ``exp_avg_sqs`` and ``steps``.
 
     Returns:
-        Directions, ``exp_avgs``, ``exp_avg_sqs``, ``steps``.
+        Directions or moved parameters, ``exp_avgs``, ``exp_avg_sqs``, ``steps``.
 
     Raises:
         RuntimeError: ``fused=True`` where there is no kernel for these arguments; the message says why.
     """
-    kernel = choice.use_kernel("adam", [*grads, *exp_avgs, *exp_avg_sqs], fused)
-    numbers = not any(isinstance(factor, Tensor) for factor in (b1, b2, eps, eps_root))
+    columns = [grads, exp_avgs, exp_avg_sqs, *([] if params is None else [params])]
+    kernel = choice.use_kernel("adam", [x for column in columns for x in column], fused)
+    numbers = not any(isinstance(number, Tensor) for number in (b1, b2, eps, eps_root))
     if fused and not numbers:
         raise RuntimeError("`fused=True` cannot be kept: the kernel takes hyper-parameters that are numbers")
     steps = lists.add_number(steps, 1, inplace=inplace)
     left1, left2 = lists.bias_correction(b1, steps), lists.bias_correction(b2, steps)
-    options = _Options(b1, b2, eps, eps_root, left1, left2, kernel and numbers)
-    averages = [grads, exp_avgs, exp_avg_sqs]
+    move = (1.0, 1.0) if params is None else (-lr, 1 - lr * weight_decay)
+    options = _Options(b1, b2, eps, eps_root, left1, left2, *move, kernel and numbers)
     if numbers and not lists.runs_in_a_loop(grads):
-        if torch.is_grad_enabled() and any(x.requires_grad for column in averages for x in column):
+        if torch.is_grad_enabled() and any(x.requires_grad for column in columns for x in column):
             apply: Callable[..., tuple[Tensor, ...]] = _Adam.apply
-            return *_thirds(apply(options, *grads, *exp_avgs, *exp_avg_sqs)), steps
+            return *_split(apply(options, len(columns), *(x for column in columns for x in column)), 3), steps
         if options.kernel:
-            return *_kernel(averages, options), steps
-    return *_formula(averages, options, inplace), steps
+            return *_kernel(columns, options), steps
+    return *_formula(columns, options, inplace), steps
 
 
 class _Options(NamedTuple):
@@ -83,6 +92,8 @@ class _Options(NamedTuple):
     """``1 - b1**t``."""
     left2: Factors
     """``1 - b2**t``."""
+    factor: float
+    kept: float
     kernel: bool
 
     def scale(self) -> Factors:
@@ -109,12 +120,16 @@ class _Options(NamedTuple):
 
 def _formula(columns: lists.Columns, options: _Options, inplace: bool = False) -> list[list[Tensor]]:
     """The reference: what the rest of this file computes is measured against it."""
-    grads, exp_avgs, exp_avg_sqs = (column or [] for column in columns)
+    grads, exp_avgs, exp_avg_sqs, *params = (column or [] for column in columns)
     exp_avgs = lists.interpolate(exp_avgs, grads, 1 - options.b1, inplace=inplace)
     exp_avg_sqs = lists.multiply(exp_avg_sqs, options.b2, inplace=inplace)
     exp_avg_sqs = lists.add_product(exp_avg_sqs, grads, grads, 1 - options.b2, inplace=inplace)
     below = _denominators(_roots(exp_avg_sqs, options), options)
-    return [lists.divide(exp_avgs, below), exp_avgs, exp_avg_sqs]
+    moved = lists.divide(exp_avgs, below)
+    if params:
+        old = params[0] if options.kept == 1 else lists.multiply(params[0], options.kept)
+        moved = lists.add(old, moved, options.factor)
+    return [moved, exp_avgs, exp_avg_sqs]
 
 
 def _roots(exp_avg_sqs: list[Tensor], options: _Options) -> list[Tensor]:
@@ -139,36 +154,40 @@ class _Adam(torch.autograd.Function):
     """The whole list as one node, for hyper-parameters that are numbers."""
 
     @staticmethod
-    def forward(ctx: Any, options: _Options, *tensors: Tensor) -> tuple[Tensor, ...]:
-        columns = _thirds(tensors)
+    def forward(ctx: Any, options: _Options, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        columns = _split(tensors, count)
         if options.kernel:
-            directions, *averages = _kernel(columns, options)
+            moved, *averages = _kernel(columns, options)
         else:
-            directions, *averages = _in_portions(_formula, columns, options)
-        ctx.options = options
+            moved, *averages = _in_portions(_formula, columns, options)
+        ctx.options, ctx.with_params = options, count > 3
         ctx.save_for_backward(*columns[0], *averages[0], *averages[1])
         ctx.set_materialize_grads(False)
-        return *directions, *averages[0], *averages[1]
+        return *moved, *averages[0], *averages[1]
 
     @staticmethod
     def backward(ctx: Any, *output_grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved = _thirds(ctx.saved_tensors)
-        outer = [_filled(column, like) for column, like in zip(_thirds(output_grads), saved, strict=True)]
+        saved = _split(ctx.saved_tensors, 3)
+        outer = [_filled(column, like) for column, like in zip(_split(output_grads, 3), saved, strict=True)]
         if torch.is_grad_enabled():
             found = _backward([*saved, *outer], ctx.options)
         elif ctx.options.kernel:
             found = _kernel_backward([*saved, *outer], ctx.options)
         else:
             found = _in_portions(_backward, [*saved, *outer], ctx.options)
-        return None, *(grad for column in found for grad in column)
+        grads: list[Tensor | None] = [grad for column in found for grad in column]
+        if ctx.with_params:
+            of_moved, kept = list(output_grads[: len(saved[0])]), ctx.options.kept
+            grads += of_moved if kept == 1 else [None if g is None else g * kept for g in of_moved]
+        return None, None, *grads
 
 
 def _backward(columns: lists.Columns, options: _Options) -> list[list[Tensor]]:
     """The gradients with respect to ``g``, ``m`` and ``v``, by operations that can be differentiated again.
 
     Args:
-        columns: the gradients ``g`` and the new averages; then the gradients with respect to the direction and to the
-            new averages, ``None`` for zeros.
+        columns: the gradients ``g`` and the new averages; then the gradients with respect to the moved parameters and
+            to the new averages, ``None`` for zeros.
         options: as in the forward direction.
     """
     grads, exp_avgs, exp_avg_sqs = (column or [] for column in columns[:3])
@@ -177,6 +196,8 @@ def _backward(columns: lists.Columns, options: _Options) -> list[list[Tensor]]:
         roots = _roots(exp_avg_sqs, options)
         below = _denominators(roots, options)
         over = lists.divide(of_directions, below)
+        if options.factor != 1:
+            over = lists.multiply(over, options.factor)
         slopes = lists.multiply(lists.slopes_of_roots(roots), options.scale())
         through = lists.product(lists.product(over, lists.divide(exp_avgs, below)), slopes)
         of_avgs = over if of_avgs is None else lists.add(of_avgs, over)
@@ -197,21 +218,25 @@ def _in_portions(
 
 
 def _kernel(columns: list[list[Tensor]], options: _Options) -> list[list[Tensor]]:
-    corrections = options.corrections(len(columns[0]))
-    return _thirds(torch.ops.todist.adam(*columns, corrections, *options.numbers()))
+    grads, exp_avgs, exp_avg_sqs, *params = columns
+    numbers = (options.corrections(len(grads)), options.factor, options.kept, *options.numbers())
+    return _split(torch.ops.todist.adam(grads, exp_avgs, exp_avg_sqs, *(params or [[]]), *numbers), 3)
 
 
 def _kernel_backward(columns: lists.Columns, options: _Options) -> list[list[Tensor]]:
     saved = columns[:3]
     first, *rest = (column or [] for column in columns[3:])
     first = first or [torch.zeros_like(g) for g in saved[0] or []]
-    corrections = options.corrections(len(first))
-    return _thirds(torch.ops.todist.adam_backward(first, *rest, *saved, corrections, *options.numbers()))
+    numbers = (options.corrections(len(first)), options.factor, *options.numbers())
+    return _split(torch.ops.todist.adam_backward(first, *rest, *saved, *numbers), 3)
 
 
-def _thirds(tensors: Sequence[Any]) -> list[list[Any]]:
-    count = len(tensors) // 3
-    return [list(tensors[:count]), list(tensors[count : 2 * count]), list(tensors[2 * count :])]
+def _split(tensors: Sequence[Any], count: int) -> list[list[Any]]:
+    """So many columns of one length."""
+    length = len(tensors) // count
+    return [list(tensors[start : start + length]) for start in range(0, len(tensors), length or 1)] or [
+        []
+    ] * count
 
 
 def _filled(grads: list[Tensor | None], like: list[Tensor]) -> list[Tensor] | None:
@@ -266,7 +291,7 @@ def adam_(
     if choice.use_kernel("adam_", [*params, *grads, *exp_avgs, *exp_avg_sqs], fused):
         lists.count_up_(steps)
         left = (lists.bias_correction(b1, steps), lists.bias_correction(b2, steps))
-        corrections = _Options(b1, b2, eps, eps_root, *left, True).corrections(len(steps))
+        corrections = _Options(b1, b2, eps, eps_root, *left, 1.0, 1.0, True).corrections(len(steps))
         columns = (list(params), list(grads), list(exp_avgs), list(exp_avg_sqs))
         numbers = (float(lr), b1, b2, eps, eps_root, weight_decay, decoupled, maximize)
         torch.ops.todist.adam_(*columns, corrections, *numbers)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from torchopt_dist.ops.adam import adam as adam_op
 from torchopt_dist.ops.adam import adam_
-from torchopt_dist.optim.in_place import in_place
 from torchopt_dist.optim.meta_optimizer import MetaOptimizer
 from torchopt_dist.optim.optimizer import Optimizer
+from torchopt_dist.optim.whole_step import in_place, recorded
 from torchopt_dist.transform.add_decayed_weights import penalized
 from torchopt_dist.transform.base import ChainedGradientTransformation, GradientTransformation
-from torchopt_dist.transform.hyperparameters import HyperParameter, check_decays, one_of_two_names
+from torchopt_dist.transform.hyperparameters import (
+    HyperParameter,
+    check_decays,
+    is_zero,
+    one_of_two_names,
+)
 from torchopt_dist.transform.scale import scale_by_learning_rate
-from torchopt_dist.transform.scale_by_adam import scale_by_adam
+from torchopt_dist.transform.scale_by_adam import ScaleByAdamState, scale_by_adam
 from torchopt_dist.typing import ScalarOrSchedule
 
 __all__ = ["Adam", "MetaAdam", "adam"]
@@ -54,6 +60,7 @@ def adam(
     check_decays("betas", betas, 2)
     fused = one_of_two_names(fused, use_accelerated_op)
     b1, b2 = betas
+    whole = recorded(adam_op, ScaleByAdamState, lr=lr, b1=b1, b2=b2, eps=eps, eps_root=eps_root, fused=fused)
     return ChainedGradientTransformation(
         *penalized(weight_decay, maximize),
         scale_by_adam(b1, b2, eps, eps_root, moment_requires_grad, fused=fused),
@@ -70,6 +77,7 @@ def adam(
             maximize=maximize,
             fused=fused,
         ),
+        recorded=whole if is_zero(weight_decay) and not maximize else None,
     )
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from torchopt_dist.ops.adam import adam as adam_op
 from torchopt_dist.ops.adam import adam_
-from torchopt_dist.optim.in_place import in_place
 from torchopt_dist.optim.meta_optimizer import MetaOptimizer
 from torchopt_dist.optim.optimizer import Optimizer
+from torchopt_dist.optim.whole_step import in_place, recorded
 from torchopt_dist.transform.add_decayed_weights import add_decayed_weights, penalized
 from torchopt_dist.transform.base import ChainedGradientTransformation, GradientTransformation
 from torchopt_dist.transform.hyperparameters import HyperParameter, check_decays, one_of_two_names
 from torchopt_dist.transform.mask import Mask
 from torchopt_dist.transform.scale import scale_by_learning_rate
-from torchopt_dist.transform.scale_by_adam import scale_by_adam
+from torchopt_dist.transform.scale_by_adam import ScaleByAdamState, scale_by_adam
 from torchopt_dist.typing import ScalarOrSchedule
 
 __all__ = ["AdamW", "MetaAdamW", "adamw"]
@@ -72,12 +73,24 @@ def adamw(
         maximize=maximize,
         fused=fused,
     )
+    differentiably = recorded(
+        adam_op,
+        ScaleByAdamState,
+        lr=lr,
+        weight_decay=weight_decay,
+        b1=b1,
+        b2=b2,
+        eps=eps,
+        eps_root=eps_root,
+        fused=fused,
+    )
     return ChainedGradientTransformation(
         *penalized(0.0, maximize),
         scale_by_adam(b1, b2, eps, eps_root, moment_requires_grad, fused=fused),
         add_decayed_weights(weight_decay, mask),
         scale_by_learning_rate(lr),
         in_place=whole if mask is None else None,
+        recorded=differentiably if mask is None and not maximize else None,
     )
 
 

@@ -11,7 +11,7 @@ from torchopt_dist.transform.base import ChainedGradientTransformation, Gradient
 from torchopt_dist.transform.scale import split_factor
 from torchopt_dist.typing import OptionalTensor, OptState, Params, Updates
 
-__all__ = ["apply_updates", "move_", "step_"]
+__all__ = ["apply_updates", "move_", "recorded_step", "step_"]
 
 
 def apply_updates(params: Params, updates: Updates, *, inplace: bool = True) -> Params:
@@ -79,6 +79,16 @@ def step_(
             state = (*kept, state[-1])
         move_(params, updates, factor)
     return state
+
+
+def recorded_step(
+    impl: GradientTransformation, params: Params, grads: Updates, state: OptState
+) -> tuple[Params, OptState]:
+    """Gradients → new parameters, connected to the graph, and the next state."""
+    if isinstance(impl, ChainedGradientTransformation) and impl.recorded is not None:
+        return impl.recorded(params, grads, state)
+    updates, state = impl.update(grads, state, params=params, inplace=False)
+    return apply_updates(params, updates, inplace=False), state
 
 
 def _pairs(

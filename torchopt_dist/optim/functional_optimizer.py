@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchopt_dist import pytree
 from torchopt_dist.nn.copier import TensorCopier
-from torchopt_dist.optim.apply_updates import apply_updates
+from torchopt_dist.optim.apply_updates import apply_updates, recorded_step
 from torchopt_dist.optim.checkpoint import flatten_state, restore_state
 from torchopt_dist.optim.gradients import gradients
 from torchopt_dist.transform.base import GradientTransformation
@@ -76,11 +76,13 @@ class FuncOptimizer:
         if not leaves:
             raise ValueError(f"`params` must have a tensor in it, got {params!r}")
         grads = pytree.unflatten(spec, gradients(loss, leaves, create_graph=not inplace))
+        state = self._state_for(params)
         with torch.set_grad_enabled(not inplace):
-            updates, self._state = self.impl.update(
-                grads, self._state_for(params), params=params, inplace=inplace
-            )
-            return apply_updates(params, updates, inplace=inplace)
+            if not inplace:
+                moved, self._state = recorded_step(self.impl, params, grads, state)
+                return moved
+            updates, self._state = self.impl.update(grads, state, params=params, inplace=True)
+            return apply_updates(params, updates)
 
     def state_dict(self) -> dict[str, Any]:
         """The state as ``{'state': {where: tensor}}``, for ``torch.save``; ``{}`` before the first step.

@@ -18,7 +18,7 @@ from torchopt_dist import pytree
 from torchopt_dist.nn import containers
 from torchopt_dist.nn.copier import TensorCopier
 from torchopt_dist.optim import faces
-from torchopt_dist.optim.apply_updates import apply_updates
+from torchopt_dist.optim.apply_updates import recorded_step
 from torchopt_dist.optim.checkpoint import flatten_state, restore_state
 from torchopt_dist.optim.gradients import gradients
 from torchopt_dist.typing import OptionalTensor, OptState
@@ -132,8 +132,7 @@ class MetaOptimizer:
         self, params: Mapping[str, Tensor], grads: dict[str, OptionalTensor], state: OptState
     ) -> tuple[Mapping[str, Tensor], OptState]:
         """Parameters of one group by name → moved ones, and the group's next state."""
-        updates, state = self.impl.update(grads, state, params=params, inplace=False)
-        return apply_updates(params, updates, inplace=False), state
+        return recorded_step(self.impl, params, grads, state)
 
     def state_dict(self) -> dict[str, Any]:
         """The states as ``{'state': [{where: tensor}, ...]}``, a dict a group, for ``torch.save``.

@@ -27,6 +27,7 @@ __all__ = [
     "GradientTransformation",
     "InPlaceFn",
     "InitFn",
+    "RecordedFn",
     "UpdateFn",
     "chain",
     "chain_flat",
@@ -77,6 +78,19 @@ class InPlaceFn(Protocol):
         """
 
 
+class RecordedFn(Protocol):
+    """Parameters, gradients, state → moved parameters, next state; differentiable."""
+
+    def __call__(self, params: Params, grads: Updates, state: Any, /) -> tuple[Params, OptState]:
+        """Make one step; nothing is overwritten.
+
+        Args:
+            params: the parameters, a tree.
+            grads: a tree of their structure; one that is ``None`` leaves its parameter and its state alone.
+            state: the chain's state.
+        """
+
+
 class EmptyState(NamedTuple):
     """The state of a transformation that remembers nothing."""
 
@@ -108,13 +122,21 @@ class ChainedGradientTransformation(GradientTransformation):
     transformations: tuple[GradientTransformation, ...]
     in_place: InPlaceFn | None
     """What ``update`` and the addition to the parameters do, at once; ``None`` where it is not known."""
+    recorded: RecordedFn | None
+    """The same, differentiable."""
 
-    def __new__(cls, *transformations: GradientTransformation, in_place: InPlaceFn | None = None) -> Self:
+    def __new__(
+        cls,
+        *transformations: GradientTransformation,
+        in_place: InPlaceFn | None = None,
+        recorded: RecordedFn | None = None,
+    ) -> Self:
         """Chain the transformations; none at all is the identity.
 
         Args:
             transformations: the links.
             in_place: a whole step that needs less memory traffic than the links one after another.
+            recorded: the same for steps that are to be differentiated.
 
         Raises:
             TypeError: one of them is no gradient transformation.
@@ -132,10 +154,11 @@ class ChainedGradientTransformation(GradientTransformation):
         made = super().__new__(cls, partial(_chain_init, tuple(links)), partial(_chain_update, tuple(links)))
         made.transformations = tuple(links)
         made.in_place = in_place
+        made.recorded = recorded
         return made
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuilt, (type(self), self.transformations, self.in_place)
+        return _rebuilt, (type(self), self.transformations, self.in_place, self.recorded)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}{self.transformations!r}"
@@ -145,8 +168,9 @@ def _rebuilt(
     cls: type[ChainedGradientTransformation],
     links: tuple[GradientTransformation, ...],
     in_place: InPlaceFn | None,
+    recorded: RecordedFn | None,
 ) -> ChainedGradientTransformation:
-    return cls(*links, in_place=in_place)
+    return cls(*links, in_place=in_place, recorded=recorded)
 
 
 def _chain_init(links: tuple[GradientTransformation, ...], params: Params) -> OptState:

@@ -1,0 +1,97 @@
+"""An op on lists → a whole step of an optimizer's chain, in place or recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from torchopt_dist import pytree
+from torchopt_dist.ops import lists
+from torchopt_dist.transform.base import InPlaceFn, RecordedFn
+from torchopt_dist.transform.hyperparameters import is_number
+from torchopt_dist.typing import OptState, Params, Updates
+
+__all__ = ["in_place", "recorded"]
+
+
+def in_place(op: Callable[..., None], **options: Any) -> InPlaceFn | None:
+    """Make a step in place.
+
+    Args:
+        op: takes lists of real tensors, and overwrites them: parameters, gradients, and by name the fields of the
+            links' states, ``exp_avgs`` for ``exp_avg``; and the options.
+        options: the hyper-parameters, and whatever else it takes.
+
+    Returns:
+        The step; or ``None`` if an option is a tensor or a schedule, which such an op does not take.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    return partial(_step_in_place, op, given) if is_number(*given.values()) else None
+
+
+def recorded(
+    op: Callable[..., tuple[list[Any], ...]], state_type: type[Any], **options: Any
+) -> RecordedFn | None:
+    """Make a step that can be differentiated.
+
+    Args:
+        op: takes lists of real tensors: gradients, the fields of one link's state, parameters by the name ``params``,
+            and the options; gives the moved parameters and the next fields.
+        state_type: the type of that link's state; no other link has one.
+        options: as for :func:`in_place`.
+
+    Returns:
+        The step; or ``None`` as for :func:`in_place`.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    return partial(_step_recorded, op, state_type, given) if is_number(*given.values()) else None
+
+
+def _step_in_place(
+    op: Callable[..., None],
+    options: dict[str, Any],
+    params: Sequence[Any],
+    grads: Sequence[Any],
+    state: OptState,
+    /,
+) -> None:
+    places = lists.present(grads)
+    fields = {f"{name}s": field for own in state for name, field in zip(own._fields, own, strict=True)}
+    columns = {name: pytree.flatten(field)[0] for name, field in fields.items()}
+    picked = {name: lists.pick(column, places) for name, column in columns.items() if column}
+    given = [lists.pick(column, places) for column in (params, grads)]
+    if any(p.is_complex() for p in given[0]):
+        given = [lists.as_real(column) for column in given]
+        picked = {name: lists.as_real(column) for name, column in picked.items()}
+    op(*given, **picked, **options)
+
+
+def _step_recorded(
+    op: Callable[..., tuple[list[Any], ...]],
+    state_type: type[Any],
+    options: dict[str, Any],
+    params: Params,
+    grads: Updates,
+    state: OptState,
+    /,
+) -> tuple[Params, OptState]:
+    leaves, spec = pytree.flatten(params)
+    slopes = pytree.flatten_like(spec, grads, "updates", "params")
+    places = lists.present(slopes)
+    (link,) = (index for index, own in enumerate(state) if isinstance(own, state_type))
+    own = state[link]
+    fields = [
+        pytree.flatten_like(spec, field, f"state.{name}", "updates")
+        for name, field in zip(own._fields, own, strict=True)
+    ]
+    before = [lists.pick(column, places) for column in (slopes, *fields, leaves)]
+    grads_, *old, params_ = (lists.as_real(column) for column in before)
+    moved, *new = op(grads_, *old, params=params_, **options)
+    after = [
+        pytree.unflatten(spec, lists.put(column, places, lists.as_complex(made, like)))
+        for column, made, like in zip(
+            (leaves, *fields), (moved, *new), (before[-1], *before[1:-1]), strict=True
+        )
+    ]
+    return after[0], (*state[:link], state_type(*after[1:]), *state[link + 1 :])
