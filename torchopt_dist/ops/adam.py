@@ -77,7 +77,9 @@ def adam(
     if numbers and not lists.runs_in_a_loop(grads):
         if torch.is_grad_enabled() and any(x.requires_grad for column in columns for x in column):
             apply: Callable[..., tuple[Tensor, ...]] = _Adam.apply
-            return *_split(apply(options, len(columns), *(x for column in columns for x in column)), 3), steps
+            return *lists.split(
+                apply(options, len(columns), *(x for column in columns for x in column)), 3
+            ), steps
         if options.kernel:
             return *_kernel(columns, options), steps
     return *_formula(columns, options, inplace), steps
@@ -155,7 +157,7 @@ class _Adam(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, options: _Options, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        columns = _split(tensors, count)
+        columns = lists.split(tensors, count)
         if options.kernel:
             moved, *averages = _kernel(columns, options)
         else:
@@ -167,8 +169,11 @@ class _Adam(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *output_grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved = _split(ctx.saved_tensors, 3)
-        outer = [_filled(column, like) for column, like in zip(_split(output_grads, 3), saved, strict=True)]
+        saved = lists.split(ctx.saved_tensors, 3)
+        outer = [
+            lists.without_gaps(column, like)
+            for column, like in zip(lists.split(output_grads, 3), saved, strict=True)
+        ]
         if torch.is_grad_enabled():
             found = _backward([*saved, *outer], ctx.options)
         elif ctx.options.kernel:
@@ -220,7 +225,7 @@ def _in_portions(
 def _kernel(columns: list[list[Tensor]], options: _Options) -> list[list[Tensor]]:
     grads, exp_avgs, exp_avg_sqs, *params = columns
     numbers = (options.corrections(len(grads)), options.factor, options.kept, *options.numbers())
-    return _split(torch.ops.todist.adam(grads, exp_avgs, exp_avg_sqs, *(params or [[]]), *numbers), 3)
+    return lists.split(torch.ops.todist.adam(grads, exp_avgs, exp_avg_sqs, *(params or [[]]), *numbers), 3)
 
 
 def _kernel_backward(columns: lists.Columns, options: _Options) -> list[list[Tensor]]:
@@ -228,22 +233,7 @@ def _kernel_backward(columns: lists.Columns, options: _Options) -> list[list[Ten
     first, *rest = (column or [] for column in columns[3:])
     first = first or [torch.zeros_like(g) for g in saved[0] or []]
     numbers = (options.corrections(len(first)), options.factor, *options.numbers())
-    return _split(torch.ops.todist.adam_backward(first, *rest, *saved, *numbers), 3)
-
-
-def _split(tensors: Sequence[Any], count: int) -> list[list[Any]]:
-    """So many columns of one length."""
-    length = len(tensors) // count
-    return [list(tensors[start : start + length]) for start in range(0, len(tensors), length or 1)] or [
-        []
-    ] * count
-
-
-def _filled(grads: list[Tensor | None], like: list[Tensor]) -> list[Tensor] | None:
-    """A list without gaps; ``None`` if it is nothing but gaps."""
-    if all(grad is None for grad in grads):
-        return None
-    return [torch.zeros_like(x) if grad is None else grad for grad, x in zip(grads, like, strict=True)]
+    return lists.split(torch.ops.todist.adam_backward(first, *rest, *saved, *numbers), 3)
 
 
 def adam_(

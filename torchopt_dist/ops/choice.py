@@ -28,9 +28,13 @@ def use_kernel(op: str, tensors: Sequence[Tensor], fused: bool | None) -> bool:
     Raises:
         RuntimeError: ``fused=True`` where it cannot be used; the message says why.
     """
-    if fused is False or (fused is None and torch.compiler.is_compiling()):
+    if fused is False or (fused is None and (torch.compiler.is_compiling() or not tensors)):
         return False
-    reason = obstacle(op, tensors)
+    reason = (
+        "`torch.compile` compiles the formula itself"
+        if torch.compiler.is_compiling()
+        else obstacle(op, tensors)
+    )
     if reason is not None and fused:
         raise RuntimeError(f"`fused=True` cannot be kept: {reason}")
     return reason is None

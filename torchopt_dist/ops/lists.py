@@ -40,8 +40,10 @@ __all__ = [
     "put",
     "runs_in_a_loop",
     "slopes_of_roots",
+    "split",
     "square_root",
     "values",
+    "without_gaps",
 ]
 
 Factor: TypeAlias = float | Tensor
@@ -80,6 +82,19 @@ def put(
     for place, tensor in zip(places, new, strict=True):
         out[place] = tensor
     return out
+
+
+def split(tensors: Sequence[Any], count: int) -> list[list[Any]]:
+    """So many columns of one length."""
+    length = len(tensors) // count
+    return [list(tensors[place * length : (place + 1) * length]) for place in range(count)]
+
+
+def without_gaps(grads: Sequence[OptionalTensor], like: Sequence[Tensor]) -> list[Tensor] | None:
+    """Zeros in the places that are ``None``; ``None`` if all are."""
+    if all(grad is None for grad in grads):
+        return None
+    return [torch.zeros_like(x) if grad is None else grad for grad, x in zip(grads, like, strict=True)]
 
 
 def as_real(xs: Sequence[Tensor]) -> list[Tensor]:

@@ -71,7 +71,8 @@ def rmsprop(
         maximize=maximize,
         fused=fused,
     )
-    links = [*penalized(weight_decay, maximize), scale_down(alpha, eps, initial_scale, moment_requires_grad)]
+    links = penalized(weight_decay, maximize)
+    links.append(scale_down(alpha, eps, initial_scale, moment_requires_grad, fused=fused))
     if not is_zero(momentum):
         links.append(trace(momentum, 0.0, nesterov, moment_requires_grad))
     return ChainedGradientTransformation(*links, scale_by_learning_rate(lr), in_place=whole)

@@ -5,9 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import NamedTuple
 
-from torch import Tensor
-
-from torchopt_dist.ops import lists
+from torchopt_dist.ops.rmsprop import rmsprop
 from torchopt_dist.transform.base import GradientTransformation
 from torchopt_dist.transform.elementwise import elementwise, filled
 from torchopt_dist.transform.hyperparameters import HyperParameter, check_at_least_zero, check_decay
@@ -37,6 +35,8 @@ def scale_by_rms(
     eps: HyperParameter = 1e-8,
     initial_scale: float = 0.0,
     moment_requires_grad: bool = False,
+    *,
+    fused: bool | None = None,
 ) -> GradientTransformation:
     """RMSprop's direction ``g / (sqrt(v) + eps)`` with ``v = alpha * v + (1 - alpha) * g**2``, as in torch.
 
@@ -49,16 +49,18 @@ def scale_by_rms(
             to be 0, which is the limit as the gradient goes to 0.
         initial_scale: the average at the start, at least 0.
         moment_requires_grad: the first averages are leaves that require grad.
+        fused: None uses a kernel where there is one, False never, True demands it.
 
     Raises:
         TypeError: an argument is of another type.
         ValueError: one is out of its range.
+        RuntimeError: from ``update``: ``fused=True`` where there is no kernel; the message says why.
     """
     _check(alpha, eps, initial_scale)
     return elementwise(
         ScaleByRmsState,
         partial(_rms_init, initial_scale, moment_requires_grad),
-        partial(_rms, alpha=alpha, eps=eps),
+        partial(rmsprop, alpha=alpha, eps=eps, fused=fused),
     )
 
 
@@ -67,6 +69,8 @@ def scale_by_stddev(
     eps: HyperParameter = 1e-8,
     initial_scale: float = 0.0,
     moment_requires_grad: bool = False,
+    *,
+    fused: bool | None = None,
 ) -> GradientTransformation:
     """As :func:`scale_by_rms`, over ``sqrt(v - m**2) + eps``, where ``m`` is the running average of the gradients.
 
@@ -77,7 +81,7 @@ def scale_by_stddev(
     return elementwise(
         ScaleByStddevState,
         partial(_stddev_init, initial_scale, moment_requires_grad),
-        partial(_stddev, alpha=alpha, eps=eps),
+        partial(rmsprop, alpha=alpha, eps=eps, fused=fused),
     )
 
 
@@ -96,39 +100,3 @@ def _stddev_init(initial_scale: float, requires_grad: bool, params: Params, /) -
         filled(params, initial_scale, requires_grad=requires_grad),
         filled(params, requires_grad=requires_grad),
     )
-
-
-def _rms(
-    grads: list[Tensor],
-    square_avgs: list[Tensor],
-    *,
-    alpha: HyperParameter,
-    eps: HyperParameter,
-    inplace: bool,
-) -> tuple[list[Tensor], ...]:
-    square_avgs = _squares(grads, square_avgs, alpha, inplace)
-    below = lists.add_number(lists.square_root(square_avgs), eps)
-    return lists.divide(grads, below), square_avgs
-
-
-def _stddev(
-    grads: list[Tensor],
-    square_avgs: list[Tensor],
-    grad_avgs: list[Tensor],
-    *,
-    alpha: HyperParameter,
-    eps: HyperParameter,
-    inplace: bool,
-) -> tuple[list[Tensor], ...]:
-    square_avgs = _squares(grads, square_avgs, alpha, inplace)
-    grad_avgs = lists.interpolate(grad_avgs, grads, 1 - alpha, inplace=inplace)
-    variances = lists.add_product(square_avgs, grad_avgs, grad_avgs, -1.0)
-    below = lists.add_number(lists.square_root(variances), eps)
-    return lists.divide(grads, below), square_avgs, grad_avgs
-
-
-def _squares(
-    grads: list[Tensor], square_avgs: list[Tensor], alpha: HyperParameter, inplace: bool
-) -> list[Tensor]:
-    square_avgs = lists.multiply(square_avgs, alpha, inplace=inplace)
-    return lists.add_product(square_avgs, grads, grads, 1 - alpha, inplace=inplace)
