@@ -59,7 +59,7 @@ from torchopt_dist.nn import (
     recover_state_dict,
     stop_gradient,
 )
-from torchopt_dist.ops import accelerated_op_available
+from torchopt_dist.ops import AdamOp, accelerated_op_available
 from torchopt_dist.optim import (
     SGD,
     AdaDelta,
@@ -129,6 +129,7 @@ __all__ = [
     "Adadelta",
     "Adagrad",
     "Adam",
+    "AdamOp",
     "AdamW",
     "Adamax",
     "Adan",

@@ -28,7 +28,8 @@ __all__ = ["install", "main", "run_script"]
 
 FOREIGN, OURS = "torchopt", "torchopt_dist"
 FLAT_ONLY = frozenset(
-    f"{FOREIGN}.{name}" for name in ("alias", "base", "clip", "combine", "hook", "update", "utils")
+    f"{FOREIGN}.{name}"
+    for name in ("accelerated_op", "alias", "base", "clip", "combine", "hook", "update", "utils")
 )
 """Modules of TorchOpt that have no module of ours beside them: their names are among our flat ones."""
 

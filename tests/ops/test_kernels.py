@@ -570,5 +570,7 @@ def test_an_infinite_parameter_does_not_reach_the_averages():
 def test_schemas_name_what_is_written(op):
     call = case(op, random.Random(9), [[3], [2, 2]], [torch.float32] * 2)
     torch.library.opcheck(
-        getattr(kernels, op).default, (*call.lists.values(), *call.args), test_utils=("test_schema",)
+        getattr(kernels, op).default,
+        (*call.lists.values(), *call.args),
+        test_utils=("test_schema", "test_faketensor"),
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torchopt_dist.ops import choice, library
+from torchopt_dist.ops import choice
 from torchopt_dist.typing import Tensor
 
 __all__ = ["add_scaled_"]
@@ -116,10 +116,3 @@ def _validate(params: list[Any], updates: list[Any]) -> None:
 def _text(value: object) -> str:
     """A shape as a tuple, anything else as it prints."""
     return str(tuple(value)) if isinstance(value, torch.Size) else str(value)
-
-
-if library.is_available("add_scaled_"):
-
-    @torch.library.register_fake("todist::add_scaled_")
-    def _fake(params: list[Tensor], updates: list[Tensor], alpha: float) -> None:
-        """Shapes → shapes: nothing comes back, the parameters keep theirs."""

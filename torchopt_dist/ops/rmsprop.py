@@ -1,9 +1,9 @@
 """Gradients, averages of their squares → directions and new averages; or a whole step of RMSprop, in place.
 
 With the gradient ``g``, ``v = alpha * v + (1 - alpha) * g**2``, and the direction is ``g / (sqrt(v) + eps)``; centered,
-also ``a = alpha * a + (1 - alpha) * g``, and the root is that of ``v - a**2``. [Tieleman and Hinton 2012, Neural Networks
-for Machine Learning, lecture 6.5; centered: Graves 2013, Generating Sequences With Recurrent Neural Networks,
-equations 38 to 45.] The root's derivative at 0 is taken to be 0, which is the limit as the gradient goes to 0.
+also ``a = alpha * a + (1 - alpha) * g``, and the root is that of ``v - a**2``. [Tieleman and Hinton 2012, Neural
+Networks for Machine Learning, lecture 6.5; centered: Graves 2013, Generating Sequences With Recurrent Neural
+Networks, equations 38 to 45.] The root's derivative at 0 is taken to be 0, the limit as the gradient goes to 0.
 """
 
 from __future__ import annotations

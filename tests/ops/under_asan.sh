@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# csrc/ -> a library with AddressSanitizer -> the tests of the kernels, the fuzz run among them, under it.
+# By hand, from anywhere: `tests/ops/under_asan.sh [python]`. It builds in a folder of its own, in a minute or two.
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+python=${1:-$root/.venv/bin/python}
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+cp -r "$root"/{csrc,torchopt_dist,tests,setup.py,pyproject.toml,README.md,conftest.py} "$work"
+rm -f "$work"/torchopt_dist/_C*.so
+cd "$work"
+CFLAGS="-fsanitize=address -fno-omit-frame-pointer -g1" LDFLAGS="-fsanitize=address" REQUIRE_EXT=1 \
+    "$python" setup.py -q build_ext --inplace
+nm -D torchopt_dist/_C*.so | grep -q __asan_report || { echo "the library is not instrumented" >&2; exit 1; }
+# Python and torch leak on purpose; what matters here is reading and writing out of bounds.
+LD_PRELOAD="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libstdc++.so)" \
+    ASAN_OPTIONS="detect_leaks=0:alloc_dealloc_mismatch=0" PYTHONPATH="$work" \
+    "$python" -c 'import os, pytest, sys, torchopt_dist
+assert torchopt_dist.__file__.startswith(os.getcwd()), torchopt_dist.__file__
+sys.exit(pytest.main(sys.argv[1:]))' -q -p no:cacheprovider tests/ops/test_kernels.py tests/ops/test_adam.py --timeout=600

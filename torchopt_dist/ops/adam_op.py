@@ -1,0 +1,75 @@
+"""Adam's averages, a gradient → the next averages and the direction, for one tensor: TorchOpt's ``AdamOp``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchopt_dist.ops.adam import adam
+
+__all__ = ["AdamOp"]
+
+
+class AdamOp:
+    """Adam's formula for one tensor at a time, by TorchOpt's interface; :func:`~torchopt_dist.adam` takes all at once.
+
+    Args:
+        b1: decay of the average of the gradients, a number.
+        b2: decay of the average of their squares.
+        eps: added to the root.
+        eps_root: added below the root.
+        inplace: leave to overwrite ``mu`` and ``nu``, where no graph is recorded and no kernel is at work.
+
+    Example:
+        >>> import torch
+        >>> zero = torch.zeros(2)
+        >>> mu, nu, direction = AdamOp()(zero, zero.clone(), torch.tensor([1.0, -2.0]), 1)
+        >>> direction
+        tensor([ 1., -1.])
+    """
+
+    def __init__(
+        self,
+        b1: float = 0.9,
+        b2: float = 0.999,
+        eps: float = 1e-8,
+        eps_root: float = 0.0,
+        inplace: bool = True,
+    ) -> None:
+        self.b1, self.b2, self.eps, self.eps_root, self.inplace = b1, b2, eps, eps_root, inplace
+
+    def __call__(
+        self, mu: Tensor, nu: Tensor, updates: Tensor, count: Tensor | int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Make one step.
+
+        Args:
+            mu: average of the gradients, of the shape of ``updates``.
+            nu: average of their squares, likewise.
+            updates: the gradient.
+            count: the number of this step, from 1 on.
+
+        Returns:
+            The next ``mu``, the next ``nu``, and the direction; connected to the graph, to any order.
+
+        Raises:
+            ValueError: the shapes differ, or ``count`` is below 1.
+        """
+        if not mu.shape == nu.shape == updates.shape:
+            shapes = ", ".join(str(tuple(x.shape)) for x in (mu, nu, updates))
+            raise ValueError(f"`mu`, `nu` and `updates` must have one shape, got {shapes}")
+        if int(count) < 1:
+            raise ValueError(f"`count` must be at least 1, got {int(count)}")
+        before = torch.tensor(float(count) - 1, device="cpu")
+        directions, mus, nus, _ = adam(
+            [updates],
+            [mu],
+            [nu],
+            [before],
+            b1=self.b1,
+            b2=self.b2,
+            eps=self.eps,
+            eps_root=self.eps_root,
+            inplace=self.inplace and not torch.is_grad_enabled(),
+        )
+        return mus[0], nus[0], directions[0]

@@ -1,0 +1,60 @@
+"""Shapes → shapes: what ``torch.compile`` and ``opcheck`` need to know of each kernel, without its numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchopt_dist.ops import library
+
+__all__ = ["register"]
+
+
+def _nothing(*_: Any) -> None:
+    """An op in place: its arguments keep their shapes."""
+
+
+def _moved(grads: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor], *_: Any) -> list[Tensor]:
+    return _like(exp_avgs, exp_avgs, exp_avg_sqs)
+
+
+def _adam_backward(*args: Any) -> list[Tensor]:
+    grads, exp_avgs, exp_avg_sqs = args[3:6]
+    return _like(grads, exp_avgs, exp_avg_sqs)
+
+
+def _rmsprop(
+    grads: list[Tensor], square_avgs: list[Tensor], grad_avgs: list[Tensor], *_: Any
+) -> list[Tensor]:
+    return _like(square_avgs, square_avgs, grad_avgs)
+
+
+def _rmsprop_backward(*args: Any) -> list[Tensor]:
+    grads, square_avgs, grad_avgs = args[3:6]
+    return _like(grads, square_avgs, grad_avgs)
+
+
+def _like(*columns: list[Tensor]) -> list[Tensor]:
+    return [torch.empty_like(x) for column in columns for x in column]
+
+
+FAKES: dict[str, Callable[..., Any]] = {
+    "adam": _moved,
+    "adam_": _nothing,
+    "adam_backward": _adam_backward,
+    "add_scaled_": _nothing,
+    "rmsprop": _rmsprop,
+    "rmsprop_": _nothing,
+    "rmsprop_backward": _rmsprop_backward,
+    "sgd_": _nothing,
+}
+
+
+def register() -> None:
+    """Tell torch, for the ops that there are."""
+    for op, fake in FAKES.items():
+        if library.is_available(op):
+            torch.library.register_fake(f"todist::{op}", fake)
