@@ -50,7 +50,10 @@ def main() -> None:
         ways["ours, formula"] = stepper(todist, name, {**options, "fused": False} if kernel else options)
         if kernel and todist.ops.is_available(f"{name.lower().replace('adamw', 'adam')}_"):
             ways["ours, kernel"] = stepper(todist, name, options)
-        for _, step in ways.values():  # one only: torch's foreach SGD overwrites `p.grad` with Nesterov's look-ahead
+        for (
+            _,
+            step,
+        ) in ways.values():  # one only: torch's foreach SGD overwrites `p.grad` with Nesterov's look-ahead
             step()
         reference = ways["torch, foreach"][0]
         for way, (params, _) in ways.items():

@@ -66,7 +66,7 @@ def adam(
         RuntimeError: ``fused=True`` where there is no kernel for these arguments; the message says why.
     """
     columns = [grads, exp_avgs, exp_avg_sqs, *([] if params is None else [params])]
-    kernel = choice.use_kernel("adam", [x for column in columns for x in column], fused)
+    kernel = choice.use_kernel("adam", grads, [x for column in columns[1:] for x in column], fused)
     numbers = not any(isinstance(number, Tensor) for number in (b1, b2, eps, eps_root))
     if fused and not numbers:
         raise RuntimeError("`fused=True` cannot be kept: the kernel takes hyper-parameters that are numbers")
@@ -278,7 +278,7 @@ def adam_(
     Raises:
         RuntimeError: as in :func:`adam`.
     """
-    if choice.use_kernel("adam_", [*params, *grads, *exp_avgs, *exp_avg_sqs], fused):
+    if choice.use_kernel("adam_", params, [*grads, *exp_avgs, *exp_avg_sqs], fused):
         lists.count_up_(steps)
         left = (lists.bias_correction(b1, steps), lists.bias_correction(b2, steps))
         corrections = _Options(b1, b2, eps, eps_root, *left, 1.0, 1.0, True).corrections(len(steps))

@@ -16,34 +16,35 @@ _DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 
-def use_kernel(op: str, tensors: Sequence[Tensor], fused: bool | None) -> bool:
+def use_kernel(op: str, first: Sequence[Tensor], rest: Sequence[Tensor], fused: bool | None) -> bool:
     """Whether an op's kernel is to be used.
 
     Args:
         op: name of the op.
-        tensors: all that it works on.
+        first: the tensors that its others must be like.
+        rest: the others; whether they are is for the kernel to say.
         fused: None uses the kernel where it can be used (not under ``torch.compile``, which fuses the reference
             formula itself), False never, True demands it.
 
     Raises:
         RuntimeError: ``fused=True`` where it cannot be used; the message says why.
     """
-    if fused is False or (fused is None and (torch.compiler.is_compiling() or not tensors)):
+    if fused is False or (fused is None and (torch.compiler.is_compiling() or not first)):
         return False
     reason = (
         "`torch.compile` compiles the formula itself"
         if torch.compiler.is_compiling()
-        else obstacle(op, tensors)
+        else obstacle(op, first, rest)
     )
     if reason is not None and fused:
         raise RuntimeError(f"`fused=True` cannot be kept: {reason}")
     return reason is None
 
 
-def obstacle(op: str, tensors: Sequence[Tensor]) -> str | None:
-    """Say what keeps an op's kernel from being used for these tensors, if anything does."""
+def obstacle(op: str, tensors: Sequence[Tensor], rest: Sequence[Tensor] = ()) -> str | None:
+    """Say what keeps an op's kernel from being used for these tensors, if anything does; of the rest types count."""
     if not torch.compiler.is_compiling():
-        for kind in {type(tensor) for tensor in tensors} - _PLAIN:
+        for kind in {*map(type, tensors), *map(type, rest)} - _PLAIN:
             return f"the kernel takes plain tensors; got a {kind.__name__}"
         if torch._C._are_functorch_transforms_active():
             return "a transformation of `torch.func` is active, and the kernel has no rule for it"

@@ -49,7 +49,7 @@ def rmsprop(
         RuntimeError: ``fused=True`` where there is no kernel for these arguments; the message says why.
     """
     columns = [grads, square_avgs, *([] if grad_avgs is None else [grad_avgs])]
-    kernel = choice.use_kernel("rmsprop", [x for column in columns for x in column], fused)
+    kernel = choice.use_kernel("rmsprop", grads, [x for column in columns[1:] for x in column], fused)
     numbers = not (isinstance(alpha, Tensor) or isinstance(eps, Tensor))
     if fused and not numbers:
         raise RuntimeError("`fused=True` cannot be kept: the kernel takes hyper-parameters that are numbers")
@@ -161,7 +161,7 @@ def rmsprop_(
         RuntimeError: ``fused=True`` where there is no kernel for these arguments; the message says why.
     """
     columns = (params, grads, square_avgs, grad_avgs, momentum_buffers)
-    if choice.use_kernel("rmsprop_", [x for column in columns for x in column], fused):
+    if choice.use_kernel("rmsprop_", params, [x for column in columns[1:] for x in column], fused):
         numbers = (lr, alpha, eps, momentum, nesterov, weight_decay, maximize)
         torch.ops.todist.rmsprop_(*map(list, columns), *numbers)
         torch.autograd.graph.increment_version([*params, *square_avgs, *grad_avgs, *momentum_buffers])

@@ -46,7 +46,7 @@ def sgd_(
     Raises:
         RuntimeError: ``fused=True`` where there is no kernel for these arguments; the message says why.
     """
-    if choice.use_kernel("sgd_", [*params, *grads, *momentum_buffers], fused):
+    if choice.use_kernel("sgd_", params, [*grads, *momentum_buffers], fused):
         taken = _taken(list(steps), momentum, dampening, len(params))
         columns = (list(params), list(grads), list(momentum_buffers))
         torch.ops.todist.sgd_(*columns, taken, lr, momentum, nesterov, weight_decay, maximize)

@@ -190,9 +190,8 @@ class Optimizer(torch.optim.Optimizer):
         params, own = group["params"], [key for key in layout.keys if key is not None]
         states = [self.state[p] for p in params] if own else []
         shared = group.get(_SHARED, [])
-        if len(shared) != len(layout.keys) - len(own) or any(
-            key not in state for key in own for state in states
-        ):
+        needed = set(own)
+        if len(shared) != len(layout.keys) - len(own) or any(not needed <= state.keys() for state in states):
             shared = self._fill(params, impl, layout)
         rest = iter(shared)
         leaves = [next(rest) if key is None else [state[key] for state in states] for key in layout.keys]

@@ -56,11 +56,14 @@ def _step_in_place(
     state: OptState,
     /,
 ) -> None:
-    places = lists.present(grads)
     fields = {f"{name}s": field for own in state for name, field in zip(own._fields, own, strict=True)}
     columns = {name: pytree.flatten(field)[0] for name, field in fields.items()}
-    picked = {name: lists.pick(column, places) for name, column in columns.items() if column}
-    given = [lists.pick(column, places) for column in (params, grads)]
+    picked = {name: column for name, column in columns.items() if column}
+    given = [list(params), list(grads)]
+    places = lists.present(grads)
+    if len(places) < len(grads):
+        picked = {name: lists.pick(column, places) for name, column in picked.items()}
+        given = [lists.pick(column, places) for column in given]
     if any(p.is_complex() for p in given[0]):
         given = [lists.as_real(column) for column in given]
         picked = {name: lists.as_real(column) for name, column in picked.items()}

@@ -1,0 +1,98 @@
+"""How fast are the kernels? In place against torch.optim's fused ones; with a graph against a triad, ``c = a + 2 * b``.
+
+A triad moves 12 bytes an element in float32, and is what the memory gives. Fresh results of many megabytes cost page
+faults, which are the allocator's and not the kernel's: it is told to keep its memory, and the faults that are left are
+printed.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from workers import interleaved
+
+import torchopt_dist as todist
+from torchopt_dist.ops.adam import adam
+
+KEEP = {"MALLOC_MMAP_THRESHOLD_": str(1 << 40), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+BIG, SMALL = (1, 10_000_000), (2_000, 5_000)
+
+
+def parameters(count: int, numel: int) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    params = [torch.randn(numel, requires_grad=True) for _ in range(count)]
+    for p in params:
+        p.grad = torch.randn(numel)
+    return params
+
+
+def in_place(name: str, count: int, numel: int, **options: float) -> None:
+    theirs = getattr(torch.optim, name)(parameters(count, numel), lr=1e-3, **options, fused=True)
+    ours = getattr(todist, name)(parameters(count, numel), lr=1e-3, **options, fused=True)
+    theirs.step(), ours.step()
+    for p, q in zip(ours.param_groups[0]["params"], theirs.param_groups[0]["params"], strict=True):
+        torch.testing.assert_close(p, q)
+    report(f"{name}, {count} x {numel}, in place", {"ours": ours.step, "torch, fused": theirs.step})
+
+
+def with_a_graph() -> None:
+    g, m, v = (torch.randn(BIG[1]) for _ in range(3))
+    v.square_()
+    a, b, c = (torch.randn(BIG[1]) for _ in range(3))
+    step = torch.tensor(3.0)
+    numbers: dict[str, Any] = {"b1": 0.9, "b2": 0.999, "eps": 1e-8, "eps_root": 0.0}
+    report(
+        "Adam's direction, 10 M, forward",
+        {
+            "ours": lambda: adam([g], [m], [v], [step], **numbers),
+            "formula": lambda: adam([g], [m], [v], [step], **numbers, fused=False),
+            "triad": lambda: torch.add(a, b, alpha=2.0, out=c),
+        },
+    )
+    leaves = [x.clone().requires_grad_() for x in (g, m, v)]
+    made = adam([leaves[0]], [leaves[1]], [leaves[2]], [step], **numbers)
+    flows = [a, b, c]
+
+    def backward() -> None:
+        torch.autograd.grad([x[0] for x in made[:3]], leaves, flows, retain_graph=True)
+
+    d = torch.empty_like(c)
+    report("and backward", {"ours": backward, "triad": lambda: torch.add(a, b, alpha=2.0, out=d)})
+
+
+def report(what: str, ways: dict[str, Callable[[], object]]) -> None:
+    for way in ways.values():
+        way()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    seconds = interleaved(ways, rounds=20, warmups=3)
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    *_, peer = seconds
+    figures = "   ".join(
+        f"{way} {value * 1e3:.2f} ms ({value / seconds[peer]:.2f} of {peer})"
+        for way, value in seconds.items()
+    )
+    print(f"{what:38} {figures}   {faults} page faults")
+
+
+def main() -> None:
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        print(f"--- {threads} thread{'s' * (threads > 1)}")
+        in_place("Adam", *BIG)
+        in_place("Adam", *SMALL)
+        in_place("SGD", *BIG, momentum=0.9)
+        in_place("SGD", *SMALL, momentum=0.9)
+        with_a_graph()
+
+
+if __name__ == "__main__":
+    if not todist.ops.is_available("adam"):
+        sys.exit(f"no kernels: {todist.ops.why_not('adam')}")
+    if any(name not in os.environ for name in KEEP):  # the allocator reads them when a process starts
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **KEEP})
+    main()
