@@ -117,7 +117,7 @@ def train(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
 
     torch.manual_seed(args.seed)
     model = conv_net(image_size=train_classes[0].shape[-1], ways=args.ways)
-    outer_optimizer = torch.optim.Adam(model.parameters(), lr=args.outer_lr)
+    outer_optimizer = todist.Adam(model.parameters(), lr=args.outer_lr)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(outer_optimizer, T_max=args.meta_steps)
 
     settings = (args.inner_lr, args.inner_steps, args.device)

@@ -200,3 +200,29 @@ def test_a_folder_without_omniglot_is_named(
     with pytest.raises(SystemExit):
         example.omniglot_classes(tmp_path, example.build_parser())
     assert f"argument --omniglot: no Alphabet/characterNN/*.png in {tmp_path}" in capsys.readouterr().err
+
+
+WITHOUT_KERNELS = """
+import runpy, sys
+from torchopt_dist.ops import library
+library._KERNELS = frozenset()
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_the_curve_is_the_same_without_the_kernels(tmp_path: Path) -> None:
+    run_python(*SHORT, "--output", tmp_path / "with.png", "--csv", tmp_path / "with.csv")
+    files = ("--output", tmp_path / "without.png", "--csv", tmp_path / "without.csv")
+    job = subprocess.run(
+        [sys.executable, "-c", WITHOUT_KERNELS, *map(str, (EXAMPLE, *SHORT, *files))],
+        capture_output=True,
+        text=True,
+        timeout=80,
+        check=False,
+    )
+    assert job.returncode == 0, job.stderr
+    with_kernels, without = rows(tmp_path / "with.csv"), rows(tmp_path / "without.csv")
+    assert len(with_kernels) == len(without) > 1
+    for one, other in zip(with_kernels, without, strict=True):
+        assert one == pytest.approx(other, rel=1e-3, abs=1e-3)
