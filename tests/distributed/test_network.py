@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import time
 from types import SimpleNamespace
 
 import psutil
@@ -164,3 +165,56 @@ def test_a_world_forms_across_two_machines(two_machines, tmp_path):
     assert ["interfaces", 0, ["link0", "link0"]] in said
     assert ["interfaces", 1, ["link1", "link1"]] in said
     assert ["grad", pytest.approx([2.0, 7 / 3, 8 / 3])] in said
+
+
+CUT = """
+import sys, time
+import torchopt_dist as todist
+
+def sleep():
+    print("sleeping", flush=True)
+    time.sleep(60)
+
+@todist.auto_init_rpc()
+def main():
+    if todist.get_rank() == 0:
+        try:
+            todist.remote_sync_call(sleep, partitioner=1)
+        except todist.WorkerLostError as error:
+            print("lost:", error, flush=True)
+            raise
+
+main()
+"""
+
+
+@pytest.mark.timeout(90)
+def test_a_cut_network_ends_both_sides_within_seconds(two_machines, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(textwrap.dedent(CUT))
+    env = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    env.update(TODIST_INIT_TIMEOUT="60", OMP_NUM_THREADS="1", PYTHONPATH=os.getcwd(), WORLD_SIZE="2")
+    env.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="10.77.0.1", MASTER_PORT=str(free_port()))
+    nodes = [
+        subprocess.Popen(
+            ["ip", "netns", "exec", name, sys.executable, str(program)],
+            env={**env, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, name in enumerate(two_machines)
+    ]
+    try:
+        assert nodes[1].stdout.readline() == "sleeping\n", nodes[1].stderr.read()
+        cut = time.monotonic()
+        ip("-n", two_machines[0], "link", "set", "link0", "down")
+        said = [node.communicate(timeout=30) for node in nodes]
+        assert time.monotonic() - cut < 20
+    finally:
+        for node in nodes:
+            node.kill()
+            node.wait()
+    assert [node.returncode for node in nodes] == [1, 1], said
+    assert "rank 1 died: its connection was closed without a report" in "".join(said[0])
+    assert "rank 0 died: its connection was closed without a report" in said[1][1]

@@ -152,6 +152,10 @@ def default_timeout() -> float:
     return current_group().call_timeout
 
 
+loss_listeners: list[Callable[[int, Exception], None]] = []
+"""Who is told that a rank has died: the rank, and the error to raise for it."""
+
+
 class _Group:
     """Context manager: the RPC group of this world, from before ``worker_init_fn`` until all ranks are done."""
 
@@ -302,6 +306,9 @@ class _Group:
         """On the lifeline's thread: another rank has failed. If it raised, this rank ends as well."""
         if failure.report:
             threading.Thread(target=self._end, args=(failure,), daemon=True).start()
+        else:  # nobody will answer what that rank was asked; of a cut network RPC itself does not learn
+            for tell in loss_listeners:
+                tell(failure.rank, failure.error())
 
     def _end(self, failure: Failure) -> None:
         if not self._unwound.wait(GRACE_SECONDS):

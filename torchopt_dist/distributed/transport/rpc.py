@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from typing import Any, TypeAlias
 
 import torch
 from torch.distributed import rpc
 
 from torchopt_dist.distributed.message import Message
-from torchopt_dist.distributed.rpc import current_group
+from torchopt_dist.distributed.rpc import current_group, loss_listeners
 from torchopt_dist.distributed.serve import serve
 from torchopt_dist.distributed.threads import Lender
 from torchopt_dist.distributed.wire import MissingStructureError, Structures, Wire, from_wire, to_wire
@@ -28,12 +29,25 @@ class RPCTransport:
 
     def __init__(self) -> None:
         self._known: defaultdict[int, Structures] = defaultdict(Structures)
+        self._waiting: defaultdict[int, set[Future[Message]]] = defaultdict(set)
+        loss_listeners.append(self._lose)
 
     def send(self, worker: int, request: Message, timeout: float) -> Future[Message]:
         """See :class:`~torchopt_dist.distributed.transport.base.Transport`."""
         future: Future[Message] = Future()
-        self._start(worker, request, timeout, future, self._known[worker])
+        waiting = self._waiting[worker]
+        waiting.add(future)
+        future.add_done_callback(waiting.discard)
+        lost = current_group().lifeline.failures.get(worker)
+        if lost is not None:
+            _settle(future, lost.error())
+        else:
+            self._start(worker, request, timeout, future, self._known[worker])
         return future
+
+    def _lose(self, worker: int, error: Exception) -> None:
+        for future in tuple(self._waiting[worker]):
+            _settle(future, error)
 
     def _start(
         self, worker: int, request: Message, timeout: float, future: Future[Message], known: Structures
@@ -49,16 +63,25 @@ class RPCTransport:
                 elif isinstance(reply, str):
                     raise RuntimeError(reply)
                 else:
-                    future.set_result(from_wire(Wire(*reply), _seen))
+                    _settle(future, from_wire(Wire(*reply), _seen))
             except Exception as error:
-                future.set_exception(_translated(error, name, timeout))
+                _settle(future, _translated(error, name, timeout))
 
         try:
             sent = rpc.rpc_async(name, _serve, tuple(wire), timeout=timeout)
         except RuntimeError as error:
-            future.set_exception(_translated(error, name, timeout))
+            _settle(future, _translated(error, name, timeout))
         else:
             sent.add_done_callback(arrived)
+
+
+def _settle(future: Future[Message], result: Message | Exception) -> None:
+    """Give the future its result, unless it has one: a worker's loss may be known before its connection breaks."""
+    with contextlib.suppress(InvalidStateError):
+        if isinstance(result, Exception):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
 
 
 _seen = Structures()
