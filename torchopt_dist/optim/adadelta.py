@@ -39,6 +39,13 @@ def adadelta(
     Raises:
         TypeError: an argument is of another type.
         ValueError: a number is out of its range, or a tensor has more than one element.
+
+    Example:
+        >>> import torch
+        >>> w = torch.tensor([1.0, -2.0])
+        >>> impl = adadelta(lr=1.0)
+        >>> impl.update(2 * w, impl.init(w), params=w)[0]
+        tensor([-0.0032,  0.0032])
     """
     return chain(
         *penalized(weight_decay, maximize),

@@ -57,6 +57,13 @@ def adagrad(
     Raises:
         TypeError: an argument is of another type.
         ValueError: a number is out of its range, or a tensor has more than one element.
+
+    Example:
+        >>> import torch
+        >>> w = torch.tensor([1.0, -2.0])
+        >>> impl = adagrad(lr=0.1)
+        >>> impl.update(2 * w, impl.init(w), params=w)[0]
+        tensor([-0.1000,  0.1000])
     """
     check_at_least_zero("lr_decay", lr_decay)
     return chain(

@@ -56,6 +56,13 @@ def adam(
         ValueError: a number is out of its range, a tensor has more than one element, or ``fused`` and
             ``use_accelerated_op`` are both given.
         RuntimeError: at a step: ``fused=True`` where there is no kernel; the message says why.
+
+    Example:
+        >>> import torch
+        >>> w = torch.tensor([1.0, -2.0])
+        >>> impl = adam(lr=0.1)
+        >>> impl.update(2 * w, impl.init(w), params=w)[0]
+        tensor([-0.1000,  0.1000])
     """
     check_decays("betas", betas, 2)
     fused = one_of_two_names(fused, use_accelerated_op)

@@ -57,6 +57,13 @@ def adamw(
         ValueError: a number is out of its range, a tensor has more than one element, or ``fused`` and
             ``use_accelerated_op`` are both given.
         RuntimeError: at a step: ``fused=True`` where there is no kernel; the message says why.
+
+    Example:
+        >>> import torch
+        >>> w = torch.tensor([1.0, -2.0])
+        >>> impl = adamw(lr=0.1, weight_decay=0.5)
+        >>> impl.update(2 * w, impl.init(w), params=w)[0]
+        tensor([-0.1500,  0.2000])
     """
     check_decays("betas", betas, 2)
     fused = one_of_two_names(fused, use_accelerated_op)

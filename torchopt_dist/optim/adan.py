@@ -49,6 +49,13 @@ def adan(
     Raises:
         TypeError: an argument is of another type.
         ValueError: a number is out of its range, or a tensor has more than one element.
+
+    Example:
+        >>> import torch
+        >>> w = torch.tensor([1.0, -2.0])
+        >>> impl = adan(lr=0.1)
+        >>> impl.update(2 * w, impl.init(w), params=w)[0]
+        tensor([-0.1000,  0.1000])
     """
     check_decays("betas", betas, 3)
     check_learning_rate("lr", lr)

@@ -40,6 +40,13 @@ def radam(
     Raises:
         TypeError: an argument is of another type.
         ValueError: a number is out of its range, or a tensor has more than one element.
+
+    Example:
+        >>> import torch
+        >>> w = torch.tensor([1.0, -2.0])
+        >>> impl = radam(lr=0.1)
+        >>> impl.update(2 * w, impl.init(w), params=w)[0]
+        tensor([-0.2000,  0.4000])
     """
     check_decays("betas", betas, 2)
     return chain(

@@ -57,6 +57,13 @@ def rmsprop(
         ValueError: a number is out of its range, a tensor has more than one element, or ``nesterov`` comes without a
             momentum.
         RuntimeError: at a step: ``fused=True`` where there is no kernel; the message says why.
+
+    Example:
+        >>> import torch
+        >>> w = torch.tensor([1.0, -2.0])
+        >>> impl = rmsprop(lr=0.1, centered=True)
+        >>> impl.update(2 * w, impl.init(w), params=w)[0]
+        tensor([-1.0050,  1.0050])
     """
     check_momentum(momentum, 0.0, nesterov)
     scale_down = scale_by_stddev if centered else scale_by_rms

@@ -50,6 +50,13 @@ def sgd(
         ValueError: a number is negative, a tensor has more than one element, or ``nesterov`` comes without a
             momentum or with dampening.
         RuntimeError: at a step of ``SGD``: ``fused=True`` where there is no kernel; the message says why.
+
+    Example:
+        >>> import torch
+        >>> w = torch.tensor([1.0, -2.0])
+        >>> impl = sgd(lr=0.1, momentum=0.9)
+        >>> impl.update(2 * w, impl.init(w), params=w)[0]
+        tensor([-0.2000,  0.4000])
     """
     check_momentum(momentum, dampening, nesterov)
     links = penalized(weight_decay, maximize)

@@ -31,6 +31,13 @@ def add_decayed_weights(weight_decay: HyperParameter = 0.0, mask: Mask = None) -
     Raises:
         TypeError: ``weight_decay`` is of another type; from ``update``, the mask has other leaves than bools.
         ValueError: it is negative; from ``update``, ``params`` are missing, or a structure differs.
+
+    Example:
+        >>> import torch
+        >>> w = torch.tensor([1.0, -2.0])
+        >>> impl = add_decayed_weights(0.5)
+        >>> impl.update(2 * w, impl.init(w), params=w)[0]
+        tensor([ 2.5000, -5.0000])
     """
     check_at_least_zero("weight_decay", weight_decay)
     if is_zero(weight_decay):

@@ -37,6 +37,13 @@ def scale(step_size: HyperParameter) -> GradientTransformation:
 
     Args:
         step_size: a number of either sign, or a tensor of one element, which may require grad.
+
+    Example:
+        >>> import torch
+        >>> w = torch.tensor([1.0, -2.0])
+        >>> impl = scale(-0.5)
+        >>> impl.update(2 * w, impl.init(w), params=w)[0]
+        tensor([-1.,  2.])
     """
     return GradientTransformation(stateless, partial(_scale_update, step_size, 1.0))
 
@@ -50,6 +57,13 @@ def scale_by_schedule(step_size_fn: Schedule) -> GradientTransformation:
 
     Raises:
         TypeError: it is not callable.
+
+    Example:
+        >>> import torch
+        >>> w = torch.tensor([1.0, -2.0])
+        >>> impl = scale_by_schedule(lambda count: 0.5**count)
+        >>> impl.update(2 * w, impl.init(w), params=w)[0]
+        tensor([ 2., -4.])
     """
     if not callable(step_size_fn):
         raise TypeError(f"`step_size_fn` must be callable, got {type(step_size_fn).__name__}")
@@ -65,6 +79,13 @@ def scale_by_learning_rate(lr: ScalarOrSchedule) -> GradientTransformation:
     Raises:
         TypeError: it is none of these.
         ValueError: it is a negative number, or a tensor of more than one element.
+
+    Example:
+        >>> import torch
+        >>> w = torch.tensor([1.0, -2.0])
+        >>> impl = scale_by_learning_rate(0.5)
+        >>> impl.update(2 * w, impl.init(w), params=w)[0]
+        tensor([-1.,  2.])
     """
     check_learning_rate("lr", lr)
     if callable(lr):

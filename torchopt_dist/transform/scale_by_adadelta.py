@@ -43,6 +43,13 @@ def scale_by_adadelta(
     Raises:
         TypeError: an argument is of another type.
         ValueError: one is out of its range.
+
+    Example:
+        >>> import torch
+        >>> w = torch.tensor([1.0, -2.0])
+        >>> impl = scale_by_adadelta()
+        >>> impl.update(2 * w, impl.init(w), params=w)[0]
+        tensor([ 0.0032, -0.0032])
     """
     check_decay("rho", rho)
     check_at_least_zero("eps", eps)

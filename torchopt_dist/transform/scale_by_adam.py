@@ -54,6 +54,13 @@ def scale_by_adam(
         TypeError: an argument is of another type.
         ValueError: one is out of its range.
         RuntimeError: from ``update``: ``fused=True`` where there is no kernel; the message says why.
+
+    Example:
+        >>> import torch
+        >>> w = torch.tensor([1.0, -2.0])
+        >>> impl = scale_by_adam()
+        >>> impl.update(2 * w, impl.init(w), params=w)[0]
+        tensor([ 1., -1.])
     """
     check_decay("b1", b1)
     check_decay("b2", b2)

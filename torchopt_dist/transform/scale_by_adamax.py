@@ -48,6 +48,13 @@ def scale_by_adamax(
     Raises:
         TypeError: an argument is of another type.
         ValueError: one is out of its range.
+
+    Example:
+        >>> import torch
+        >>> w = torch.tensor([1.0, -2.0])
+        >>> impl = scale_by_adamax()
+        >>> impl.update(2 * w, impl.init(w), params=w)[0]
+        tensor([ 1.0000, -1.0000])
     """
     check_decay("b1", b1)
     check_decay("b2", b2)

@@ -57,6 +57,13 @@ def scale_by_adan(
     Raises:
         TypeError: an argument is of another type.
         ValueError: one is out of its range.
+
+    Example:
+        >>> import torch
+        >>> w = torch.tensor([1.0, -2.0])
+        >>> impl = scale_by_adan()
+        >>> impl.update(2 * w, impl.init(w), params=w)[0]
+        tensor([ 1., -1.])
     """
     for name, decay in (("b1", b1), ("b2", b2), ("b3", b3)):
         check_decay(name, decay)

@@ -60,6 +60,13 @@ def scale_by_radam(
     Raises:
         TypeError: an argument is of another type.
         ValueError: one is out of its range.
+
+    Example:
+        >>> import torch
+        >>> w = torch.tensor([1.0, -2.0])
+        >>> impl = scale_by_radam()
+        >>> impl.update(2 * w, impl.init(w), params=w)[0]
+        tensor([ 2., -4.])
     """
     check_decay("b1", b1)
     check_decay("b2", b2)

@@ -55,6 +55,13 @@ def scale_by_rms(
         TypeError: an argument is of another type.
         ValueError: one is out of its range.
         RuntimeError: from ``update``: ``fused=True`` where there is no kernel; the message says why.
+
+    Example:
+        >>> import torch
+        >>> w = torch.tensor([1.0, -2.0])
+        >>> impl = scale_by_rms()
+        >>> impl.update(2 * w, impl.init(w), params=w)[0]
+        tensor([ 3.1623, -3.1623])
     """
     _check(alpha, eps, initial_scale)
     return elementwise(
@@ -76,6 +83,13 @@ def scale_by_stddev(
 
     That is ``torch.optim.RMSprop(centered=True)``. [Graves 2013, Generating Sequences With Recurrent Neural Networks,
     equations 38 to 45.]
+
+    Example:
+        >>> import torch
+        >>> w = torch.tensor([1.0, -2.0])
+        >>> impl = scale_by_stddev()
+        >>> impl.update(2 * w, impl.init(w), params=w)[0]
+        tensor([ 3.3333, -3.3333])
     """
     _check(alpha, eps, initial_scale)
     return elementwise(

@@ -39,6 +39,13 @@ def scale_by_rss(
     Raises:
         TypeError: an argument is of another type.
         ValueError: one is out of its range.
+
+    Example:
+        >>> import torch
+        >>> w = torch.tensor([1.0, -2.0])
+        >>> impl = scale_by_rss()
+        >>> impl.update(2 * w, impl.init(w), params=w)[0]
+        tensor([ 1., -1.])
     """
     check_at_least_zero("initial_accumulator_value", initial_accumulator_value)
     check_at_least_zero("eps", eps)

@@ -65,6 +65,13 @@ def trace(
     Raises:
         TypeError: an argument is of another type.
         ValueError: one is negative, or ``nesterov`` comes without a momentum or with dampening.
+
+    Example:
+        >>> import torch
+        >>> w = torch.tensor([1.0, -2.0])
+        >>> impl = trace(0.9, nesterov=True)
+        >>> impl.update(2 * w, impl.init(w), params=w)[0]
+        tensor([ 3.8000, -7.6000])
     """
     check_momentum(momentum, dampening, nesterov)
     if is_zero(momentum):
