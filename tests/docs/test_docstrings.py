@@ -1,0 +1,38 @@
+"""The examples in docstrings print what they say."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+
+import pytest
+
+import torchopt_dist
+
+MODULES = [
+    module.name
+    for module in pkgutil.walk_packages(torchopt_dist.__path__, "torchopt_dist.")
+    if not module.name.endswith("__main__") and "._C" not in module.name
+]
+
+
+def examples_of(name: str) -> list[doctest.DocTest]:
+    module = importlib.import_module(name)
+    return [test for test in doctest.DocTestFinder().find(module, name) if test.examples]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples(name: str) -> None:
+    for test in examples_of(name):
+        runner = doctest.DocTestRunner()
+        said: list[str] = []
+        runner.run(test, out=said.append)
+        assert not runner.failures, "".join(said)
+
+
+def test_there_are_examples() -> None:
+    assert (
+        sum(len(examples_of(f"torchopt_dist.{part}")) for part in ("optim.adam", "transform.clip", "pytree"))
+        > 5
+    )
