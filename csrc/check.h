@@ -65,8 +65,14 @@ inline void check_numbers(const char* op, const char* name, const View& tensor, 
                text(tensor.sizes));
 }
 
-inline void check_cpu(const char* op, const Name& name, const View& tensor) {
+inline void check_cpu(const char* op, const Name& name, const View& tensor, const Name&, const View&) {
   TODIST_CHECK(tensor.cpu, op, ": ", name, " must be on the CPU");
+}
+
+inline void check_cuda(const char* op, const Name& name, const View& tensor, const Name& like, const View& model) {
+  TODIST_CHECK(tensor.cuda, op, ": ", name, " must be on a CUDA device");
+  TODIST_CHECK(tensor.device == model.device, op, ": ", name, " must be on the device of ", like, ", cuda:", model.device,
+               "; got cuda:", tensor.device);
 }
 
 inline void check_alike(const char* op, const Name& name, const View& tensor, const Name& like, const View& model) {

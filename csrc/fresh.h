@@ -1,4 +1,4 @@
-// A tensor -> a new one of its shape and dtype, with its strides if they leave no gaps. Nothing is in it yet.
+// A tensor -> a new one of its shape, dtype and device, with its strides if they leave no gaps. Nothing is in it yet.
 #pragma once
 
 #include "handle.h"
@@ -23,11 +23,12 @@ inline Owned empty_like(AtenTensorHandle tensor, const View& view) {
     }
     strides = rows.data();
   }
+  const int32_t type = view.cuda ? aoti_torch_device_type_cuda() : aoti_torch_device_type_cpu();
   int32_t dtype = 0;
   AtenTensorHandle made = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor, &dtype));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(view.sizes.size()), view.sizes.data(),
-                                                         strides, dtype, aoti_torch_device_type_cpu(), 0, &made));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor, &dtype));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(view.sizes.size()), view.sizes.data(),
+                                                         strides, dtype, type, view.device, &made));
   return Owned(made);
 }
 

@@ -1,79 +1,21 @@
 // Lists of tensors, a formula for one element -> checks -> the formula over all elements of all tensors, in parallel.
 #pragma once
 
-#include "check.h"
-#include "fresh.h"
-#include "handle.h"
+#include "arguments.h"
 #include "layout.h"
-#include "memory.h"
-#include "numeric.h"
 #include "parallel.h"
-
-#include <torch/headeronly/util/BFloat16.h>
-#include <torch/headeronly/util/Half.h>
 
 #include <algorithm>
 #include <array>
 #include <cstdint>
-#include <optional>
 #include <utility>
 #include <vector>
 
 namespace todist {
 
-enum class Role {
-  kNew,      // is made here and returned
-  kUpdated,  // is read and overwritten
-  kRead,
-  kOptional,  // is read; zeros if the list is empty
-};
-
-struct Argument {
-  const char* name;
-  Role role;
-  size_t like = 0;  // for a new one: the argument whose strides it takes
-};
-
-// What is said of an op, once:
-//
-//   struct Op {
-//     static constexpr const char* kName;                     // as messages call it
-//     static constexpr std::array<Argument, N> kArguments;    // the new ones first; one that is written first of all
-//     using Numbers;                                          // what is the same for all elements of a tensor
-//     template <class A> using Formula;                       // made from Numbers; takes an A& for each argument
-//   };
-
 constexpr int64_t kShare = 65536;  // elements a thread, at least
 constexpr int64_t kZeros = 4096;   // elements in the block of zeros that stands for a list that is not there
 alignas(64) inline constexpr char zeros[kZeros * sizeof(double)] = {};
-
-template <class Op>
-constexpr size_t kCount = Op::kArguments.size();
-
-template <class Op>
-constexpr size_t new_count() {
-  size_t count = 0;
-  for (const Argument& argument : Op::kArguments) {
-    count += argument.role == Role::kNew;
-  }
-  return count;
-}
-
-template <class Op, size_t K, class T>
-inline arithmetic_t<T> load(const T* from) {
-  if constexpr (Op::kArguments[K].role == Role::kNew) {
-    return 0;
-  } else {
-    return static_cast<arithmetic_t<T>>(*from);
-  }
-}
-
-template <class Op, size_t K, class T>
-inline void store(T* to, arithmetic_t<T> value) {
-  if constexpr (Op::kArguments[K].role == Role::kNew || Op::kArguments[K].role == Role::kUpdated) {
-    *to = static_cast<T>(value);
-  }
-}
 
 // All strides are 1: the compiler makes vectors of it.
 template <class Op, class T, size_t... K>
@@ -148,64 +90,9 @@ void chunk(const Entry<Op>& entry, const typename Op::Numbers& numbers, int64_t 
 
 template <class Op>
 Chunk<Op> chunk_for(const Name& name, ScalarType dtype) {
-  switch (dtype) {
-    case ScalarType::Double:
-      return chunk<Op, double>;
-    case ScalarType::Float:
-      return chunk<Op, float>;
-    case ScalarType::Half:
-      return chunk<Op, torch::headeronly::Half>;
-    case ScalarType::BFloat16:
-      return chunk<Op, torch::headeronly::BFloat16>;
-    default:
-      fail(Op::kName, ": ", name, " must be float64, float32, float16 or bfloat16; got ", toString(dtype));
-  }
-}
-
-// The arguments that are given, in the order of kArguments.
-template <class Op>
-using Lists = std::array<const List*, kCount<Op> - new_count<Op>()>;
-
-template <class Op>
-using Views = std::array<std::optional<View>, kCount<Op>>;
-
-template <class Op>
-void check_lengths(const Lists<Op>& lists) {
-  for (size_t k = 1; k < lists.size(); ++k) {
-    const Argument& argument = Op::kArguments[k + new_count<Op>()];
-    if (argument.role != Role::kOptional || !lists[k]->empty()) {
-      check_same_length(Op::kName, Op::kArguments[new_count<Op>()].name, lists[0]->size(), argument.name,
-                        lists[k]->size());
-    }
-  }
-}
-
-// The tensors of index i, each checked by itself and against the others.
-template <class Op>
-Views<Op> views_of(const Lists<Op>& lists, size_t i) {
-  constexpr size_t kNew = new_count<Op>();
-  const auto name = [i](size_t k) { return Name{Op::kArguments[k].name, i}; };
-  Views<Op> views;
-  for (size_t k = kNew; k < views.size(); ++k) {
-    if (lists[k - kNew]->empty()) {
-      continue;
-    }
-    const bool written = Op::kArguments[k].role == Role::kUpdated;
-    const View& view = views[k].emplace((*lists[k - kNew])[i], written ? Access::kWrite : Access::kRead);
-    check_cpu(Op::kName, name(k), view);
-    check_alike(Op::kName, name(k), view, name(kNew), *views[kNew]);
-    if (written) {
-      check_writable(Op::kName, name(k), view);
-    }
-  }
-  for (size_t k = kNew; k < views.size(); ++k) {
-    for (size_t j = kNew; j < views.size(); ++j) {
-      if (views[k] && views[j] && views[j]->written && (j < k || !views[k]->written)) {
-        check_overlap(Op::kName, name(k), *views[k], name(j), *views[j]);
-      }
-    }
-  }
-  return views;
+  return with_type(Op::kName, name, dtype, [](auto type) -> Chunk<Op> {
+    return chunk<Op, typename decltype(type)::type>;
+  });
 }
 
 template <class Op>
@@ -236,18 +123,10 @@ StableIValue run(const Lists<Op>& lists, const NumbersOf& numbers_of) {
   spans.reserve(kNew == 0 ? n * kCount<Op> : 0);
   starts.reserve(n + 1);
   for (size_t i = 0; i < n; ++i) {
-    Views<Op> views = views_of<Op>(lists, i);
+    Views<Op> views = views_of<Op>(lists, i, check_cpu);
     const auto chunk = chunk_for<Op>({Op::kArguments[kNew].name, i}, views[kNew]->dtype);
-    for (size_t k = 0; k < kNew; ++k) {
-      const size_t like = Op::kArguments[k].like;
-      Owned& one = made[k * n + i] = empty_like((*lists[like - kNew])[i], *views[like]);
-      views[k].emplace(one.get(), Access::kWrite);
-    }
-    for (size_t k = 0; kNew == 0 && k < views.size(); ++k) {
-      if (views[k]) {
-        spans.push_back(span_of(*views[k]));
-      }
-    }
+    make_new<Op>(lists, i, views, made);
+    add_spans<Op>(views, spans);
     entries.push_back(entry_of<Op>(views, chunk));
     starts.push_back(starts.back() + entries.back().layout.numel);
   }
@@ -257,14 +136,7 @@ StableIValue run(const Lists<Op>& lists, const NumbersOf& numbers_of) {
   };
   parallel_over(starts, kShare, order_matters(std::move(spans)), part);
 
-  StableListHandle returned = nullptr;
-  if (kNew > 0) {
-    STABLE_TORCH_ERROR_CODE_CHECK(torch_new_list_reserve_size(made.size(), &returned));
-  }
-  for (Owned& one : made) {
-    STABLE_TORCH_ERROR_CODE_CHECK(torch_list_push_back(returned, torch::stable::detail::from(one.release())));
-  }
-  return torch::stable::detail::from(returned);
+  return returned<Op>(std::move(made));
 }
 
 }  // namespace todist

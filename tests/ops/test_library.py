@@ -18,10 +18,14 @@ PACKAGE = Path(ops.__file__).resolve().parent.parent
 BUILT = any(PACKAGE.glob("_C.*"))
 
 
-def run_copy(tmp_path: Path, code: str, files: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """Run code on a copy of the package that has these files instead of its library."""
-    ignore = shutil.ignore_patterns("_C*", "_build_note.txt", "__pycache__")
+def run_copy(
+    tmp_path: Path, code: str, files: dict[str, str], keep: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """Run code on a copy of the package that has these files instead of its libraries, except one to keep."""
+    ignore = shutil.ignore_patterns("_C*", "_build_note.txt", "_cuda_note.txt", "__pycache__")
     shutil.copytree(PACKAGE, tmp_path / "torchopt_dist", ignore=ignore)
+    for path in PACKAGE.glob(keep) if keep else ():
+        shutil.copy(path, tmp_path / "torchopt_dist")
     for name, text in files.items():
         (tmp_path / "torchopt_dist" / name).write_text(text)
     return subprocess.run(
@@ -46,7 +50,14 @@ def test_a_device_without_a_kernel():
     not BUILT or ops.is_available("add_scaled_", "cuda"), reason="needs a build for the CPU only"
 )
 def test_cuda_without_a_cuda_kernel():
-    assert ops.why_not("add_scaled_", "cuda:1") == "`add_scaled_` has no CUDA kernel; this build has CPU only"
+    reason = ops.why_not("add_scaled_", "cuda:1")
+    assert reason is not None
+    start, _, because = reason.partition(": ")
+    assert start == "`add_scaled_` has no CUDA kernel; this build has CPU only"
+    if torch.version.cuda is None:
+        assert because == f"torch {torch.__version__} is built without CUDA"
+    else:
+        assert because.startswith("the CUDA library ")
 
 
 def test_unknown_op():
@@ -64,6 +75,15 @@ def test_load_says_that_nothing_is_there(tmp_path):
 def test_load_reads_the_note_of_the_build(tmp_path):
     (tmp_path / "_build_note.txt").write_text("there is no C++ compiler\n")
     assert library.load(tmp_path) == "the kernel library was not built: there is no C++ compiler"
+
+
+def test_load_tells_the_libraries_apart(tmp_path):
+    (tmp_path / "_cuda_note.txt").write_text("there is no nvcc\n")
+    assert library.load(tmp_path, "_C_cuda") == "the CUDA library was not built: there is no nvcc"
+    assert "there is no _C" in (library.load(tmp_path) or "")
+    (tmp_path / "_C_cuda.abi3.so").write_bytes(b"not a library")
+    assert (library.load(tmp_path, "_C_cuda") or "").startswith("the CUDA library failed to load: ")
+    assert "there is no _C" in (library.load(tmp_path) or "")
 
 
 def test_load_says_what_the_loader_said(tmp_path):
@@ -104,6 +124,27 @@ def test_package_with_broken_library_works_and_says_so(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("the kernel library failed to load: ")
     assert done.stderr.count("torchopt_dist runs without its kernels") == 1
+
+
+CUDA_NOTE = """
+import torch
+torch.version.cuda, torch.cuda.device_count = "13.0", lambda: {gpus}
+from torchopt_dist import ops
+print(ops.why_not("add_scaled_", "cuda"))
+"""
+
+
+@pytest.mark.skipif(not BUILT, reason="the kernel library is not built here")
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_a_missing_cuda_library_is_said_once_where_there_is_a_gpu(tmp_path, gpus):
+    done = run_copy(
+        tmp_path, CUDA_NOTE.format(gpus=gpus), {"_cuda_note.txt": "there is no nvcc"}, keep="_C.*"
+    )
+    assert done.returncode == 0, done.stderr
+    because = "the CUDA library was not built: there is no nvcc"
+    assert done.stdout.strip() == f"`add_scaled_` has no CUDA kernel; this build has CPU only: {because}"
+    note = f"torchopt_dist runs without its CUDA kernels, on GPUs by the slower reference formulas: {because}"
+    assert done.stderr.splitlines() == [note] * gpus
 
 
 def test_the_note_can_be_silenced(tmp_path):

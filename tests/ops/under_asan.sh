@@ -3,7 +3,7 @@
 # By hand, from anywhere: `tests/ops/under_asan.sh [python]`. It builds in a folder of its own, in a minute or two.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
-python=${1:-$root/.venv/bin/python}
+python=$(realpath -s "${1:-$root/.venv/bin/python}")
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 cp -r "$root"/{csrc,torchopt_dist,tests,setup.py,pyproject.toml,README.md,conftest.py} "$work"

@@ -31,7 +31,7 @@ def tree(tmp_path: Path) -> Path:
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         if (ROOT / name).exists():
             shutil.copy(ROOT / name, copy)
-    ignore = shutil.ignore_patterns("_C*", "_build_note.txt", "__pycache__")
+    ignore = shutil.ignore_patterns("_C*", "_build_note.txt", "_cuda_note.txt", "__pycache__")
     for name in ("csrc", "torchopt_dist"):
         shutil.copytree(ROOT / name, copy / name, ignore=ignore)
     return copy

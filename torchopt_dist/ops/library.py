@@ -1,9 +1,10 @@
-"""The kernel library beside this package → ops of torch, or the reason why one cannot be used.
+"""The kernel libraries beside this package → ops of torch, or the reason why one cannot be used.
 
-The library registers its ops with torch when it is loaded; torch's dispatcher is then asked which devices
-have a kernel. Without the library everything works by the reference formulas. That is said once, at import,
-through the logger ``torchopt_dist`` and not as a warning: it is about the machine, not about the program, so
-it must not break a program that turns warnings into errors. Logging shows it on stderr by default.
+``_C`` registers the ops with torch when it is loaded, and ``_C_cuda`` adds their kernels for CUDA, where torch
+has CUDA; torch's dispatcher is then asked which devices have a kernel. Without the libraries everything works
+by the reference formulas. That is said once, at import, through the logger ``torchopt_dist`` and not as a
+warning: it is about the machine, not about the program, so it must not break a program that turns warnings
+into errors. Logging shows it on stderr by default. Of CUDA nothing is said where there is no GPU.
 """
 
 from __future__ import annotations
@@ -35,32 +36,38 @@ DEVICES = ("cpu", "cuda")
 """Device types that a kernel may be written for."""
 
 _torch_ops: Any = torch.ops
-_LIBRARY = "_C"
-_BUILD_NOTE = "_build_note.txt"
+_LIBRARIES = {"_C": ("kernel library", "_build_note.txt"), "_C_cuda": ("CUDA library", "_cuda_note.txt")}
 _PACKAGE = Path(__file__).resolve().parent.parent
 
 
-def load(package: Path = _PACKAGE) -> str | None:
-    """Load the kernel library that lies in a folder.
+def load(package: Path = _PACKAGE, name: str = "_C") -> str | None:
+    """Load a kernel library that lies in a folder.
 
     Args:
         package: the folder; ``setup.py`` leaves in it either the library or a note that says why not.
+        name: ``"_C"``, or ``"_C_cuda"``, which needs the other one.
 
     Returns:
         None if the library is loaded, else the reason why it is not.
     """
+    title, note = _LIBRARIES[name]
     for suffix in EXTENSION_SUFFIXES:
-        library = package / f"{_LIBRARY}{suffix}"
+        library = package / f"{name}{suffix}"
         if library.is_file():
             try:
                 _torch_ops.load_library(str(library))
             except OSError as error:
-                return f"the kernel library failed to load: {error}"
+                return f"the {title} failed to load: {error}"
             return None
-    note = package / _BUILD_NOTE
-    if note.is_file():
-        return f"the kernel library was not built: {note.read_text(encoding='utf-8').strip()}"
-    return f"the kernel library was not built: there is no {_LIBRARY}{EXTENSION_SUFFIXES[-1]} in {package}"
+    if (package / note).is_file():
+        return f"the {title} was not built: {(package / note).read_text(encoding='utf-8').strip()}"
+    return f"the {title} was not built: there is no {name}{EXTENSION_SUFFIXES[-1]} in {package}"
+
+
+def _load_cuda() -> str | None:
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA"
+    return _PROBLEM or load(name="_C_cuda")
 
 
 def _registered() -> frozenset[tuple[str, str]]:
@@ -78,10 +85,16 @@ def _registered() -> frozenset[tuple[str, str]]:
 
 
 _PROBLEM = load()
+_CUDA_PROBLEM = _load_cuda()
 _KERNELS = _registered()
 if _PROBLEM:
     logging.getLogger("torchopt_dist").warning(
         "torchopt_dist runs without its kernels, by the slower reference formulas: %s", _PROBLEM
+    )
+elif _CUDA_PROBLEM and torch.version.cuda is not None and torch.cuda.device_count() > 0:
+    logging.getLogger("torchopt_dist").warning(
+        "torchopt_dist runs without its CUDA kernels, on GPUs by the slower reference formulas: %s",
+        _CUDA_PROBLEM,
     )
 
 
@@ -93,8 +106,8 @@ def why_not(op: str, device: Device = "cpu") -> str | None:
         device: the device that the tensors are on; only its type counts.
 
     Returns:
-        None if there is a kernel, else the reason: the library was not built, it failed to load, or it has
-        no kernel for this device.
+        None if there is a kernel, else the reason: the library was not built, it failed to load, it has no
+        kernel for this device, or torch has no such devices.
 
     Raises:
         ValueError: ``op`` is not the name of an op.
@@ -108,7 +121,8 @@ def why_not(op: str, device: Device = "cpu") -> str | None:
         return _PROBLEM
     have = " and ".join(there.upper() for name, there in sorted(_KERNELS) if name == op)
     rest = f"this build has {have} only" if have else "this build has none of it"
-    return f"`{op}` has no {kind.upper()} kernel; {rest}"
+    because = f": {_CUDA_PROBLEM}" if kind == "cuda" and _CUDA_PROBLEM else ""
+    return f"`{op}` has no {kind.upper()} kernel; {rest}{because}"
 
 
 def is_available(op: str, device: Device = "cpu") -> bool:

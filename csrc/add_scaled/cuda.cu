@@ -1,0 +1,7 @@
+// The ops of op.h -> torch.ops.todist, on CUDA.
+#include "../cuda_kernel.h"
+#include "op.h"
+
+#include <torch/csrc/stable/library.h>
+
+STABLE_TORCH_LIBRARY_IMPL(todist, CUDA, library) { library.impl("add_scaled_", TORCH_BOX(&todist::add_scaled_)); }

@@ -1,0 +1,289 @@
+"""Every raw op's kernel for CUDA → the numbers of its formula, whatever the lengths, strides, streams and devices.
+
+Without a GPU they are skipped here; ``tests/packaging/test_cuda_build.py`` runs them on an emulation.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.test_kernels import DTYPES, OPS, Case, assert_near, case
+from torchopt_dist import ops
+
+DEVICE = torch.device(os.environ.get("EMULATED_CUDA_DEVICE", "cuda"))
+EMULATED = DEVICE.type != "cuda"
+GPUS = 0 if EMULATED else torch.cuda.device_count()
+CHUNK = 2048  # csrc/cuda_kernel.h
+reason = ops.why_not("adam_", "cuda") or (None if EMULATED or GPUS else "torch finds no GPU")
+pytestmark = pytest.mark.skipif(reason is not None, reason=f"no CUDA: {reason}")
+needs_gpu = pytest.mark.skipif(EMULATED, reason="needs a GPU, not an emulation")
+kernels: Any = torch.ops.todist
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy on a device, with the strides, the offset and the gaps."""
+    whole = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
+    return whole.to(device, copy=True).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def on(device: torch.device, call: Case) -> Case:
+    lists = {name: [moved(tensor, device) for tensor in tensors] for name, tensors in call.lists.items()}
+    return Case(call.op, lists, call.args, call.expected, call.written)
+
+
+def back(columns: list[list[Tensor]]) -> list[list[Tensor]]:
+    return [[tensor.cpu() for tensor in tensors] for tensors in columns]
+
+
+@contextmanager
+def no_sync() -> Iterator[None]:
+    """Whatever waits for the device raises."""
+    if EMULATED:
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def spoil_free_memory() -> None:
+    """What is not written shows: memory that is handed out again holds NaN."""
+    for exponent in range(9, 15 if EMULATED else 24):
+        torch.full((2**exponent,), float("nan"), device=DEVICE)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_fuzz_against_the_formula(op):
+    rng = random.Random(f"cuda {op}")
+    torch.manual_seed(rng.randrange(2**31))
+    for _ in range(60):
+        shapes = [
+            [rng.choice([0, 1, 2, 3, 7, 16, 33]) for _ in range(rng.randrange(4))]
+            for _ in range(rng.randrange(1, 5))
+        ]
+        if rng.random() < 0.05:
+            shapes.append([rng.randrange(30_000, 90_000), rng.randrange(1, 4)])
+        call = case(op, rng, shapes, [rng.choice(DTYPES) for _ in shapes])
+        spoil_free_memory()
+        there = on(DEVICE, call)
+        with no_sync():
+            got = there.run()
+        assert {tensor.device.type for tensors in got for tensor in tensors} == {DEVICE.type}
+        assert_near(back(got), call.expected)
+        for name, tensors in there.lists.items():
+            if name not in call.written:
+                pairs = zip(tensors, call.lists[name], strict=True)
+                assert all(torch.equal(tensor.cpu(), before) for tensor, before in pairs), name
+
+
+BORDERS = [
+    1,
+    2,
+    3,
+    4,
+    127,
+    128,
+    129,
+    1024,
+    1025,
+    1026,
+    1027,
+    CHUNK - 1,
+    CHUNK,
+    CHUNK + 1,
+    CHUNK + 2,
+    CHUNK + 3,
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_every_element_is_written_at_every_length(op, dtype):
+    torch.manual_seed(3)
+    lengths = [0, *BORDERS, 3 * CHUNK + 1, 7 * CHUNK - 3]
+    for seed in range(2):
+        call = case(op, random.Random(seed), [[n] for n in lengths], [dtype] * len(lengths))
+        spoil_free_memory()
+        assert_near(back(on(DEVICE, call).run()), call.expected)
+
+
+def test_zeros_in_the_averages_leave_no_neighbour_out():
+    n = 1027
+    grads, avgs, squares = torch.ones(n), torch.zeros(n), torch.zeros(n)
+    grads[5::7] = 0
+    corrections = torch.full((1, 2), 0.5, dtype=torch.float64)
+    spoil_free_memory()
+    given = [[tensor.to(DEVICE)] for tensor in (grads, avgs, squares)]
+    moves, new_avgs, new_squares = kernels.adam(*given, [], corrections, 1.0, 1.0, 0.5, 0.5, 0.0, 0.25)
+    assert torch.equal(new_avgs.cpu(), grads * 0.5)
+    assert torch.equal(new_squares.cpu(), grads * 0.5)
+    torch.testing.assert_close(moves.cpu(), grads / 1.25**0.5)
+    ones = torch.ones(n, device=DEVICE)
+    found = kernels.adam_backward(
+        [ones], [], [], [ones], [new_avgs], [new_squares], corrections, 1.0, 0.5, 0.5, 1.0, 0.0
+    )
+    assert all(tensor.isfinite().all() for tensor in found)
+    assert torch.equal(found[1].cpu()[5::7], torch.full((n,), 1.0)[5::7])  # 0.5 * (1 / 0.5) / (0 + 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_bit_for_bit_as_on_the_cpu(op, dtype):
+    torch.manual_seed(4)
+    call = case(op, random.Random(6), [[5001], [3, 41], [2]], [dtype] * 3)
+    there = on(DEVICE, call).run()
+    here = Case(
+        call.op, on(torch.device("cpu"), call).lists, call.args, [[]] * len(there), call.written
+    ).run()
+    for got, expected in zip(there, here, strict=True):
+        assert all(torch.equal(*pair) for pair in zip(back([got])[0], expected, strict=True))
+
+
+@pytest.mark.parametrize("offset", range(1, 5))
+def test_memory_that_no_pack_fits(offset):
+    params, updates = torch.zeros(5000, device=DEVICE), torch.arange(5000.0, device=DEVICE)
+    kernels.add_scaled_([params[offset:]], [updates[offset:]], 2.0)
+    kernels.add_scaled_([params[offset:]], [updates[:-offset]], 1.0)
+    expected = 3 * torch.arange(5000.0) - offset
+    assert torch.equal(params.cpu(), torch.where(torch.arange(5000) < offset, 0.0, expected))
+
+
+def test_more_tensors_than_a_launch_carries():
+    lengths = [1 + 37 * i % 5000 for i in range(700)]
+    params = [torch.full((n,), float(i), device=DEVICE) for i, n in enumerate(lengths)]
+    updates = [torch.full((n,), 2.0 * i, device=DEVICE) for i, n in enumerate(lengths)]
+    with no_sync():
+        kernels.add_scaled_(params, updates, 0.5)
+    assert all((param == 2 * i).all() for i, param in enumerate(params))
+
+
+def test_layouts_share_a_launch_and_others_follow_their_strides():
+    images = torch.randn(3, 5, 7, 11)
+    same = images.to(memory_format=torch.channels_last)
+    for params, updates in (
+        (same.clone(), same.clone()),
+        (same.clone(), images.clone()),
+        (images.clone(), torch.randn(()).expand(3, 5, 7, 11)),
+        (images.clone()[:, ::2, :, 1:], images.clone()[:, ::2, :, :-1]),
+    ):
+        expected = params + 0.25 * updates
+        there = moved(params, DEVICE)
+        kernels.add_scaled_([there], [moved(updates, DEVICE)], 0.25)
+        assert torch.equal(there.cpu(), expected)
+
+
+def test_tied_parameters_are_stepped_in_their_order():
+    tied = torch.ones(150_000, device=DEVICE)
+    grads = [torch.ones(150_000, device=DEVICE) for _ in range(2)]
+    kernels.sgd_([tied, tied], grads, [], torch.empty(0).double(), 0.5, 0.0, False, 0.5, False)
+    assert (tied == 1 - 0.5 * 1.5 - 0.5 * (1 + 0.5 * 0.25)).all()
+
+
+def test_nothing_to_do_launches_nothing():
+    empty = torch.empty(0, 3, device=DEVICE)
+    kernels.add_scaled_([empty], [empty.clone()], 1.0)
+    assert kernels.rmsprop([empty], [empty], [], 0.9, 1e-8)[0].shape == (0, 3)
+
+
+def test_numbers_stay_on_the_cpu():
+    one = [torch.ones(2, device=DEVICE)]
+    with pytest.raises(RuntimeError, match=r"sgd_: `taken` must be float64; got Float"):
+        kernels.sgd_(one, [one[0].clone()], [one[0].clone()], torch.ones(1), 1.0, 0.5, False, 0.0, False)
+    if not EMULATED:
+        taken = torch.ones(1, dtype=torch.float64, device=DEVICE)
+        with pytest.raises(RuntimeError, match=r"sgd_: `taken` must be on the CPU"):
+            kernels.sgd_(one, [one[0].clone()], [one[0].clone()], taken, 1.0, 0.5, False, 0.0, False)
+    assert (one[0] == 1).all()
+
+
+@needs_gpu
+def test_a_tensor_on_the_cpu_is_refused_before_anything_is_written():
+    params = [torch.ones(3, device=DEVICE), torch.ones(3)]
+    with pytest.raises(RuntimeError, match=r"add_scaled_: `params\[1\]` must be on a CUDA device"):
+        kernels.add_scaled_(params, [param.clone() for param in params], 1.0)
+    assert (params[0] == 1).all()
+
+
+@needs_gpu
+def test_the_current_stream_is_used():
+    stream, grads = torch.cuda.Stream(), torch.zeros(1 << 20, device=DEVICE)
+    params = torch.zeros_like(grads)
+    kernels.add_scaled_([params], [grads], 1.0)  # loads the kernels, which may wait
+    params.sum().item()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)
+        grads.fill_(1)
+        kernels.add_scaled_([params], [grads], 1.0)
+    early = params.sum()  # on the default stream, which does not wait
+    stream.synchronize()
+    assert early.item() == 0
+    assert params.sum().item() == 1 << 20
+
+
+@needs_gpu
+def test_a_graph_replays_the_launches():
+    params, updates = torch.zeros(5000, device=DEVICE), torch.ones(5000, device=DEVICE)
+    kernels.add_scaled_([params], [updates], -1.0)  # loads the kernel
+    params.zero_()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kernels.add_scaled_([params], [updates], 1.0)
+    for _ in range(3):
+        graph.replay()
+    assert (params == 3).all()
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("op", OPS)
+def test_the_tensors_device_is_used_and_the_current_one_kept(op):
+    call = case(op, random.Random(8), [[3000], [4, 5]], [torch.float32] * 2)
+    there = on(torch.device("cuda", 1), call)
+    got = there.run()
+    assert torch.cuda.current_device() == 0
+    assert {tensor.device.index for tensors in got for tensor in tensors} == {1}
+    assert_near(back(got), call.expected)
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+def test_a_list_may_span_devices_but_a_pair_may_not():
+    params = [torch.zeros(3000, device=f"cuda:{i % 2}") for i in range(6)]
+    kernels.add_scaled_(params, [torch.ones_like(param) for param in params], 1.0)
+    assert all((param == 1).all() for param in params)
+    with pytest.raises(RuntimeError, match=r"`updates\[0\]` must be on the device of `params\[0\]`, cuda:0"):
+        kernels.add_scaled_(params[:1], params[1:2], 1.0)
+
+
+@needs_gpu
+def test_more_elements_than_32_bits_count():
+    n = 2**32 + 2051
+    if torch.cuda.mem_get_info()[0] < 5 * n:
+        pytest.skip("needs 21 GB of free GPU memory")
+    params = torch.zeros(n, dtype=torch.float16, device=DEVICE)
+    kernels.add_scaled_([params], [torch.ones_like(params)], 1.0)
+    kernels.add_scaled_([params], [params.new_ones(()).expand(n)], 1.0)
+    assert (params == 2).all()
+
+
+@needs_gpu
+def test_gradients_on_the_device():
+    from torchopt_dist.ops.adam import adam
+
+    def step(g: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        (u,), (m,), (v,), _ = adam(
+            [g], [m], [v], [torch.tensor(2.0)], b1=0.9, b2=0.99, eps=1e-3, eps_root=0.0, fused=True
+        )
+        return u, m, v
+
+    given = [torch.rand(3, 4, dtype=torch.float64, device=DEVICE).requires_grad_() for _ in range(3)]
+    assert torch.autograd.gradcheck(step, given)
+    assert torch.autograd.gradgradcheck(step, given)
