@@ -11,18 +11,18 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "torchopt_dist"
 
-GROUND = {"errors", "typing", "pytree"}
+GROUND = {"errors", "failure", "typing", "pytree"}
 FIRST = GROUND | {"ops", "linalg", "schedule"}
 SECOND = FIRST | {"transform", "linear_solve", "nn"}
 
 MAY_IMPORT = {
-    **dict.fromkeys(("errors", "typing", "pytree"), GROUND),
+    **dict.fromkeys(("errors", "failure", "typing", "pytree"), GROUND),
     **dict.fromkeys(("ops", "linalg", "schedule"), GROUND),
     **dict.fromkeys(("transform", "linear_solve", "nn"), FIRST),
     **dict.fromkeys(("optim", "diff"), SECOND),
     "visual": GROUND | {"nn"},
     "distributed": GROUND | {"nn", "nn.module_state"},
-    "launch": {"errors"},
+    "launch": {"errors", "failure"},
 }
 """Room → what it may import beside itself; a dotted name is a part of a room, a plain one the whole of it."""
 ROOF = {"__init__", "compat"}

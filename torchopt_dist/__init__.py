@@ -42,6 +42,7 @@ from torchopt_dist.distributed import (
     sum_reducer,
 )
 from torchopt_dist.errors import (
+    AgentFailedError,
     CallTimeoutError,
     InitializationError,
     NotInitializedError,
@@ -49,8 +50,10 @@ from torchopt_dist.errors import (
     RemoteError,
     SerializationError,
     TodistError,
+    WorkerFailedError,
     WorkerLostError,
 )
+from torchopt_dist.launch import Launcher, LaunchResult, launch
 from torchopt_dist.nn import (
     ModuleState,
     extract_state_dict,
@@ -133,6 +136,7 @@ __all__ = [
     "AdamW",
     "Adamax",
     "Adan",
+    "AgentFailedError",
     "CallTimeoutError",
     "ChainedGradientTransformation",
     "DifferentiableOptimizer",
@@ -140,6 +144,8 @@ __all__ = [
     "FuncOptimizer",
     "GradientTransformation",
     "InitializationError",
+    "LaunchResult",
+    "Launcher",
     "MetaAdaDelta",
     "MetaAdaGrad",
     "MetaAdaMax",
@@ -168,6 +174,7 @@ __all__ = [
     "SerializationError",
     "TensorDimensionPartitioner",
     "TodistError",
+    "WorkerFailedError",
     "WorkerLostError",
     "WorldInfo",
     "__version__",
@@ -202,6 +209,7 @@ __all__ = [
     "get_world_size",
     "identity",
     "is_available",
+    "launch",
     "masked",
     "mean_reducer",
     "module_clone",

@@ -9,6 +9,8 @@ The tree::
     ├── RemoteError                                 a function raised on a worker; also of the raised class
     ├── WorkerLostError          (ConnectionError)  a worker died or cannot be reached
     ├── PeerFailedError          (RuntimeError)     another rank failed, so this one is ended too
+    ├── WorkerFailedError        (RuntimeError)     a launched worker ended without an answer: killed, crashed, exited
+    ├── AgentFailedError         (RuntimeError)     the process that looks after the launched workers of a host died
     └── CallTimeoutError         (TimeoutError)     a call outlasted the ``timeout`` that was asked for
 
 A wrong argument is a plain :class:`ValueError` or :class:`TypeError` that names the argument, the rule and
@@ -21,6 +23,7 @@ import contextlib
 from typing import Any
 
 __all__ = [
+    "AgentFailedError",
     "CallTimeoutError",
     "InitializationError",
     "NotInitializedError",
@@ -28,6 +31,7 @@ __all__ = [
     "RemoteError",
     "SerializationError",
     "TodistError",
+    "WorkerFailedError",
     "WorkerLostError",
 ]
 
@@ -115,6 +119,34 @@ class WorkerLostError(TodistError, ConnectionError):
 
 class PeerFailedError(TodistError, RuntimeError):
     """Another rank failed; the message carries that rank's traceback."""
+
+
+class WorkerFailedError(TodistError, RuntimeError):
+    """A launched worker ended before its function returned: it was killed, it crashed, or it exited.
+
+    Attributes:
+        rank: the worker's rank.
+        host: its machine, as the launcher names it.
+        exit_code: what it exited with; ``None`` if a signal ended it.
+        signal: the name of the signal that ended it, such as ``"SIGKILL"``, or ``None``.
+        log: the last lines that it wrote, standard output and standard error together.
+    """
+
+    def __init__(
+        self,
+        *args: object,
+        rank: int = -1,
+        host: str = "",
+        exit_code: int | None = None,
+        signal: str | None = None,
+        log: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__(*args)
+        self.rank, self.host, self.exit_code, self.signal, self.log = rank, host, exit_code, signal, log
+
+
+class AgentFailedError(TodistError, RuntimeError):
+    """The process that looks after the launched workers of one host died; its workers are ended."""
 
 
 class CallTimeoutError(TodistError, TimeoutError):

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import torchopt_dist as todist
-from torchopt_dist.distributed.failure import RemoteFailure
+from torchopt_dist.failure import RemoteFailure
 
 pytestmark = pytest.mark.timeout(40)
 

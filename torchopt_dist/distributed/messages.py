@@ -7,8 +7,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from torchopt_dist.distributed.failure import RemoteFailure
 from torchopt_dist.distributed.payload import Payload
+from torchopt_dist.failure import RemoteFailure
 
 __all__ = ["Backward", "Call", "Key", "Release", "Reply", "Request"]
 

@@ -96,8 +96,9 @@ def auto_init_rpc(
 
         @functools.wraps(main)
         def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
-            if _group is not None:
-                _group.check_same(settings)
+            group = _living_group()
+            if group is not None:
+                group.check_same(settings)
                 return main(*args, **kwargs)
             with _Group(*settings) as group:
                 if worker_init_fn is not None:
@@ -138,6 +139,11 @@ def barrier(worker_names: Iterable[str] | None = None) -> None:
             f"got {[names[rank] for rank in ranks]}"
         )
     group.lifeline.barrier(ranks)
+
+
+def _living_group() -> _Group | None:
+    """What a decorated function asks for: where it is pickled by value, a global would be copied with it."""
+    return _group
 
 
 def current_group() -> _Group:

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from torchopt_dist.distributed import execute
-from torchopt_dist.distributed.failure import RemoteFailure
 from torchopt_dist.distributed.message import Message, pack, unpack
 from torchopt_dist.distributed.messages import Backward, Call, Key, Release, Reply
 from torchopt_dist.distributed.placement import receiving_device
 from torchopt_dist.errors import SerializationError
+from torchopt_dist.failure import RemoteFailure
 
 __all__ = ["kept_graphs", "serve"]
 

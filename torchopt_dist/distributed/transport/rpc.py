@@ -38,16 +38,17 @@ class RPCTransport:
         waiting = self._waiting[worker]
         waiting.add(future)
         future.add_done_callback(waiting.discard)
-        lost = current_group().lifeline.failures.get(worker)
-        if lost is not None:
-            _settle(future, lost.error())
+        failure = current_group().lifeline.failures.get(worker)
+        if failure is not None:
+            self._lose(worker, failure.error())
         else:
             self._start(worker, request, timeout, future, self._known[worker])
         return future
 
     def _lose(self, worker: int, error: Exception) -> None:
+        name = roster.names[worker] if roster.names else f"rank {worker}"
         for future in tuple(self._waiting[worker]):
-            _settle(future, error)
+            _settle(future, WorkerLostError(f"the connection to {name} broke: {error}"))
 
     def _start(
         self, worker: int, request: Message, timeout: float, future: Future[Message], known: Structures

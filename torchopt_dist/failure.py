@@ -12,6 +12,9 @@ from torchopt_dist.errors import RemoteError, builtin_base
 
 __all__ = ["RemoteFailure"]
 
+USERS_CALLERS = ("torchopt_dist.distributed", "torchopt_dist.launch")
+"""The rooms that run a user's function; their frames above it are left out of its traceback."""
+
 
 @dataclass(frozen=True)
 class RemoteFailure:
@@ -60,7 +63,7 @@ def _users_frames(error: BaseException) -> Any:
     while (
         frames is not None
         and frames.tb_next is not None
-        and frames.tb_frame.f_globals.get("__name__", "").startswith(__package__)
+        and frames.tb_frame.f_globals.get("__name__", "").startswith(USERS_CALLERS)
     ):
         frames = frames.tb_next
     return frames

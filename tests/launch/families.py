@@ -1,0 +1,60 @@
+"""``start_a_family(folder)`` in a worker → three kinds of processes below it; seen from outside: which are left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+
+import psutil
+
+from tests.distributed.bare import say, watch
+
+
+def start_a_family(folder):
+    """A child, a grandchild and an orphan that leads a session of its own; their pids in files."""
+    script = (
+        "import os, subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(300)'])\n"
+        "if os.fork() == 0:\n"
+        "    os.setsid()\n"
+        "    if os.fork() == 0:\n"
+        "        open(f'{sys.argv[1]}.draft', 'w').write(str(os.getpid()))\n"
+        "        os.rename(f'{sys.argv[1]}.draft', f'{sys.argv[1]}.orphan')\n"
+        "        time.sleep(300)\n"
+        "    os._exit(0)\n"
+        "os.wait()\n"
+        "while not os.path.exists(f'{sys.argv[1]}.orphan'): time.sleep(0.001)\n"
+        "print(child.pid, os.getpid(), open(f'{sys.argv[1]}.orphan').read(), flush=True)\n"
+        "time.sleep(300)\n"
+    )
+    path = folder / f"family{os.environ['RANK']}"
+    family = subprocess.Popen(
+        [sys.executable, "-S", "-c", script, str(path)], stdout=subprocess.PIPE, text=True
+    )
+    pids = family.stdout.readline().split()
+    assert len(pids) == 3
+    say(path, " ".join([*pids, str(os.getpid()), str(os.getppid())]))
+
+
+def alive(pids):
+    found = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                found.append(pid)
+    return found
+
+
+def assert_gone(pids, seconds=5.0):
+    deadline = time.monotonic() + seconds
+    while alive(pids):
+        assert time.monotonic() < deadline, [psutil.Process(pid).cmdline() for pid in alive(pids)]
+        time.sleep(0.005)
+
+
+def family_of(folder, ranks=2):
+    assert all(watch(folder / f"family{rank}") for rank in range(ranks))
+    return [int(pid) for rank in range(ranks) for pid in (folder / f"family{rank}").read_text().split()]

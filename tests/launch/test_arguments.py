@@ -1,0 +1,163 @@
+"""Command lines: of a program that takes a launcher's options, and of ``python -m torchopt_dist.launch``."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.seeds import torchrun
+from torchopt_dist.launch import Launcher, add_launcher_args
+from torchopt_dist.launch.__main__ import main
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def parser():
+    made = argparse.ArgumentParser()
+    made.add_argument("--lr", type=float, default=0.1)
+    add_launcher_args(made)
+    return made
+
+
+def test_without_options_a_launcher_has_its_own_defaults():
+    assert Launcher.from_args(parser().parse_args(["--lr", "3"])) == Launcher()
+
+
+def test_every_option_is_an_argument_of_the_launcher(tmp_path):
+    given = {
+        "hosts": ["localhost", "localhost"],
+        "nproc_per_host": 2,
+        "rpc": True,
+        "max_restarts": 3,
+        "log_dir": "logs",
+        "env_file": ".env",
+        "master_port": 29500,
+        "timeout": 60.0,
+        "start_timeout": 5.0,
+        "stop_timeout": 0.5,
+    }
+    line = []
+    for name, value in given.items():
+        words = value if isinstance(value, list) else [] if value is True else [value]
+        line += [f"--{name.replace('_', '-')}", *map(str, words)]
+    launcher = Launcher.from_args(parser().parse_args(line))
+    assert {name: getattr(launcher, name) for name in given} == given
+    options = {action.dest for action in parser()._actions} - {"help", "lr"}
+    assert options == set(given)
+    assert options <= {field.name for field in dataclasses.fields(Launcher)}
+    for text in ("auto", "cpu", "gpu", "gpu:2"):
+        assert parser().parse_args(["--nproc-per-host", text]).nproc_per_host == text
+
+
+SCRIPT = """
+import os, sys
+from pathlib import Path
+from beside import NAME
+import torchopt_dist as todist
+
+def square(x):
+    return x * x, os.getpid()
+
+@todist.auto_init_rpc()
+def main():
+    assert __name__ == "__main__" and NAME == "beside"
+    if todist.get_rank() == 0:
+        (value, pid), = todist.remote_sync_call(square, args=(3,), partitioner=1)
+        print("SAID", value, pid != os.getpid(), sys.argv)
+    if "--raise" in sys.argv and todist.get_rank() == 1:
+        raise ValueError("of the script")
+    if "--kill" in sys.argv and todist.get_rank() == 1:
+        os.kill(os.getpid(), 9)
+    if "--exit" in sys.argv:
+        sys.exit(int(sys.argv[-1]))
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "beside.py").write_text("NAME = 'beside'\n")
+    return tmp_path / "train.py"
+
+
+def run_main(*arguments):
+    return main([str(argument) for argument in arguments])
+
+
+def test_a_script_runs_as_under_torchrun(script, capsys):
+    assert run_main("--nproc-per-host", 2, script, "--lr", "3", "-m") == 0
+    out, err = capsys.readouterr()
+    assert out == f"[rank 0] SAID 9 True ['{script}', '--lr', '3', '-m']\n"
+    assert err == ""
+
+
+def test_a_module_runs_too(script, capsys, monkeypatch):
+    monkeypatch.chdir(script.parent)
+    assert run_main("--nproc-per-host", 2, "-m", "train", "x") == 0
+    assert "SAID 9 True" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (("--raise",), 1, "ValueError: of the script"),
+        (("--kill",), 128 + 9, "rank 1 on localhost was ended by SIGKILL"),
+        (("--exit", "3"), 3, "called sys.exit(3)"),
+        (("--exit", "0"), 0, ""),
+    ],
+)
+def test_the_exit_code_tells_how_it_ended(script, capsys, arguments, code, said):
+    assert run_main("--nproc-per-host", 2, script, *arguments) == code
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.count("Traceback") <= 1
+    assert "runpy" not in err.partition("Traceback")[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--nproc-per-host", 2, "none.py"), "argument script: must be a file, got 'none.py'"),
+        (("--max-restarts", "x", "train.py"), "argument --max-restarts: invalid int value: 'x'"),
+        ((), "the following arguments are required: script"),
+    ],
+)
+def test_a_wrong_command_line_is_told(script, capsys, monkeypatch, arguments, message):
+    monkeypatch.chdir(script.parent)
+    with pytest.raises(SystemExit) as ending:
+        run_main(*arguments)
+    assert ending.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_launch_that_cannot_be_is_told_without_a_traceback(script, capsys):
+    assert run_main("--nproc-per-host", 0, script) == 2
+    err = capsys.readouterr().err
+    assert err == "python -m torchopt_dist.launch: `nproc_per_host` must be at least 1, got 0\n"
+
+
+def test_ctrl_c_ends_the_command(tmp_path):
+    (tmp_path / "sleep.py").write_text("import time\nprint('up', flush=True)\ntime.sleep(60)\n")
+    job = subprocess.Popen(
+        [sys.executable, "-m", "torchopt_dist.launch", "--nproc-per-host", "2", tmp_path / "sleep.py"],
+        env={**os.environ, "PYTHONPATH": str(torchrun.ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert job.stdout.readline() == "[rank 0] up\n"
+    started = time.monotonic()
+    job.send_signal(signal.SIGINT)
+    out, err = job.communicate(timeout=20)
+    assert (job.returncode, out, err) == (130, "", "")
+    assert time.monotonic() - started < 5

@@ -1,0 +1,382 @@
+"""What goes to workers and comes back, the world that they see, and arguments that are wrong."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import json
+import logging
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+import torch
+
+import torchopt_dist as todist
+from tests.distributed.bare import soon
+from tests.seeds import torchrun
+from torchopt_dist.launch import Launcher, LaunchResult, launch
+
+pytestmark = pytest.mark.timeout(60)
+
+ON_TWO = Launcher(nproc_per_host=2, handlers=[])
+
+
+def my_rank():
+    return int(os.environ["RANK"])
+
+
+# Functions, arguments, results.
+
+
+def test_a_function_of_a_module_and_a_lambda_and_a_closure_and_a_method():
+    assert ON_TWO.run(my_rank).results == {"localhost": [0, 1]}
+    assert ON_TWO.run(lambda: "x").results == {"localhost": ["x", "x"]}
+    seven = 7
+
+    def closure(a, *, b):
+        return a + b + seven
+
+    assert ON_TWO.run(closure, 1, b=2).rank(1) == 10
+    assert ON_TWO.run("a-b".split, "-").rank(1) == ["a", "b"]
+    assert launch(closure, (1,), {"b": 3}, nproc_per_host=1, handlers=[]).rank(0) == 11
+
+
+def test_tensors_that_require_grad_come_back_as_such():
+    def main(leaf, other):
+        assert leaf.requires_grad
+        assert leaf.is_leaf
+        model = torch.nn.Linear(2, 1)
+        return leaf, leaf * 2, other, model, model(leaf)
+
+    given = torch.tensor([1.0, 2.0], requires_grad=True)
+    leaf, result, other, model, output = ON_TWO.run(main, given, given * 3).rank(1)
+    assert leaf.requires_grad
+    assert result.requires_grad
+    assert output.requires_grad
+    assert torch.equal(result, torch.tensor([2.0, 4.0]))
+    assert torch.equal(other, given * 3)
+    assert all(p.requires_grad for p in model.parameters())
+    output.sum().backward()  # a leaf here: its graph stayed on the worker
+    assert torch.equal(output.grad, torch.ones(1))
+
+
+def test_large_values_go_and_come_whole():
+    tensor = torch.arange(3_000_000)
+
+    def double(given):
+        return given * 2
+
+    assert all(torch.equal(value, tensor * 2) for value in ON_TWO.run(double, tensor).results["localhost"])
+
+
+SCRIPT = """
+import dataclasses, enum, sys, traceback
+from torchopt_dist.launch import launch
+
+class Colour(enum.Enum):
+    RED = 1
+
+@dataclasses.dataclass
+class Point:
+    x: float
+    made = []
+    def norm(self):
+        return abs(self.x)
+
+class Special(Point):
+    def norm(self):
+        return super().norm() + 1
+
+class MyError(Exception):
+    def __init__(self, *, code):
+        super().__init__(f"code {code}")
+        self.code = code
+
+def main(point):
+    Point.made.append(1)
+    return point, Special(point.x - 5), Colour.RED, len(Point.made)
+
+def bad():
+    raise MyError(code=7)
+
+norm = Point.norm
+for _ in range(2):
+    point, special, colour, made = launch(main, (Point(-2.0),), nproc_per_host=2).rank(1)
+    assert type(point) is Point and type(special) is Special and colour is Colour.RED and made == 1
+    assert special.norm() == 8.0
+    assert Point.norm is norm and Point.made == [], "a launch has changed a class of this process"
+try:
+    launch(bad, nproc_per_host=2)
+except MyError as error:
+    assert error.code == 7 and str(error) == "code 7"
+    traceback.print_exc(file=sys.stdout)
+print("DONE")
+"""
+
+
+@pytest.mark.parametrize("by", ["a file", "standard input"])
+def test_classes_of_main_go_and_come_and_are_left_alone(tmp_path, by):
+    # Standard input is what a notebook is, too: a `__main__` that nobody else can import.
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    ended = subprocess.run(
+        [sys.executable, "-W", "error", *([script] if by == "a file" else [])],
+        cwd=torchrun.ROOT,
+        env={**os.environ, "PYTHONPATH": str(torchrun.ROOT)},
+        input=None if by == "a file" else SCRIPT,
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr == ""
+    assert ended.stdout.endswith("DONE\n")
+    assert ended.stdout.count("in bad") == 1  # the worker's traceback, once
+    assert "on rank 0 on localhost" in ended.stdout or "on rank 1 on localhost" in ended.stdout
+
+
+def test_results_by_rank_by_host_and_local_rank():
+    result = LaunchResult({"a": [10, 11], "b": [20]})
+    assert [result.rank(i) for i in range(3)] == [10, 11, 20]
+    assert result.index("a", 1) == 11
+    assert result.index("b", 0) == 20
+    with pytest.raises(IndexError, match=r"`i` must be a rank, in \[0, 3\), got 3"):
+        result.rank(3)
+    with pytest.raises(IndexError, match="got -1"):
+        result.rank(-1)
+    with pytest.raises(TypeError, match="`i` must be an integer, got str '0'"):
+        result.rank("0")
+    with pytest.raises(KeyError, match="`host` must be one of a, b, got 'c'"):
+        result.index("c", 0)
+    with pytest.raises(IndexError, match=r"`local_rank` must be in \[0, 1\) on b, got 1"):
+        result.index("b", 1)
+
+
+# The world.
+
+
+def test_every_variable_of_torchrun_is_set_as_torchrun_sets_it(tmp_path):
+    script = tmp_path / "variables.py"
+    script.write_text("import json, os, sys\nprint('FOUND' + json.dumps(dict(os.environ)), flush=True)")
+    found = re.findall(
+        "^FOUND(.*)$", torchrun.run("--standalone", "--nproc-per-node=2", script), re.MULTILINE
+    )
+    theirs = {int(env["RANK"]): env for env in map(json.loads, found)}
+    assert len(theirs) == 2
+    launcher = Launcher(nproc_per_host=2, handlers=[], env={"OMP_NUM_THREADS": "1"})
+    ours = launcher.run(lambda: dict(os.environ)).results["localhost"]
+    for rank in (0, 1):
+        names = {name for name in theirs[rank] if name not in os.environ} - {"TORCHELASTIC_ERROR_FILE"}
+        assert "TORCHELASTIC_USE_AGENT_STORE" in names
+        differing = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "PYTHONPATH"}
+        for name in sorted(names - differing):
+            assert ours[rank].get(name) == theirs[rank][name], name
+        for name in differing - {"PYTHONPATH"}:
+            assert ours[rank][name]
+    assert ours[0]["MASTER_PORT"] == ours[1]["MASTER_PORT"]
+
+
+def test_a_host_given_twice_is_two_groups():
+    def place():
+        names = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
+        return tuple(int(os.environ[name]) for name in names)
+
+    launcher = Launcher(hosts=["localhost", socket.gethostname(), "localhost"], nproc_per_host=[1, 1, 2])
+    result = launcher.run(place)
+    assert list(result.results) == ["localhost", socket.gethostname(), "localhost#2"]
+    assert result.index("localhost", 0) == (0, 0, 0, 4, 1, 3)
+    assert result.index(socket.gethostname(), 0) == (1, 0, 1, 4, 1, 3)
+    assert result.index("localhost#2", 1) == result.rank(3) == (3, 1, 2, 4, 2, 3)
+
+
+def test_auto_init_rpc_and_process_groups_work_in_repeated_launches():
+    def by_hand():
+        return todist.auto_init_rpc()(
+            lambda: todist.remote_sync_call(os.getpid, partitioner=1)
+        )(), os.getpid()
+
+    def by_torch():
+        torch.distributed.init_process_group("gloo")
+        total = torch.tensor([1.0 + my_rank()])
+        torch.distributed.all_reduce(total)
+        torch.distributed.destroy_process_group()
+        return total.item(), by_hand()
+
+    for _ in range(2):
+        (((pid,), _), ((same,), own)) = ON_TWO.run(by_hand).results["localhost"]
+        assert pid == same == own
+    assert [ON_TWO.run(by_torch).rank(rank)[0] for rank in (0, 1)] == [3.0, 3.0]
+
+
+def test_rpc_connects_the_workers():
+    def main(scale):
+        if todist.get_rank() == 0:
+            return [todist.remote_sync_call(my_rank, partitioner=rank)[0] * scale for rank in range(2)]
+        return todist.get_world_info().worker_name
+
+    result = Launcher(nproc_per_host=2, rpc=True, handlers=[]).run(main, 10)
+    assert result.results == {"localhost": [[0, 10], "worker1"]}
+
+
+def test_launches_in_a_launch_and_at_the_same_time_do_not_meet():
+    def inner(name):
+        todist.barrier()
+        return name, os.environ["MASTER_PORT"], os.environ["WORLD_SIZE"]
+
+    def outer():
+        result = Launcher(nproc_per_host=2, rpc=True, handlers=[]).run(inner, my_rank())
+        return result.rank(1), os.environ["MASTER_PORT"], os.getppid()
+
+    started = time.monotonic()
+    results = ON_TWO.run(outer).results["localhost"]
+    took = time.monotonic() - started
+    assert [inner[0] for inner, _, _ in results] == [0, 1]
+    assert all(inner[2] == "2" for inner, _, _ in results)
+    assert len({results[0][0][1], results[1][0][1], results[0][1]}) == 3
+    assert took < soon(4.0), "the inner launches did not use the warm server"
+
+    found = {}
+    threads = [
+        threading.Thread(target=lambda n=n: found.update({n: ON_TWO.run(lambda: n).rank(1)}))
+        for n in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {0: 0, 1: 1, 2: 2}
+
+
+def test_a_second_launch_is_quick_and_nothing_of_the_first_is_left():
+    ON_TWO.run(my_rank)
+    me = psutil.Process()
+    gc.collect()
+    files, before = me.num_fds(), set(me.children(recursive=True))
+    times = []
+    for _ in range(5):
+        started = time.time()
+        times.append(max(ON_TWO.run(time.time).results["localhost"]) - started)
+    assert min(times) < soon(0.25), times
+    assert me.num_fds() == files
+    deadline = time.monotonic() + 1  # an agent closes its channel in the course of its exit
+    while set(me.children(recursive=True)) - before and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert set(me.children(recursive=True)) <= before
+
+
+def test_workers_start_afresh():
+    def main():
+        import random
+
+        import numpy as np
+
+        seen = os.environ.get("LEFT_BEHIND"), getattr(torch, "left_behind", None)
+        os.environ["LEFT_BEHIND"] = torch.left_behind = "x"
+        return seen, random.random(), float(np.random.rand()), os.getpid(), torch.get_num_threads()
+
+    found = [value for _ in range(2) for value in ON_TWO.run(main).results["localhost"]]
+    assert [value[0] for value in found] == [(None, None)] * 4
+    for column in (1, 2, 3):
+        assert len({value[column] for value in found}) == 4  # random numbers are not those of the others
+    assert "LEFT_BEHIND" not in os.environ
+
+
+def test_the_environment_the_folder_and_the_path_are_those_of_the_launcher(tmp_path, monkeypatch):
+    (tmp_path / "only_here_now.py").write_text("def f():\n    return 'found'\n")
+    (tmp_path / ".env").write_text(
+        "# a comment\n\nexport A=from the file\nB='q u # o'  # why\nC=3 # three\nD=\nE=x\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("INHERITED", "yes")
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    spec = importlib.util.find_spec("only_here_now")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["only_here_now"] = module
+    spec.loader.exec_module(module)
+
+    def main(f):
+        names = ("A", "B", "C", "D", "E", "INHERITED")
+        return f(), os.getcwd(), torch.get_num_threads(), sys.argv, [os.environ[name] for name in names]
+
+    try:
+        launcher = Launcher(nproc_per_host=2, env={"E": "told"}, env_file=".env")
+        found, folder, threads, argv, variables = launcher.run(main, module.f).rank(1)
+    finally:
+        del sys.modules["only_here_now"]
+    assert found == "found"
+    assert folder == os.path.realpath(tmp_path)
+    assert threads == 2
+    assert argv == sys.argv
+    assert variables == ["from the file", "q u # o", "3", "", "told", "yes"]
+
+
+def test_a_variable_that_libraries_read_when_imported_makes_a_new_server():
+    def parent():
+        return os.getppid(), os.environ.get("TORCH_SHOW_CPP_STACKTRACES")
+
+    def server_of(launcher):
+        def main():
+            return psutil.Process(os.getppid()).ppid()
+
+        return launcher.run(main).rank(0)
+
+    plain = Launcher(nproc_per_host=1, handlers=[])
+    changed = Launcher(nproc_per_host=1, handlers=[], env={"TORCH_SHOW_CPP_STACKTRACES": "1"})
+    first = server_of(plain)
+    assert server_of(plain) == first
+    assert server_of(changed) != first
+    assert changed.run(parent).rank(0)[1] == "1"
+    assert not psutil.pid_exists(first)
+
+
+def test_a_server_that_died_is_replaced():
+    def main():
+        return psutil.Process(os.getppid()).ppid()
+
+    server = psutil.Process(ON_TWO.run(main).rank(0))
+    server.kill()
+    psutil.wait_procs([server], timeout=5)
+    assert ON_TWO.run(main).rank(0) != server.pid
+
+
+def test_the_store_is_on_loopback_only():
+    def main():
+        port = int(os.environ["MASTER_PORT"])
+        return {
+            c.laddr.ip for c in psutil.net_connections("tcp") if c.laddr.port == port and c.status == "LISTEN"
+        }
+
+    assert ON_TWO.run(main).rank(0) == {"127.0.0.1"}
+
+
+# Restarts.
+
+
+def test_workers_are_started_again_as_often_as_asked(tmp_path, caplog):
+    def main(folder):
+        count = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        (folder / f"{my_rank()}.{count}").touch()
+        if my_rank() == 1 and count < 2:
+            if count == 0:
+                raise ValueError("the first time")
+            os.kill(os.getpid(), 9)
+        todist.auto_init_rpc()(todist.barrier)()
+        return count, os.environ["TORCHELASTIC_MAX_RESTARTS"], os.environ["TORCHELASTIC_RUN_ID"]
+
+    with caplog.at_level(logging.WARNING):
+        result = Launcher(nproc_per_host=2, max_restarts=2, handlers=[]).run(main, tmp_path)
+    assert result.rank(0)[:2] == result.rank(1)[:2] == (2, "2")
+    said = [record.getMessage() for record in caplog.records]
+    assert said[0] == "restart 1 of 2: the first time"
+    assert said[1].startswith("restart 2 of 2: rank 1 on localhost was ended by SIGKILL")
+    with pytest.raises(todist.RemoteError, match="the first time"):
+        Launcher(nproc_per_host=2, handlers=[]).run(main, tmp_path)

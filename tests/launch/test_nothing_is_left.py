@@ -1,0 +1,186 @@
+"""Processes that workers have started, and shared memory: gone, however the launch or its launcher ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+import torchopt_dist as todist
+from tests.distributed.bare import say, soon, watch
+from tests.launch.families import alive, assert_gone, family_of, start_a_family
+from tests.seeds import torchrun
+from torchopt_dist.launch import Launcher, agent
+
+pytestmark = pytest.mark.timeout(60)
+
+ON_TWO = Launcher(nproc_per_host=2, handlers=[])
+
+
+class MyError(Exception):
+    def __init__(self, *, code):
+        super().__init__(f"code {code}")
+
+
+def test_children_that_outlive_a_good_end_are_ended(tmp_path):
+    ON_TWO.run(start_a_family, tmp_path)
+    pids = family_of(tmp_path)
+    for own in (pids[:5], pids[5:]):
+        *family, worker, its_agent = own
+        assert alive([*family, worker]) == []
+        assert_gone([its_agent], 1.0)
+
+
+def test_an_agent_that_is_killed_is_an_error_and_leaves_no_worker(tmp_path):
+    def main():
+        start_a_family(tmp_path)
+        if os.environ["RANK"] == "1":
+            assert watch(tmp_path / "family0")
+            os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(60)
+
+    started = time.monotonic()
+    with pytest.raises(
+        todist.errors.AgentFailedError,
+        match="the agent on localhost died, and rank 0 on localhost, rank 1 on localhost was ended with it",
+    ):
+        ON_TWO.run(main)
+    assert time.monotonic() - started < soon(5.0)
+    pids = family_of(tmp_path)
+    assert_gone(pids)
+    assert ON_TWO.run(os.getpid).results  # and the next launch is as good
+
+
+def test_a_server_that_cannot_start_is_an_error(tmp_path, monkeypatch, capfd):
+    (tmp_path / "psutil.py").write_text("raise RuntimeError('broken here')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    launcher = Launcher(nproc_per_host=1, handlers=[], env={"TORCH_SHOW_CPP_STACKTRACES": "0"})
+    with pytest.raises(todist.errors.AgentFailedError, match="died before it started a worker"):
+        launcher.run(os.getpid)
+    assert "broken here" in capfd.readouterr().err
+
+
+LAUNCHER = """
+import sys
+from pathlib import Path
+from tests.launch.test_nothing_is_left import hold_on
+from torchopt_dist.launch import Launcher
+print("up", flush=True)
+Launcher(nproc_per_host=2, handlers=[], rpc=sys.argv[2] == "rpc").run(hold_on, Path(sys.argv[1]))
+"""
+
+
+def hold_on(folder):
+    start_a_family(folder)
+    torch.ones(3).share_memory_()
+    time.sleep(300)
+
+
+SHARED = {Path("/tmp"), Path("/dev/shm")}
+
+
+def left_in(folders):
+    own = (".pytest", "pytest", "pymp")
+    return {path for folder in folders for path in folder.iterdir() if not path.name.startswith(own)}
+
+
+@pytest.mark.parametrize(
+    ("number", "rpc"), [(signal.SIGINT, "rpc"), (signal.SIGTERM, "alone"), (signal.SIGKILL, "rpc")]
+)
+def test_a_launcher_that_is_ended_leaves_nothing(tmp_path, number, rpc):
+    before = left_in(SHARED)
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, tmp_path, rpc],
+        cwd=torchrun.ROOT,
+        env={**os.environ, "PYTHONPATH": str(torchrun.ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    pids = family_of(tmp_path)
+    pids += [process.pid for process in psutil.Process(launcher.pid).children(recursive=True)]
+    assert len(set(pids)) == 10  # 2 workers with 3 each, their agent, the forkserver
+    launcher.send_signal(number)
+    out, err = launcher.communicate(timeout=10)
+    assert_gone(pids, 5.0)
+    assert launcher.returncode == -number
+    assert out == "up\n"
+    assert ("KeyboardInterrupt" in err) == (number == signal.SIGINT)
+    assert err.count("Traceback") <= 1
+    assert {
+        path for path in left_in(SHARED) - before if "todist" in path.name or "torch" in path.name
+    } == set()
+
+
+def test_an_interrupt_goes_on_as_such_and_leaves_nothing(tmp_path):
+    def interrupt():
+        family_of(tmp_path)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        ON_TWO.run(hold_on, tmp_path)
+    thread.join()
+    pids = family_of(tmp_path)
+    assert_gone(pids, 1.0)
+    assert ON_TWO.run(os.getpid).results  # and the next launch is as good
+
+
+def test_who_unlinks_shared_memory_is_let_do_so(tmp_path):
+    def main():
+        from multiprocessing import shared_memory
+
+        block = shared_memory.SharedMemory(create=True, size=100)
+        say(tmp_path / f"name{os.environ['RANK']}", block.name)
+        if os.environ["RANK"] == "1":
+            assert watch(tmp_path / "name0")
+            raise MyError(code=2)
+        time.sleep(60)
+
+    with pytest.raises(MyError):
+        ON_TWO.run(main)
+    for rank in (0, 1):
+        assert not Path("/dev/shm", (tmp_path / f"name{rank}").read_text()).exists()
+
+
+def test_janitors_are_known_by_their_command():
+    from multiprocessing import resource_tracker
+
+    resource_tracker.ensure_running()
+    tracker = psutil.Process(resource_tracker._resource_tracker._pid)
+    deadline = time.monotonic() + 5
+    while not agent._is_janitor(tracker):  # until it has called exec
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert not agent._is_janitor(psutil.Process())
+
+
+def test_no_descriptor_stays_open_after_a_failure(tmp_path):
+    def main(how):
+        if os.environ["RANK"] == "0":
+            return torch.ones(1000)
+        if how == "die":
+            os._exit(1)
+        raise MyError(code=1) if how == "raise" else SystemExit(4)
+
+    def fail():
+        for how in ("die", "raise", "exit"):
+            # Rank 0's value has arrived when rank 1 fails, or has not.
+            with pytest.raises((MyError, todist.errors.WorkerFailedError)):
+                ON_TWO.run(main, how)
+        with pytest.raises(todist.SerializationError):
+            ON_TWO.run(main, threading.Lock())
+
+    fail()
+    before = psutil.Process().num_fds()
+    fail()
+    assert psutil.Process().num_fds() == before

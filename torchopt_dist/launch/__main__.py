@@ -1,0 +1,56 @@
+"""``python -m torchopt_dist.launch [options] train.py [arguments]`` → the script on every worker → an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+
+from torchopt_dist.errors import RemoteError, TodistError, WorkerFailedError
+from torchopt_dist.launch.arguments import add_launcher_args
+from torchopt_dist.launch.launcher import Launcher
+from torchopt_dist.launch.script import run_program
+
+__all__ = ["main"]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a script on workers.
+
+    Args:
+        argv: the command line; ``None`` means that of this process.
+
+    Returns:
+        0, or the exit code of the worker that failed first, 128 and the number if a signal ended it, 1 if it raised,
+        and 2 if the command line is wrong.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m torchopt_dist.launch",
+        description="Run a script on several workers, each with the environment variables that torchrun sets.",
+    )
+    add_launcher_args(parser)
+    parser.add_argument("-m", dest="module", action="store_true", help="the script is a module's name")
+    parser.add_argument("script", help="the script, or with -m the module")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
+    args = parser.parse_args(argv)
+    if not args.module and not os.path.isfile(args.script):
+        parser.error(f"argument script: must be a file, got {args.script!r}")
+    try:
+        Launcher.from_args(args).run(run_program, args.script, args.arguments, args.module)
+    except RemoteError as error:
+        print(f"{error.worker} failed:\n\n{error.remote_traceback.rstrip()}", file=sys.stderr)
+        return 1
+    except WorkerFailedError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code or (128 + signal.Signals[error.signal] if error.signal else 1)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except (TodistError, ValueError, TypeError, OSError) as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

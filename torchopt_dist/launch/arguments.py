@@ -1,0 +1,53 @@
+"""A program's argument parser → one that knows the options of a launch, too."""
+
+from __future__ import annotations
+
+import argparse
+
+__all__ = ["add_launcher_args", "parse_nproc"]
+
+
+def parse_nproc(text: str) -> int | str:
+    """A number of workers as it is written on a command line."""
+    return int(text) if text.lstrip("-").isdecimal() else text
+
+
+def add_launcher_args(parser: argparse.ArgumentParser) -> None:
+    """Add ``--hosts``, ``--nproc-per-host``, ``--rpc`` and so on, a group of options of their own.
+
+    The parsed arguments make a launcher by :meth:`Launcher.from_args`. Their names are those of its arguments, whose
+    defaults are theirs.
+
+    Args:
+        parser: the program's parser.
+
+    Example:
+        >>> import argparse
+        >>> from torchopt_dist.launch import Launcher, add_launcher_args
+        >>> parser = argparse.ArgumentParser()
+        >>> add_launcher_args(parser)
+        >>> args = parser.parse_args(["--nproc-per-host", "2", "--rpc"])
+        >>> launcher = Launcher.from_args(args)
+        >>> launcher.nproc_per_host, launcher.rpc
+        (2, True)
+    """
+    group = parser.add_argument_group("launch", "where the workers run, and how many", argument_default=None)
+
+    def add(name: str, **options: object) -> None:
+        group.add_argument(name, default=argparse.SUPPRESS, **options)  # type: ignore[arg-type]
+
+    add("--hosts", nargs="+", metavar="HOST", help="hosts to run on; the default is this machine")
+    add(
+        "--nproc-per-host",
+        type=parse_nproc,
+        metavar="N",
+        help="workers on each host: a number, auto, cpu, gpu or gpu:<number>; the default is auto",
+    )
+    add("--rpc", action="store_true", help="connect the workers for remote calls")
+    add("--max-restarts", type=int, metavar="N", help="start all workers again so often; the default is 0")
+    add("--log-dir", metavar="DIR", help="a folder for every rank's output")
+    add("--env-file", metavar="FILE", help="variables for the workers, a line NAME=value each")
+    add("--master-port", type=int, metavar="PORT", help="where workers meet; the default is a free port")
+    add("--timeout", type=float, metavar="SECONDS", help="give up after so long; the default is never")
+    add("--start-timeout", type=float, metavar="SECONDS", help="for the workers to start; the default is 120")
+    add("--stop-timeout", type=float, metavar="SECONDS", help="between SIGTERM and SIGKILL; the default is 3")

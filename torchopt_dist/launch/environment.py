@@ -1,0 +1,86 @@
+"""A worker's place → the environment variables that torchrun would set; a file of variables → a dictionary."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from torchopt_dist.launch.cluster import Host
+
+__all__ = ["read_env_file", "torchrun_variables"]
+
+LINE = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)\s*=\s*(.*)")
+
+
+def torchrun_variables(
+    *,
+    hosts: list[Host],
+    host: int,
+    local_rank: int,
+    master: tuple[str, int],
+    run_id: str,
+    restarts: int,
+    max_restarts: int,
+    env: Mapping[str, str],
+) -> dict[str, str]:
+    """What torchrun sets for one worker.
+
+    Args:
+        hosts: all hosts.
+        host: the worker's own, by its place among them.
+        local_rank: the worker's rank there.
+        master: address and port of the store at which workers meet; the launcher holds it.
+        run_id: a name of this launch that no other has.
+        restarts: how often the workers have been started again.
+        max_restarts: how often they may be.
+        env: the environment, two variables of which are left as they are if they are set.
+    """
+    here = hosts[host]
+    rank, world_size = here.first_rank + local_rank, sum(host.workers for host in hosts)
+    variables = {
+        "RANK": rank,
+        "LOCAL_RANK": local_rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": here.workers,
+        "GROUP_RANK": host,
+        "GROUP_WORLD_SIZE": len(hosts),
+        "ROLE_NAME": "default",
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": world_size,
+        "MASTER_ADDR": master[0],
+        "MASTER_PORT": master[1],
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_RESTART_COUNT": restarts,
+        "TORCHELASTIC_MAX_RESTARTS": max_restarts,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": env.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", 1),
+    }
+    if here.workers > 1 and "OMP_NUM_THREADS" not in env:
+        variables["OMP_NUM_THREADS"] = 1
+    return {name: str(value) for name, value in variables.items()}
+
+
+def read_env_file(path: str | os.PathLike[str]) -> dict[str, str]:
+    """Read lines ``NAME=value``; ``export``, quotes around the value, empty lines and ``#`` comments are allowed.
+
+    Raises:
+        ValueError: a line is none of these.
+        OSError: the file cannot be read.
+    """
+    variables = {}
+    for number, text in enumerate(Path(path).read_text("utf-8").splitlines(), 1):
+        line = text.strip()
+        if not line or line.startswith("#"):
+            continue
+        match = LINE.fullmatch(line)
+        if match is None:
+            raise ValueError(
+                f"`env_file` must hold lines NAME=value, got {text!r} in line {number} of {path}"
+            )
+        name, value = match.groups()
+        quoted = re.match(r"""(["'])(.*?)\1\s*(?:#.*)?$""", value)
+        variables[name] = quoted[2] if quoted else re.sub(r"\s+#.*", "", value)
+    return variables

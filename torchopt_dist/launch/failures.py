@@ -1,0 +1,112 @@
+"""What became of workers → the one error to raise: the cause, and not what followed from it."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import signal
+import time
+
+import torch.distributed as dist
+
+from torchopt_dist.errors import (
+    PeerFailedError,
+    RemoteError,
+    WorkerFailedError,
+    WorkerLostError,
+)
+from torchopt_dist.failure import RemoteFailure
+
+__all__ = ["EXIT_SECONDS", "Failures", "death", "revive"]
+
+ECHO_SECONDS, EXIT_SECONDS = 1.0, 0.25
+"""How long an error waits for another one that may have caused it: one of a broken connection, and an exit."""
+LINES_IN_MESSAGE = 10
+BROKEN = re.compile(
+    "connection (was )?(closed|reset|refused|aborted)|broken pipe|socket closed", re.IGNORECASE
+)
+
+
+class Failures:
+    """The errors of one attempt so far."""
+
+    def __init__(self) -> None:
+        self._known: list[tuple[float, float, Exception]] = []
+
+    def add(self, error: Exception, wait: float | None = None) -> None:
+        """Take note of an error.
+
+        Args:
+            error: the error.
+            wait: seconds in which its cause may still become known; ``None`` means that the error itself tells.
+        """
+        if wait is None:
+            wait = ECHO_SECONDS if _may_be_an_echo(error) else 0.0
+        self._known.append((wait, time.monotonic() + wait, error))
+
+    def raise_cause(self, all_known: bool) -> None:
+        """Raise the likeliest cause, if it is time to, or if it is known how all workers ended."""
+        if self._known:
+            _, until, error = min(self._known, key=lambda known: known[0])  # of equals, the first
+            if all_known or time.monotonic() >= until:
+                raise error
+
+    def times(self) -> list[float]:
+        """When :meth:`raise_cause` is worth another call, by ``time.monotonic``."""
+        return [until for _, until, _ in self._known]
+
+    def clear(self) -> None:
+        """Forget them: one has been raised, and what comes now follows from that."""
+        self._known.clear()
+
+
+def _may_be_an_echo(error: Exception) -> bool:
+    """Whether the error may follow from another worker's: somebody hung up."""
+    if isinstance(error, (PeerFailedError, WorkerLostError, ConnectionError, dist.DistError)):
+        return True
+    return isinstance(error, RuntimeError) and bool(BROKEN.search(str(error)))
+
+
+def revive(text: str, pickled: bytes, worker: str) -> Exception:
+    """The exception that a worker has sent.
+
+    Args:
+        text: its traceback there.
+        pickled: a pickled :class:`~torchopt_dist.errors.RemoteFailure`.
+        worker: who sent it.
+    """
+    try:
+        failure: RemoteFailure = pickle.loads(pickled)
+    except Exception:  # its class is known on the worker only
+        told = (text.strip().rpartition("\n")[2],)
+        failure = RemoteFailure(RemoteError, told, told, {}, text)
+    return failure.to_error(worker)
+
+
+def death(rank: int, host: str, status: int, log: tuple[str, ...], *, asked: bool) -> WorkerFailedError:
+    """The error that tells of a worker's end.
+
+    Args:
+        rank: its rank.
+        host: its host.
+        status: its exit code, or minus the number of a signal.
+        log: its last lines.
+        asked: whether it was ``sys.exit``.
+    """
+    name = None
+    if status < 0:
+        named = -status in signal.valid_signals() and -status < signal.SIGRTMIN
+        name = signal.Signals(-status).name if named else f"signal {-status}"
+        how = f"was ended by {name}"
+    else:
+        how = f"called sys.exit({status})" if asked else f"exited with code {status}"
+    said = "\n".join(f"    {line}" for line in log[-LINES_IN_MESSAGE:])
+    return WorkerFailedError(
+        f"rank {rank} on {host} {how} before its function returned"
+        + (f"; the last lines of its log:\n{said}" if log else "; its log is empty"),
+        rank=rank,
+        host=host,
+        exit_code=None if status < 0 else status,
+        signal=name,
+        log=log,
+    )

@@ -1,0 +1,284 @@
+"""``Launcher(...).run(func, *args)`` → ``func(*args)`` on every worker → what all of them returned.
+
+The way of a launch: ``launcher.py`` → ``cluster.py`` (which machines) → ``job.py`` (this process's side) →
+``forkserver.py`` (a process that has torch) → ``agent.py`` (one a host) → ``worker.py`` (one a rank) → back to
+``job.py``.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import sys
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Generic, ParamSpec, TypeVar
+
+from torchopt_dist.errors import RemoteError, SerializationError, WorkerFailedError
+from torchopt_dist.launch.cluster import find_hosts
+from torchopt_dist.launch.environment import read_env_file
+from torchopt_dist.launch.job import Job, Times
+from torchopt_dist.launch.logs import TerminalHandler, WorkerLogs
+from torchopt_dist.launch.messages import Header, pack
+
+__all__ = ["LaunchResult", "Launcher", "launch"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+log = logging.getLogger(__package__)
+
+
+@dataclass(frozen=True)
+class LaunchResult(Generic[T]):
+    """What the function returned on every worker.
+
+    Attributes:
+        results: host → the values of its workers, by local rank. Hosts are in the order of ``hosts``; where one is
+            given twice, the second is called ``"<name>#2"``.
+
+    Example:
+        >>> result = LaunchResult({"localhost": ["a", "b"], "localhost#2": ["c"]})
+        >>> result.rank(2), result.index("localhost", 1)
+        ('c', 'b')
+    """
+
+    results: dict[str, list[T]]
+
+    def rank(self, i: int) -> T:
+        """The value of rank ``i``.
+
+        Raises:
+            IndexError: there is no such rank.
+        """
+        values = [value for values in self.results.values() for value in values]
+        if isinstance(i, bool) or not isinstance(i, int):
+            raise TypeError(f"`i` must be an integer, got {type(i).__name__} {i!r}")
+        if not 0 <= i < len(values):
+            raise IndexError(f"`i` must be a rank, in [0, {len(values)}), got {i}")
+        return values[i]
+
+    def index(self, host: str, local_rank: int) -> T:
+        """The value of a host's worker.
+
+        Raises:
+            KeyError: there is no such host.
+            IndexError: it has no such worker.
+        """
+        if host not in self.results:
+            raise KeyError(f"`host` must be one of {', '.join(self.results)}, got {host!r}")
+        values = self.results[host]
+        if not 0 <= local_rank < len(values):
+            raise IndexError(f"`local_rank` must be in [0, {len(values)}) on {host}, got {local_rank}")
+        return values[local_rank]
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """Runs functions on worker processes, each launch on new ones.
+
+    Workers have all the environment variables that torchrun sets, so that
+    :func:`~torchopt_dist.auto_init_rpc` and :func:`torch.distributed.init_process_group` work in them. They are forked
+    from a process that has imported torch, so that all launches but a program's first one start at once.
+
+    Args:
+        hosts: ``"auto"`` or a list of hosts. So far each must be this machine, under one of its names.
+        nproc_per_host: the number of workers on each host, or a list with a number for each. ``"cpu"``: one a core;
+            ``"gpu"``: one a GPU; ``"gpu:<number>"``: so many, if there are as many GPUs; ``"auto"``: one a GPU if there
+            is one, else one a core.
+        rpc: connect the workers for remote calls, as ``auto_init_rpc`` does.
+        max_restarts: how often all workers are started again after one has failed.
+        log_dir: a folder, made if need be, where every rank's output is added to a file ``rank<n>.log``. ``None``: no
+            files.
+        handlers: handlers of ``logging`` that get every line of every rank; see
+            ``torchopt_dist.launch.on_ranks``. ``None``: the lines of local rank 0 go to the terminal.
+        env: variables for the workers, besides those of this process.
+        env_file: a file of such variables, a line ``NAME=value`` each; ``env`` has the last word.
+        master_port: the port at which workers meet; 0: a free one.
+        timeout: seconds after which the launch is given up. ``None``: never.
+        start_timeout: seconds for all workers to reach the function.
+        stop_timeout: seconds for workers to end after SIGTERM, when another has failed, before they are killed.
+        exit_timeout: seconds for processes to end when all functions have returned, before they are killed.
+
+    Raises:
+        ValueError: an argument is out of range.
+        TypeError: an argument is of the wrong type.
+
+    Example:
+        >>> import os
+        >>> from torchopt_dist.launch import Launcher
+        >>> result = Launcher(nproc_per_host=2).run(lambda name: f"{name} {os.environ['RANK']}", "worker")
+        >>> result.rank(1)
+        'worker 1'
+    """
+
+    hosts: str | Sequence[str] = "auto"
+    nproc_per_host: int | str | Sequence[int | str] = "auto"
+    rpc: bool = False
+    max_restarts: int = 0
+    log_dir: str | os.PathLike[str] | None = None
+    handlers: Sequence[logging.Handler] | None = None
+    env: Mapping[str, str] | None = None
+    env_file: str | os.PathLike[str] | None = None
+    master_port: int = 0
+    timeout: float | None = None
+    start_timeout: float = 120.0
+    stop_timeout: float = 3.0
+    exit_timeout: float = 10.0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.max_restarts, bool) or not isinstance(self.max_restarts, int):
+            raise TypeError(f"`max_restarts` must be an integer, got {self.max_restarts!r}")
+        if self.max_restarts < 0:
+            raise ValueError(f"`max_restarts` must be at least 0, got {self.max_restarts}")
+        if not 0 <= self.master_port < 1 << 16:
+            raise ValueError(f"`master_port` must be a port, in [0, 65536), got {self.master_port}")
+        for name in ("timeout", "start_timeout", "stop_timeout", "exit_timeout"):
+            seconds = getattr(self, name)
+            if seconds is None and name == "timeout":
+                continue
+            if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+                raise TypeError(f"`{name}` must be a number of seconds, got {seconds!r}")
+            if not 0 <= seconds < math.inf or (seconds == 0 and name != "stop_timeout"):
+                raise ValueError(f"`{name}` must be a positive, finite number of seconds, got {seconds}")
+        for handler in self.handlers or ():
+            if not isinstance(handler, logging.Handler):
+                raise TypeError(f"`handlers` must hold logging.Handler objects, got {handler!r}")
+        for variable, value in (self.env or {}).items():
+            if not isinstance(variable, str) or not isinstance(value, str):
+                raise TypeError(f"`env` must map strings to strings, got {variable!r}: {value!r}")
+
+    @classmethod
+    def from_args(cls, args: Any) -> Launcher:
+        """The launcher that a command line asks for.
+
+        Args:
+            args: what a parser with :func:`~torchopt_dist.launch.add_launcher_args` has parsed, or any object that has
+                attributes of these names; others are left alone.
+        """
+        given = vars(args)
+        return cls(**{field.name: given[field.name] for field in fields(cls) if field.name in given})
+
+    def run(self, func: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> LaunchResult[T]:
+        """Call ``func(*args, **kwargs)`` on every worker, and wait for all of them.
+
+        Args:
+            func: any function: of a module, of a script, of a notebook, a lambda, a closure. It and its arguments are
+                pickled by cloudpickle, so workers get copies.
+            args: its arguments.
+            kwargs: its keyword arguments.
+
+        Returns:
+            What it returned on each worker. Tensors that require grad still do, as leaves.
+
+        Raises:
+            Exception: what ``func`` raised on a worker, as soon as it did. It is also a
+                :class:`~torchopt_dist.RemoteError`, with ``worker`` and ``remote_traceback``.
+            WorkerFailedError: a worker was killed, crashed or exited before its function returned.
+            AgentFailedError: the process that looks after the workers died.
+            CallTimeoutError: ``timeout`` has passed.
+            InitializationError: ``start_timeout`` has passed, or ``master_port`` is taken.
+            SerializationError: ``func``, an argument or a result cannot be sent.
+            ValueError: ``hosts`` or ``nproc_per_host`` ask for what is not there.
+            OSError: this system lacks what a launch needs.
+        """
+        if not callable(func):
+            raise TypeError(f"`func` must be callable, got {type(func).__name__} {func!r}")
+        if not hasattr(os, "pidfd_open") or not hasattr(os, "memfd_create"):
+            raise OSError(f"launching workers needs Linux 5.3 or later, got {sys.platform}")
+        hosts = find_hosts(self.hosts, self.nproc_per_host)
+        env = dict(os.environ)
+        if self.env_file is not None:
+            env.update(read_env_file(self.env_file))
+        env.update(self.env or {})
+        task = _pack_task(func, args, kwargs)
+        header = pack(Header(env, list(sys.path), list(sys.argv), os.getcwd()))
+        first_ranks = [host.first_rank for host in hosts]
+        logs = WorkerLogs(
+            [TerminalHandler.of_ranks(first_ranks)] if self.handlers is None else self.handlers,
+            None if self.log_dir is None else Path(self.log_dir),
+            range(sum(host.workers for host in hosts)),
+        )
+        times = Times(self.timeout, self.start_timeout, self.stop_timeout, self.exit_timeout)
+        run_id = uuid.uuid4().hex
+        restarts = 0
+        try:
+            while True:
+                job = Job(
+                    hosts=hosts,
+                    header=header,
+                    task=task,
+                    env=env,
+                    rpc=self.rpc,
+                    port=self.master_port,
+                    logs=logs,
+                    times=times,
+                    run_id=run_id,
+                    restarts=restarts,
+                    max_restarts=self.max_restarts,
+                )
+                try:
+                    values = job.run()
+                    break
+                except (RemoteError, WorkerFailedError) as error:
+                    if restarts == self.max_restarts:
+                        raise
+                    restarts += 1
+                    log.warning("restart %d of %d: %s", restarts, self.max_restarts, error)
+                    logs.forget_tails()
+        finally:
+            logs.close()
+            os.close(task)
+            os.close(header)
+        return LaunchResult(
+            {host.name: values[host.first_rank : host.first_rank + host.workers] for host in hosts}
+        )
+
+
+def launch(
+    func: Callable[..., T],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> LaunchResult[T]:
+    """Call ``func(*args, **kwargs)`` on every worker: ``Launcher(**options).run(func, *args, **kwargs)``.
+
+    Args:
+        func: any function.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        options: those of :class:`Launcher`.
+
+    Returns:
+        What it returned on each worker.
+
+    Raises:
+        Exception: as :meth:`Launcher.run`.
+
+    Example:
+        >>> from torchopt_dist.launch import launch
+        >>> launch(divmod, (7, 3), nproc_per_host=1).rank(0)
+        (2, 1)
+    """
+    if isinstance(args, (str, bytes)) or not isinstance(args, Sequence):
+        raise TypeError(f"`args` must be a tuple of arguments, got {type(args).__name__} {args!r:.200}")
+    return Launcher(**options).run(func, *args, **(kwargs or {}))
+
+
+def _pack_task(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    try:
+        return pack((func, args, kwargs))
+    except Exception as error:
+        parts = {"func": func, **{f"args[{i}]": arg for i, arg in enumerate(args)}, **kwargs}
+        for name, part in parts.items():
+            try:
+                os.close(pack(part))
+            except Exception as cause:
+                raise SerializationError(
+                    f"`{name}` must be something that can be pickled, since workers are other processes, got "
+                    f"{type(part).__name__} {part!r:.200}: {type(cause).__name__}: {cause}"
+                ) from error
+        raise SerializationError(f"the arguments cannot be sent to the workers: {error}") from error

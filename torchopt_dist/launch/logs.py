@@ -1,0 +1,161 @@
+"""What workers write on standard output and error → lines → logging handlers, files, and the ends of them in errors."""
+
+from __future__ import annotations
+
+import collections
+import logging
+import os
+import re
+import select
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+__all__ = ["LineReader", "TerminalHandler", "WorkerLogs", "on_ranks"]
+
+CHUNK = 1 << 16
+LONGEST_LINE = 1 << 20
+TAIL_LINES = 100
+LEVELS = {"stdout": logging.INFO, "stderr": logging.WARNING}
+LINE_END = re.compile(rb"\r\n|\n|\r(?!\n|\Z)")
+
+
+class TerminalHandler(logging.Handler):
+    """Writes each line to the launcher's own standard output or error, after the worker's rank in brackets."""
+
+    @classmethod
+    def of_ranks(cls, ranks: Sequence[int]) -> logging.Handler:
+        """A handler that writes the lines of these ranks only."""
+        return on_ranks(cls(), ranks)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a worker's line."""
+        stream = sys.stdout if getattr(record, "stream", "") == "stdout" else sys.stderr
+        try:
+            stream.write(f"[rank {getattr(record, 'rank', '?')}] {record.getMessage()}\n")
+            stream.flush()
+        except Exception:  # as every handler does: a broken terminal does not end the work
+            self.handleError(record)
+
+
+def on_ranks(
+    handler: logging.Handler, ranks: Sequence[int] | None = None, stream: str | None = None
+) -> logging.Handler:
+    """Let a handler see some ranks, or one stream, only.
+
+    Args:
+        handler: any handler of ``logging``; a filter is added to it.
+        ranks: the ranks whose lines it gets; ``None`` means all.
+        stream: ``"stdout"`` or ``"stderr"``; ``None`` means both.
+
+    Returns:
+        The same handler.
+
+    Example:
+        >>> import sys, logging
+        >>> from torchopt_dist.launch import on_ranks
+        >>> handler = on_ranks(logging.StreamHandler(sys.stdout), ranks=[1], stream="stderr")
+    """
+    if stream not in (None, *LEVELS):
+        raise ValueError(f'`stream` must be "stdout", "stderr" or None, got {stream!r}')
+    chosen = None if ranks is None else frozenset(ranks)
+
+    def wanted(record: logging.LogRecord) -> bool:
+        return (chosen is None or getattr(record, "rank", None) in chosen) and (
+            stream is None or getattr(record, "stream", None) == stream
+        )
+
+    handler.addFilter(wanted)
+    return handler
+
+
+class WorkerLogs:
+    """Where the lines of one launch go.
+
+    Args:
+        handlers: each gets a record a line, with the attributes ``rank``, ``local_rank``, ``host`` and ``stream``.
+        log_dir: the folder of the files ``rank<n>.log``, which grow if they are there already; ``None`` means no files.
+        ranks: the ranks there are.
+    """
+
+    def __init__(self, handlers: Sequence[logging.Handler], log_dir: Path | None, ranks: range) -> None:
+        self._handlers = tuple(handlers)
+        self._files: dict[int, logging.Handler] = {}
+        self._tails: dict[int, collections.deque[str]] = {
+            rank: collections.deque(maxlen=TAIL_LINES) for rank in ranks
+        }
+        if log_dir is not None:
+            log_dir.mkdir(parents=True, exist_ok=True)
+            for rank in ranks:
+                self._files[rank] = logging.FileHandler(log_dir / f"rank{rank}.log", encoding="utf-8")
+
+    def write(self, line: str, rank: int, local_rank: int, host: str, stream: str) -> None:
+        """Hand on one line."""
+        self._tails[rank].append(line)
+        record = logging.LogRecord(__package__, LEVELS[stream], "", 0, line, None, None)
+        vars(record).update(rank=rank, local_rank=local_rank, host=host, stream=stream)
+        file = self._files.get(rank)
+        for handler in (*self._handlers, *([file] if file else [])):
+            if record.levelno >= handler.level:
+                handler.handle(record)
+
+    def tail(self, rank: int) -> tuple[str, ...]:
+        """The last lines of a rank."""
+        return tuple(self._tails[rank])
+
+    def forget_tails(self) -> None:
+        """The workers are about to be started again."""
+        for tail in self._tails.values():
+            tail.clear()
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files.values():
+            file.close()
+
+
+class LineReader:
+    """The launcher's end of a pipe into which one worker, and whatever it starts, write.
+
+    A progress bar's carriage return ends a line, too.
+    """
+
+    def __init__(self, logs: WorkerLogs, rank: int, local_rank: int, host: str, stream: str) -> None:
+        self.end, self.for_worker = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self.end, False)
+        self._logs, self._place = logs, (rank, local_rank, host, stream)
+        self._part = b""
+
+    def fileno(self) -> int:
+        """The descriptor to watch."""
+        return self.end
+
+    def read(self) -> bool:
+        """Hand on a chunk of what is there; whether more may come."""
+        try:
+            data = os.read(self.end, CHUNK)
+        except BlockingIOError:
+            return True
+        *lines, self._part = LINE_END.split(self._part + data)
+        if len(self._part) > LONGEST_LINE:
+            lines, self._part = [*lines, self._part], b""
+        for line in lines:
+            self._write(line)
+        return bool(data)
+
+    def drain(self) -> None:
+        """Hand on all that is there, an unfinished line included."""
+        ready = select.poll()  # not `select`, which knows the first 1024 descriptors only
+        ready.register(self.end, select.POLLIN)
+        while ready.poll(0) and self.read():
+            pass
+        if self._part:
+            self._write(self._part.rstrip(b"\r"))
+            self._part = b""
+
+    def close(self) -> None:
+        """Close the pipe."""
+        os.close(self.end)
+
+    def _write(self, line: bytes) -> None:
+        self._logs.write(line.decode("utf-8", "replace"), *self._place)
