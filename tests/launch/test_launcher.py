@@ -7,7 +7,6 @@ import importlib.util
 import json
 import logging
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -165,12 +164,13 @@ def test_results_by_rank_by_host_and_local_rank():
 
 def test_every_variable_of_torchrun_is_set_as_torchrun_sets_it(tmp_path):
     script = tmp_path / "variables.py"
-    script.write_text("import json, os, sys\nprint('FOUND' + json.dumps(dict(os.environ)), flush=True)")
-    found = re.findall(
-        "^FOUND(.*)$", torchrun.run("--standalone", "--nproc-per-node=2", script), re.MULTILINE
+    script.write_text(
+        "import json, os, sys\n"
+        "with open(sys.argv[1] + os.environ['RANK'], 'w') as file:\n"
+        "    json.dump(dict(os.environ), file)"
     )
-    theirs = {int(env["RANK"]): env for env in map(json.loads, found)}
-    assert len(theirs) == 2
+    torchrun.run("--standalone", "--nproc-per-node=2", script, tmp_path / "rank")
+    theirs = {rank: json.loads((tmp_path / f"rank{rank}").read_text()) for rank in (0, 1)}
     launcher = Launcher(nproc_per_host=2, handlers=[], env={"OMP_NUM_THREADS": "1"})
     ours = launcher.run(lambda: dict(os.environ)).results["localhost"]
     for rank in (0, 1):

@@ -192,7 +192,7 @@ def test_bytes_become_lines(chunks, last, lines):
 
 
 def test_a_line_without_end_is_cut(monkeypatch):
-    monkeypatch.setattr("torchopt_dist.launch.logs.LONGEST_LINE", 10)
+    monkeypatch.setattr(sys.modules["torchopt_dist.launch.logs"], "LONGEST_LINE", 10)
     assert lines_of(b"x" * 11, b"y" * 3) == ["x" * 11, "yyy"]
 
 

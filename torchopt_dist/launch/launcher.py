@@ -156,7 +156,7 @@ class Launcher:
         """The launcher that a command line asks for.
 
         Args:
-            args: what a parser with :func:`~torchopt_dist.launch.add_launcher_args` has parsed, or any object that has
+            args: what a parser with ``torchopt_dist.launch.add_launcher_args`` has parsed, or any object that has
                 attributes of these names; others are left alone.
         """
         given = vars(args)
