@@ -11,21 +11,21 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "torchopt_dist"
 
-GROUND = {"errors", "failure", "typing", "pytree"}
+GROUND = {"errors", "failure", "network", "typing", "pytree"}
 FIRST = GROUND | {"ops", "linalg", "schedule"}
 SECOND = FIRST | {"transform", "linear_solve", "nn"}
 
 MAY_IMPORT = {
-    **dict.fromkeys(("errors", "failure", "typing", "pytree"), GROUND),
+    **dict.fromkeys(("errors", "failure", "network", "typing", "pytree"), GROUND),
     **dict.fromkeys(("ops", "linalg", "schedule"), GROUND),
     **dict.fromkeys(("transform", "linear_solve", "nn"), FIRST),
     **dict.fromkeys(("optim", "diff"), SECOND),
     "visual": GROUND | {"nn"},
     "distributed": GROUND | {"nn", "nn.module_state"},
-    "launch": {"errors", "failure"},
+    "launch": {"errors", "failure", "network"},
 }
 """Room → what it may import beside itself; a dotted name is a part of a room, a plain one the whole of it."""
-ROOF = {"__init__", "compat"}
+ROOF = {"__init__", "__main__", "compat", "report"}
 """These stand on everything."""
 
 

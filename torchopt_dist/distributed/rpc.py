@@ -22,7 +22,8 @@ import setproctitle
 import torch.distributed as dist
 from torch.distributed import rpc
 
-from torchopt_dist.distributed import network, rendezvous
+from torchopt_dist import network
+from torchopt_dist.distributed import rendezvous
 from torchopt_dist.distributed.lifeline import Failure, Lifeline, Member
 from torchopt_dist.distributed.serve import kept_graphs
 from torchopt_dist.distributed.world import (

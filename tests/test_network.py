@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from tests.worlds import free_port
-from torchopt_dist.distributed import network
-from torchopt_dist.distributed.network import choose_interface, local_address
+from torchopt_dist import network
+from torchopt_dist.network import choose_interface, local_address
 
 VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
