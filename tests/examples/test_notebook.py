@@ -1,0 +1,309 @@
+"""The notebook among the examples, run by a kernel of its own: its numbers, its errors, and what is left behind."""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import numpy as np
+import psutil
+import pytest
+import torch
+from jupyter_client.blocking.client import BlockingKernelClient
+from jupyter_client.manager import KernelManager, start_new_kernel
+from nbclient import NotebookClient
+from PIL import Image
+
+from tests.launch.families import alive, assert_gone, family_of
+
+ROOT = Path(__file__).resolve().parents[2]
+NOTEBOOK = ROOT / "examples" / "launch_from_a_notebook.ipynb"
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(autouse=True)
+def folders_of_jupyter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels find the package from anywhere, and what Jupyter and IPython write is not in the user's folders."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    for variable in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR"):
+        monkeypatch.setenv(variable, str(tmp_path / variable.lower()))
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Path:
+    """The working folder of a kernel, and so of all that it starts."""
+    folder = tmp_path / "work"
+    folder.mkdir()
+    return folder
+
+
+def working_in(folder: Path) -> list[int]:
+    """The processes that are alive in a folder."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if Path(process.cwd()) == folder:
+                found.append(process.pid)
+        except psutil.Error:  # it has ended, or is somebody else's
+            continue
+    return found
+
+
+def cell(notebook: nbformat.NotebookNode, name: str) -> nbformat.NotebookNode:
+    (found,) = (cell for cell in notebook.cells if cell.id == name)
+    return found
+
+
+def stdout(cell: nbformat.NotebookNode) -> str:
+    return "".join(output.text for output in cell.outputs if output.get("name") == "stdout")
+
+
+@pytest.fixture
+def definitions() -> dict[str, Any]:
+    """The names of the notebook, in this process."""
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    names: dict[str, Any] = {"__name__": "notebook"}
+    for name in ("imports", "definitions"):
+        source = cell(notebook, name).source
+        # Without the future features of this file.
+        exec(compile(source.replace("%matplotlib inline", ""), name, "exec", dont_inherit=True), names)
+    return names
+
+
+def by_hand(names: dict[str, Any], steps: int) -> tuple[torch.nn.Module, list[float]]:
+    """The notebook's training in this process alone, with torch's optimizers and no decorator of ours."""
+    one_task = names["task_loss"].__wrapped__
+    torch.manual_seed(0)
+    draw = torch.Generator().manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(1, 40), torch.nn.Tanh(), torch.nn.Linear(40, 1))
+    outer = torch.optim.Adam(model.parameters(), lr=0.02)
+    losses = []
+    for _ in range(steps):
+        tasks = zip(*names["sines"](8, draw), strict=True)
+        loss = torch.stack([one_task(model, *task) for task in tasks]).mean()
+        outer.zero_grad()
+        loss.backward()
+        outer.step()
+        losses.append(loss.item())
+    return model, losses
+
+
+def held_out(names: dict[str, Any], model: torch.nn.Module) -> float:
+    tasks = zip(*names["sines"](50, torch.Generator().manual_seed(2)), strict=True)
+    return float(np.mean([names["task_loss"].__wrapped__(model, *task).item() for task in tasks]))
+
+
+def test_it_runs_and_its_numbers_are_those_of_one_process(definitions: dict[str, Any], work: Path) -> None:
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    client = NotebookClient(
+        notebook, timeout=100, kernel_name="python3", resources={"metadata": {"path": work}}
+    )
+    with client.setup_kernel():
+        for index, each in enumerate(notebook.cells):
+            client.execute_cell(each, index)
+        kernel_and_server = working_in(work)
+        assert len(kernel_and_server) == 2  # no agent, no worker
+    assert_gone(kernel_and_server)
+    assert working_in(work) == []
+
+    assert stdout(cell(notebook, "who")).splitlines() == [
+        f"Hello from rank {rank} of 2 | in a process of its own: True" for rank in (0, 1)
+    ]
+
+    model, losses = by_hand(definitions, 101)
+    said = stdout(cell(notebook, "train"))
+    steps = {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss ([\d.]+)", said)}
+    assert list(steps) == list(range(0, 101, 20))  # rank 0 alone speaks, and each line once
+    # The means of two workers and of one are rounded otherwise, and Adam magnifies that.
+    for step, loss in steps.items():
+        assert loss == pytest.approx(losses[step], rel=0.1, abs=2e-3)
+    assert steps[0] == pytest.approx(losses[0], abs=1e-3)
+    assert re.search(r"^True \| loss at the end: ", said, re.MULTILINE)
+    (at_the_end,) = map(float, re.findall(r"at the end: ([\d.]+)", said))
+    assert at_the_end == pytest.approx(np.mean(losses[-10:]), rel=0.1)
+
+    untrained, _ = by_hand(definitions, 0)
+    said = stdout(cell(notebook, "test"))
+    before, after = map(float, re.findall(r"(?:: |, )([\d.]+)", said))
+    assert before == pytest.approx(held_out(definitions, untrained), abs=1e-3)
+    assert after == pytest.approx(held_out(definitions, model), rel=0.1)
+    assert after < before / 2
+
+    (picture,) = (
+        output for output in cell(notebook, "curve").outputs if output.output_type == "display_data"
+    )
+    with Image.open(io.BytesIO(base64.b64decode(picture.data["image/png"]))) as image:
+        assert image.width > 1.5 * image.height > 300
+        assert np.asarray(image.convert("L")).std() > 10  # something is drawn
+
+    failed = stdout(cell(notebook, "diverged"))
+    assert re.search(
+        r"^rank 0 on localhost: the loss is [\d.e+]+ at step (\d)\nthe step is here, too: \1$",
+        failed,
+        re.MULTILINE,
+    )
+
+
+def test_it_is_kept_without_outputs() -> None:
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    nbformat.validate(notebook)
+    for each in notebook.cells:
+        assert each.source.strip()
+        if each.cell_type == "code":
+            assert (each.outputs, each.execution_count) == ([], None)
+    assert set(notebook.metadata) == {"kernelspec", "language_info"}
+    assert set(notebook.metadata.language_info) == {"name"}
+
+
+class Kernel:
+    """Cells, one after another, in a kernel that works in a folder."""
+
+    def __init__(self, manager: KernelManager, client: BlockingKernelClient) -> None:
+        self.manager, self.client = manager, client
+
+    @property
+    def pid(self) -> int:
+        return self.manager.provisioner.pid
+
+    def start(self, code: str) -> str:
+        """Start a cell."""
+        return self.client.execute(code, store_history=False)
+
+    def finish(self, cell: str, seconds: float = 60.0) -> list[dict[str, Any]]:
+        """The contents of a cell's outputs, when it has ended."""
+        outputs = []
+        deadline = time.monotonic() + seconds
+        while True:
+            message = self.client.get_iopub_msg(timeout=max(0.0, deadline - time.monotonic()))
+            if message["parent_header"].get("msg_id") != cell:
+                continue
+            if message["msg_type"] in ("stream", "error", "execute_result"):
+                outputs.append(message["content"])
+            elif message["content"].get("execution_state") == "idle":
+                return outputs
+
+    def run(self, code: str) -> list[dict[str, Any]]:
+        """The outputs of a cell."""
+        return self.finish(self.start(code))
+
+    def value(self, code: str) -> str:
+        """The text of a cell's last line, of a cell that prints nothing."""
+        (output,) = self.run(code)
+        return output["data"]["text/plain"]
+
+
+@pytest.fixture
+def kernel(work: Path) -> Iterator[Kernel]:
+    manager, client = start_new_kernel(cwd=str(work))
+    try:
+        yield Kernel(manager, client)
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+    deadline = time.monotonic() + 10
+    while working_in(work):
+        assert time.monotonic() < deadline, working_in(work)
+        time.sleep(0.01)
+
+
+FAMILIES = """
+import time
+from pathlib import Path
+from torchopt_dist.launch import Launcher
+from tests.launch.families import start_a_family
+
+
+def hold_on(folder):
+    start_a_family(Path(folder))
+    time.sleep(300)
+
+
+two = Launcher(nproc_per_host=2)
+"""
+
+
+def test_an_interrupt_of_the_kernel_ends_the_launch(kernel: Kernel, work: Path) -> None:
+    assert kernel.run(FAMILIES) == []
+    for folder in ("first", "second"):  # the second time the forkserver is up already
+        (work / folder).mkdir()
+        cell = kernel.start(f"two.run(hold_on, {folder!r})")
+        pids = set(family_of(work / folder))
+        assert len(alive(pids)) == 9  # 2 workers with 3 each, and their agent
+        interrupted = time.monotonic()
+        kernel.manager.interrupt_kernel()
+        (error,) = kernel.finish(cell)
+        assert error["ename"] == "KeyboardInterrupt"
+        assert_gone(pids, 5.0 - (time.monotonic() - interrupted))
+        # And the kernel is as good as before.
+        assert kernel.value("two.run(lambda: sum(range(4))).results") == "{'localhost': [6, 6]}"
+
+
+def test_an_interrupt_before_the_workers_are_up_ends_the_launch(kernel: Kernel, work: Path) -> None:
+    assert kernel.run(FAMILIES) == []
+    cell = kernel.start("two.run(hold_on, '.')")
+    deadline = time.monotonic() + 20
+    while len(working_in(work)) < 2:  # the forkserver has begun to import torch
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    kernel.manager.interrupt_kernel()
+    (error,) = kernel.finish(cell)
+    assert error["ename"] == "KeyboardInterrupt"
+    deadline = time.monotonic() + 5
+    while len(working_in(work)) > 2:  # the kernel and the forkserver
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    assert kernel.value("two.run(lambda: sum(range(4))).results") == "{'localhost': [6, 6]}"
+
+
+def test_a_kernel_that_is_killed_leaves_nothing(kernel: Kernel, work: Path) -> None:
+    assert kernel.run(FAMILIES) == []
+    kernel.start("two.run(hold_on, '.')")
+    pids = [*family_of(work), *working_in(work)]
+    psutil.Process(kernel.pid).kill()
+    assert_gone(pids, 5.0)
+
+
+def test_an_exception_of_a_class_of_a_cell_is_shown_with_its_traceback_there(kernel: Kernel) -> None:
+    outputs = kernel.run(
+        """
+import os
+from torchopt_dist.launch import Launcher
+
+
+class TooWarmError(Exception):
+    pass
+
+
+def melt(degrees):
+    print("warming", degrees)
+    raise TooWarmError(f"{degrees} degrees")
+
+
+Launcher(nproc_per_host=1).run(melt, 42)
+"""
+    )
+    *said, error = outputs
+    assert "warming 42" in "".join(each["text"] for each in said if each["name"] == "stdout")
+    assert (error["ename"], error["evalue"]) == ("TooWarmError", "42 degrees")
+    shown = re.sub(r"\x1b\[[\d;]*m", "", "\n".join(error["traceback"]))
+    assert re.search(
+        r"on rank 0 on localhost:\s+Traceback .*\n.*, in melt\n +raise TooWarmError.*\n(.*\n)*?TooWarmError: 42 degrees",
+        shown,
+    )
+
+
+def test_a_launch_in_a_thread_and_below_an_event_loop(kernel: Kernel, work: Path) -> None:
+    (work / "here").mkdir()
+    start = "import asyncio, os\nfrom torchopt_dist.launch import Launcher\nos.chdir('here')"
+    assert kernel.run(f"{start}\none = Launcher(nproc_per_host=1)") == []
+    here = repr(str(work / "here"))
+    assert kernel.value("(await asyncio.to_thread(one.run, os.getcwd)).rank(0)") == here
+    below = "async def below():\n    return one.run(os.getcwd).rank(0)"
+    assert kernel.value(f"{below}\nawait below()") == here
