@@ -11,6 +11,7 @@ import sys
 import time
 
 import pytest
+import tyro
 
 from tests.seeds import torchrun
 from torchopt_dist.launch import Launcher, add_launcher_args
@@ -38,10 +39,14 @@ def test_every_option_is_an_argument_of_the_launcher(tmp_path):
         "max_restarts": 3,
         "log_dir": "logs",
         "env_file": ".env",
+        "copy_env": ["A*", "B"],
+        "python": "/usr/bin/python3",
+        "ssh_config": "config",
         "master_port": 29500,
         "timeout": 60.0,
         "start_timeout": 5.0,
         "stop_timeout": 0.5,
+        "agent_timeout": 2.5,
     }
     line = []
     for name, value in given.items():
@@ -54,6 +59,31 @@ def test_every_option_is_an_argument_of_the_launcher(tmp_path):
     assert options <= {field.name for field in dataclasses.fields(Launcher)}
     for text in ("auto", "cpu", "gpu", "gpu:2"):
         assert parser().parse_args(["--nproc-per-host", text]).nproc_per_host == text
+    for text in ("auto", "slurm"):
+        assert parser().parse_args(["--hosts", text]).hosts == text
+
+
+def test_a_parser_made_of_dataclasses_takes_a_launcher(tmp_path):
+    @dataclasses.dataclass
+    class Program:
+        launcher: Launcher
+        lr: float = 0.1
+
+    line = [
+        "--launcher.nproc-per-host",
+        "2",
+        "--launcher.log-dir",
+        str(tmp_path),
+        "--launcher.rpc",
+        "--lr",
+        "3",
+    ]
+    made = tyro.cli(Program, args=[*line, "--launcher.hosts", "localhost", "127.0.0.1"])
+    assert (made.launcher.nproc_per_host, made.launcher.rpc, made.lr) == (2, True, 3.0)
+    assert made.launcher.run(lambda: os.environ["RANK"]).results == {
+        "localhost": ["0", "1"],
+        "127.0.0.1": ["2", "3"],
+    }
 
 
 SCRIPT = """

@@ -5,16 +5,18 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
 
+import psutil
 import pytest
 import torch
 
 import torchopt_dist as todist
 from tests.distributed.bare import say, soon, watch
-from tests.launch.families import alive, assert_gone, start_a_family
+from tests.launch.families import alive, assert_gone, family_of, start_a_family
 from torchopt_dist.launch import Launcher
 
 pytestmark = pytest.mark.timeout(60)
@@ -283,3 +285,79 @@ def test_a_crash_after_the_function_has_returned_is_told_and_the_values_are_kept
     assert [record.getMessage() for record in caplog.records] == [
         "rank 1 on localhost returned its value, and then ended with status 9"
     ]
+
+
+def test_a_worker_that_is_stopped_is_an_error_unless_it_goes_on_in_time(tmp_path):
+    def work():
+        print("before")
+        if os.environ["RANK"] == "1":
+            start_a_family(tmp_path)
+            say(tmp_path / "pid", str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return "went on"
+
+    start = time.monotonic()
+    with pytest.raises(
+        todist.WorkerFailedError, match="rank 1 on localhost was stopped by SIGSTOP and did not go"
+    ) as caught:
+        Launcher(nproc_per_host=2, handlers=[], halted_timeout=1).run(work)
+    assert time.monotonic() - start < 15
+    assert (caught.value.rank, caught.value.signal, caught.value.exit_code) == (1, "SIGSTOP", None)
+    assert caught.value.log == ("before",)
+    assert_gone([int(pid) for pid in (tmp_path / "family1").read_text().split()])
+
+    def wake():
+        assert watch(tmp_path / "pid")
+        pid = int((tmp_path / "pid").read_text())
+        while psutil.Process(pid).status() != psutil.STATUS_STOPPED:
+            time.sleep(0.005)
+        os.kill(pid, signal.SIGCONT)
+
+    for name in ("pid", "family1"):
+        (tmp_path / name).unlink()
+    thread = threading.Thread(target=wake)
+    thread.start()
+    assert Launcher(nproc_per_host=2, handlers=[], halted_timeout=30).run(work).rank(1) == "went on"
+    thread.join()
+
+
+def test_an_agent_that_gives_no_sign_of_life_is_killed_and_named(tmp_path):
+    def work():
+        start_a_family(tmp_path)
+        if os.environ["RANK"] == "0":
+            os.kill(os.getppid(), signal.SIGSTOP)
+        threading.Event().wait()
+
+    message = (
+        "the agent on localhost gave no sign of life for 2 s, and was killed; rank 0 on localhost, rank 1"
+    )
+    start = time.monotonic()
+    with pytest.raises(todist.AgentFailedError, match=message):
+        Launcher(nproc_per_host=2, handlers=[], agent_timeout=2).run(work)
+    assert time.monotonic() - start < 15
+    assert_gone(family_of(tmp_path))
+
+
+def test_a_launcher_that_is_stopped_for_a_while_finds_its_workers_at_work(tmp_path):
+    """Ctrl-Z and fg: the launcher, too, has heard nothing for a while, and that was its own doing."""
+    script = (
+        "import os, time\n"
+        "from torchopt_dist.launch import Launcher\n"
+        "def work():\n"
+        f"    open({str(tmp_path / 'up')!r}, 'w').close()\n"
+        "    time.sleep(3.5)\n"
+        "    return 1\n"
+        "print(Launcher(nproc_per_host=1, agent_timeout=1.5).run(work).rank(0))\n"
+    )
+    program = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert watch(tmp_path / "up")
+        program.send_signal(signal.SIGSTOP)
+        time.sleep(2.5)  # longer than `agent_timeout`
+        program.send_signal(signal.SIGCONT)
+        out, err = program.communicate(timeout=30)
+        assert (out, program.returncode) == ("1\n", 0), err
+    finally:
+        program.kill()

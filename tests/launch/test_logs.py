@@ -219,3 +219,35 @@ def test_files_are_made_nowhere_else(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Launcher(nproc_per_host=1, handlers=[]).run(say_something)
     assert list(Path().iterdir()) == []
+
+
+def test_by_default_every_rank_has_a_file_of_this_launch(tmp_path, monkeypatch):
+    monkeypatch.setenv("TODIST_LOG_DIR", str(tmp_path / "logs"))
+
+    def work():
+        if os.environ["RANK"] != "2":
+            print("I am", os.environ["RANK"])
+
+    for _ in range(2):
+        Launcher(nproc_per_host=3, handlers=[]).run(work)
+    folders = sorted((tmp_path / "logs").iterdir())
+    assert len(folders) == 2
+    for folder in folders:  # a rank that says nothing has no file
+        assert {file.name: file.read_text() for file in folder.iterdir()} == {
+            "rank0.log": "I am 0\n",
+            "rank1.log": "I am 1\n",
+        }
+    monkeypatch.delenv("TODIST_LOG_DIR")
+    monkeypatch.chdir(tmp_path)
+    Launcher(nproc_per_host=1, handlers=[]).run(work)
+    assert [file.name for file in (tmp_path / "todist_logs").rglob("*.log")] == ["rank0.log"]
+
+
+def test_a_launch_that_is_silent_or_asked_to_makes_no_files(tmp_path, monkeypatch):
+    monkeypatch.setenv("TODIST_LOG_DIR", str(tmp_path / "logs"))
+    Launcher(nproc_per_host=1, handlers=[]).run(lambda: None)
+    Launcher(nproc_per_host=1, handlers=[], log_dir=None).run(print, "line")
+    Launcher(nproc_per_host=1, handlers=[], log_dir="none").run(print, "line")
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setenv("TODIST_LOG_DIR", "/proc/todist/logs")  # where no folder can be made
+    assert Launcher(nproc_per_host=1, handlers=[]).run(lambda: print("line") or 3).rank(0) == 3

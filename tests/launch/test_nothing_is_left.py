@@ -50,7 +50,7 @@ def test_an_agent_that_is_killed_is_an_error_and_leaves_no_worker(tmp_path):
     started = time.monotonic()
     with pytest.raises(
         todist.errors.AgentFailedError,
-        match="the agent on localhost died, and rank 0 on localhost, rank 1 on localhost was ended with it",
+        match="the agent on localhost died; rank 0 on localhost, rank 1 on localhost was ended with it",
     ):
         ON_TWO.run(main)
     assert time.monotonic() - started < soon(5.0)
@@ -63,7 +63,7 @@ def test_a_server_that_cannot_start_is_an_error(tmp_path, monkeypatch, capfd):
     (tmp_path / "psutil.py").write_text("raise RuntimeError('broken here')")
     monkeypatch.syspath_prepend(str(tmp_path))
     launcher = Launcher(nproc_per_host=1, handlers=[], env={"TORCH_SHOW_CPP_STACKTRACES": "0"})
-    with pytest.raises(todist.errors.AgentFailedError, match="died before it started a worker"):
+    with pytest.raises(todist.errors.AgentFailedError, match="died, before it started a worker"):
         launcher.run(os.getpid)
     assert "broken here" in capfd.readouterr().err
 

@@ -9,24 +9,37 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import select
 import signal
 import socket
 import time
+from collections.abc import Iterator
 from typing import NoReturn
 
 import psutil
 import setproctitle
 
 from torchopt_dist.launch import worker
-from torchopt_dist.launch.messages import Exited, Started, StartWorker, Stop, receive, send
+from torchopt_dist.launch.messages import (
+    Alive,
+    Exited,
+    Halted,
+    Started,
+    StartWorker,
+    Stop,
+    receive,
+    send,
+    send_at_once,
+)
 
 __all__ = ["adopt_orphans", "end_tree", "reap", "serve", "wake_on_children"]
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 KILL_SECONDS = 3.0
 """For killed processes to end; one that the kernel holds, in a broken file system say, may not."""
+ALIVE_SECONDS = 1.0
 JANITOR_SECONDS = 0.5
 JANITORS = ("multiprocessing.resource_tracker", "torch_shm_manager")
 """Programs that unlink shared memory when those who used it have ended, and then end themselves."""
@@ -54,15 +67,19 @@ def serve(control: socket.socket, launcher_pid: int) -> None:
     woken, wake = wake_on_children()
     ranks: dict[int, int] = {}
     own = (launcher, woken, wake)
+    spoke = -math.inf
     while True:
         watched: list[socket.socket | int] = [control, launcher, woken]
-        ready, _, _ = select.select(watched, [], [])
+        ready, _, _ = select.select(watched, [], [], ALIVE_SECONDS)
         if woken in ready:
             os.read(woken, 1 << 12)
-        for pid, status in reap():
-            if pid in ranks:
-                with contextlib.suppress(OSError):
-                    send(control, Exited(ranks.pop(pid), status))
+        for message in _changes(ranks):
+            with contextlib.suppress(OSError):  # the launcher's end is seen below
+                send(control, message)
+        if time.monotonic() - spoke > ALIVE_SECONDS:
+            spoke = time.monotonic()
+            with contextlib.suppress(OSError):  # nor does a launcher that has been stopped make an agent wait
+                send_at_once(control, Alive(os.getpid()))
         if launcher not in ready and control not in ready:
             continue
         received = receive(control) if launcher not in ready else None
@@ -132,11 +149,29 @@ def reap() -> list[tuple[int, int]]:
     return ended
 
 
+def _changes(ranks: dict[int, int]) -> Iterator[Exited | Halted]:
+    """What has become of workers; those that have ended leave ``ranks``."""
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
+            if pid == 0:
+                return
+            if pid not in ranks:
+                continue
+            if os.WIFSTOPPED(status):
+                yield Halted(ranks[pid], os.WSTOPSIG(status))
+            elif os.WIFCONTINUED(status):
+                yield Halted(ranks[pid], None)
+            else:
+                yield Exited(ranks.pop(pid), os.waitstatus_to_exitcode(status))
+
+
 def _end(workers: list[int], grace: float) -> None:
     """End the workers, gently first, and then everything that is left below this process."""
     if grace > 0 and workers:
         for pid in workers:
             _signal(pid, signal.SIGTERM)
+            _signal(pid, signal.SIGCONT)  # should it have been stopped
         _wait_until_ended(set(workers), grace)
     deadline = time.monotonic() + KILL_SECONDS
     janitors_until = time.monotonic() + JANITOR_SECONDS

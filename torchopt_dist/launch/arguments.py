@@ -12,6 +12,14 @@ def parse_nproc(text: str) -> int | str:
     return int(text) if text.lstrip("-").isdecimal() else text
 
 
+class _Hosts(argparse.Action):
+    """Names; the words ``auto`` and ``slurm``, alone, are what they are to a launcher."""
+
+    def __call__(self, parser: object, namespace: object, values: object, option: object = None) -> None:
+        assert isinstance(values, list)
+        setattr(namespace, self.dest, values[0] if values in (["auto"], ["slurm"]) else values)
+
+
 def add_launcher_args(parser: argparse.ArgumentParser) -> None:
     """Add ``--hosts``, ``--nproc-per-host``, ``--rpc`` and so on, a group of options of their own.
 
@@ -36,7 +44,7 @@ def add_launcher_args(parser: argparse.ArgumentParser) -> None:
     def add(name: str, **options: object) -> None:
         group.add_argument(name, default=argparse.SUPPRESS, **options)  # type: ignore[arg-type]
 
-    add("--hosts", nargs="+", metavar="HOST", help="hosts to run on; the default is this machine")
+    add("--hosts", nargs="+", action=_Hosts, metavar="HOST", help="hosts, or slurm; the default is auto")
     add(
         "--nproc-per-host",
         type=parse_nproc,
@@ -45,9 +53,27 @@ def add_launcher_args(parser: argparse.ArgumentParser) -> None:
     )
     add("--rpc", action="store_true", help="connect the workers for remote calls")
     add("--max-restarts", type=int, metavar="N", help="start all workers again so often; the default is 0")
-    add("--log-dir", metavar="DIR", help="a folder for every rank's output")
+    add(
+        "--log-dir",
+        metavar="DIR",
+        help="a folder for every rank's output; none: no files; the default is auto",
+    )
     add("--env-file", metavar="FILE", help="variables for the workers, a line NAME=value each")
+    add(
+        "--copy-env",
+        nargs="+",
+        metavar="PATTERN",
+        help="variables that workers on other machines get, such as CUDA*",
+    )
+    add("--python", metavar="FILE", help="the interpreter on other machines; the default is this one's path")
+    add("--ssh-config", metavar="FILE", help="SSH's configuration; the default is ~/.ssh/config")
     add("--master-port", type=int, metavar="PORT", help="where workers meet; the default is a free port")
     add("--timeout", type=float, metavar="SECONDS", help="give up after so long; the default is never")
     add("--start-timeout", type=float, metavar="SECONDS", help="for the workers to start; the default is 120")
     add("--stop-timeout", type=float, metavar="SECONDS", help="between SIGTERM and SIGKILL; the default is 3")
+    add(
+        "--agent-timeout",
+        type=float,
+        metavar="SECONDS",
+        help="for a sign of life of a host; the default is 5",
+    )

@@ -1,21 +1,17 @@
-"""``hosts``, ``nproc_per_host`` → how many workers run on which machine.
-
-So far every host is this machine, under one of its names; it may be given more than once.
-"""
+"""``hosts``, ``nproc_per_host`` → how many workers run on which machine."""
 
 from __future__ import annotations
 
-import os
-import socket
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import psutil
-import torch
+from torchopt_dist.launch import remote, slurm, ssh
+from torchopt_dist.launch.machine import Machine, ThisMachine, is_this_machine
 
-__all__ = ["Host", "find_hosts"]
+__all__ = ["Host", "find_hosts", "name_hosts"]
 
-SLURM = "SLURM_JOB_NUM_NODES"
+Reach = Callable[[Sequence[str]], dict[str, Machine]]
 
 
 @dataclass(frozen=True)
@@ -26,25 +22,60 @@ class Host:
         name: the name that results and errors have; the second ``"localhost"`` is ``"localhost#2"``.
         workers: how many workers run there.
         first_rank: the rank of its first worker; the others follow.
+        machine: the machine it is.
     """
 
     name: str
     workers: int
     first_rank: int
+    machine: Machine
 
 
-def find_hosts(hosts: str | Sequence[str], nproc_per_host: int | str | Sequence[int | str]) -> list[Host]:
+def name_hosts(hosts: str | Sequence[str]) -> list[str]:
+    """The names of the hosts; a machine that is meant twice is named twice.
+
+    Args:
+        hosts: ``"auto"``, ``"slurm"``, or names of the form ``[user@]host[:port]``.
+
+    Raises:
+        ValueError: there is no host, a name has another form, or the hosts of a SLURM job cannot be told.
+        TypeError: a name is no string.
+    """
+    if hosts == "slurm" or (hosts == "auto" and slurm.has_several_hosts()):
+        return slurm.hosts_of_job()
+    if hosts == "auto":
+        return ["localhost"]
+    if isinstance(hosts, str):
+        raise TypeError(
+            f'`hosts` must be "auto", "slurm" or a list of names, got {hosts!r}: write [{hosts!r}]'
+        )
+    names = list(hosts)
+    if not names:
+        raise ValueError("`hosts` must have at least one host, got none")
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"`hosts` must hold names, got {type(name).__name__} {name!r}")
+        if not is_this_machine(name):
+            ssh.check_name(name)
+    return names
+
+
+def find_hosts(
+    hosts: str | Sequence[str], nproc_per_host: int | str | Sequence[int | str], reach: Reach | None = None
+) -> list[Host]:
     """Say how many workers run on each host.
 
     Args:
-        hosts: ``"auto"``, or names of hosts.
+        hosts: as in :func:`name_hosts`.
         nproc_per_host: a number, ``"auto"``, ``"cpu"``, ``"gpu"`` or ``"gpu:<number>"``; or one of these for each host.
+        reach: names of other machines → these; ``None`` means by SSH, as it is configured.
 
     Raises:
-        ValueError: a host is not this machine, or a number is below 1 or above what the machine has.
+        ValueError: an argument is out of range, or asks for more than a machine has.
         TypeError: an argument is of the wrong type.
+        InitializationError: a host cannot be reached.
     """
-    names = _names(hosts)
+    names = name_hosts(hosts)
     if isinstance(nproc_per_host, (int, str)):
         numbers: list[int | str] = [nproc_per_host] * len(names)
     else:
@@ -53,66 +84,66 @@ def find_hosts(hosts: str | Sequence[str], nproc_per_host: int | str | Sequence[
             raise ValueError(
                 f"`nproc_per_host` must have a number for each of the {len(names)} hosts, got {numbers}"
             )
+    for number in numbers:
+        _check_number(number)
+    machines = _machines(names, reach or _by_ssh)
+    of_job = isinstance(hosts, str)  # and not named by the user
+    cpus = slurm.cpus_per_host(len(names)) if of_job else [None] * len(names)
+    gpus = slurm.gpus_per_host(len(names)) if of_job else [None] * len(names)
     found: list[Host] = []
     rank = 0
     for index, (name, number) in enumerate(zip(names, numbers, strict=True)):
         before = names[:index].count(name)
-        workers = _workers(number)
-        found.append(Host(f"{name}#{before + 1}" if before else name, workers, rank))
+        machine = machines[name]
+        room = (_least(machine.cores, cpus[index]), _least(machine.gpus, gpus[index]))
+        workers = _workers(number, name, *room)
+        found.append(Host(f"{name}#{before + 1}" if before else name, workers, rank, machine))
         rank += workers
     return found
 
 
-def _names(hosts: str | Sequence[str]) -> list[str]:
-    if hosts == "auto":
-        nodes = os.environ.get(SLURM, "1")
-        if nodes != "1":
-            raise ValueError(
-                f'`hosts="auto"` must find this machine alone, got a SLURM job of {nodes} nodes ({SLURM}): workers '
-                'are launched on this machine only; ask for that with `hosts=["localhost"]`, or use `srun torchrun`'
-            )
-        return ["localhost"]
-    if isinstance(hosts, str):
-        raise TypeError(f'`hosts` must be "auto" or a list of names, got {hosts!r}: write [{hosts!r}]')
-    names = list(hosts)
-    if not names:
-        raise ValueError("`hosts` must have at least one host, got none")
-    for name in names:
-        if not isinstance(name, str):
-            raise TypeError(f"`hosts` must hold names, got {type(name).__name__} {name!r}")
-        if not _is_this_machine(name):
-            raise ValueError(
-                f"`hosts` must hold names or addresses of this machine, such as 'localhost' or "
-                f"{socket.gethostname()!r}, since workers are launched here only, got {name!r}"
-            )
-    return names
+def _by_ssh(names: Sequence[str]) -> dict[str, Machine]:
+    options = remote.SshOptions(sys.executable, None, remote.PATIENCE)
+    return dict(remote.connect(names, options, remote.START_SECONDS))
 
 
-def _is_this_machine(name: str) -> bool:
-    own = socket.gethostname()
-    addresses = {a.address for known in psutil.net_if_addrs().values() for a in known}
-    return name in {"localhost", "127.0.0.1", "::1", own, own.partition(".")[0]} | addresses
+def _machines(names: list[str], reach: Reach) -> dict[str, Machine]:
+    here = {name for name in names if is_this_machine(name)}
+    others = [name for name in dict.fromkeys(names) if name not in here]
+    machines: dict[str, Machine] = dict.fromkeys(here, ThisMachine())
+    return machines | (reach(others) if others else {})
 
 
-def _workers(number: int | str) -> int:
-    rule = '`nproc_per_host` must be an integer, "auto", "cpu", "gpu" or "gpu:<number>", or a list of these'
+def _least(there: int, of_job: int | None) -> int:
+    return there if of_job is None else min(there, of_job)
+
+
+RULE = '`nproc_per_host` must be an integer, "auto", "cpu", "gpu" or "gpu:<number>", or a list of these'
+
+
+def _check_number(number: int | str) -> None:
     if isinstance(number, bool) or not isinstance(number, (int, str)):
-        raise TypeError(f"{rule}, got {type(number).__name__} {number!r}")
+        raise TypeError(f"{RULE}, got {type(number).__name__} {number!r}")
     if isinstance(number, int):
         if number < 1:
             raise ValueError(f"`nproc_per_host` must be at least 1, got {number}")
-        return number
+        return
     kind, _, asked = number.partition(":")
     if kind not in ("auto", "cpu", "gpu") or (asked and (kind != "gpu" or not asked.isdecimal())):
-        raise ValueError(f"{rule}, got {number!r}")
-    gpus = 0 if kind == "cpu" else torch.cuda.device_count()
+        raise ValueError(f"{RULE}, got {number!r}")
+    if asked and int(asked) < 1:
+        raise ValueError(f"`nproc_per_host` must ask for at least one GPU, got {number!r}")
+
+
+def _workers(number: int | str, name: str, cores: int, gpus: int) -> int:
+    if isinstance(number, int):
+        return number
+    kind, _, asked = number.partition(":")
     if kind == "gpu":
         wanted = int(asked) if asked else max(gpus, 1)
-        if wanted < 1:
-            raise ValueError(f"`nproc_per_host` must ask for at least one GPU, got {number!r}")
         if wanted > gpus:
             raise ValueError(
-                f"`nproc_per_host` must not ask for more GPUs than there are, {gpus} on this machine, got {number!r}"
+                f"`nproc_per_host` must not ask for more GPUs than there are, {gpus} on {name}, got {number!r}"
             )
         return wanted
-    return gpus or len(os.sched_getaffinity(0))
+    return cores if kind == "cpu" else gpus or cores

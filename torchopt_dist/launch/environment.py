@@ -4,12 +4,33 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from torchopt_dist.launch.cluster import Host
+if TYPE_CHECKING:
+    from torchopt_dist.launch.cluster import Host
 
-__all__ = ["read_env_file", "torchrun_variables"]
+__all__ = ["COPIED", "chosen_by", "read_env_file", "torchrun_variables"]
+
+COPIED = (
+    "PATH",
+    "LD_LIBRARY_PATH",
+    "LIBRARY_PATH",
+    "PYTHON*",
+    "VIRTUAL_ENV",
+    "CUDA*",
+    "TORCH*",
+    "PYTORCH*",
+    "NCCL_*",
+    "GLOO_*",
+    "TP_*",
+    "OMP_*",
+    "MKL_*",
+    "TODIST_*",
+)
+"""Variables that go to other hosts, unless others are asked for."""
 
 LINE = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)\s*=\s*(.*)")
 
@@ -61,6 +82,17 @@ def torchrun_variables(
     if here.workers > 1 and "OMP_NUM_THREADS" not in env:
         variables["OMP_NUM_THREADS"] = 1
     return {name: str(value) for name, value in variables.items()}
+
+
+def chosen_by(patterns: Iterable[str], env: Mapping[str, str]) -> dict[str, str]:
+    """The variables whose names match one of the patterns, such as ``"CUDA*"``.
+
+    Example:
+        >>> chosen_by(["HOME", "N*"], {"HOME": "/root", "NO": "1", "ON": "2"})
+        {'HOME': '/root', 'NO': '1'}
+    """
+    patterns = tuple(patterns)
+    return {name: env[name] for name in env if any(fnmatchcase(name, pattern) for pattern in patterns)}
 
 
 def read_env_file(path: str | os.PathLike[str]) -> dict[str, str]:

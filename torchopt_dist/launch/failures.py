@@ -95,18 +95,47 @@ def death(rank: int, host: str, status: int, log: tuple[str, ...], *, asked: boo
     """
     name = None
     if status < 0:
-        named = -status in signal.valid_signals() and -status < signal.SIGRTMIN
-        name = signal.Signals(-status).name if named else f"signal {-status}"
+        name = _signal_name(-status)
         how = f"was ended by {name}"
     else:
         how = f"called sys.exit({status})" if asked else f"exited with code {status}"
-    said = "\n".join(f"    {line}" for line in log[-LINES_IN_MESSAGE:])
     return WorkerFailedError(
-        f"rank {rank} on {host} {how} before its function returned"
-        + (f"; the last lines of its log:\n{said}" if log else "; its log is empty"),
+        f"rank {rank} on {host} {how} before its function returned{_said(log)}",
         rank=rank,
         host=host,
         exit_code=None if status < 0 else status,
         signal=name,
         log=log,
     )
+
+
+def halt(rank: int, host: str, number: int, seconds: float, log: tuple[str, ...]) -> WorkerFailedError:
+    """The error that tells of a worker that has been stopped and does not go on.
+
+    Args:
+        rank: its rank.
+        host: its host.
+        number: the signal that stopped it.
+        seconds: for how long.
+        log: its last lines.
+    """
+    name = _signal_name(number)
+    return WorkerFailedError(
+        f"rank {rank} on {host} was stopped by {name} and did not go on for {seconds:g} s{_said(log)}",
+        rank=rank,
+        host=host,
+        exit_code=None,
+        signal=name,
+        log=log,
+    )
+
+
+def _signal_name(number: int) -> str:
+    named = number in signal.valid_signals() and number < signal.SIGRTMIN
+    return signal.Signals(number).name if named else f"signal {number}"
+
+
+def _said(log: tuple[str, ...]) -> str:
+    if not log:
+        return "; its log is empty"
+    return "; the last lines of its log:\n" + "\n".join(f"    {line}" for line in log[-LINES_IN_MESSAGE:])

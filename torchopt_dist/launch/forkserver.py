@@ -29,7 +29,7 @@ import psutil
 from torchopt_dist.launch import agent
 from torchopt_dist.launch.messages import ForkAgent, pair, receive, send
 
-__all__ = ["inherit", "request_agent", "serve"]
+__all__ = ["PRELOAD", "fork_server", "inherit", "request_agent", "serve"]
 
 PRELOAD = ("numpy.random", "torch", "torch.distributed.rpc", "setproctitle", "psutil", "torchopt_dist")
 PRELOAD_WHEN_IDLE = "torch._dynamo"
@@ -108,6 +108,28 @@ def request_agent(env: Mapping[str, str]) -> socket.socket:
                 _server = None
                 if fresh:
                     raise
+
+
+def fork_server(not_for_it: tuple[int, ...]) -> None:
+    """Make a server of a fork of this process, which has imported what a server imports and has one thread.
+
+    Args:
+        not_for_it: descriptors that it must not hold.
+    """
+    global _server
+    ours, theirs = pair()
+    launcher_pid = os.getpid()
+    if os.fork() == 0:
+        try:
+            os.setsid()
+            ours.close()
+            for descriptor in not_for_it:
+                os.close(descriptor)
+            serve(theirs.detach(), launcher_pid)
+        finally:
+            os._exit(0)
+    theirs.close()
+    _server = _Server(ours, _read_on_import(os.environ))
 
 
 def inherit(requests: socket.socket) -> None:

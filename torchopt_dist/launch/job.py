@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import os
+import select
 import selectors
-import signal
 import socket
 import time
 from collections.abc import Mapping
@@ -27,11 +28,14 @@ from torchopt_dist.errors import (
 )
 from torchopt_dist.launch.cluster import Host
 from torchopt_dist.launch.environment import torchrun_variables
-from torchopt_dist.launch.failures import EXIT_SECONDS, Failures, death, revive
-from torchopt_dist.launch.forkserver import request_agent
+from torchopt_dist.launch.failures import EXIT_SECONDS, Failures, death, halt, revive
 from torchopt_dist.launch.logs import LineReader, WorkerLogs
+from torchopt_dist.launch.machine import Machine, kill
+from torchopt_dist.launch.meeting import Meeting
 from torchopt_dist.launch.messages import (
+    Alive,
     Exited,
+    Halted,
     Raised,
     Returned,
     Running,
@@ -43,14 +47,27 @@ from torchopt_dist.launch.messages import (
     send,
     unpack,
 )
-from torchopt_dist.launch.store import ADDRESS, open_store
 
-__all__ = ["Job", "Times"]
+__all__ = ["Job", "Orders", "Times"]
 
 log = logging.getLogger(__package__)
 
+SILENT_THERE = 1.5
 AGENT_SECONDS = 5.0
 """For an agent to end, beside what workers are given."""
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What the workers on one machine take over from the launcher.
+
+    Attributes:
+        env: the environment.
+        header: descriptor of the packed :class:`~torchopt_dist.launch.messages.Header`.
+    """
+
+    env: Mapping[str, str]
+    header: int
 
 
 @dataclass(frozen=True)
@@ -62,12 +79,16 @@ class Times:
         start: for all workers to be about to call their functions.
         stop: for workers that are told to stop, before they are killed.
         exit: for processes whose function has returned to end.
+        agent: for a sign of life of an agent.
+        halted: for a worker that a signal has stopped to go on; ``None`` means as long as it takes.
     """
 
     whole: float | None
     start: float
     stop: float
     exit: float
+    agent: float
+    halted: float | None
 
 
 @dataclass(eq=False)
@@ -86,6 +107,8 @@ class _Worker:
     failed: bool = False
     status: int | None = None
     """Its exit code, or minus a signal, once its process has ended."""
+    halted: tuple[float, int] | None = None
+    """Since when it has been stopped, and by which signal."""
 
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.host}"
@@ -98,6 +121,9 @@ class _Agent:
     host: Host
     control: socket.socket
     workers: list[_Worker] = field(default_factory=list)
+    pid: int | None = None
+    heard: float = math.inf
+    """When it last gave a sign of life."""
     ended: bool = False
 
 
@@ -106,9 +132,8 @@ class Job:
 
     Args:
         hosts: where, and how many.
-        header: descriptor of the packed :class:`~torchopt_dist.launch.messages.Header`.
+        orders: for each machine, what its workers take over.
         task: descriptor of the packed function and its arguments.
-        env: the environment that the workers will have.
         rpc: whether to connect the workers for remote calls.
         port: where the workers' store listens; 0 means any free port.
         logs: where the workers' output goes.
@@ -122,9 +147,8 @@ class Job:
         self,
         *,
         hosts: list[Host],
-        header: int,
+        orders: Mapping[Machine, Orders],
         task: int,
-        env: Mapping[str, str],
         rpc: bool,
         port: int,
         logs: WorkerLogs,
@@ -133,7 +157,7 @@ class Job:
         restarts: int,
         max_restarts: int,
     ) -> None:
-        self._hosts, self._header, self._task, self._env, self._rpc = hosts, header, task, env, rpc
+        self._hosts, self._orders, self._task, self._rpc = hosts, orders, task, rpc
         self._port, self._logs, self._times = port, logs, times
         self._run_id, self._restarts, self._max_restarts = run_id, restarts, max_restarts
         self._agents: list[_Agent] = []
@@ -153,27 +177,28 @@ class Job:
             InitializationError: the workers have not started in time, or the port is taken.
             SerializationError: a value cannot be read here.
         """
-        store = open_store(self._port)
+        meeting = Meeting([host.machine for host in self._hosts], self._port)
         grace = self._times.stop
         try:
             try:
                 for index in range(len(self._hosts)):
-                    self._start_host(index, store.port)
+                    self._start_host(index, meeting)
                 self._watch()
                 grace = 0.0
                 self._tell_bad_exits()
             finally:
                 self._end(grace)
-                del store  # now, and not when the error and its frames are forgotten
+                meeting.close()
             return [_value(worker) for worker in self._workers]
         finally:
             for worker in self._workers:
                 if worker.result is not None:
                     os.close(worker.result)
 
-    def _start_host(self, index: int, port: int) -> None:
+    def _start_host(self, index: int, meeting: Meeting) -> None:
         host = self._hosts[index]
-        agent = _Agent(host, request_agent(self._env))
+        env = self._orders[host.machine].env
+        agent = _Agent(host, host.machine.request_agent(env))
         self._agents.append(agent)
         agent.control.setblocking(False)
         self._selector.register(
@@ -184,11 +209,11 @@ class Job:
                 hosts=self._hosts,
                 host=index,
                 local_rank=local_rank,
-                master=(ADDRESS, port),
+                master=(meeting.address, meeting.port),
                 run_id=self._run_id,
                 restarts=self._restarts,
                 max_restarts=self._max_restarts,
-                env=self._env,
+                env=env,
             )
             self._start_worker(agent, local_rank, variables)
 
@@ -212,7 +237,7 @@ class Job:
                     StartWorker(rank, variables, self._rpc),
                     for_worker.fileno(),
                     *(reader.for_worker for reader in output),
-                    self._header,
+                    self._orders[agent.host.machine].header,
                     self._task,
                 )
                 agent.control.setblocking(False)
@@ -240,6 +265,7 @@ class Job:
             self._raise_if_late(now)
             for key, _ in self._selector.select(self._patience(now, returned_at)):
                 key.data()
+            self._notice_silence()
 
     def _tell_bad_exits(self) -> None:
         for worker in self._workers:
@@ -261,6 +287,9 @@ class Job:
             ends.append(self._started + self._times.start)
         if self._times.whole is not None:
             ends.append(self._started + self._times.whole)
+        ends += [self._silent_at(agent) for agent in self._agents if agent.heard < math.inf]
+        if self._times.halted is not None:
+            ends += [worker.halted[0] + self._times.halted for worker in self._workers if worker.halted]
         return max(0.0, min(ends) - now) + 1e-3 if ends else None
 
     def _raise_if_late(self, now: float) -> None:
@@ -276,6 +305,30 @@ class Job:
                 f"{', '.join(map(str, waiting))} did not return within `timeout`, {whole:g} s"
             )
 
+    def _silent_at(self, agent: _Agent) -> float:
+        """When an agent counts as lost. If nothing at all is heard of its machine, that is known before."""
+        return agent.heard + self._times.agent * (1.0 if agent.host.machine.here else SILENT_THERE)
+
+    def _notice_silence(self) -> None:
+        """Of agents that have nothing to say, not even that they live, and of workers that have been stopped."""
+        now = time.monotonic()
+        for agent in self._agents:
+            if not agent.ended and now > self._silent_at(agent):
+                if select.select([agent.control], [], [], 0)[0]:
+                    continue  # it is this process that has been slow
+                if agent.pid is not None:
+                    agent.host.machine.kill_agent(agent.pid)
+                self._agent_ended(agent, f"gave no sign of life for {self._times.agent:g} s, and was killed")
+        for worker in self._workers:
+            seconds = self._times.halted
+            if worker.halted is None or seconds is None or now <= worker.halted[0] + seconds:
+                continue
+            number = worker.halted[1]
+            worker.halted = None
+            if worker.result is None and not worker.failed:
+                worker.failed = True
+                self._failures.add(halt(worker.rank, worker.host, number, seconds, self._tail(worker)))
+
     def _read(self, reader: LineReader) -> None:
         if not reader.read():
             self._selector.unregister(reader)
@@ -286,18 +339,23 @@ class Job:
         except BlockingIOError:
             return
         if received is None:
-            agent.ended = True
-            self._selector.unregister(agent.control)
-            self._agent_died(agent)
+            lost = agent.host.machine.why_lost()
+            self._agent_ended(agent, "died" if lost is None else f"was lost: {lost}")
             return
         message, _ = received
+        agent.heard = time.monotonic()
+        if isinstance(message, Alive):
+            agent.pid = message.pid
+            return
         worker = next((worker for worker in agent.workers if worker.rank == message.rank), None)
         assert worker is not None
         if isinstance(message, Started):
             worker.pid = message.pid
         elif isinstance(message, Exited):
-            worker.status = message.status
+            worker.status, worker.halted = message.status, None
             self._worker_ended(worker)
+        elif isinstance(message, Halted):
+            worker.halted = None if message.signal is None else (time.monotonic(), message.signal)
 
     def _hear_worker(self, worker: _Worker) -> None:
         while True:
@@ -331,18 +389,20 @@ class Job:
             error = self._death(worker, worker.status, asked=False)
             self._failures.add(error, EXIT_SECONDS if worker.status >= 0 else 0.0)
 
-    def _agent_died(self, agent: _Agent) -> None:
+    def _agent_ended(self, agent: _Agent, how: str) -> None:
+        agent.ended, agent.heard = True, math.inf
+        self._selector.unregister(agent.control)
         for worker in agent.workers:
             self._hear_worker(worker)
         left = [worker for worker in agent.workers if worker.result is None and not worker.failed]
         for worker in agent.workers:
-            if worker.pid is not None and worker.status is None:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(worker.pid, signal.SIGKILL)
+            if agent.host.machine.here and worker.pid is not None and worker.status is None:
+                kill(worker.pid)
+            worker.halted = None
         error = AgentFailedError(
-            f"the agent on {agent.host.name} died, and {', '.join(map(str, left)) or 'no worker'} was ended with it"
+            f"the agent on {agent.host.name} {how}; {', '.join(map(str, left)) or 'no worker'} was ended with it"
             if any(worker.pid for worker in agent.workers)
-            else f"the agent on {agent.host.name} died before it started a worker; "
+            else f"the agent on {agent.host.name} {how}, before it started a worker; "
             "what it or its forkserver said is on standard error"
         )
         for worker in left:
@@ -350,9 +410,12 @@ class Job:
         self._failures.add(error, 0.0)
 
     def _death(self, worker: _Worker, status: int, asked: bool) -> WorkerFailedError:
+        return death(worker.rank, worker.host, status, self._tail(worker), asked=asked)
+
+    def _tail(self, worker: _Worker) -> tuple[str, ...]:
         for reader in worker.output:
             reader.drain()
-        return death(worker.rank, worker.host, status, self._logs.tail(worker.rank), asked=asked)
+        return self._logs.tail(worker.rank)
 
     def _end(self, grace: float) -> None:
         """Have everything ended, and hand on the last lines."""

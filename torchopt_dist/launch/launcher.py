@@ -7,6 +7,7 @@ The way of a launch: ``launcher.py`` → ``cluster.py`` (which machines) → ``j
 
 from __future__ import annotations
 
+import linecache
 import logging
 import math
 import os
@@ -19,10 +20,12 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 from torchopt_dist.errors import RemoteError, SerializationError, WorkerFailedError
 from torchopt_dist.launch.cluster import find_hosts
-from torchopt_dist.launch.environment import read_env_file
-from torchopt_dist.launch.job import Job, Times
-from torchopt_dist.launch.logs import TerminalHandler, WorkerLogs
+from torchopt_dist.launch.environment import COPIED, chosen_by, read_env_file
+from torchopt_dist.launch.job import Job, Orders, Times
+from torchopt_dist.launch.logs import TerminalHandler, WorkerLogs, log_folder
+from torchopt_dist.launch.machine import Machine
 from torchopt_dist.launch.messages import Header, pack
+from torchopt_dist.launch.remote import PATIENCE, START_SECONDS, SshOptions, connect
 
 __all__ = ["LaunchResult", "Launcher", "launch"]
 
@@ -85,23 +88,35 @@ class Launcher:
     from a process that has imported torch, so that all launches but a program's first one start at once.
 
     Args:
-        hosts: ``"auto"`` or a list of hosts. So far each must be this machine, under one of its names.
+        hosts: a list of hosts, each ``[user@]host[:port]`` or a name of SSH's configuration file. Rank 0 is on the
+            first. Names of this machine need no SSH. ``"slurm"``: those of the SLURM job; ``"auto"``: these if the job
+            has several, else this machine.
         nproc_per_host: the number of workers on each host, or a list with a number for each. ``"cpu"``: one a core;
             ``"gpu"``: one a GPU; ``"gpu:<number>"``: so many, if there are as many GPUs; ``"auto"``: one a GPU if there
             is one, else one a core.
         rpc: connect the workers for remote calls, as ``auto_init_rpc`` does.
         max_restarts: how often all workers are started again after one has failed.
-        log_dir: a folder, made if need be, where every rank's output is added to a file ``rank<n>.log``. ``None``: no
-            files.
+        log_dir: a folder, made if need be, where every rank's output is added to a file ``rank<n>.log``. ``"auto"``: a
+            folder of this launch's own, named after its time, in ``$TODIST_LOG_DIR`` or, if that is not set, in
+            ``todist_logs``, as soon as there is a line. ``None`` or ``"none"``: no files.
         handlers: handlers of ``logging`` that get every line of every rank; see
             ``torchopt_dist.launch.on_ranks``. ``None``: the lines of local rank 0 go to the terminal.
-        env: variables for the workers, besides those of this process.
+        env: variables for the workers, besides those of this process on this machine, and of ``copy_env`` on others.
         env_file: a file of such variables, a line ``NAME=value`` each; ``env`` has the last word.
+        copy_env: patterns of names, such as ``"CUDA*"``, of the variables of this process that workers on other
+            machines get; the rest of their environment is what programs have there.
+        python: the interpreter on other machines; ``None``: this one's path. It must have the same versions of Python,
+            torch and torchopt_dist, and there must be the same working folder.
+        ssh_config: SSH's configuration file; ``None``: ``~/.ssh/config``.
         master_port: the port at which workers meet; 0: a free one.
         timeout: seconds after which the launch is given up. ``None``: never.
         start_timeout: seconds for all workers to reach the function.
         stop_timeout: seconds for workers to end after SIGTERM, when another has failed, before they are killed.
         exit_timeout: seconds for processes to end when all functions have returned, before they are killed.
+        agent_timeout: seconds without a sign of life of a host, before it counts as lost. If it is the launcher that is
+            not heard of, its workers on other hosts are ended.
+        halted_timeout: seconds for a worker that a signal such as SIGSTOP has stopped to go on. ``None``: as long as it
+            takes.
 
     Raises:
         ValueError: an argument is out of range.
@@ -119,15 +134,20 @@ class Launcher:
     nproc_per_host: int | str | Sequence[int | str] = "auto"
     rpc: bool = False
     max_restarts: int = 0
-    log_dir: str | os.PathLike[str] | None = None
+    log_dir: str | Path | None = "auto"
     handlers: Sequence[logging.Handler] | None = None
     env: Mapping[str, str] | None = None
-    env_file: str | os.PathLike[str] | None = None
+    env_file: str | Path | None = None
+    copy_env: Sequence[str] = COPIED
+    python: str | None = None
+    ssh_config: str | Path | None = None
     master_port: int = 0
     timeout: float | None = None
-    start_timeout: float = 120.0
+    start_timeout: float = START_SECONDS
     stop_timeout: float = 3.0
     exit_timeout: float = 10.0
+    agent_timeout: float = PATIENCE
+    halted_timeout: float | None = 5.0
 
     def __post_init__(self) -> None:
         if isinstance(self.max_restarts, bool) or not isinstance(self.max_restarts, int):
@@ -136,9 +156,9 @@ class Launcher:
             raise ValueError(f"`max_restarts` must be at least 0, got {self.max_restarts}")
         if not 0 <= self.master_port < 1 << 16:
             raise ValueError(f"`master_port` must be a port, in [0, 65536), got {self.master_port}")
-        for name in ("timeout", "start_timeout", "stop_timeout", "exit_timeout"):
+        for name in (field.name for field in fields(self) if field.name.endswith("timeout")):
             seconds = getattr(self, name)
-            if seconds is None and name == "timeout":
+            if seconds is None and name in ("timeout", "halted_timeout"):
                 continue
             if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
                 raise TypeError(f"`{name}` must be a number of seconds, got {seconds!r}")
@@ -150,6 +170,8 @@ class Launcher:
         for variable, value in (self.env or {}).items():
             if not isinstance(variable, str) or not isinstance(value, str):
                 raise TypeError(f"`env` must map strings to strings, got {variable!r}: {value!r}")
+        if isinstance(self.copy_env, str) or not all(isinstance(pattern, str) for pattern in self.copy_env):
+            raise TypeError(f"`copy_env` must be a list of patterns, got {self.copy_env!r}")
 
     @classmethod
     def from_args(cls, args: Any) -> Launcher:
@@ -189,29 +211,33 @@ class Launcher:
             raise TypeError(f"`func` must be callable, got {type(func).__name__} {func!r}")
         if not hasattr(os, "pidfd_open") or not hasattr(os, "memfd_create"):
             raise OSError(f"launching workers needs Linux 5.3 or later, got {sys.platform}")
-        hosts = find_hosts(self.hosts, self.nproc_per_host)
-        env = dict(os.environ)
-        if self.env_file is not None:
-            env.update(read_env_file(self.env_file))
-        env.update(self.env or {})
+        hosts = find_hosts(self.hosts, self.nproc_per_host, self._reach)
+        added = {} if self.env_file is None else read_env_file(self.env_file)
+        added.update(self.env or {})
         task = _pack_task(func, args, kwargs)
-        header = pack(Header(env, list(sys.path), list(sys.argv), os.getcwd()))
+        orders = {machine: self._orders(machine, added) for machine in {host.machine for host in hosts}}
         first_ranks = [host.first_rank for host in hosts]
         logs = WorkerLogs(
             [TerminalHandler.of_ranks(first_ranks)] if self.handlers is None else self.handlers,
-            None if self.log_dir is None else Path(self.log_dir),
+            log_folder(self.log_dir),
             range(sum(host.workers for host in hosts)),
         )
-        times = Times(self.timeout, self.start_timeout, self.stop_timeout, self.exit_timeout)
+        times = Times(
+            whole=self.timeout,
+            start=self.start_timeout,
+            stop=self.stop_timeout,
+            exit=self.exit_timeout,
+            agent=self.agent_timeout,
+            halted=self.halted_timeout,
+        )
         run_id = uuid.uuid4().hex
         restarts = 0
         try:
             while True:
                 job = Job(
                     hosts=hosts,
-                    header=header,
+                    orders=orders,
                     task=task,
-                    env=env,
                     rpc=self.rpc,
                     port=self.master_port,
                     logs=logs,
@@ -231,11 +257,26 @@ class Launcher:
                     logs.forget_tails()
         finally:
             logs.close()
-            os.close(task)
-            os.close(header)
+            for descriptor in (task, *(order.header for order in orders.values())):
+                os.close(descriptor)
         return LaunchResult(
             {host.name: values[host.first_rank : host.first_rank + host.workers] for host in hosts}
         )
+
+    def _reach(self, names: Sequence[str]) -> dict[str, Machine]:
+        config = None if self.ssh_config is None else os.path.abspath(self.ssh_config)
+        options = SshOptions(self.python or sys.executable, config, self.agent_timeout)
+        return dict(connect(names, options, self.start_timeout))
+
+    def _orders(self, machine: Machine, added: Mapping[str, str]) -> Orders:
+        """What workers on a machine take over."""
+        if machine.here:
+            env, path = {**os.environ, **added}, list(sys.path)
+        else:
+            env = {**machine.env, **chosen_by(self.copy_env, os.environ), **added}
+            ours = [os.path.abspath(entry) for entry in sys.path]  # that of the script is the first
+            path = list(dict.fromkeys([*ours[:1], *machine.path, *ours]))
+        return Orders(env, pack(Header(env, path, list(sys.argv), os.getcwd(), _sources())))
 
 
 def launch(
@@ -266,6 +307,11 @@ def launch(
     if isinstance(args, (str, bytes)) or not isinstance(args, Sequence):
         raise TypeError(f"`args` must be a tuple of arguments, got {type(args).__name__} {args!r:.200}")
     return Launcher(**options).run(func, *args, **(kwargs or {}))
+
+
+def _sources() -> dict[str, Any]:
+    """Code that is in no file: an entry of ``linecache`` without a time of change."""
+    return {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
 
 
 def _pack_task(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

@@ -6,13 +6,19 @@ import collections
 import logging
 import os
 import re
+import secrets
 import select
 import sys
+import time
 from collections.abc import Sequence
+from io import TextIOWrapper
 from pathlib import Path
 
-__all__ = ["LineReader", "TerminalHandler", "WorkerLogs", "on_ranks"]
+__all__ = ["LineReader", "TerminalHandler", "WorkerLogs", "log_folder", "on_ranks"]
 
+log = logging.getLogger(__package__)
+
+VARIABLE, DEFAULT = "TODIST_LOG_DIR", "todist_logs"
 CHUNK = 1 << 16
 LONGEST_LINE = 1 << 20
 TAIL_LINES = 100
@@ -69,25 +75,56 @@ def on_ranks(
     return handler
 
 
+def log_folder(asked: str | Path | None) -> Path | None:
+    """The folder for the files of a launch.
+
+    Args:
+        asked: the launcher's ``log_dir``.
+
+    Raises:
+        OSError: the folder that was asked for cannot be made.
+    """
+    if asked is None or asked == "none":
+        return None
+    if asked != "auto":
+        Path(asked).mkdir(parents=True, exist_ok=True)
+        return Path(asked)
+    root = Path(os.environ.get(VARIABLE) or DEFAULT).absolute()
+    return root / f"{time.strftime('%Y-%m-%d-%H%M%S')}-{secrets.token_hex(2)}"
+
+
+class _File(logging.FileHandler):
+    """A file that is made, and its folder with it, when there is a first line."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, encoding="utf-8", delay=True)
+
+    def _open(self) -> TextIOWrapper:
+        try:
+            os.makedirs(os.path.dirname(self.baseFilename), exist_ok=True)
+            return super()._open()
+        except OSError as error:  # which is no reason to end the work
+            log.warning("there will be no %s: %s", self.baseFilename, error.strerror)
+            return open(os.devnull, "w", encoding="utf-8")
+
+
 class WorkerLogs:
     """Where the lines of one launch go.
 
     Args:
         handlers: each gets a record a line, with the attributes ``rank``, ``local_rank``, ``host`` and ``stream``.
-        log_dir: the folder of the files ``rank<n>.log``, which grow if they are there already; ``None`` means no files.
+        folder: of the files ``rank<n>.log``, which grow if they are there already; ``None`` means no files.
         ranks: the ranks there are.
     """
 
-    def __init__(self, handlers: Sequence[logging.Handler], log_dir: Path | None, ranks: range) -> None:
+    def __init__(self, handlers: Sequence[logging.Handler], folder: Path | None, ranks: range) -> None:
         self._handlers = tuple(handlers)
         self._files: dict[int, logging.Handler] = {}
         self._tails: dict[int, collections.deque[str]] = {
             rank: collections.deque(maxlen=TAIL_LINES) for rank in ranks
         }
-        if log_dir is not None:
-            log_dir.mkdir(parents=True, exist_ok=True)
-            for rank in ranks:
-                self._files[rank] = logging.FileHandler(log_dir / f"rank{rank}.log", encoding="utf-8")
+        if folder is not None:
+            self._files = {rank: _File(folder / f"rank{rank}.log") for rank in ranks}
 
     def write(self, line: str, rank: int, local_rank: int, host: str, stream: str) -> None:
         """Hand on one line."""

@@ -12,17 +12,28 @@ import mmap
 import os
 import pickle
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import cloudpickle
 
 __all__ = [
+    "Alive",
     "Exited",
     "ForkAgent",
+    "Halted",
     "Header",
+    "Held",
+    "Hold",
+    "KillAgent",
+    "Listen",
+    "Listening",
     "Message",
+    "OpenAgent",
+    "OpenMeeting",
     "Raised",
+    "Reach",
+    "Reached",
     "Returned",
     "Running",
     "StartWorker",
@@ -32,6 +43,7 @@ __all__ = [
     "pair",
     "receive",
     "send",
+    "send_at_once",
     "unpack",
 ]
 
@@ -80,12 +92,14 @@ class Header:
         path: ``sys.path``.
         argv: ``sys.argv``.
         folder: the working directory.
+        sources: code that is in no file, such as a notebook's cells: name → its entry in ``linecache``.
     """
 
     env: dict[str, str]
     path: list[str]
     argv: list[str]
     folder: str
+    sources: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -126,6 +140,30 @@ class Exited:
 
 
 @dataclass(frozen=True)
+class Halted:
+    """Agent → launcher: a worker has been stopped by a signal, such as SIGSTOP, or goes on again.
+
+    Attributes:
+        rank: its rank.
+        signal: the signal's number; ``None`` when it goes on.
+    """
+
+    rank: int
+    signal: int | None
+
+
+@dataclass(frozen=True)
+class Alive:
+    """Agent → launcher, every second: it is at work.
+
+    Attributes:
+        pid: its process.
+    """
+
+    pid: int
+
+
+@dataclass(frozen=True)
 class Running:
     """Worker → launcher: the function is about to be called."""
 
@@ -146,7 +184,119 @@ class Raised:
     exit_code: int | None = None
 
 
-Message = ForkAgent | StartWorker | Stop | Started | Exited | Running | Returned | Raised
+@dataclass(frozen=True)
+class OpenAgent:
+    """Launcher → relay: have an agent forked; the channel that this opens leads to it.
+
+    Attributes:
+        env: the environment that its workers will have.
+    """
+
+    env: dict[str, str]
+
+
+@dataclass(frozen=True)
+class KillAgent:
+    """Launcher → relay: end an agent that gives no sign of life; the channel that this opens is closed at once.
+
+    Attributes:
+        pid: its process.
+    """
+
+    pid: int
+
+
+@dataclass(frozen=True)
+class OpenMeeting:
+    """Launcher → relay: help to find a place where the workers can meet; the channel that this opens leads to that."""
+
+
+@dataclass(frozen=True)
+class Listen:
+    """Launcher → the first host: listen on all addresses.
+
+    Attributes:
+        port: at which port; 0 means any free one.
+    """
+
+    port: int
+
+
+@dataclass(frozen=True)
+class Listening:
+    """The first host → launcher.
+
+    Attributes:
+        addresses: where it listens; the likeliest first.
+        port: at which port.
+        token: what those who connect are given, so that they know that they have reached it.
+        error: why it does not listen.
+    """
+
+    addresses: tuple[str, ...]
+    port: int
+    token: bytes
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Launcher → each other host: try which addresses can be reached.
+
+    Attributes:
+        where: what the first host has said.
+        seconds: for all of them.
+    """
+
+    where: Listening
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Reached:
+    """Another host → launcher.
+
+    Attributes:
+        addresses: those that can be reached.
+    """
+
+    addresses: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Hold:
+    """Launcher → the first host: stop listening, but for this address, and hold the store there.
+
+    Attributes:
+        address: one of those at which it listens.
+    """
+
+    address: str
+
+
+@dataclass(frozen=True)
+class Held:
+    """The first host → launcher: the store is there, until the channel is closed."""
+
+
+Message = (
+    ForkAgent
+    | StartWorker
+    | Stop
+    | Started
+    | Exited
+    | Halted
+    | Alive
+    | Running
+    | Returned
+    | Raised
+    | Listen
+    | Listening
+    | Reach
+    | Reached
+    | Hold
+    | Held
+)
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
@@ -165,6 +315,15 @@ def send(channel: socket.socket, message: Message, *descriptors: int) -> None:
         socket.send_fds(channel, [data], descriptors)
     else:
         channel.sendall(data)
+
+
+def send_at_once(channel: socket.socket, message: Message) -> None:
+    """Send a message, if that is possible without waiting.
+
+    Raises:
+        OSError: it is not.
+    """
+    channel.send(pickle.dumps(message), socket.MSG_DONTWAIT)
 
 
 def receive(channel: socket.socket) -> tuple[Any, list[int]] | None:

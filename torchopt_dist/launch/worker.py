@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import importlib
+import linecache
 import os
 import signal
 import socket
@@ -18,7 +19,9 @@ import setproctitle
 
 from torchopt_dist.errors import SerializationError
 from torchopt_dist.failure import RemoteFailure
+from torchopt_dist.launch.meeting import LOOPBACK
 from torchopt_dist.launch.messages import Header, Raised, Returned, Running, StartWorker, pack, send, unpack
+from torchopt_dist.network import choose_interface
 
 __all__ = ["work"]
 
@@ -70,10 +73,16 @@ def _take_over(header: Header, start: StartWorker) -> None:
     os.environ.update({**header.env, **start.env})
     sys.path[:] = header.path
     sys.argv[:] = header.argv
+    linecache.cache.update(header.sources)
     os.chdir(header.folder)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     world_size = os.environ["WORLD_SIZE"]
     setproctitle.setproctitle(f"todist: rank {start.rank} of {world_size}: {' '.join(header.argv)}")
+    # Where torch's `record` writes an exception. What is raised here is sent, so the file needs no name.
+    error_file = os.memfd_create("todist", os.MFD_CLOEXEC)
+    os.environ["TORCHELASTIC_ERROR_FILE"] = f"/proc/{os.getpid()}/fd/{error_file}"
+    if os.environ["MASTER_ADDR"] != LOOPBACK:  # torch's libraries would guess the interface
+        choose_interface(os.environ["MASTER_ADDR"])
     # What a fresh process does when these are imported, and a forked one must do itself.
     importlib.import_module("torch").set_num_threads(_threads())
     importlib.import_module("numpy.random").seed()
