@@ -36,6 +36,7 @@ def test_every_option_is_an_argument_of_the_launcher(tmp_path):
         "hosts": ["localhost", "localhost"],
         "nproc_per_host": 2,
         "rpc": True,
+        "backend": "gloo",
         "max_restarts": 3,
         "log_dir": "logs",
         "env_file": ".env",

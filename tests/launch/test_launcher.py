@@ -16,6 +16,7 @@ import time
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 
 import torchopt_dist as todist
 from tests.distributed.bare import soon
@@ -214,6 +215,19 @@ def test_auto_init_rpc_and_process_groups_work_in_repeated_launches():
         (((pid,), _), ((same,), own)) = ON_TWO.run(by_hand).results["localhost"]
         assert pid == same == own
     assert [ON_TWO.run(by_torch).rank(rank)[0] for rank in (0, 1)] == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("rpc", [False, True])
+def test_a_backend_makes_the_process_group(rpc):
+    def total():
+        x = torch.ones(1) + int(os.environ["RANK"])
+        dist.all_reduce(x)
+        return x.item(), dist.get_backend(), dist.get_world_size()
+
+    launcher = Launcher(nproc_per_host=2, backend="gloo", rpc=rpc, handlers=[])
+    assert launcher.run(total).results == {"localhost": [(3.0, "gloo", 2)] * 2}
+    # One that the function has ended itself, too.
+    assert launcher.run(dist.destroy_process_group).results == {"localhost": [None] * 2}
 
 
 def test_rpc_connects_the_workers():

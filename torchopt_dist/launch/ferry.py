@@ -28,7 +28,8 @@ __all__ = ["NO_LIFE", "Ferry"]
 
 CHUNK = 1 << 16
 ALIVE_SECONDS = 1.0
-"""Between signs of life, when there is nothing else to send."""
+SIGNS = 4
+"""Signs of life are sent so often within the patience of the other end, and every second, if there is nothing else."""
 BLOCKED_SECONDS = 0.01
 """Until what cannot be handed over yet is tried again."""
 NO_LIFE = "there was no sign of life"
@@ -93,7 +94,7 @@ class Ferry:
         into: descriptor that the other end's bytes come from; the ferry closes it.
         out: descriptor that bytes for the other end go to; may be the same one.
         odd: whether this end gives odd numbers; the other must give even ones.
-        patience: seconds without a byte from the other end after which it counts as lost.
+        patience: seconds without a byte from the other end after which it counts as lost; the same at both ends.
         opener: answers :meth:`open` of the other end: payload → our end of a new channel. It may take its time.
         early: bytes that have been read from ``into`` already.
     """
@@ -110,6 +111,7 @@ class Ferry:
     ) -> None:
         self._frames = Frames(into, out, early)
         self._patience, self._opener = patience, opener
+        self._interval = min(ALIVE_SECONDS, patience / SIGNS)
         self._numbers = iter(range(1 if odd else 2, 1 << 62, 2))
         self._ports: dict[int, _Channel | _Pipe] = {}
         self._files: dict[int, int] = {}
@@ -177,8 +179,8 @@ class Ferry:
                 self._calls.popleft()()
             for port in self._ports.values():
                 port.close()
-            ends = {self._frames.into, self._frames.out, self._woken, self._wake}
-            for descriptor in ends.union(self._files.values()):
+            self._frames.close()
+            for descriptor in (self._woken, self._wake, *self._files.values()):
                 os.close(descriptor)
             self._selector.close()
 
@@ -187,7 +189,7 @@ class Ferry:
         self._watch_all(reading)
         heard = False
         ready: list[_Channel | _Pipe] = []
-        for key, mask in self._selector.select(ALIVE_SECONDS if reading else BLOCKED_SECONDS):
+        for key, mask in self._selector.select(self._until_sign() if reading else BLOCKED_SECONDS):
             if key.fd == self._woken:
                 self._take_calls()
             elif key.data is not None:
@@ -203,12 +205,18 @@ class Ferry:
         self._deliver()
         self._send()
         now = time.monotonic()
-        if now - self._frames.spoke > ALIVE_SECONDS and not self._frames.to_send:
+        if now - self._frames.spoke >= self._interval and not self._frames.to_send:
             self._frames.put(Kind.ALIVE, 0)
         if heard or not reading:
             self._heard = now
         elif now - self._heard > self._patience:
             self._finish(f"{NO_LIFE} for {self._patience:g} s")
+
+    def _until_sign(self) -> float:
+        """Seconds until the next sign of life is due."""
+        if self._frames.to_send:
+            return self._interval
+        return max(0.0, self._frames.spoke + self._interval - time.monotonic())
 
     def _watch_all(self, reading: bool) -> None:
         frames = self._frames

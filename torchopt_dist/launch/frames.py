@@ -9,7 +9,7 @@ import collections
 import os
 import struct
 import time
-from collections.abc import Iterator
+from dataclasses import dataclass
 from enum import IntEnum, auto
 
 __all__ = ["Frames", "Kind"]
@@ -38,11 +38,28 @@ class Kind(IntEnum):
     """Nothing, but a sign of life."""
 
 
+@dataclass(eq=False)
+class _File:
+    """What is left to send of a file. An empty one is sent as one empty piece."""
+
+    number: int
+    descriptor: int
+    size: int
+    offset: int = 0
+
+    def next(self) -> bytes | None:
+        if self.offset >= max(self.size, 1):
+            return None
+        content = os.pread(self.descriptor, PIECE_SIZE, self.offset)
+        self.offset += PIECE_SIZE
+        return HEAD.pack(Kind.PIECE, self.number, len(content)) + content
+
+
 class Frames:
     """Both directions of a stream.
 
     Args:
-        into: descriptor that bytes come from.
+        into: descriptor that bytes come from; :meth:`close` closes it.
         out: descriptor that bytes go to; may be the same one.
         early: bytes that have been read from ``into`` already.
     """
@@ -51,7 +68,7 @@ class Frames:
         self.into, self.out = into, out
         self.spoke = time.monotonic()
         """When bytes were last sent."""
-        self._outgoing: collections.deque[bytes | Iterator[bytes]] = collections.deque()
+        self._outgoing: collections.deque[bytes | _File] = collections.deque()
         self._part: memoryview | None = None
         self._waiting = 0
         self._arrived = bytearray(early)
@@ -75,16 +92,7 @@ class Frames:
 
     def put_file(self, number: int, descriptor: int, size: int) -> None:
         """Have a file sent, and its descriptor closed. It is read when it is its turn."""
-
-        def pieces() -> Iterator[bytes]:
-            try:
-                for offset in range(0, size, PIECE_SIZE):
-                    content = os.pread(descriptor, PIECE_SIZE, offset)
-                    yield HEAD.pack(Kind.PIECE, number, len(content)) + content
-            finally:
-                os.close(descriptor)
-
-        self._outgoing.append(pieces())
+        self._outgoing.append(_File(number, descriptor, size))
 
     def send(self) -> None:
         """Send what can be sent now.
@@ -109,10 +117,11 @@ class Frames:
                 self._waiting -= len(first)
                 self._part = memoryview(first)
                 return True
-            piece = next(first, None)
+            piece = first.next()
             if piece is not None:
                 self._part = memoryview(piece)
                 return True
+            os.close(first.descriptor)
             self._outgoing.popleft()
         return False
 
@@ -142,3 +151,10 @@ class Frames:
         content = bytes(self._arrived[HEAD.size : end])
         del self._arrived[:end]
         return Kind(kind), number, content
+
+    def close(self) -> None:
+        """Close the stream, and the files that have not been sent."""
+        files = {waiting.descriptor for waiting in self._outgoing if isinstance(waiting, _File)}
+        for descriptor in {self.into, self.out} | files:
+            os.close(descriptor)
+        self._outgoing.clear()

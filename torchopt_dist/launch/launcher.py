@@ -21,6 +21,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 from torchopt_dist.errors import RemoteError, SerializationError, WorkerFailedError
 from torchopt_dist.launch.cluster import find_hosts
 from torchopt_dist.launch.environment import COPIED, chosen_by, read_env_file
+from torchopt_dist.launch.groups import check_backend, in_groups
 from torchopt_dist.launch.job import Job, Orders, Times
 from torchopt_dist.launch.logs import TerminalHandler, WorkerLogs, log_folder
 from torchopt_dist.launch.machine import Machine
@@ -95,6 +96,7 @@ class Launcher:
             ``"gpu"``: one a GPU; ``"gpu:<number>"``: so many, if there are as many GPUs; ``"auto"``: one a GPU if there
             is one, else one a core.
         rpc: connect the workers for remote calls, as ``auto_init_rpc`` does.
+        backend: make them torch's default process group, by ``"gloo"`` or ``"nccl"``. ``None``: make none.
         max_restarts: how often all workers are started again after one has failed.
         log_dir: a folder, made if need be, where every rank's output is added to a file ``rank<n>.log``. ``"auto"``: a
             folder of this launch's own, named after its time, in ``$TODIST_LOG_DIR`` or, if that is not set, in
@@ -133,6 +135,7 @@ class Launcher:
     hosts: str | Sequence[str] = "auto"
     nproc_per_host: int | str | Sequence[int | str] = "auto"
     rpc: bool = False
+    backend: str | None = None
     max_restarts: int = 0
     log_dir: str | Path | None = "auto"
     handlers: Sequence[logging.Handler] | None = None
@@ -150,6 +153,7 @@ class Launcher:
     halted_timeout: float | None = 5.0
 
     def __post_init__(self) -> None:
+        check_backend(self.backend)
         if isinstance(self.max_restarts, bool) or not isinstance(self.max_restarts, int):
             raise TypeError(f"`max_restarts` must be an integer, got {self.max_restarts!r}")
         if self.max_restarts < 0:
@@ -214,7 +218,7 @@ class Launcher:
         hosts = find_hosts(self.hosts, self.nproc_per_host, self._reach)
         added = {} if self.env_file is None else read_env_file(self.env_file)
         added.update(self.env or {})
-        task = _pack_task(func, args, kwargs)
+        task = _pack_task(in_groups(func, self.backend, self.rpc), args, kwargs)
         orders = {machine: self._orders(machine, added) for machine in {host.machine for host in hosts}}
         first_ranks = [host.first_rank for host in hosts]
         logs = WorkerLogs(
@@ -238,7 +242,7 @@ class Launcher:
                     hosts=hosts,
                     orders=orders,
                     task=task,
-                    rpc=self.rpc,
+                    rpc=False,
                     port=self.master_port,
                     logs=logs,
                     times=times,

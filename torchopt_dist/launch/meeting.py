@@ -8,12 +8,13 @@ hand over a token: another machine may have the same address in another network.
 from __future__ import annotations
 
 import contextlib
+import errno
 import secrets
 import selectors
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
@@ -35,6 +36,8 @@ STORE_SECONDS = 60
 REACH_SECONDS = 5.0
 ANSWER_SECONDS = 20.0
 TOKEN_BYTES = 16
+ATTEMPTS = 20
+"""To find a port that is free at all addresses: each address has connections of its own."""
 
 
 class Meeting:
@@ -58,7 +61,7 @@ class Meeting:
         self._store: dist.TCPStore | None = None
         self._channel: socket.socket | None = None
         if first.here and not others:
-            listener = _listen(LOOPBACK, port, first.name)
+            listener = _listen(LOOPBACK, port)
             self.address, self.port = LOOPBACK, listener.getsockname()[1]
             self._store = _open_store(listener)
             return
@@ -153,16 +156,8 @@ class _Door:
     """Listeners on all addresses of this machine, at one port, that give each caller the token."""
 
     def __init__(self, port: int) -> None:
-        self._listeners: dict[str, socket.socket] = {}
-        for address in _own_addresses():
-            try:
-                listener = _listen(address, port, "this host")
-            except InitializationError:
-                if not self._listeners:
-                    raise
-                continue  # this address is left out
-            self._listeners[address] = listener
-            port = listener.getsockname()[1]
+        self._listeners = _listen_everywhere(port)
+        port = next(iter(self._listeners.values())).getsockname()[1]
         self.where = Listening(tuple(self._listeners), port, secrets.token_bytes(TOKEN_BYTES))
         self._closing, self._close = socket.socketpair()
         self._thread = threading.Thread(target=self._greet, name="todist door", daemon=True)
@@ -185,9 +180,35 @@ class _Door:
         self._thread.join()
         self._closing.close()
         kept = self._listeners.pop(address, None) if address is not None else None
-        for listener in self._listeners.values():
-            listener.close()
+        _close(self._listeners.values())
         return kept
+
+
+def _listen_everywhere(port: int) -> dict[str, socket.socket]:
+    """A listener at each address of this machine, all at one port: at one that is free at all of them, if it is 0."""
+    for attempts_left in reversed(range(1 if port else ATTEMPTS)):
+        listeners: dict[str, socket.socket] = {}
+        taken, chosen = False, port
+        for address in _own_addresses():
+            try:
+                listeners[address] = _listen(address, chosen)
+            except InitializationError as error:
+                in_use = isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE
+                if not listeners or (in_use and port):
+                    _close(listeners.values())
+                    raise
+                taken |= in_use  # else the address is not ready, and left out
+                continue
+            chosen = listeners[address].getsockname()[1]
+        if not taken or not attempts_left:
+            break
+        _close(listeners.values())
+    return listeners
+
+
+def _close(listeners: Iterable[socket.socket]) -> None:
+    for listener in listeners:
+        listener.close()
 
 
 def _own_addresses() -> list[str]:
@@ -215,7 +236,7 @@ def _reach(where: Listening, seconds: float) -> frozenset[str]:
     return frozenset(address for address, there in zip(where.addresses, found, strict=True) if there)
 
 
-def _listen(address: str, port: int, where: str) -> socket.socket:
+def _listen(address: str, port: int) -> socket.socket:
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
