@@ -1,0 +1,94 @@
+"""A tree of values ⇄ a tree of futures or of remote references."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future as ThreadFuture
+from typing import Any
+
+import optree
+from torch.distributed import rpc
+from torch.futures import Future
+
+from torchopt_dist.errors import NotInitializedError
+from torchopt_dist.typing import PyTree, RRef, TensorTree
+
+__all__ = ["tree_as_rref", "tree_to_here", "tree_wait"]
+
+
+def tree_wait(future_tree: PyTree[Any]) -> Any:
+    """Wait for all futures of a tree.
+
+    Args:
+        future_tree: a tree of futures, torch's or those of ``concurrent.futures``.
+
+    Returns:
+        The tree of their values.
+
+    Raises:
+        TypeError: a leaf is no future.
+        Exception: what the first future that failed has raised, once all are done.
+
+    Example:
+        >>> import torch
+        >>> future = torch.futures.Future()
+        >>> future.set_result(3)
+        >>> tree_wait({"a": future})
+        {'a': 3}
+    """
+    futures, spec = optree.tree_flatten(future_tree)
+    for future in futures:
+        if not isinstance(future, (Future, ThreadFuture)):
+            raise TypeError(f"`future_tree` must be a tree of futures, got {type(future).__name__}")
+    values, failures = [], []
+    for future in futures:
+        try:
+            values.append(future.wait() if isinstance(future, Future) else future.result())
+        except Exception as error:
+            failures.append(error)
+    if failures:
+        raise failures[0]
+    return optree.tree_unflatten(spec, values)
+
+
+def tree_as_rref(tree: TensorTree) -> Any:
+    """Make a remote reference to each leaf, which other workers can fetch.
+
+    Args:
+        tree: a tree of anything.
+
+    Returns:
+        The tree of ``torch.distributed.rpc.RRef``; this process owns the values.
+
+    Raises:
+        NotInitializedError: there is no RPC group, or torch is built without RPC.
+    """
+    leaves, spec = optree.tree_flatten(tree)
+    if not rpc.is_available():
+        raise NotInitializedError("`tree_as_rref` needs RPC, which this build of torch does not have")
+    try:
+        references: list[Any] = [RRef(leaf) for leaf in leaves]
+    except RuntimeError as error:
+        raise NotInitializedError(
+            "`tree_as_rref` needs an RPC group: call it inside a function decorated with `auto_init_rpc`"
+        ) from error
+    return optree.tree_unflatten(spec, references)
+
+
+def tree_to_here(rref_tree: PyTree[Any], timeout: float = -1.0) -> Any:
+    """Fetch the values of a tree of remote references.
+
+    Args:
+        rref_tree: a tree of ``torch.distributed.rpc.RRef``.
+        timeout: seconds for each; 0 means for ever, and a negative number RPC's own limit.
+
+    Returns:
+        The tree of values.
+
+    Raises:
+        TypeError: a leaf is no remote reference.
+    """
+    references, spec = optree.tree_flatten(rref_tree)
+    for reference in references:
+        if not hasattr(reference, "to_here"):  # one that came from another worker is of RRef's base class
+            raise TypeError(f"`rref_tree` must be a tree of RRefs, got {type(reference).__name__}")
+    return optree.tree_unflatten(spec, [reference.to_here(timeout) for reference in references])

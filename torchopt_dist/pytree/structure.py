@@ -1,0 +1,98 @@
+"""A tree → its leaves and its structure, and back again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import optree
+from torch import Tensor
+
+from torchopt_dist.typing import PyTree, TensorTree
+
+__all__ = [
+    "PyTreeSpec",
+    "flatten",
+    "flatten_like",
+    "is_leaf",
+    "map_tensors",
+    "tree_flatten_as_tuple",
+    "tree_map",
+    "unflatten",
+]
+
+PyTreeSpec: TypeAlias = optree.PyTreeSpec
+"""The structure of a tree, without its leaves."""
+
+
+def flatten(tree: PyTree[Any]) -> tuple[list[Any], PyTreeSpec]:
+    """Take a tree apart: its leaves, ``None`` counted, and its structure."""
+    return optree.tree_flatten(tree, none_is_leaf=True)
+
+
+def flatten_like(spec: PyTreeSpec, tree: PyTree[Any], name: str, like: str) -> list[Any]:
+    """Take apart a tree that must have a given structure.
+
+    Args:
+        spec: the structure, from :func:`flatten`.
+        tree: the tree.
+        name: what the caller calls ``tree``; for the error.
+        like: what the caller calls the tree that ``spec`` is of; for the error.
+
+    Returns:
+        The leaves of ``tree``.
+
+    Raises:
+        ValueError: ``tree`` has another structure.
+    """
+    leaves, got = optree.tree_flatten(tree, none_is_leaf=True)
+    if got != spec:
+        raise ValueError(f"`{name}` must have the structure of `{like}`, {spec}, got {got}")
+    return leaves
+
+
+def unflatten(spec: PyTreeSpec, leaves: list[Any]) -> Any:
+    """Put a tree together from its structure and its leaves."""
+    return optree.tree_unflatten(spec, leaves)
+
+
+def tree_map(
+    function: Callable[..., Any],
+    tree: PyTree[Any],
+    *rests: PyTree[Any],
+    is_leaf: Callable[[Any], bool] | None = None,
+    none_is_leaf: bool = True,
+    namespace: str = "",
+) -> Any:
+    """Apply a function leaf by leaf, ``None`` counted as a leaf; otherwise ``optree.tree_map``."""
+    return optree.tree_map(
+        function, tree, *rests, is_leaf=is_leaf, none_is_leaf=none_is_leaf, namespace=namespace
+    )
+
+
+def map_tensors(function: Callable[[Tensor], Any], tree: TensorTree) -> Any:
+    """Apply a function to each tensor of a tree; every other leaf stays as it is."""
+    return tree_map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def is_leaf(tree: PyTree[Any]) -> bool:
+    """Whether a tree is nothing but one leaf."""
+    return optree.tree_is_leaf(tree, none_is_leaf=True)
+
+
+def tree_flatten_as_tuple(
+    tree: TensorTree,
+    is_leaf: Callable[[Any], bool] | None = None,
+    *,
+    none_is_leaf: bool = False,
+    namespace: str = "",
+) -> tuple[tuple[Any, ...], PyTreeSpec]:
+    """Take a tree apart as ``optree.tree_flatten``, the leaves as a tuple.
+
+    Example:
+        >>> leaves, spec = tree_flatten_as_tuple({"a": 1, "b": (2, None)})
+        >>> leaves
+        (1, 2)
+    """
+    leaves, spec = optree.tree_flatten(tree, is_leaf, none_is_leaf=none_is_leaf, namespace=namespace)
+    return tuple(leaves), spec
