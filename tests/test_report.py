@@ -185,12 +185,17 @@ def test_launcher_would_launch_what_find_hosts_finds(
     workers = torch.cuda.device_count() or len(psutil.Process().cpu_affinity() or ())
     assert text.endswith(f"Launcher() would launch\n  workers\n    localhost  {workers}\n")
 
-    def two(hosts: str, nproc_per_host: str) -> list[cluster.Host]:
-        assert (hosts, nproc_per_host) == ("auto", "auto")
+    def two(hosts: list[str], nproc_per_host: str) -> list[cluster.Host]:
+        assert (hosts, nproc_per_host) == (["localhost"], "auto")
         return [SimpleNamespace(name="a", workers=1), SimpleNamespace(name="b", workers=3)]
 
     monkeypatch.setattr(page, "find_hosts", two)
     assert page.collect()["Launcher() would launch"] == {"workers": {"a": 1, "b": 3}}
+
+    # The hosts of a SLURM job are named, and not logged in on.
+    monkeypatch.setattr(page, "name_hosts", lambda hosts: ["node1", "node2"])
+    told = "as many as it has GPUs, or else cores"
+    assert page.collect()["Launcher() would launch"] == {"workers": {"node1": told, "node2": told}}
 
 
 def test_a_broken_section_says_why_and_the_others_are_there(

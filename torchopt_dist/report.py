@@ -18,7 +18,8 @@ import torch
 
 import torchopt_dist
 from torchopt_dist import network
-from torchopt_dist.launch.cluster import find_hosts
+from torchopt_dist.launch.cluster import find_hosts, name_hosts
+from torchopt_dist.launch.machine import is_this_machine
 from torchopt_dist.ops import library
 
 __all__ = ["SECTIONS", "Value", "collect", "to_json", "to_text"]
@@ -243,7 +244,10 @@ def _environment() -> Value:
 
 
 def _launch() -> Value:
-    return {"workers": {host.name: host.workers for host in find_hosts("auto", "auto")}}
+    names = name_hosts("auto")
+    if not all(map(is_this_machine, names)):  # a report logs in nowhere
+        return {"workers": {name: "as many as it has GPUs, or else cores" for name in names}}
+    return {"workers": {host.name: host.workers for host in find_hosts(names, "auto")}}
 
 
 SECTIONS: dict[str, Callable[[], Value]] = {
