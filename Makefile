@@ -26,7 +26,7 @@ $(STAMP): $(SOURCES)
 	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing $(TORCH)"
 	@$(BIN)/python -m pip install -q $(TORCH)
-	@$(BIN)/python -m pip install -q "setuptools>=77" ninja wheel
+	@$(BIN)/python -m pip install -q "setuptools>=77,<82" ninja wheel # torch 2.11 refuses 82
 	@echo "building and installing torchopt_dist"
 	@$(BIN)/python -m pip install -q --no-build-isolation -e ".[test]"
 	@touch $@

@@ -14,6 +14,7 @@ from torch.futures import Future
 
 import torchopt_dist as todist
 from torchopt_dist import pytree
+from torchopt_dist.pytree import structure
 
 
 def test_none_is_a_leaf():
@@ -266,6 +267,22 @@ def test_the_inner_product_ends_on_the_first_device():
 def test_leaves_of_other_shapes_have_no_inner_product():
     with pytest.raises(ValueError, match=r"leaves of `tree_x` and `tree_y` must .*, got \(2,\) and \(1,\)"):
         pytree.tree_vdot_real([torch.ones(2)], [torch.ones(1)])
+
+
+@pytest.mark.parametrize("before_2_13", [True, structure._BEFORE_2_13], ids=["before 2.13", "this"])
+def test_comparing_structures_compiles(before_2_13, monkeypatch):
+    monkeypatch.setattr(structure, "_BEFORE_2_13", before_2_13)
+    x, y = torch.ones(2), torch.zeros(2)
+    trees = [x, [], [x], (x,), [x, y], [x, [y]], [[x], y], {"a": x}, {"b": x}, OrderedDict(a=x)]
+    again = [x + 1, [], [y], (y,), [x, x], [y, [y]], [[y], y], {"a": y}, {"b": y}, OrderedDict(a=y)]
+
+    def differ(trees, others):
+        one, two = ([pytree.flatten(tree)[1] for tree in side] for side in (trees, others))
+        return [structure._differ(a, b) for a in one for b in two], x + y
+
+    got, _ = torch.compile(differ, fullgraph=True, backend="eager")(trees, again)
+    assert got == [i != j for i in range(len(trees)) for j in range(len(again))]
+    torch.compiler.reset()
 
 
 def test_arithmetic_compiles_into_one_graph():

@@ -246,7 +246,7 @@ def _environment() -> Value:
 def _launch() -> Value:
     names = name_hosts("auto")
     if not all(map(is_this_machine, names)):  # a report logs in nowhere
-        return {"workers": {name: "as many as it has GPUs, or else cores" for name in names}}
+        return {"workers": dict.fromkeys(names, "as many as it has GPUs, or else cores")}
     return {"workers": {host.name: host.workers for host in find_hosts(names, "auto")}}
 
 

@@ -294,7 +294,8 @@ Launcher(nproc_per_host=1).run(melt, 42)
     assert (error["ename"], error["evalue"]) == ("TooWarmError", "42 degrees")
     shown = re.sub(r"\x1b\[[\d;]*m", "", "\n".join(error["traceback"]))
     assert re.search(
-        r"on rank 0 on localhost:\s+Traceback .*\n.*, in melt\n +raise TooWarmError.*\n(.*\n)*?TooWarmError: 42 degrees",
+        r"on rank 0 on localhost:\s+Traceback .*\n.*, in melt\n"
+        r" +raise TooWarmError.*\n(.*\n)*?TooWarmError: 42 degrees",
         shown,
     )
 

@@ -33,7 +33,7 @@ def my_rank():
         ({"nproc_per_host": "gpu:0"}, ValueError, "must ask for at least one GPU, got 'gpu:0'"),
         ({"nproc_per_host": [1, 1]}, ValueError, r"a number for each of the 1 hosts, got \[1, 1\]"),
         ({"hosts": []}, ValueError, "`hosts` must have at least one host, got none"),
-        ({"hosts": "localhost"}, TypeError, r"`hosts` must be \"auto\", \"slurm\" or a list of names, .*: write \['localhost'\]"),
+        ({"hosts": "localhost"}, TypeError, r"`hosts` must be .* a list of names, .*: write \['localhost'\]"),
         ({"hosts": ["no where"]}, ValueError, r"`hosts` must hold names of the form .* got 'no where'"),
         ({"backend": "glue"}, ValueError, "`backend` must be made of .*gloo.*, got 'glue'"),
         ({"backend": 1}, TypeError, "`backend` must be a string or None, got int 1"),

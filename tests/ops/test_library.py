@@ -41,7 +41,8 @@ def test_truth_about_this_build():
 
 @pytest.mark.skipif(not BUILT, reason="the kernel library is not built here")
 def test_a_device_without_a_kernel():
-    expected = "`add_scaled_` has no META kernel; this build has CPU only"
+    have = "CPU and CUDA" if ops.is_available("add_scaled_", "cuda") else "CPU"
+    expected = f"`add_scaled_` has no META kernel; this build has {have} only"
     assert ops.why_not("add_scaled_", "meta") == expected
     assert ops.why_not("add_scaled_", torch.device("cpu", 0)) is None
 

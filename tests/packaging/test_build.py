@@ -38,8 +38,9 @@ def tree(tmp_path: Path) -> Path:
 
 
 def python(*args: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run this Python; an environment variable that is to be absent is given as an empty text."""
-    environ = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "REQUIRE_EXT": "", **env}
+    """Run this Python, without a toolkit for CUDA; a variable that is to be absent is given as an empty text."""
+    fixed = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "REQUIRE_EXT": "", "CUDA_HOME": "/no/toolkit"}
+    environ = {**os.environ, **fixed, **env}
     environ = {name: value for name, value in environ.items() if value}
     return subprocess.run(
         [sys.executable, *args], cwd=cwd, env=environ, capture_output=True, text=True, timeout=110

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 EMULATED = Path(__file__).with_name("emulated_cuda")
@@ -41,6 +42,9 @@ def build(tree: Path, *, cuda_torch: bool = True, **env: str) -> subprocess.Comp
 
 
 def why_not(tree: Path, toolkit: Path, before: str = CUDA_TORCH) -> str:
+    if torch.version.cuda is not None:  # then torch has a libtorch_cuda of its own, which is found first
+        library = str(toolkit / "lib64/libtorch_cuda.so")
+        before += f"import ctypes; ctypes.CDLL({library!r}, ctypes.RTLD_GLOBAL)\n"
     done = python(before + PROBE, cwd=tree, LD_LIBRARY_PATH=f"{toolkit}/lib64")
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

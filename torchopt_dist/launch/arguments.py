@@ -52,7 +52,11 @@ def add_launcher_args(parser: argparse.ArgumentParser) -> None:
         help="workers on each host: a number, auto, cpu, gpu or gpu:<number>; the default is auto",
     )
     add("--rpc", action="store_true", help="connect the workers for remote calls")
-    add("--backend", metavar="NAME", help="make them torch's process group, by gloo or nccl; the default is not to")
+    add(
+        "--backend",
+        metavar="NAME",
+        help="make them torch's process group, by gloo or nccl; the default is not to",
+    )
     add("--max-restarts", type=int, metavar="N", help="start all workers again so often; the default is 0")
     add(
         "--log-dir",

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import optree
+import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from torchopt_dist.typing import PyTree, TensorTree
 
@@ -23,6 +25,8 @@ __all__ = [
 
 PyTreeSpec: TypeAlias = optree.PyTreeSpec
 """The structure of a tree, without its leaves."""
+
+_BEFORE_2_13 = TorchVersion(torch.__version__) < "2.13"
 
 
 def flatten(tree: PyTree[Any]) -> tuple[list[Any], PyTreeSpec]:
@@ -46,9 +50,22 @@ def flatten_like(spec: PyTreeSpec, tree: PyTree[Any], name: str, like: str) -> l
         ValueError: ``tree`` has another structure.
     """
     leaves, got = optree.tree_flatten(tree, none_is_leaf=True)
-    if got != spec:
+    if _differ(got, spec):
         raise ValueError(f"`{name}` must have the structure of `{like}`, {spec}, got {got}")
     return leaves
+
+
+def _differ(got: PyTreeSpec, spec: PyTreeSpec) -> bool:
+    """Whether two structures differ.
+
+    A structure holds functions, and torch 2.11 cannot compile a comparison of those (2.13 can), so there the
+    nodes' types and keys are compared, one by one.
+    """
+    if not (_BEFORE_2_13 and torch.compiler.is_compiling()):
+        return got != spec
+    if got.type is not spec.type or got.entries() != spec.entries():
+        return True
+    return any(_differ(one, other) for one, other in zip(got.children(), spec.children(), strict=True))
 
 
 def unflatten(spec: PyTreeSpec, leaves: list[Any]) -> Any:

@@ -87,9 +87,11 @@ def _update(
     )
     for (name, field), before, after in zip(fields.items(), old, new, strict=True):
         fields[name] = lists.put(field, places, lists.as_complex(after, before))
+    changed = {name: pytree.unflatten(spec, field) for name, field in fields.items()}
     return (
         pytree.unflatten(spec, lists.put(leaves, places, lists.as_complex(moved, grads))),
-        state._replace(**{name: pytree.unflatten(spec, field) for name, field in fields.items()}),
+        # not `_replace`, which gives an empty tuple where torch 2.11 compiles it
+        state_type(**{**state._asdict(), **changed}),
     )
 
 
