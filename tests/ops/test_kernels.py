@@ -277,13 +277,17 @@ def test_each_dtype_in_long_rows(op, dtype):
         assert_near(got, call.expected)
 
 
+FEW = [[70_001], [3], [9, 20_000]], [torch.float32, torch.float64, torch.float32]
+MANY = [[65_536 + i] for i in range(36)], DTYPES * 9
+"""Results of over 8 MiB, which go past the cache, in tensors too small to have just come from the system."""
+
+
+@pytest.mark.parametrize(("shapes", "dtypes"), [FEW, MANY], ids=["few", "many"])
 @pytest.mark.parametrize("op", OPS)
-def test_threads_and_strides_make_no_difference(op):
-    """Bit for bit: no element's numbers depend on where it lies or on who works on it."""
+def test_threads_and_strides_make_no_difference(op, shapes, dtypes):
+    """Bit for bit: no element's numbers depend on where it lies, on who works on it or on how it is written."""
     torch.manual_seed(2)
-    call = case(
-        op, random.Random(3), [[70_001], [3], [9, 20_000]], [torch.float32, torch.float64, torch.float32]
-    )
+    call = case(op, random.Random(3), shapes, dtypes)
     outs = []
     for count, spread in ((1, False), (2, False), (2, True)):
         lists = {}

@@ -11,7 +11,7 @@ rm -f "$work"/torchopt_dist/_C*.so
 cd "$work"
 CFLAGS="-fsanitize=address -fno-omit-frame-pointer -g1" LDFLAGS="-fsanitize=address" REQUIRE_EXT=1 \
     "$python" setup.py -q build_ext --inplace
-nm -D torchopt_dist/_C*.so | grep -q __asan_report || { echo "the library is not instrumented" >&2; exit 1; }
+nm -D torchopt_dist/_C*.so | grep __asan_report > /dev/null || { echo "the library is not instrumented" >&2; exit 1; }
 # Python and torch leak on purpose; what matters here is reading and writing out of bounds.
 LD_PRELOAD="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libstdc++.so)" \
     ASAN_OPTIONS="detect_leaks=0:alloc_dealloc_mismatch=0" PYTHONPATH="$work" \

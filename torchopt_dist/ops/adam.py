@@ -70,8 +70,8 @@ def adam(
     numbers = not any(isinstance(number, Tensor) for number in (b1, b2, eps, eps_root))
     if fused and not numbers:
         raise RuntimeError("`fused=True` cannot be kept: the kernel takes hyper-parameters that are numbers")
-    steps = lists.add_number(steps, 1, inplace=inplace)
-    left1, left2 = lists.bias_correction(b1, steps), lists.bias_correction(b2, steps)
+    steps = lists.count_up(steps, inplace=inplace)
+    left1, left2 = lists.bias_corrections((b1, b2), steps)
     move = (1.0, 1.0) if params is None else (-lr, 1 - lr * weight_decay)
     options = _Options(b1, b2, eps, eps_root, left1, left2, *move, kernel and numbers)
     if numbers and not lists.runs_in_a_loop(grads):
@@ -280,8 +280,8 @@ def adam_(
     """
     if choice.use_kernel("adam_", params, [*grads, *exp_avgs, *exp_avg_sqs], fused):
         lists.count_up_(steps)
-        left = (lists.bias_correction(b1, steps), lists.bias_correction(b2, steps))
-        corrections = _Options(b1, b2, eps, eps_root, *left, 1.0, 1.0, True).corrections(len(steps))
+        left1, left2 = lists.bias_corrections((b1, b2), steps)
+        corrections = _Options(b1, b2, eps, eps_root, left1, left2, 1.0, 1.0, True).corrections(len(steps))
         columns = (list(params), list(grads), list(exp_avgs), list(exp_avg_sqs))
         numbers = (float(lr), b1, b2, eps, eps_root, weight_decay, decoupled, maximize)
         torch.ops.todist.adam_(*columns, corrections, *numbers)
@@ -299,7 +299,7 @@ def adam_(
         lists.interpolate(m, g, 1 - b1, inplace=True)
         lists.multiply(v, b2, inplace=True)
         lists.add_product(v, g, g, 1 - b2, inplace=True)
-        left1, left2 = lists.bias_correction(b1, t), lists.bias_correction(b2, t)
+        left1, left2 = lists.bias_corrections((b1, b2), t)
         below = v if eps_root == 0 else lists.add_number(v, lists.combine(_times, left2, eps_root))
         roots = lists.square_root(below)
         lists.divide_(roots, lists.combine(_root, left2))

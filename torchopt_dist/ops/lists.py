@@ -26,7 +26,9 @@ __all__ = [
     "as_complex",
     "as_real",
     "bias_correction",
+    "bias_corrections",
     "combine",
+    "count_up",
     "count_up_",
     "divide",
     "divide_",
@@ -174,6 +176,17 @@ def count_up_(steps: Sequence[Tensor]) -> None:
         torch._foreach_add_(list(steps), torch.ones((), device="cpu"), alpha=1.0)
     else:
         torch._foreach_add_(list(steps), 1)
+
+
+def count_up(steps: list[Tensor], *, inplace: bool = False) -> list[Tensor]:
+    """Add 1 to each of these 0-d tensors, which stay as they are unless ``inplace``."""
+    if inplace:
+        count_up_(steps)
+        return steps
+    if runs_in_a_loop(steps) or not steps[0].is_cpu or len({step.dtype for step in steps}) > 1:
+        return add_number(steps, 1)
+    one = torch.ones((), dtype=steps[0].dtype, device="cpu")
+    return list(torch._foreach_add(steps, one, alpha=1.0))
 
 
 def add_product(
@@ -358,9 +371,16 @@ def bias_correction(decay: Factor, steps: Sequence[Tensor]) -> Factors:
     Returns:
         One for all, if all have made as many steps; else one for each.
     """
-    return combine(
-        partial(_left, decay.to(torch.float64) if isinstance(decay, Tensor) else decay), values(steps)
-    )
+    return bias_corrections((decay,), steps)[0]
+
+
+def bias_corrections(decays: Sequence[Factor], steps: Sequence[Tensor]) -> list[Factors]:
+    """:func:`bias_correction` of several decays, the steps looked at once."""
+    t = values(steps)
+    return [
+        combine(partial(_left, decay.to(torch.float64) if isinstance(decay, Tensor) else decay), t)
+        for decay in decays
+    ]
 
 
 def _left(decay: Factor, t: Factor) -> Factor:

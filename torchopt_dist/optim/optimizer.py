@@ -190,11 +190,16 @@ class Optimizer(torch.optim.Optimizer):
         params, own = group["params"], [key for key in layout.keys if key is not None]
         states = [self.state[p] for p in params] if own else []
         shared = group.get(_SHARED, [])
-        needed = set(own)
-        if len(shared) != len(layout.keys) - len(own) or any(not needed <= state.keys() for state in states):
+        try:
+            columns = {key: [state[key] for state in states] for key in own}
+            complete = len(shared) == len(layout.keys) - len(own)
+        except KeyError:
+            complete = False
+        if not complete:
             shared = self._fill(params, impl, layout)
+            columns = {key: [state[key] for state in states] for key in own}
         rest = iter(shared)
-        leaves = [next(rest) if key is None else [state[key] for state in states] for key in layout.keys]
+        leaves = [next(rest) if key is None else columns[key] for key in layout.keys]
         return pytree.unflatten(layout.spec, leaves)
 
     def _fill(self, params: list[Tensor], impl: GradientTransformation, layout: _Layout) -> list[Any]:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from torchopt_dist import pytree
 from torchopt_dist.ops import lists
 from torchopt_dist.transform.base import InPlaceFn, RecordedFn
@@ -57,17 +59,22 @@ def _step_in_place(
     /,
 ) -> None:
     fields = {f"{name}s": field for own in state for name, field in zip(own._fields, own, strict=True)}
-    columns = {name: pytree.flatten(field)[0] for name, field in fields.items()}
+    columns = {name: _leaves(field) for name, field in fields.items()}
     picked = {name: column for name, column in columns.items() if column}
     given = [list(params), list(grads)]
     places = lists.present(grads)
     if len(places) < len(grads):
         picked = {name: lists.pick(column, places) for name, column in picked.items()}
         given = [lists.pick(column, places) for column in given]
-    if any(p.is_complex() for p in given[0]):
+    if any(map(Tensor.is_complex, given[0])):
         given = [lists.as_real(column) for column in given]
         picked = {name: lists.as_real(column) for name, column in picked.items()}
     op(*given, **picked, **options)
+
+
+def _leaves(field: Any) -> list[Any]:
+    """The leaves of a field. It mostly is a list of tensors, which to look at is a tenth of taking it apart."""
+    return field if type(field) is list and {*map(type, field)} == {Tensor} else pytree.flatten(field)[0]
 
 
 def _step_recorded(
