@@ -6,7 +6,6 @@ import getpass
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 
@@ -20,6 +19,12 @@ NEEDS_SSHD = pytest.mark.skipif(SSHD is None, reason="there is no sshd (Debian: 
 
 class Sshd:
     """A server that lets this user in by a key made for it.
+
+    Args:
+        folder: for its keys, its configuration and its log.
+        address: where it listens.
+        names: what the configuration file calls it.
+        prefix: a command that runs it, such as `ip netns exec name`.
 
     Attributes:
         config: what a launcher's `ssh_config` wants: `node1`, `node2` and `node3` are this server.
@@ -43,7 +48,8 @@ class Sshd:
         known = f"[{address}]:{self.port}" if self.port != 22 else address
         (folder / "known_hosts").write_text(f"{known} {key}\n")
         self.config = folder / "config"
-        self.write_config(dict.fromkeys(names, address))
+        named = [self.entry(name, address) for name in names]
+        self.config.write_text("".join([*named, self.entry("*", None)]))
         listen = ["-o", f"ListenAddress={address}", "-p", str(self.port)]
         log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self.process = subprocess.Popen(
@@ -53,12 +59,12 @@ class Sshd:
             start_new_session=True,
         )
         os.close(log)
-        if not prefix:
-            wait_for(address, self.port)
+        wait_until(lambda: f"listening on {address}" in self.log(), self.log)
 
-    def write_config(self, hosts, **more):
-        lines = [f"Host {name}\n  HostName {address}\n" for name, address in hosts.items()]
+    def entry(self, name, address, **more):
+        """What a configuration file says of a host."""
         options = {
+            "HostName": address,
             "Port": self.port,
             "User": getpass.getuser(),
             "IdentityFile": self.folder / "user_key",
@@ -66,8 +72,8 @@ class Sshd:
             "UserKnownHostsFile": self.folder / "known_hosts",
             **more,
         }
-        every = "".join(f"  {key} {value}\n" for key, value in options.items())
-        self.config.write_text("".join(lines) + "Host *\n" + every)
+        lines = [f"  {key} {value}\n" for key, value in options.items() if value is not None]
+        return f"Host {name}\n" + "".join(lines)
 
     def stop(self):
         os.killpg(self.process.pid, signal.SIGKILL)
@@ -77,11 +83,8 @@ class Sshd:
         return (self.folder / "log").read_text()
 
 
-def wait_for(address, port, seconds=10.0):
+def wait_until(condition, tell, seconds=10.0):
     deadline = time.monotonic() + seconds
-    while True:
-        try:
-            return socket.create_connection((address, port), 1.0).close()
-        except OSError:
-            assert time.monotonic() < deadline, f"nothing listens on {address}:{port}"
-            time.sleep(0.02)
+    while not condition():
+        assert time.monotonic() < deadline, tell()
+        time.sleep(0.02)

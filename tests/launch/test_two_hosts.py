@@ -31,8 +31,8 @@ import torch.distributed as dist
 
 import torchopt_dist as todist
 from tests.launch.families import assert_gone, family_of, start_a_family
-from tests.launch.sshd import NEEDS_SSHD, Sshd
-from torchopt_dist.launch import Launcher
+from tests.launch.sshd import NEEDS_SSHD, Sshd, wait_until
+from torchopt_dist.launch import Launcher, remote
 
 pytestmark = [pytest.mark.timeout(120), NEEDS_SSHD]
 
@@ -333,15 +333,22 @@ def test_a_host_that_is_cut_off_is_named_and_nothing_is_left_there(
         assert_gone(family, 10 - (time.monotonic() - cut))
         assert_gone([pid for pid, command in network.processes("beta") if "sshd" not in command], 10)
         assert any("sshd" in command for _, command in network.processes("beta"))
+        elsewhere.submit(wait_until_lost, "beta").result()
     finally:
         network.up("launcher", "port1")
     assert launch(places) == at("10.77.0.1", "net0", "net1")  # by a new relay
 
 
-def fails(launch, hosts, message, seconds):
+def wait_until_lost(name):
+    """Both ends of a connection are patient, and one of them notices a little later than the other."""
+    known = [machine for (_, host, _), machine in remote._machines.items() if host == name]
+    wait_until(lambda: all(machine.why_lost() is not None for machine in known), lambda: known)
+
+
+def fails(launch, hosts, message, seconds, error=todist.InitializationError, **options):
     start = time.monotonic()
-    with pytest.raises(todist.InitializationError, match=message):
-        launch(places, hosts=hosts)
+    with pytest.raises(error, match=message):
+        launch(places, hosts=hosts, **options)
     assert time.monotonic() - start < seconds
 
 
@@ -364,10 +371,14 @@ def test_hosts_between_which_packets_are_dropped_are_named(network, launch):
     assert launch(places) == at("10.77.0.1", "net0", "net1")
 
 
-def test_a_host_that_is_cut_off_before_the_launch_does_not_answer(network, launch):
+def test_a_host_that_is_cut_off_before_the_launch_is_named(network, launch):
+    launch(places)
     network.ip("launcher", "link", "set", "port1", "down")
     try:
-        time.sleep(0.1)
-        fails(launch, ("alpha", "beta"), "beta cannot be reached by SSH: there was no answer within 2 s", 8)
+        lost = "beta gave no answer when a place to meet was looked for: there was no sign of life for 5 s"
+        fails(launch, NAMES[:2], lost, 8, todist.AgentFailedError)
+        message = "beta cannot be reached by SSH: (there was no answer within 2 s|.*No route to host)"
+        fails(launch, NAMES[:2], message, 5, start_timeout=2)
     finally:
         network.up("launcher", "port1")
+    assert launch(places) == at("10.77.0.1", "net0", "net1")

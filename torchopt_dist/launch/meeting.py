@@ -94,15 +94,21 @@ def _agree(first: Machine, others: list[Machine], channel: socket.socket, port: 
             reached = list(pool.map(lambda other: _try(other, where), others))
         common = [address for address in where.addresses if all(address in found for found in reached)]
         if not common:
-            lost = [other.name for other, found in zip(others, reached, strict=True) if not found]
-            raise InitializationError(
-                f"{', '.join(lost) or 'the other hosts'} cannot reach {first.name}, where rank 0 is, at port "
-                f"{where.port} of any of its addresses {', '.join(where.addresses)}: is there a firewall? "
-                "`master_port` chooses the port"
-            )
+            raise InitializationError(_why_apart(first, others, reached, where))
         where = replace(where, addresses=tuple(common))
     _ask(first, channel, Hold(where.addresses[0]))
     return where.addresses[0], where.port
+
+
+def _why_apart(first: Machine, others: list[Machine], reached: list[frozenset[str]], where: Listening) -> str:
+    lost = [other.name for other, found in zip(others, reached, strict=True) if not found]
+    if not lost:
+        names = ", ".join(other.name for other in others)
+        return f"{names} reach no address of {first.name}, where rank 0 is, that all of them reach"
+    return (
+        f"{', '.join(lost)} cannot reach {first.name}, where rank 0 is, at port {where.port} of any of its "
+        f"addresses {', '.join(where.addresses)}: is there a firewall? `master_port` chooses the port"
+    )
 
 
 def _try(machine: Machine, where: Listening) -> frozenset[str]:
