@@ -345,9 +345,9 @@ def test_a_launcher_that_is_stopped_for_a_while_finds_its_workers_at_work(tmp_pa
         "from torchopt_dist.launch import Launcher\n"
         "def work():\n"
         f"    open({str(tmp_path / 'up')!r}, 'w').close()\n"
-        "    time.sleep(3.5)\n"
+        "    time.sleep(4.5)\n"
         "    return 1\n"
-        "print(Launcher(nproc_per_host=1, agent_timeout=1.5).run(work).rank(0))\n"
+        "print(Launcher(nproc_per_host=1, agent_timeout=2).run(work).rank(0))\n"
     )
     program = subprocess.Popen(
         [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -355,7 +355,7 @@ def test_a_launcher_that_is_stopped_for_a_while_finds_its_workers_at_work(tmp_pa
     try:
         assert watch(tmp_path / "up")
         program.send_signal(signal.SIGSTOP)
-        time.sleep(2.5)  # longer than `agent_timeout`
+        time.sleep(3)  # longer than `agent_timeout`
         program.send_signal(signal.SIGCONT)
         out, err = program.communicate(timeout=30)
         assert (out, program.returncode) == ("1\n", 0), err

@@ -59,6 +59,18 @@ def add_launcher_args(parser: argparse.ArgumentParser) -> None:
     )
     add("--max-restarts", type=int, metavar="N", help="start all workers again so often; the default is 0")
     add(
+        "--min-hosts",
+        type=int,
+        metavar="N",
+        help="go on with so many hosts when others are lost; the default: do not",
+    )
+    add(
+        "--max-hosts",
+        type=int,
+        metavar="N",
+        help="so many hosts take part at a time; the default is all of them",
+    )
+    add(
         "--log-dir",
         metavar="DIR",
         help="a folder for every rank's output; none: no files; the default is auto",

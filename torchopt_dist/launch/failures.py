@@ -17,7 +17,7 @@ from torchopt_dist.errors import (
 )
 from torchopt_dist.failure import RemoteFailure
 
-__all__ = ["EXIT_SECONDS", "Failures", "death", "revive"]
+__all__ = ["EXIT_SECONDS", "Failures", "death", "halt", "may_be_an_echo", "revive"]
 
 ECHO_SECONDS, EXIT_SECONDS = 1.0, 0.25
 """How long an error waits for another one that may have caused it: one of a broken connection, and an exit."""
@@ -41,7 +41,7 @@ class Failures:
             wait: seconds in which its cause may still become known; ``None`` means that the error itself tells.
         """
         if wait is None:
-            wait = ECHO_SECONDS if _may_be_an_echo(error) else 0.0
+            wait = ECHO_SECONDS if may_be_an_echo(error) else 0.0
         self._known.append((wait, time.monotonic() + wait, error))
 
     def raise_cause(self, all_known: bool) -> None:
@@ -60,7 +60,7 @@ class Failures:
         self._known.clear()
 
 
-def _may_be_an_echo(error: Exception) -> bool:
+def may_be_an_echo(error: Exception) -> bool:
     """Whether the error may follow from another worker's: somebody hung up."""
     if isinstance(error, (PeerFailedError, WorkerLostError, ConnectionError, dist.DistError)):
         return True

@@ -134,7 +134,6 @@ class Job:
         hosts: where, and how many.
         orders: for each machine, what its workers take over.
         task: descriptor of the packed function and its arguments.
-        rpc: whether to connect the workers for remote calls.
         port: where the workers' store listens; 0 means any free port.
         logs: where the workers' output goes.
         times: how long to wait.
@@ -149,7 +148,6 @@ class Job:
         hosts: list[Host],
         orders: Mapping[Machine, Orders],
         task: int,
-        rpc: bool,
         port: int,
         logs: WorkerLogs,
         times: Times,
@@ -157,7 +155,7 @@ class Job:
         restarts: int,
         max_restarts: int,
     ) -> None:
-        self._hosts, self._orders, self._task, self._rpc = hosts, orders, task, rpc
+        self._hosts, self._orders, self._task = hosts, orders, task
         self._port, self._logs, self._times = port, logs, times
         self._run_id, self._restarts, self._max_restarts = run_id, restarts, max_restarts
         self._agents: list[_Agent] = []
@@ -234,7 +232,7 @@ class Job:
                 agent.control.settimeout(self._times.start)
                 send(
                     agent.control,
-                    StartWorker(rank, variables, self._rpc),
+                    StartWorker(rank, variables),
                     for_worker.fileno(),
                     *(reader.for_worker for reader in output),
                     self._orders[agent.host.machine].header,
@@ -314,7 +312,7 @@ class Job:
         now = time.monotonic()
         for agent in self._agents:
             if not agent.ended and now > self._silent_at(agent):
-                if select.select([agent.control], [], [], 0)[0]:
+                if _has_something(agent.control):
                     continue  # it is this process that has been slow
                 if agent.pid is not None:
                     agent.host.machine.kill_agent(agent.pid)
@@ -445,6 +443,12 @@ class Job:
                 worker.channel.close()
                 for reader in worker.output:
                     reader.close()
+
+
+def _has_something(channel: socket.socket) -> bool:
+    ready = select.poll()
+    ready.register(channel, select.POLLIN)
+    return bool(ready.poll(0))
 
 
 def _value(worker: _Worker) -> Any:

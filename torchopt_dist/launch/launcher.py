@@ -20,11 +20,12 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 from torchopt_dist.errors import RemoteError, SerializationError, WorkerFailedError
 from torchopt_dist.launch.cluster import find_hosts
+from torchopt_dist.launch.elastic import reach_some, run_elastic
 from torchopt_dist.launch.environment import COPIED, chosen_by, read_env_file
 from torchopt_dist.launch.groups import check_backend, in_groups
 from torchopt_dist.launch.job import Job, Orders, Times
 from torchopt_dist.launch.logs import TerminalHandler, WorkerLogs, log_folder
-from torchopt_dist.launch.machine import Machine
+from torchopt_dist.launch.machine import Machine, allow_many_files
 from torchopt_dist.launch.messages import Header, pack
 from torchopt_dist.launch.remote import PATIENCE, START_SECONDS, SshOptions, connect
 
@@ -34,6 +35,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 log = logging.getLogger(__package__)
+
+LEAST_AGENT_TIMEOUT = 2.0
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,10 @@ class Launcher:
         rpc: connect the workers for remote calls, as ``auto_init_rpc`` does.
         backend: make them torch's default process group, by ``"gloo"`` or ``"nccl"``. ``None``: make none.
         max_restarts: how often all workers are started again after one has failed.
+        min_hosts: with how many hosts the work goes on when others are lost, or cannot be reached. Workers are started
+            again whenever hosts are lost or come back. Given this or ``max_hosts``, a lost host is no error until there
+            have been too few for ``start_timeout``. ``None``: all of them.
+        max_hosts: how many hosts take part at a time; others wait until one is lost. ``None``: all of them.
         log_dir: a folder, made if need be, where every rank's output is added to a file ``rank<n>.log``. ``"auto"``: a
             folder of this launch's own, named after its time, in ``$TODIST_LOG_DIR`` or, if that is not set, in
             ``todist_logs``, as soon as there is a line. ``None`` or ``"none"``: no files.
@@ -137,6 +144,8 @@ class Launcher:
     rpc: bool = False
     backend: str | None = None
     max_restarts: int = 0
+    min_hosts: int | None = None
+    max_hosts: int | None = None
     log_dir: str | Path | None = "auto"
     handlers: Sequence[logging.Handler] | None = None
     env: Mapping[str, str] | None = None
@@ -158,6 +167,12 @@ class Launcher:
             raise TypeError(f"`max_restarts` must be an integer, got {self.max_restarts!r}")
         if self.max_restarts < 0:
             raise ValueError(f"`max_restarts` must be at least 0, got {self.max_restarts}")
+        for name in ("min_hosts", "max_hosts"):
+            number = getattr(self, name)
+            if number is not None and (isinstance(number, bool) or not isinstance(number, int)):
+                raise TypeError(f"`{name}` must be an integer or None, got {number!r}")
+            if number is not None and number < 1:
+                raise ValueError(f"`{name}` must be at least 1, got {number}")
         if not 0 <= self.master_port < 1 << 16:
             raise ValueError(f"`master_port` must be a port, in [0, 65536), got {self.master_port}")
         for name in (field.name for field in fields(self) if field.name.endswith("timeout")):
@@ -168,6 +183,11 @@ class Launcher:
                 raise TypeError(f"`{name}` must be a number of seconds, got {seconds!r}")
             if not 0 <= seconds < math.inf or (seconds == 0 and name != "stop_timeout"):
                 raise ValueError(f"`{name}` must be a positive, finite number of seconds, got {seconds}")
+        if self.agent_timeout < LEAST_AGENT_TIMEOUT:
+            raise ValueError(
+                f"`agent_timeout` must be at least {LEAST_AGENT_TIMEOUT:g} s, since signs of life come every second, "
+                f"got {self.agent_timeout}"
+            )
         for handler in self.handlers or ():
             if not isinstance(handler, logging.Handler):
                 raise TypeError(f"`handlers` must hold logging.Handler objects, got {handler!r}")
@@ -215,7 +235,16 @@ class Launcher:
             raise TypeError(f"`func` must be callable, got {type(func).__name__} {func!r}")
         if not hasattr(os, "pidfd_open") or not hasattr(os, "memfd_create"):
             raise OSError(f"launching workers needs Linux 5.3 or later, got {sys.platform}")
-        hosts = find_hosts(self.hosts, self.nproc_per_host, self._reach)
+        elastic = self.min_hosts is not None or self.max_hosts is not None
+        reach = reach_some(self._reach) if elastic else self._reach
+        allow_many_files()
+        hosts = find_hosts(self.hosts, self.nproc_per_host, reach)
+        most = min(self.max_hosts or len(hosts), len(hosts))
+        least = most if self.min_hosts is None else self.min_hosts
+        if least > most:
+            raise ValueError(
+                f"`min_hosts` must be at most the number of hosts that take part, {most}, got {least}"
+            )
         added = {} if self.env_file is None else read_env_file(self.env_file)
         added.update(self.env or {})
         task = _pack_task(in_groups(func, self.backend, self.rpc), args, kwargs)
@@ -237,12 +266,26 @@ class Launcher:
         run_id = uuid.uuid4().hex
         restarts = 0
         try:
+            if elastic:
+                values_by_host = run_elastic(
+                    hosts=hosts,
+                    min_hosts=least,
+                    max_hosts=most,
+                    orders=lambda machine: self._orders(machine, added),
+                    reach=self._reach,
+                    task=task,
+                    port=self.master_port,
+                    logs=logs,
+                    times=times,
+                    run_id=run_id,
+                    max_restarts=self.max_restarts,
+                )
+                return LaunchResult(values_by_host)
             while True:
                 job = Job(
                     hosts=hosts,
                     orders=orders,
                     task=task,
-                    rpc=False,
                     port=self.master_port,
                     logs=logs,
                     times=times,

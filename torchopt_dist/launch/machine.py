@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import socket
 import sys
@@ -18,7 +19,7 @@ from torchopt_dist.launch import meeting
 from torchopt_dist.launch.forkserver import request_agent
 from torchopt_dist.launch.messages import pair
 
-__all__ = ["Machine", "ThisMachine", "is_this_machine", "kill"]
+__all__ = ["Machine", "ThisMachine", "allow_many_files", "is_this_machine", "kill"]
 
 
 class Machine(ABC):
@@ -97,6 +98,14 @@ def kill(pid: int) -> None:
     """End a process, if it is there."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
+
+
+def allow_many_files() -> None:
+    """Let this process have as many open files as the system allows: a worker takes four to six of them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def is_this_machine(name: str) -> bool:

@@ -75,12 +75,10 @@ class StartWorker:
     Attributes:
         rank: the worker's rank.
         env: the variables that are this worker's alone.
-        rpc: whether to connect the workers for remote calls around the function.
     """
 
     rank: int
     env: dict[str, str]
-    rpc: bool
 
 
 @dataclass(frozen=True)

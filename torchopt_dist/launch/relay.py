@@ -24,7 +24,7 @@ import torch
 from torchopt_dist.launch import meeting
 from torchopt_dist.launch.ferry import Ferry
 from torchopt_dist.launch.forkserver import PRELOAD, fork_server, request_agent
-from torchopt_dist.launch.machine import kill
+from torchopt_dist.launch.machine import allow_many_files, kill
 from torchopt_dist.launch.messages import KillAgent, OpenAgent, pair
 
 __all__ = ["MARK", "PROGRAM", "main", "versions"]
@@ -66,6 +66,7 @@ def main(start: dict[str, Any]) -> None:
     setproctitle.setproctitle(f"todist: relay of {start['launcher']}")
     for name in PRELOAD:
         importlib.import_module(name)
+    allow_many_files()
     fork_server(not_for_it=(into, out))
     connection = os.environ.get("SSH_CONNECTION", "").split()
     greeting = {

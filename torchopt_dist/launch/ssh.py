@@ -127,7 +127,7 @@ class SshProcess:
         listener = asyncio.create_task(listen())
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            with contextlib.suppress(TimeoutError):
+            with contextlib.suppress(TimeoutError, _asyncssh().Error):  # such as a lost connection
                 await asyncio.wait_for(process.wait_closed(), CLOSE_SECONDS)
                 await listener
         finally:

@@ -34,10 +34,6 @@ def work(start: StartWorker, channel_end: int, stdout: int, stderr: int, header:
     try:
         _take_over(unpack(header), start)
         function, args, kwargs = _load(task)
-        if start.rpc:
-            # By name: this room knows the other only as any user of it does.
-            connect: Any = importlib.import_module("torchopt_dist").auto_init_rpc
-            function = connect()(function)
         send(channel, Running())
         value = function(*args, **kwargs)
         _send_value(channel, value, int(os.environ["RANK"]))
