@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import getpass
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -300,6 +302,25 @@ def test_restarts_reach_all_hosts(launcher, tmp_path):
     assert result.results == {"node1": ["1"], "node2": ["1"]}
 
 
+def test_a_key_of_an_agent_will_do_and_user_and_port_may_be_in_the_name(sshd, tmp_path, monkeypatch):
+    agent = subprocess.run(
+        ["ssh-agent", "-s", "-a", str(tmp_path / "agent")], check=True, capture_output=True, text=True
+    )
+    pid = int(agent.stdout.split("SSH_AGENT_PID=")[1].split(";")[0])
+    try:
+        monkeypatch.setenv("SSH_AUTH_SOCK", str(tmp_path / "agent"))
+        config = tmp_path / "config"
+        config.write_text(f"Host *\n  UserKnownHostsFile {sshd.folder}/known_hosts\n")
+        name = f"{getpass.getuser()}@127.0.0.1:{sshd.port}"
+        where = Launcher(hosts=[name], nproc_per_host=1, ssh_config=config, handlers=[])
+        with pytest.raises(todist.InitializationError, match="it refuses the login"):
+            where.run(place)
+        subprocess.run(["ssh-add", "-q", str(sshd.folder / "user_key")], check=True)
+        assert where.run(place).results == {name: [("0", "0", "0", "1")]}
+    finally:
+        os.kill(pid, signal.SIGTERM)
+
+
 def test_numbers_of_workers_are_each_hosts_own(launcher):
     cores = len(os.sched_getaffinity(0))
     assert len(launcher(nproc_per_host="cpu").run(place).results["node1"]) == cores
@@ -349,7 +370,7 @@ def test_a_host_that_is_not_known(sshd, tmp_path):
 
 
 def test_a_host_that_does_not_answer(sshd):
-    with contextlib.closing(__import__("socket").create_server(("127.0.0.1", 0))) as silent:
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as silent:
         name = f"127.0.0.3:{silent.getsockname()[1]}".replace("127.0.0.3", "127.1")
         launcher = Launcher(hosts=[name], nproc_per_host=1, ssh_config=sshd.config, start_timeout=1.5)
         with pytest.raises(todist.InitializationError, match=r"there was no answer within 1\.5 s"):
@@ -386,7 +407,7 @@ def test_a_host_without_the_folder(launcher, monkeypatch, tmp_path):
 
 
 def test_a_port_that_is_taken_there(launcher):
-    with contextlib.closing(__import__("socket").create_server(("127.0.0.1", 0))) as taken:
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = taken.getsockname()[1]
         refuse(
             launcher,
@@ -423,7 +444,6 @@ def test_nothing_listens_for_the_launch_but_the_store(launcher):
 
 def test_a_stranger_at_the_store_does_no_harm(launcher):
     def work():
-        import socket
 
         if os.environ["RANK"] == "0":
             strangers = [

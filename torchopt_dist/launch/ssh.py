@@ -155,7 +155,7 @@ def _why(error: Exception, seconds: float) -> str:
     if isinstance(error, socket.gaierror):
         return f"the name is unknown ({error.strerror})"
     if isinstance(error, OSError):
-        return f"{error.strerror or error}"
+        return str(error.strerror or error) + (f": {error.filename}" if error.filename else "")
     return f"{type(error).__name__}: {error}"
 
 
