@@ -7,6 +7,7 @@ The way of a launch: ``launcher.py`` → ``cluster.py`` (which machines) → ``j
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import logging
 import math
@@ -16,71 +17,27 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
-from torchopt_dist.errors import RemoteError, SerializationError, WorkerFailedError
+from torchopt_dist.errors import SerializationError
+from torchopt_dist.launch.attempts import run_attempts
 from torchopt_dist.launch.cluster import find_hosts
 from torchopt_dist.launch.elastic import reach_some, run_elastic
 from torchopt_dist.launch.environment import COPIED, chosen_by, read_env_file
 from torchopt_dist.launch.groups import check_backend, in_groups
-from torchopt_dist.launch.job import Job, Orders, Times
+from torchopt_dist.launch.job import Orders, Times
 from torchopt_dist.launch.logs import TerminalHandler, WorkerLogs, log_folder
 from torchopt_dist.launch.machine import Machine, allow_many_files
 from torchopt_dist.launch.messages import Header, pack
 from torchopt_dist.launch.remote import PATIENCE, START_SECONDS, SshOptions, connect
+from torchopt_dist.launch.result import LaunchResult
 
-__all__ = ["LaunchResult", "Launcher", "launch"]
+__all__ = ["Launcher", "launch"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-log = logging.getLogger(__package__)
-
 LEAST_AGENT_TIMEOUT = 2.0
-
-
-@dataclass(frozen=True)
-class LaunchResult(Generic[T]):
-    """What the function returned on every worker.
-
-    Attributes:
-        results: host → the values of its workers, by local rank. Hosts are in the order of ``hosts``; where one is
-            given twice, the second is called ``"<name>#2"``.
-
-    Example:
-        >>> result = LaunchResult({"localhost": ["a", "b"], "localhost#2": ["c"]})
-        >>> result.rank(2), result.index("localhost", 1)
-        ('c', 'b')
-    """
-
-    results: dict[str, list[T]]
-
-    def rank(self, i: int) -> T:
-        """The value of rank ``i``.
-
-        Raises:
-            IndexError: there is no such rank.
-        """
-        values = [value for values in self.results.values() for value in values]
-        if isinstance(i, bool) or not isinstance(i, int):
-            raise TypeError(f"`i` must be an integer, got {type(i).__name__} {i!r}")
-        if not 0 <= i < len(values):
-            raise IndexError(f"`i` must be a rank, in [0, {len(values)}), got {i}")
-        return values[i]
-
-    def index(self, host: str, local_rank: int) -> T:
-        """The value of a host's worker.
-
-        Raises:
-            KeyError: there is no such host.
-            IndexError: it has no such worker.
-        """
-        if host not in self.results:
-            raise KeyError(f"`host` must be one of {', '.join(self.results)}, got {host!r}")
-        values = self.results[host]
-        if not 0 <= local_rank < len(values):
-            raise IndexError(f"`local_rank` must be in [0, {len(values)}) on {host}, got {local_rank}")
-        return values[local_rank]
 
 
 @dataclass(frozen=True)
@@ -235,80 +192,57 @@ class Launcher:
             raise TypeError(f"`func` must be callable, got {type(func).__name__} {func!r}")
         if not hasattr(os, "pidfd_open") or not hasattr(os, "memfd_create"):
             raise OSError(f"launching workers needs Linux 5.3 or later, got {sys.platform}")
-        elastic = self.min_hosts is not None or self.max_hosts is not None
-        reach = reach_some(self._reach) if elastic else self._reach
         allow_many_files()
-        hosts = find_hosts(self.hosts, self.nproc_per_host, reach)
-        most = min(self.max_hosts or len(hosts), len(hosts))
+        elastic = self.min_hosts is not None or self.max_hosts is not None
+        hosts = find_hosts(
+            self.hosts, self.nproc_per_host, reach_some(self._reach) if elastic else self._reach
+        )
+        least, most = self._bounds(len(hosts))
+        added = {} if self.env_file is None else read_env_file(self.env_file)
+        added.update(self.env or {})
+        with contextlib.ExitStack() as afterwards:
+            task = _pack_task(in_groups(func, self.backend, self.rpc), args, kwargs)
+            afterwards.callback(os.close, task)
+            logs = WorkerLogs(
+                [TerminalHandler.of_ranks([host.first_rank for host in hosts])]
+                if self.handlers is None
+                else self.handlers,
+                log_folder(self.log_dir),
+                range(sum(host.workers for host in hosts)),
+            )
+            afterwards.callback(logs.close)
+            common: dict[str, Any] = {
+                "hosts": hosts,
+                "orders": lambda machine: self._orders(machine, added),
+                "task": task,
+                "port": self.master_port,
+                "logs": logs,
+                "times": Times(
+                    whole=self.timeout,
+                    start=self.start_timeout,
+                    stop=self.stop_timeout,
+                    exit=self.exit_timeout,
+                    agent=self.agent_timeout,
+                    halted=self.halted_timeout,
+                ),
+                "run_id": uuid.uuid4().hex,
+                "max_restarts": self.max_restarts,
+            }
+            if elastic:
+                values = run_elastic(**common, reach=self._reach, min_hosts=least, max_hosts=most)
+            else:
+                values = run_attempts(**common)
+        return LaunchResult(values)
+
+    def _bounds(self, number: int) -> tuple[int, int]:
+        """The least and the most hosts that take part, of so many."""
+        most = min(self.max_hosts or number, number)
         least = most if self.min_hosts is None else self.min_hosts
         if least > most:
             raise ValueError(
                 f"`min_hosts` must be at most the number of hosts that take part, {most}, got {least}"
             )
-        added = {} if self.env_file is None else read_env_file(self.env_file)
-        added.update(self.env or {})
-        task = _pack_task(in_groups(func, self.backend, self.rpc), args, kwargs)
-        orders = {machine: self._orders(machine, added) for machine in {host.machine for host in hosts}}
-        first_ranks = [host.first_rank for host in hosts]
-        logs = WorkerLogs(
-            [TerminalHandler.of_ranks(first_ranks)] if self.handlers is None else self.handlers,
-            log_folder(self.log_dir),
-            range(sum(host.workers for host in hosts)),
-        )
-        times = Times(
-            whole=self.timeout,
-            start=self.start_timeout,
-            stop=self.stop_timeout,
-            exit=self.exit_timeout,
-            agent=self.agent_timeout,
-            halted=self.halted_timeout,
-        )
-        run_id = uuid.uuid4().hex
-        restarts = 0
-        try:
-            if elastic:
-                values_by_host = run_elastic(
-                    hosts=hosts,
-                    min_hosts=least,
-                    max_hosts=most,
-                    orders=lambda machine: self._orders(machine, added),
-                    reach=self._reach,
-                    task=task,
-                    port=self.master_port,
-                    logs=logs,
-                    times=times,
-                    run_id=run_id,
-                    max_restarts=self.max_restarts,
-                )
-                return LaunchResult(values_by_host)
-            while True:
-                job = Job(
-                    hosts=hosts,
-                    orders=orders,
-                    task=task,
-                    port=self.master_port,
-                    logs=logs,
-                    times=times,
-                    run_id=run_id,
-                    restarts=restarts,
-                    max_restarts=self.max_restarts,
-                )
-                try:
-                    values = job.run()
-                    break
-                except (RemoteError, WorkerFailedError) as error:
-                    if restarts == self.max_restarts:
-                        raise
-                    restarts += 1
-                    log.warning("restart %d of %d: %s", restarts, self.max_restarts, error)
-                    logs.forget_tails()
-        finally:
-            logs.close()
-            for descriptor in (task, *(order.header for order in orders.values())):
-                os.close(descriptor)
-        return LaunchResult(
-            {host.name: values[host.first_rank : host.first_rank + host.workers] for host in hosts}
-        )
+        return least, most
 
     def _reach(self, names: Sequence[str]) -> dict[str, Machine]:
         config = None if self.ssh_config is None else os.path.abspath(self.ssh_config)

@@ -1,0 +1,54 @@
+"""What every worker returned → it, by rank, or by host and local rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+__all__ = ["LaunchResult"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class LaunchResult(Generic[T]):
+    """What the function returned on every worker.
+
+    Attributes:
+        results: host → the values of its workers, by local rank. Hosts are in the order of ``hosts``; where one is
+            given twice, the second is called ``"<name>#2"``.
+
+    Example:
+        >>> result = LaunchResult({"localhost": ["a", "b"], "localhost#2": ["c"]})
+        >>> result.rank(2), result.index("localhost", 1)
+        ('c', 'b')
+    """
+
+    results: dict[str, list[T]]
+
+    def rank(self, i: int) -> T:
+        """The value of rank ``i``.
+
+        Raises:
+            IndexError: there is no such rank.
+        """
+        values = [value for values in self.results.values() for value in values]
+        if isinstance(i, bool) or not isinstance(i, int):
+            raise TypeError(f"`i` must be an integer, got {type(i).__name__} {i!r}")
+        if not 0 <= i < len(values):
+            raise IndexError(f"`i` must be a rank, in [0, {len(values)}), got {i}")
+        return values[i]
+
+    def index(self, host: str, local_rank: int) -> T:
+        """The value of a host's worker.
+
+        Raises:
+            KeyError: there is no such host.
+            IndexError: it has no such worker.
+        """
+        if host not in self.results:
+            raise KeyError(f"`host` must be one of {', '.join(self.results)}, got {host!r}")
+        values = self.results[host]
+        if not 0 <= local_rank < len(values):
+            raise IndexError(f"`local_rank` must be in [0, {len(values)}) on {host}, got {local_rank}")
+        return values[local_rank]
