@@ -22,7 +22,8 @@ from tests.distributed.bare import say, soon, watch
 from tests.launch.families import alive, assert_gone, start_a_family
 from tests.launch.sshd import NEEDS_SSHD, Sshd
 from tests.seeds import torchrun
-from torchopt_dist.launch import Launcher, elastic, remote
+from torchopt_dist.launch import Launcher, remote
+from torchopt_dist.launch.elastic import host_job, members
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -66,21 +67,21 @@ def launch(
 @pytest.fixture(autouse=True)
 def soon_again(monkeypatch):
     """Lost hosts are tried again sooner."""
-    monkeypatch.setattr(elastic, "RETRY_SECONDS", 0.5)
+    monkeypatch.setattr(members, "RETRY_SECONDS", 0.5)
 
 
 @pytest.fixture
 def unreachable(monkeypatch, tmp_path):
     """A file; while it exists, hosts of which it has the names cannot be reached."""
     path = tmp_path / "unreachable"
-    run = elastic._HostJob.run
+    run = host_job.HostJob.run
 
     def run_if_reachable(job):
         if path.exists() and job._hosts[0].name in path.read_text().split():
             raise todist.errors.AgentFailedError("no route")
         return run(job)
 
-    monkeypatch.setattr(elastic._HostJob, "run", run_if_reachable)
+    monkeypatch.setattr(host_job.HostJob, "run", run_if_reachable)
     return path
 
 

@@ -1,0 +1,238 @@
+"""One host of an elastic launch → torch's own elastic agent, which starts workers again when the world changes.
+
+This runs in a worker of ours, one a host. Torch's rendezvous says who takes part, and torch's agent starts and stops
+the workers. Added are: one store a world, so that nothing of an earlier one is read; and the launcher is asked whether
+a failure is a restart, since it alone knows of all hosts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import time
+from datetime import timedelta
+from typing import Any
+
+import psutil
+import setproctitle
+import torch.distributed as dist
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+
+from torchopt_dist.launch.elastic.output import Output
+from torchopt_dist.launch.elastic.records import (
+    AGAIN,
+    GO,
+    HERE,
+    STORE_SECONDS,
+    Done,
+    Failed,
+    Place,
+    WorkerFailure,
+    verdict_key,
+)
+from torchopt_dist.launch.elastic.rendezvous import MISSED_SECONDS, Rendezvous, open_world_store
+from torchopt_dist.launch.elastic.worker import Work
+from torchopt_dist.network import local_address
+
+__all__ = ["Agent", "serve"]
+
+MONITOR_SECONDS = 0.1
+LONGEST_TEXT = 1000
+"""Characters of a failure in a log."""
+
+
+def serve(place: Place, task: bytes) -> Done | Failed:
+    """Take part in the launch until a world of this host has returned, or has failed for good.
+
+    Args:
+        place: which host this is.
+        task: the packed function and its arguments.
+    """
+    if place.workers > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    setproctitle.setproctitle(f"todist: elastic agent of {place.name}")
+    store = dist.TCPStore(
+        place.address, place.port, None, wait_for_workers=False, timeout=timedelta(seconds=STORE_SECONDS)
+    )
+    with Output(place) as output:
+        output.tell(news="here")
+        while not store.check([GO]):
+            time.sleep(MONITOR_SECONDS / 2)
+        agent = Agent(place, store, Work(task, place.workers, output), output)
+        try:
+            result = agent.run()
+        except SignalException as ended:
+            raise SystemExit(128 + ended.sigval) from None
+    return agent.failed or agent.done(result)
+
+
+class Agent(LocalElasticAgent):
+    """Torch's, with a store for each world, a judge of failures, and an end that all hosts agree on.
+
+    Args:
+        place: which host this is.
+        store: the launcher's.
+        work: what the workers do.
+        output: where news go.
+
+    Attributes:
+        failed: what this host ends with, if the launch has failed for good.
+    """
+
+    def __init__(self, place: Place, store: dist.Store, work: Work, output: Output) -> None:
+        self._place, self._launcher, self._work, self._output = place, store, work, output
+        self._address = local_address(place.address)
+        self._master: dist.Store | None = None
+        self._result: RunResult | None = None
+        self._world = self._rank = self._size = 0
+        self._meeting: dist.Store = store
+        self.failed: Failed | None = None
+        self._handler = Rendezvous.of(place, store, self._address, self._leave)
+        spec = WorkerSpec(
+            role="default",
+            local_world_size=place.workers,
+            rdzv_handler=self._handler,
+            entrypoint=work.run,
+            max_restarts=place.max_restarts,
+            monitor_interval=MONITOR_SECONDS,
+            local_addr=self._address,
+        )
+        super().__init__(
+            spec,
+            logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
+            start_method="fork",
+            exit_barrier_timeout=MISSED_SECONDS,
+        )
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        while True:
+            try:
+                super()._rendezvous(worker_group)
+                group: Any = worker_group  # whose attributes torch declares as `None`
+                self._meeting, self._rank, self._size = group.store, group.group_rank, group.group_world_size
+                if self._rank == 0:
+                    if self._place.here and self._launcher.check([HERE]):
+                        self._address = self._launcher.get(HERE).decode()  # as other machines know this one
+                    self._master = open_world_store(self._address)
+                    self._meeting.set("todist/master", f"{self._master.port} {self._address}")
+                port, group.master_addr = self._meeting.get("todist/master").decode().split(" ")
+                group.master_port = int(port)
+                return
+            except dist.DistError:  # a host was lost before it had told its rank: meet again
+                continue
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        # What torch calls the number of restarts is that of earlier worlds.
+        self._world = self._handler.world
+        self._remaining_restarts = worker_group.spec.max_restarts - self._world
+        self._result = None
+        self._halted: dict[int, float] = {}
+        """Since when workers have been stopped, by local rank."""
+        self._work.forget()
+        self._output.tell(
+            news="world",
+            world=self._world,
+            size=self._size,
+            workers=worker_group.workers[0].world_size,
+        )
+        return super()._start_workers(worker_group)
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        self._shutdown(timeout=self._place.stop_timeout)  # type: ignore[arg-type]
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result = self._result or super()._monitor_workers(worker_group)
+        if result.state == WorkerState.HEALTHY:
+            self._notice_halted()
+            return result
+        if result.state == WorkerState.SUCCEEDED:
+            if self._result is None:
+                self._result = result
+                self._meeting.add("todist/done", 1)
+            if self._meeting.add("todist/done", 0) == self._size:
+                self._end("done")
+            return result if self._ended() == b"done" else RunResult(state=WorkerState.HEALTHY)
+        self._judge(worker_group, result)
+        return result
+
+    def _notice_halted(self) -> None:
+        """End workers that a signal has stopped, and that do not go on."""
+        seconds = self._place.halted_timeout
+        if seconds is None:
+            return
+        for worker in self.get_worker_group().workers:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if psutil.Process(worker.id).status() != psutil.STATUS_STOPPED:
+                    self._halted.pop(worker.local_rank, None)
+                elif (
+                    time.monotonic() > self._halted.setdefault(worker.local_rank, time.monotonic()) + seconds
+                ):
+                    os.kill(worker.id, signal.SIGKILL)
+
+    def _leave(self) -> bool:
+        """Whether this host may leave the world: not if all have done their work."""
+        return self._end("left") != b"done"
+
+    def _end(self, how: str) -> bytes:
+        """How the world ended: what the first host to say so has said."""
+        end: bytes = self._meeting.compare_set("todist/end", "", how)
+        return end
+
+    def _ended(self) -> bytes:
+        return bytes(self._meeting.get("todist/end")) if self._meeting.check(["todist/end"]) else b""
+
+    def _judge(self, worker_group: WorkerGroup, result: RunResult) -> None:
+        """Ask the launcher whether the workers are to be started again."""
+        world, verdict = self._world, verdict_key(self._world)
+        failures = self._failures(worker_group, result)
+        cause = min(failures, key=lambda failure: (failure.echo, failure.told is None))
+        self._output.tell(
+            news="failed",
+            world=world,
+            echo=cause.echo,
+            raised=cause.told is not None,
+            text=cause.text[:LONGEST_TEXT],
+        )
+        told = False
+        while not self._launcher.check([verdict]):
+            time.sleep(MONITOR_SECONDS / 2)
+            if not told and self._handler.missing():
+                told = True
+                self._output.tell(news="missing", world=world)
+        if self._launcher.get(verdict).decode() == AGAIN:
+            self._remaining_restarts = 1  # for torch to take one
+        else:
+            self._remaining_restarts = 0
+            self.failed = Failed(world, failures)
+
+    def _failures(self, worker_group: WorkerGroup, result: RunResult) -> list[WorkerFailure]:
+        statuses = {failure.local_rank: failure.exitcode for failure in result.failures.values()}
+        found = []
+        for worker in worker_group.workers:
+            said = self._work.said(worker.local_rank)
+            if said is not None and not said[0]:
+                _, asked, status, told, echo, text = said
+                found.append(WorkerFailure(worker.global_rank, status, asked, told, echo, text))
+            elif worker.local_rank in statuses:
+                status = statuses[worker.local_rank]
+                how = f"was ended by signal {-status}" if status < 0 else f"exited with code {status}"
+                halted = time.monotonic() - self._halted.get(worker.local_rank, math.inf)
+                how = f"was stopped for {halted:.1f} s" if halted > 0 else how
+                found.append(
+                    WorkerFailure(worker.global_rank, status, False, None, status >= 0, how, max(halted, 0.0))
+                )
+        return found or [WorkerFailure(worker_group.workers[0].global_rank, 1, False, None, True, "unknown")]
+
+    def done(self, result: RunResult) -> Done:
+        """What the workers have returned."""
+        values = []
+        for local_rank in range(self._place.workers):
+            said = self._work.said(local_rank)
+            assert said is not None
+            assert said[0], result
+            values.append(said[1])
+        return Done(self._world, self._rank, self._size, values)

@@ -1,0 +1,152 @@
+"""A host → the job that runs there: its news and its workers' lines, and what it ends with."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import RendezvousError
+
+from torchopt_dist.errors import AgentFailedError, InitializationError, RemoteError, WorkerFailedError
+from torchopt_dist.launch.cluster import Host
+from torchopt_dist.launch.elastic.host import serve
+from torchopt_dist.launch.elastic.records import MARK, Done, Failed, Place
+from torchopt_dist.launch.elastic.store import RendezvousStore
+from torchopt_dist.launch.job import Job, Orders, Times
+from torchopt_dist.launch.logs import WorkerLogs
+from torchopt_dist.launch.machine import Machine
+from torchopt_dist.launch.messages import pack
+
+__all__ = ["PATIENCE", "HostJob", "HostJobs", "Stopped", "is_loss"]
+
+log = logging.getLogger("torchopt_dist.launch")
+
+PATIENCE = 0.05
+"""Until a job sees that it is told to stop."""
+OWN_WORDS = 30
+
+
+class Stopped(BaseException):
+    """Raised in a host's job that is told to stop."""
+
+
+class HostJob(Job):
+    """A job that another thread can stop.
+
+    Args:
+        stop: set when it is to end.
+        options: those of a job.
+    """
+
+    def __init__(self, stop: threading.Event, **options: Any) -> None:
+        super().__init__(**options)
+        self._stop = stop
+
+    def _patience(self, now: float, returned_at: float | None) -> float | None:
+        if self._stop.is_set():
+            raise Stopped
+        patience = super()._patience(now, returned_at)
+        return PATIENCE if patience is None else min(patience, PATIENCE)
+
+
+@dataclass(frozen=True)
+class HostJobs:
+    """What the jobs of all hosts of a launch have in common.
+
+    Attributes:
+        place: what a host is told, but for what is its own.
+        task: the packed function and its arguments.
+        orders: machine → what its workers take over.
+        logs: where the workers' output goes.
+        times: how long to wait.
+        store: that of the rendezvous.
+    """
+
+    place: Place
+    task: bytes
+    orders: Callable[[Machine], Orders]
+    logs: WorkerLogs
+    times: Times
+    store: RendezvousStore
+
+    def run(self, host: Host, stop: threading.Event, tell: Callable[[dict[str, Any]], None]) -> Done | Failed:
+        """Run the job of one host, with one worker, until it ends.
+
+        Args:
+            host: which has been reached.
+            stop: set when it is to end.
+            tell: called with each of its news.
+
+        Raises:
+            BaseException: what ended it otherwise, see :func:`is_loss`.
+        """
+        machine = host.machine
+        self.store.note_reached(machine)
+        place = dataclasses.replace(
+            self.place,
+            name=host.name,
+            workers=host.workers,
+            address=self.store.address_for(machine),
+            here=machine.here,
+        )
+        with contextlib.ExitStack() as files:
+            task = pack((serve, (place, self.task), {}))
+            files.callback(os.close, task)
+            orders = self.orders(machine)
+            files.callback(os.close, orders.header)
+            job = HostJob(
+                stop,
+                hosts=[dataclasses.replace(host, workers=1, first_rank=0)],
+                orders={machine: orders},
+                task=task,
+                port=0,
+                logs=_HostLogs(self.logs, tell),
+                times=dataclasses.replace(self.times, whole=None),
+                run_id=place.run_id,
+                restarts=0,
+                max_restarts=0,
+            )
+            (ending,) = job.run()
+            return ending
+
+
+def is_loss(event: object) -> bool:
+    """Whether a job's end means that its host is lost, and not that the launch is wrong."""
+    if isinstance(event, RemoteError):
+        return isinstance(event, (ConnectionError, TimeoutError, dist.DistError, RendezvousError))
+    return isinstance(event, (AgentFailedError, WorkerFailedError, InitializationError, OSError))
+
+
+class _HostLogs(WorkerLogs):
+    """A host's lines → its workers' lines, and its news."""
+
+    def __init__(self, logs: WorkerLogs, tell: Callable[[dict[str, Any]], None]) -> None:
+        self._logs, self._tell = logs, tell
+        self._own: collections.deque[str] = collections.deque(maxlen=OWN_WORDS)
+
+    def write(self, line: str, rank: int, local_rank: int, host: str, stream: str) -> None:
+        """Hand on one line."""
+        if not line.startswith(MARK):
+            self._own.append(line)
+            log.debug("%s: %s", host, line)
+            return
+        kind, text = line[1], line[2:]
+        if kind == "!":
+            self._tell(json.loads(text))
+            return
+        of_rank, of_local_rank, said = text.split(" ", 2)
+        stream = "stdout" if kind == "o" else "stderr"
+        self._logs.write(said, int(of_rank), int(of_local_rank), host, stream)
+
+    def tail(self, rank: int) -> tuple[str, ...]:
+        """The last words of the host itself."""
+        return tuple(self._own)

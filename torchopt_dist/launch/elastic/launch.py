@@ -1,0 +1,235 @@
+"""Hosts → the values of the last world that they formed, or the error that ended the launch: the launcher's loop."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import logging
+import os
+import queue
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torchopt_dist.errors import AgentFailedError, CallTimeoutError, InitializationError, SerializationError
+from torchopt_dist.launch.cluster import Host, Reach
+from torchopt_dist.launch.elastic.host_job import PATIENCE, HostJobs, is_loss
+from torchopt_dist.launch.elastic.members import Member, Members
+from torchopt_dist.launch.elastic.records import GO, Done, Failed, Place
+from torchopt_dist.launch.elastic.store import open_store
+from torchopt_dist.launch.elastic.verdict import Verdicts
+from torchopt_dist.launch.job import Orders, Times
+from torchopt_dist.launch.logs import WorkerLogs
+from torchopt_dist.launch.machine import Machine
+from torchopt_dist.launch.messages import unpack
+
+__all__ = ["run_elastic"]
+
+log = logging.getLogger("torchopt_dist.launch")
+
+GATHER_SECONDS = 30.0
+"""For all hosts to come before the first world, if there are enough."""
+
+
+def run_elastic(
+    *,
+    hosts: list[Host],
+    min_hosts: int,
+    max_hosts: int,
+    orders: Callable[[Machine], Orders],
+    reach: Reach,
+    task: int,
+    port: int,
+    logs: WorkerLogs,
+    times: Times,
+    run_id: str,
+    max_restarts: int,
+) -> dict[str, list[Any]]:
+    """Run a task on hosts that may come and go.
+
+    Args:
+        hosts: where, and how many workers.
+        min_hosts: with how many the work goes on.
+        max_hosts: how many take part; others wait until one is lost.
+        orders: machine → what its workers take over. The descriptor is closed here.
+        reach: names of machines → these, for those that were lost.
+        task: descriptor of the packed function and its arguments.
+        port: where the store of the rendezvous listens; 0 means any free port.
+        logs: where the workers' output goes.
+        times: how long to wait; ``start`` is also how long there may be too few hosts.
+        run_id: a name of this launch that no other has.
+        max_restarts: how often workers may fail, on all hosts together. The loss of a host does not count.
+
+    Returns:
+        The values of the last world, by host in the order of their ranks.
+
+    Raises:
+        Exception: what a worker's function raised; also a :class:`~torchopt_dist.errors.RemoteError`.
+        WorkerFailedError: a worker ended before its function returned.
+        AgentFailedError: there were fewer than ``min_hosts`` for too long.
+        CallTimeoutError: the functions have not returned in time.
+        InitializationError: the port is taken, or it cannot be told how many workers a host has.
+        SerializationError: a value cannot be read here.
+    """
+    for host in hosts:
+        if host.workers < 1:
+            raise InitializationError(
+                f"`nproc_per_host` must be a number for hosts that cannot be reached at the start: "
+                f"{host.machine.why_lost()}"
+            )
+    store = open_store(hosts, port)
+    try:
+        place = Place(
+            name="",
+            workers=0,
+            address="",
+            port=store.port,
+            run_id=run_id,
+            min_hosts=min_hosts,
+            max_hosts=max_hosts,
+            max_restarts=max_restarts,
+            stop_timeout=times.stop,
+            halted_timeout=times.halted,
+            here=False,
+        )
+        packed = os.pread(task, os.fstat(task).st_size, 0)
+        store.connect()
+        launch = _Launch(hosts, HostJobs(place, packed, orders, logs, times, store), reach)
+        try:
+            return launch.run()
+        finally:
+            launch.end()
+    finally:
+        store.close()
+
+
+class _Launch:
+    """One elastic launch.
+
+    Args:
+        hosts: that may take part.
+        jobs: what runs on them.
+        reach: names of machines → these, for those that were lost.
+    """
+
+    def __init__(self, hosts: list[Host], jobs: HostJobs, reach: Reach) -> None:
+        self._place, self._logs, self._times, self._store = jobs.place, jobs.logs, jobs.times, jobs.store
+        self._members = Members(hosts, jobs.place.max_hosts, jobs, reach)
+        self._verdicts = Verdicts(jobs.store, jobs.logs, jobs.place.max_restarts, jobs.times.stop)
+        self._started = time.monotonic()
+        self._too_few_since: float | None = self._started
+        self._gathering = True
+        self._world = -1
+
+    def run(self) -> dict[str, list[Any]]:
+        """The values of the last world."""
+        for member in self._members:
+            self._members.start(member)
+        while True:
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    self._take(*self._members.events.get(timeout=PATIENCE))
+                    values = self._values()
+                    if values is not None:
+                        return values
+            now = time.monotonic()
+            self._gather(now)
+            self._verdicts.judge(now)
+            self._raise_if_late(now)
+            self._verdicts.raise_if_end(now)
+            self._raise_if_too_few(now)
+            if not self._verdicts.is_end:
+                self._members.bring_back(now)
+
+    def end(self) -> None:
+        """Stop all hosts."""
+        self._members.end()
+
+    def _take(self, member: Member, event: object) -> None:
+        if isinstance(event, dict):
+            self._take_news(member, event)
+            return
+        member.running = member.here = False
+        if isinstance(event, Done):
+            self._members.complete(member, event)
+        elif isinstance(event, Failed):
+            self._verdicts.take_end(member.name, event)
+        elif is_loss(event):
+            if member.world is not None:
+                self._verdicts.take_loss(member.world)
+            self._members.lose(member, str(event))
+        elif isinstance(event, BaseException):
+            raise event
+
+    def _take_news(self, member: Member, news: dict[str, Any]) -> None:
+        world = news.get("world", -1)
+        if news["news"] == "here":
+            member.here = True
+        elif news["news"] == "world":
+            member.world = world
+            if world > self._world:
+                self._world = world
+                self._logs.forget_tails()
+                log.info("world %d: %d hosts, %d workers", world, news["size"], news["workers"])
+        elif news["news"] == "missing":
+            self._verdicts.take_loss(world)
+        elif news["news"] == "failed":
+            self._verdicts.take_failure(member.name, news)
+
+    def _gather(self, now: float) -> None:
+        """Let the hosts begin when all have come, or enough have waited for the others."""
+        if not self._gathering:
+            return
+        here = sum(member.here for member in self._members)
+        settled = all(member.here or member.lost for member in self._members)
+        late = now > self._started + GATHER_SECONDS
+        if here >= self._place.min_hosts and (settled or late):
+            self._gathering = False
+            self._store.set(GO, "")
+
+    def _raise_if_late(self, now: float) -> None:
+        whole = self._times.whole
+        if whole is not None and now > self._started + whole:
+            waiting = [member.name for member in self._members if member.done is None]
+            raise CallTimeoutError(f"{', '.join(waiting)} did not return within `timeout`, {whole:g} s")
+
+    def _raise_if_too_few(self, now: float) -> None:
+        taking_part = [member for member in self._members if member.here or member.done is not None]
+        if len(taking_part) >= self._place.min_hosts or self._verdicts.is_end:
+            self._too_few_since = None
+            return
+        self._too_few_since = self._too_few_since or now
+        if now > self._too_few_since + self._times.start:
+            reasons = [
+                f"{member.name}: {member.lost or 'it has not come'}"
+                for member in self._members
+                if member not in taking_part
+            ]
+            raise AgentFailedError(
+                f"there are {len(taking_part)} hosts, and at least {self._place.min_hosts} are needed "
+                f"(`min_hosts`), since {self._times.start:g} s (`start_timeout`):\n" + "\n".join(reasons)
+            )
+
+    def _values(self) -> dict[str, list[Any]] | None:
+        """Those of a world of which all hosts have done their part, if there is one."""
+        done = [(member.done, member.name) for member in self._members if member.done is not None]
+        worlds = collections.Counter(part.world for part, _ in done)
+        for world, number in worlds.items():
+            parts = sorted(
+                ((part.place, name, part) for part, name in done if part.world == world), key=lambda p: p[:2]
+            )
+            if number == parts[0][2].size:
+                return {name: [_value(data, name) for data in part.values] for _, name, part in parts}
+        return None
+
+
+def _value(data: bytes, name: str) -> Any:
+    descriptor = os.memfd_create("todist", os.MFD_CLOEXEC)
+    with open(descriptor, "wb", closefd=False) as file:
+        file.write(data)
+    try:
+        return unpack(descriptor)
+    except Exception as error:
+        raise SerializationError(
+            f"what {name} returned cannot be read by the launcher: {type(error).__name__}: {error}"
+        ) from error

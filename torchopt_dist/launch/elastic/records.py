@@ -1,0 +1,127 @@
+"""Launcher → host: a :class:`Place`, and answers in a store; host → launcher: news, and how it ended.
+
+A host is given its :class:`Place`, and ends with :class:`Done` or :class:`Failed`. In between it tells news, which
+are lines of its standard output that start with ``MARK``; the launcher answers in the store of the rendezvous. The
+news are:
+
+``here``
+    The host is ready. The answer, for all hosts, is the key ``GO``.
+``world``
+    A world has formed: its number, how many hosts it has, and how many workers.
+``failed``
+    Workers have failed, in one line. The answer is the world's verdict, ``AGAIN`` or ``END``.
+``missing``
+    A host of the world is gone, which may be behind such a failure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = [
+    "AGAIN",
+    "END",
+    "GO",
+    "HERE",
+    "MARK",
+    "STORE_SECONDS",
+    "Done",
+    "Failed",
+    "Place",
+    "WorkerFailure",
+    "verdict_key",
+]
+
+MARK = "\x1e"
+"""Starts a line that is not the host's own word. It is followed by ``o`` or ``e``, a worker's ranks and its line, or by
+``!`` and news."""
+STORE_SECONDS = 20.0
+"""For the hosts of a world to tell each other their ranks."""
+GO, HERE = "go", "here"
+"""Keys of the store: that the hosts may begin, and the address by which other machines know the launcher's."""
+AGAIN, END = "again", "end"
+"""Verdicts on a world that has failed: its workers are started again, or the launch ends."""
+
+
+def verdict_key(world: int) -> str:
+    """Where in the store the verdict on a world is."""
+    return f"verdict/{world}"
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a host is told.
+
+    Attributes:
+        name: its name.
+        workers: how many it has.
+        address: where the launcher's store is.
+        port: likewise.
+        run_id: a name of this launch that no other has.
+        min_hosts: how many make a world.
+        max_hosts: how many can take part.
+        max_restarts: how often workers may fail.
+        stop_timeout: seconds between SIGTERM and SIGKILL.
+        here: whether it is the launcher's machine.
+        halted_timeout: seconds for a worker that is stopped by a signal to go on; ``None`` means as long as it takes.
+    """
+
+    name: str
+    workers: int
+    address: str
+    port: int
+    run_id: str
+    min_hosts: int
+    max_hosts: int
+    max_restarts: int
+    stop_timeout: float
+    halted_timeout: float | None
+    here: bool
+
+
+@dataclass(frozen=True)
+class WorkerFailure:
+    """How a worker failed.
+
+    Attributes:
+        rank: its rank in that world.
+        status: its exit code, or minus a signal.
+        asked: whether it was ``sys.exit``.
+        told: the traceback and the pickled exception, if it raised.
+        echo: whether another worker's end may be behind it.
+        text: what to say of it in one line.
+        halted: for how long it had been stopped by a signal, if it was ended for that.
+    """
+
+    rank: int
+    status: int
+    asked: bool
+    told: tuple[str, bytes] | None
+    echo: bool
+    text: str
+    halted: float = 0.0
+
+
+@dataclass(frozen=True)
+class Done:
+    """A host's part of a world whose workers have all returned.
+
+    Attributes:
+        world: the world's number.
+        place: the host's place in it.
+        size: how many hosts it has.
+        values: what the workers returned, packed, by local rank.
+    """
+
+    world: int
+    place: int
+    size: int
+    values: list[bytes]
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A host's part of a world that failed once too often."""
+
+    world: int
+    failures: list[WorkerFailure]

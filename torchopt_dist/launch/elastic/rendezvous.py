@@ -1,0 +1,125 @@
+"""Hosts → the world that they form, by torch's rendezvous, and a store of its own for each world.
+
+Added to torch's is that a host that has gone is noticed, and not only one that comes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Self
+
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import RendezvousInfo
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousTimeout,
+)
+
+from torchopt_dist.launch.elastic.records import Place
+
+__all__ = ["MISSED_SECONDS", "Rendezvous", "open_world_store"]
+
+HEARTBEAT_SECONDS, HEARTBEATS = 1, 5
+"""Of a host, and how many of them may be missed."""
+MISSED_SECONDS = HEARTBEAT_SECONDS * HEARTBEATS
+"""Until a silent host counts as gone."""
+LAST_CALL_SECONDS = 2
+"""For further hosts to come when there are enough."""
+FOREVER = timedelta(days=365)
+
+
+class Rendezvous(DynamicRendezvousHandler):
+    """Torch's, which also tells when a host of the world has gone.
+
+    Attributes:
+        world_size: how many hosts the world has.
+        may_leave: asked when hosts have come or gone: whether this one may leave the world for a new one.
+    """
+
+    world_size = 0
+    may_leave: Callable[[], bool]
+
+    @classmethod
+    def of(cls, place: Place, store: dist.Store, address: str, may_leave: Callable[[], bool]) -> Self:
+        """The one of a host.
+
+        Args:
+            place: which host this is.
+            store: the launcher's.
+            address: the host's.
+            may_leave: see above.
+        """
+        made = cls.from_backend(
+            place.run_id,
+            store,
+            C10dRendezvousBackend(store, place.run_id),
+            place.min_hosts,
+            place.max_hosts,
+            address,
+            RendezvousTimeout(FOREVER, timedelta(seconds=LAST_CALL_SECONDS), FOREVER, FOREVER),
+            HEARTBEAT_SECONDS,
+            HEARTBEATS,
+        )
+        made.may_leave = may_leave
+        return made
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Workers find a store at MASTER_PORT, and need not open one."""
+        return True
+
+    @property
+    def world(self) -> int:
+        """The number of the world, from 0."""
+        return int(self._state_holder.state.round)
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Torch's, without the store that it would keep from world to world."""
+        with _variable("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"):
+            info = super().next_rendezvous()
+        self.world_size = info.world_size
+        return info
+
+    def missing(self) -> int:
+        """How many hosts of the world have gone."""
+        self.is_closed()  # reads the state
+        return max(0, self.world_size - len(self._state_holder.state.participants))
+
+    def num_nodes_waiting(self) -> int:
+        """How many hosts have come or gone; none if the world's work is done."""
+        changed = super().num_nodes_waiting() + self.missing()
+        return changed if changed and self.may_leave() else 0
+
+
+def open_world_store(address: str) -> dist.TCPStore:
+    """A store that listens at this address of this machine, and at no other."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family) as listener:
+        listener.bind((address, 0))
+        listener.listen(1024)
+        return dist.TCPStore(
+            address,
+            listener.getsockname()[1],
+            None,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+
+
+@contextlib.contextmanager
+def _variable(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
