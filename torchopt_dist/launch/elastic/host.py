@@ -34,7 +34,7 @@ from torchopt_dist.launch.elastic.records import (
     WorkerFailure,
     verdict_key,
 )
-from torchopt_dist.launch.elastic.rendezvous import MISSED_SECONDS, Rendezvous, open_world_store
+from torchopt_dist.launch.elastic.rendezvous import Rendezvous, open_world_store
 from torchopt_dist.launch.elastic.worker import Work
 from torchopt_dist.network import local_address
 
@@ -105,7 +105,7 @@ class Agent(LocalElasticAgent):
             spec,
             logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
             start_method="fork",
-            exit_barrier_timeout=MISSED_SECONDS,
+            exit_barrier_timeout=place.agent_timeout,
         )
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:

@@ -89,6 +89,7 @@ def run_elastic(
             max_hosts=max_hosts,
             max_restarts=max_restarts,
             stop_timeout=times.stop,
+            agent_timeout=times.agent,
             halted_timeout=times.halted,
             here=False,
         )
@@ -115,7 +116,7 @@ class _Launch:
     def __init__(self, hosts: list[Host], jobs: HostJobs, reach: Reach) -> None:
         self._place, self._logs, self._times, self._store = jobs.place, jobs.logs, jobs.times, jobs.store
         self._members = Members(hosts, jobs.place.max_hosts, jobs, reach)
-        self._verdicts = Verdicts(jobs.store, jobs.logs, jobs.place.max_restarts, jobs.times.stop)
+        self._verdicts = Verdicts(jobs.store, jobs.logs, jobs.place.max_restarts, jobs.times)
         self._started = time.monotonic()
         self._too_few_since: float | None = self._started
         self._gathering = True

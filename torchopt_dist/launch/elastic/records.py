@@ -62,6 +62,7 @@ class Place:
         max_hosts: how many can take part.
         max_restarts: how often workers may fail.
         stop_timeout: seconds between SIGTERM and SIGKILL.
+        agent_timeout: seconds without a sign of life after which a host counts as gone.
         here: whether it is the launcher's machine.
         halted_timeout: seconds for a worker that is stopped by a signal to go on; ``None`` means as long as it takes.
     """
@@ -75,6 +76,7 @@ class Place:
     max_hosts: int
     max_restarts: int
     stop_timeout: float
+    agent_timeout: float
     halted_timeout: float | None
     here: bool
 

@@ -6,6 +6,7 @@ Added to torch's is that a host that has gone is noticed, and not only one that 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -22,12 +23,10 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from torchopt_dist.launch.elastic.records import Place
 
-__all__ = ["MISSED_SECONDS", "Rendezvous", "open_world_store"]
+__all__ = ["Rendezvous", "open_world_store"]
 
-HEARTBEAT_SECONDS, HEARTBEATS = 1, 5
-"""Of a host, and how many of them may be missed."""
-MISSED_SECONDS = HEARTBEAT_SECONDS * HEARTBEATS
-"""Until a silent host counts as gone."""
+HEARTBEAT_SECONDS = 1
+"""Between signs of life of a host."""
 LAST_CALL_SECONDS = 2
 """For further hosts to come when there are enough."""
 FOREVER = timedelta(days=365)
@@ -63,7 +62,7 @@ class Rendezvous(DynamicRendezvousHandler):
             address,
             RendezvousTimeout(FOREVER, timedelta(seconds=LAST_CALL_SECONDS), FOREVER, FOREVER),
             HEARTBEAT_SECONDS,
-            HEARTBEATS,
+            math.ceil(place.agent_timeout / HEARTBEAT_SECONDS),  # which may be missed
         )
         made.may_leave = may_leave
         return made

@@ -17,15 +17,16 @@ from torchopt_dist.errors import AgentFailedError
 from torchopt_dist.launch.elastic.records import AGAIN, END, Failed, WorkerFailure, verdict_key
 from torchopt_dist.launch.elastic.store import RendezvousStore
 from torchopt_dist.launch.failures import EXIT_SECONDS, Failures, death, halt, revive
+from torchopt_dist.launch.job import Times
 from torchopt_dist.launch.logs import WorkerLogs
 
 __all__ = ["Verdicts"]
 
 log = logging.getLogger("torchopt_dist.launch")
 
-ECHO_SECONDS, DEATH_SECONDS = 7.0, 1.0
+NOTICE_SECONDS, DEATH_SECONDS = 2.0, 1.0
 """How long a failure waits for the loss of a host, or another failure, that may be behind it: a broken connection for
-as long as it takes to miss a silent host, and the end of a worker that said nothing."""
+so much longer than it takes to miss a silent host, and the end of a worker that said nothing."""
 
 
 @dataclass
@@ -52,14 +53,13 @@ class Verdicts:
         store: where the hosts wait for the verdicts.
         logs: of the workers, whose last lines are told.
         max_restarts: how often workers may fail.
-        stop_timeout: seconds between SIGTERM and SIGKILL.
+        times: how long a launch waits.
     """
 
-    def __init__(
-        self, store: RendezvousStore, logs: WorkerLogs, max_restarts: int, stop_timeout: float
-    ) -> None:
+    def __init__(self, store: RendezvousStore, logs: WorkerLogs, max_restarts: int, times: Times) -> None:
         self._store, self._logs = store, logs
-        self._max_restarts, self._stop_timeout = max_restarts, stop_timeout
+        self._max_restarts, self._stop_seconds = max_restarts, times.stop
+        self._echo_seconds = times.agent + NOTICE_SECONDS
         self._restarts = 0
         self._losses: set[int] = set()
         """Worlds of which a host was missed."""
@@ -79,7 +79,13 @@ class Verdicts:
     def take_failure(self, name: str, news: Mapping[str, Any]) -> None:
         """Workers of a host have failed, which waits for the verdict."""
         now = time.monotonic()
-        wait = ECHO_SECONDS if news["echo"] and news["raised"] else 0.0 if news["raised"] else DEATH_SECONDS
+        wait = (
+            self._echo_seconds
+            if news["echo"] and news["raised"]
+            else 0.0
+            if news["raised"]
+            else DEATH_SECONDS
+        )
         text = f"{news['text']} (on {name})"
         trouble = self._troubles.setdefault(news["world"], _Trouble(now + wait, text))
         trouble.hosts.add(name)
@@ -105,7 +111,7 @@ class Verdicts:
                 log.warning("restart %d of %d: %s", self._restarts, self._max_restarts, trouble.text)
             else:
                 trouble.verdict = END
-                trouble.until = now + self._stop_timeout + ECHO_SECONDS
+                trouble.until = now + self._stop_seconds + self._echo_seconds
                 self._ending = trouble
             self._store.set(verdict_key(world), trouble.verdict)
 
