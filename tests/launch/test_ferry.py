@@ -369,7 +369,7 @@ def test_what_a_worker_has_said_arrives_before_its_agent_tells_of_its_end(ferrie
     take_from, last_words = Ferry._take_from, []
 
     def take_late(self, port):
-        if last_words and isinstance(port, ferry._Channel) and port.root:
+        if last_words and isinstance(port, ferry.Channel) and port.root:
             last_words.pop()()
         take_from(self, port)
 

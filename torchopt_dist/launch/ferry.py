@@ -19,10 +19,10 @@ import stat
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from torchopt_dist.launch.frames import Frames, Kind
 from torchopt_dist.launch.messages import LARGEST, MOST_DESCRIPTORS, pair
+from torchopt_dist.launch.ports import Channel, Pipe, Sink, Source
 
 __all__ = ["NO_LIFE", "Ferry"]
 
@@ -35,56 +35,6 @@ BLOCKED_SECONDS = 0.01
 NO_LIFE = "there was no sign of life"
 MOST_IN_TURN = 64
 """Messages of one channel that are taken before others have their turn."""
-
-
-@dataclass(eq=False)
-class _Channel:
-    """A socket whose other end somebody on this machine holds.
-
-    Attributes:
-        number: the same at both ends of the stream.
-        socket: our end.
-        root: whether it leads to an agent, which tells how workers end; else it leads to a worker.
-        sent: identity of a file that has been sent → its number, and a descriptor that keeps the identity from being
-            given to another file.
-        received: number → descriptor of a file that has arrived.
-    """
-
-    number: int
-    socket: socket.socket
-    root: bool
-    sent: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
-    received: dict[int, int] = field(default_factory=dict)
-
-    def fileno(self) -> int:
-        return self.socket.fileno()
-
-    def close(self) -> None:
-        self.socket.close()
-        for descriptor in (*(kept for _, kept in self.sent.values()), *self.received.values()):
-            os.close(descriptor)
-
-
-@dataclass(eq=False)
-class _Pipe:
-    """One end of a pipe whose other end is on the other machine."""
-
-    number: int
-    end: int
-
-    def fileno(self) -> int:
-        return self.end
-
-    def close(self) -> None:
-        os.close(self.end)
-
-
-class _Source(_Pipe):
-    """A process on this machine writes into it."""
-
-
-class _Sink(_Pipe):
-    """A process on this machine reads from it."""
 
 
 class Ferry:
@@ -113,7 +63,7 @@ class Ferry:
         self._patience, self._opener = patience, opener
         self._interval = min(ALIVE_SECONDS, patience / SIGNS)
         self._numbers = iter(range(1 if odd else 2, 1 << 62, 2))
-        self._ports: dict[int, _Channel | _Pipe] = {}
+        self._ports: dict[int, Channel | Pipe] = {}
         self._files: dict[int, int] = {}
         """Files that are arriving, by their number."""
         self._blocked: Callable[[], bool] | None = None
@@ -188,7 +138,7 @@ class Ferry:
         reading = self._blocked is None
         self._watch_all(reading)
         heard = False
-        ready: list[_Channel | _Pipe] = []
+        ready: list[Channel | Pipe] = []
         for key, mask in self._selector.select(self._until_sign() if reading else BLOCKED_SECONDS):
             if key.fd == self._woken:
                 self._take_calls()
@@ -198,9 +148,7 @@ class Ferry:
                 heard = True
                 self._receive()
         # Output first, then what workers say, and last what their agent says of them: that they have ended.
-        for port in sorted(
-            ready, key=lambda port: (isinstance(port, _Channel), getattr(port, "root", False))
-        ):
+        for port in sorted(ready, key=lambda port: (isinstance(port, Channel), getattr(port, "root", False))):
             self._take_from(port)
         self._deliver()
         self._send()
@@ -225,7 +173,7 @@ class Ferry:
         for descriptor, events in wanted.items():
             self._watch(descriptor, events, None)
         for port in self._ports.values():
-            if not isinstance(port, _Sink):
+            if not isinstance(port, Sink):
                 self._watch(port.fileno(), 0 if frames.full else selectors.EVENT_READ, port)
 
     def _watch(self, descriptor: int, events: int, data: object) -> None:
@@ -260,12 +208,12 @@ class Ferry:
     def _finish(self, why: str) -> None:
         self._end = self._end or why
 
-    def _add_channel(self, number: int, end: socket.socket, root: bool) -> _Channel:
+    def _add_channel(self, number: int, end: socket.socket, root: bool) -> Channel:
         end.setblocking(False)
-        channel = self._ports[number] = _Channel(number, end, root)
+        channel = self._ports[number] = Channel(number, end, root)
         return channel
 
-    def _remove(self, port: _Channel | _Pipe, tell: bool) -> None:
+    def _remove(self, port: Channel | Pipe, tell: bool) -> None:
         if self._ports.pop(port.number, None) is not None:
             self._watch(port.fileno(), 0, None)
             port.close()
@@ -274,15 +222,15 @@ class Ferry:
 
     # From this machine to the stream.
 
-    def _take_from(self, port: _Channel | _Pipe) -> None:
-        if isinstance(port, _Source):
+    def _take_from(self, port: Channel | Pipe) -> None:
+        if isinstance(port, Source):
             self._take_bytes(port, CHUNK)
-        elif isinstance(port, _Channel):
+        elif isinstance(port, Channel):
             for _ in range(MOST_IN_TURN):
                 if not self._take_message(port):
                     break
 
-    def _take_bytes(self, source: _Source, most: int) -> None:
+    def _take_bytes(self, source: Source, most: int) -> None:
         while most > 0 and source.number in self._ports:
             try:
                 data = os.read(source.end, CHUNK)
@@ -294,7 +242,7 @@ class Ferry:
             else:
                 self._remove(source, tell=True)
 
-    def _take_message(self, channel: _Channel) -> bool:
+    def _take_message(self, channel: Channel) -> bool:
         """Take one message; whether there may be another."""
         if channel.number not in self._ports:
             return False
@@ -318,12 +266,12 @@ class Ferry:
     def _take_all_but_roots(self) -> None:
         """What an agent says of a worker must not overtake what the worker has said before."""
         for port in list(self._ports.values()):
-            if isinstance(port, _Source):
+            if isinstance(port, Source):
                 self._take_bytes(port, fcntl.fcntl(port.end, fcntl.F_GETPIPE_SZ) + 1)
-            elif isinstance(port, _Channel) and not port.root:
+            elif isinstance(port, Channel) and not port.root:
                 self._take_from(port)
 
-    def _load(self, channel: _Channel, descriptor: int) -> tuple[str, int]:
+    def _load(self, channel: Channel, descriptor: int) -> tuple[str, int]:
         """Take charge of a descriptor that came with a message: its kind and number."""
         state = os.fstat(descriptor)
         if stat.S_ISREG(state.st_mode):
@@ -339,7 +287,7 @@ class Ferry:
             self._add_channel(number, socket.socket(fileno=descriptor), root=False)
             return ("channel", number)
         os.set_blocking(descriptor, False)
-        self._ports[number] = _Sink(number, descriptor)
+        self._ports[number] = Sink(number, descriptor)
         return ("pipe", number)
 
     # From the stream to this machine.
@@ -369,7 +317,7 @@ class Ferry:
             os.write(self._files[number], content)
         elif kind is Kind.MESSAGE:
             self._hand_on(number, *pickle.loads(content))
-        elif kind is Kind.BYTES and isinstance(port, _Sink):
+        elif kind is Kind.BYTES and isinstance(port, Sink):
             self._try(self._pour(port, memoryview(content)))
         elif kind is Kind.END and port is not None:
             self._remove(port, tell=False)
@@ -402,7 +350,7 @@ class Ferry:
     def _hand_on(self, number: int, data: bytes, cargo: list[tuple[str, int]]) -> None:
         """Send a message on a channel of this machine, with what came with it."""
         channel = self._ports.get(number)
-        if not isinstance(channel, _Channel):  # it has ended here, and the other end will soon know
+        if not isinstance(channel, Channel):  # it has ended here, and the other end will soon know
             for kind, item in cargo:
                 if kind != "file":
                     self._frames.put(Kind.END, item)
@@ -443,10 +391,10 @@ class Ferry:
             return theirs.detach()
         end, into = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(end, False)
-        self._ports[number] = _Source(number, end)
+        self._ports[number] = Source(number, end)
         return into
 
-    def _pour(self, sink: _Sink, data: memoryview) -> Callable[[], bool]:
+    def _pour(self, sink: Sink, data: memoryview) -> Callable[[], bool]:
         """What writes ``data`` into a pipe, as much at a time as fits, and tells whether all is written."""
         left = data
 
