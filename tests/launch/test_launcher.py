@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib.util
 import json
@@ -12,11 +13,13 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
 
 import torchopt_dist as todist
 from tests.distributed.bare import soon
@@ -175,14 +178,29 @@ def test_every_variable_of_torchrun_is_set_as_torchrun_sets_it(tmp_path):
     launcher = Launcher(nproc_per_host=2, handlers=[], env={"OMP_NUM_THREADS": "1"})
     ours = launcher.run(lambda: dict(os.environ)).results["localhost"]
     for rank in (0, 1):
-        names = {name for name in theirs[rank] if name not in os.environ} - {"TORCHELASTIC_ERROR_FILE"}
+        names = {name for name in theirs[rank] if name not in os.environ}
         assert "TORCHELASTIC_USE_AGENT_STORE" in names
-        differing = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "PYTHONPATH"}
+        differing = {"MASTER_ADDR", "MASTER_PORT", "PYTHONPATH"}
+        differing |= {"TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"}
         for name in sorted(names - differing):
             assert ours[rank].get(name) == theirs[rank][name], name
         for name in differing - {"PYTHONPATH"}:
             assert ours[rank][name]
     assert ours[0]["MASTER_PORT"] == ours[1]["MASTER_PORT"]
+
+
+def test_what_torch_records_of_an_exception_has_a_file_that_nobody_need_remove(capfd):
+    def main():
+        @record
+        def fail():
+            raise ValueError("told to a file")
+
+        with contextlib.suppress(ValueError):
+            fail()
+        return Path(os.environ["TORCHELASTIC_ERROR_FILE"]).read_text()
+
+    told = json.loads(Launcher(nproc_per_host=1, handlers=[]).run(main).rank(0))
+    assert told["message"]["message"] == "ValueError: told to a file"
 
 
 def test_a_host_given_twice_is_two_groups():
