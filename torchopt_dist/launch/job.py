@@ -29,7 +29,7 @@ from torchopt_dist.errors import (
 from torchopt_dist.launch.cluster import Host
 from torchopt_dist.launch.environment import torchrun_variables
 from torchopt_dist.launch.failures import EXIT_SECONDS, Failures, death, halt, revive
-from torchopt_dist.launch.logs import LineReader, WorkerLogs
+from torchopt_dist.launch.logs import LineReader
 from torchopt_dist.launch.machine import Machine, kill
 from torchopt_dist.launch.meeting import Meeting
 from torchopt_dist.launch.messages import (
@@ -47,48 +47,15 @@ from torchopt_dist.launch.messages import (
     send,
     unpack,
 )
+from torchopt_dist.launch.plan import Orders, Plan
 
-__all__ = ["Job", "Orders", "Times"]
+__all__ = ["Job"]
 
 log = logging.getLogger(__package__)
 
 SILENT_THERE = 1.5
 AGENT_SECONDS = 5.0
 """For an agent to end, beside what workers are given."""
-
-
-@dataclass(frozen=True)
-class Orders:
-    """What the workers on one machine take over from the launcher.
-
-    Attributes:
-        env: the environment.
-        header: descriptor of the packed :class:`~torchopt_dist.launch.messages.Header`.
-    """
-
-    env: Mapping[str, str]
-    header: int
-
-
-@dataclass(frozen=True)
-class Times:
-    """How long a launch waits, in seconds.
-
-    Attributes:
-        whole: for all functions to return; ``None`` means as long as it takes.
-        start: for all workers to be about to call their functions.
-        stop: for workers that are told to stop, before they are killed.
-        exit: for processes whose function has returned to end.
-        agent: for a sign of life of an agent.
-        halted: for a worker that a signal has stopped to go on; ``None`` means as long as it takes.
-    """
-
-    whole: float | None
-    start: float
-    stop: float
-    exit: float
-    agent: float
-    halted: float | None
 
 
 @dataclass(eq=False)
@@ -131,33 +98,14 @@ class Job:
     """One attempt to run a task on all workers.
 
     Args:
-        hosts: where, and how many.
+        plan: what is to be done.
         orders: for each machine, what its workers take over.
-        task: descriptor of the packed function and its arguments.
-        port: where the workers' store listens; 0 means any free port.
-        logs: where the workers' output goes.
-        times: how long to wait.
-        run_id: a name of this launch that no other has.
         restarts: how many attempts there have been before.
-        max_restarts: how many there may be.
     """
 
-    def __init__(
-        self,
-        *,
-        hosts: list[Host],
-        orders: Mapping[Machine, Orders],
-        task: int,
-        port: int,
-        logs: WorkerLogs,
-        times: Times,
-        run_id: str,
-        restarts: int,
-        max_restarts: int,
-    ) -> None:
-        self._hosts, self._orders, self._task = hosts, orders, task
-        self._port, self._logs, self._times = port, logs, times
-        self._run_id, self._restarts, self._max_restarts = run_id, restarts, max_restarts
+    def __init__(self, plan: Plan, orders: Mapping[Machine, Orders], restarts: int = 0) -> None:
+        self._plan, self._orders, self._restarts = plan, orders, restarts
+        self._logs, self._times = plan.logs, plan.times
         self._agents: list[_Agent] = []
         self._workers: list[_Worker] = []
         self._failures = Failures()
@@ -175,11 +123,11 @@ class Job:
             InitializationError: the workers have not started in time, or the port is taken.
             SerializationError: a value cannot be read here.
         """
-        meeting = Meeting([host.machine for host in self._hosts], self._port)
+        meeting = Meeting([host.machine for host in self._plan.hosts], self._plan.port)
         grace = self._times.stop
         try:
             try:
-                for index in range(len(self._hosts)):
+                for index in range(len(self._plan.hosts)):
                     self._start_host(index, meeting)
                 self._watch()
                 grace = 0.0
@@ -194,7 +142,7 @@ class Job:
                     os.close(worker.result)
 
     def _start_host(self, index: int, meeting: Meeting) -> None:
-        host = self._hosts[index]
+        host = self._plan.hosts[index]
         env = self._orders[host.machine].env
         agent = _Agent(host, host.machine.request_agent(env))
         self._agents.append(agent)
@@ -204,13 +152,13 @@ class Job:
         )
         for local_rank in range(host.workers):
             variables = torchrun_variables(
-                hosts=self._hosts,
+                hosts=self._plan.hosts,
                 host=index,
                 local_rank=local_rank,
                 master=(meeting.address, meeting.port),
-                run_id=self._run_id,
+                run_id=self._plan.run_id,
                 restarts=self._restarts,
-                max_restarts=self._max_restarts,
+                max_restarts=self._plan.max_restarts,
                 env=env,
             )
             self._start_worker(agent, local_rank, variables)
@@ -236,7 +184,7 @@ class Job:
                     for_worker.fileno(),
                     *(reader.for_worker for reader in output),
                     self._orders[agent.host.machine].header,
-                    self._task,
+                    self._plan.task,
                 )
                 agent.control.setblocking(False)
         except TimeoutError:

@@ -25,10 +25,10 @@ from torchopt_dist.launch.cluster import find_hosts
 from torchopt_dist.launch.elastic import reach_some, run_elastic
 from torchopt_dist.launch.environment import COPIED, chosen_by, read_env_file
 from torchopt_dist.launch.groups import check_backend, in_groups
-from torchopt_dist.launch.job import Orders, Times
 from torchopt_dist.launch.logs import TerminalHandler, WorkerLogs, log_folder
 from torchopt_dist.launch.machine import Machine, allow_many_files
 from torchopt_dist.launch.messages import Header, pack
+from torchopt_dist.launch.plan import Orders, Plan, Times
 from torchopt_dist.launch.remote import PATIENCE, START_SECONDS, SshOptions, connect
 from torchopt_dist.launch.result import LaunchResult
 
@@ -211,13 +211,13 @@ class Launcher:
                 range(sum(host.workers for host in hosts)),
             )
             afterwards.callback(logs.close)
-            common: dict[str, Any] = {
-                "hosts": hosts,
-                "orders": lambda machine: self._orders(machine, added),
-                "task": task,
-                "port": self.master_port,
-                "logs": logs,
-                "times": Times(
+            plan = Plan(
+                hosts=hosts,
+                orders=lambda machine: self._orders(machine, added),
+                task=task,
+                port=self.master_port,
+                logs=logs,
+                times=Times(
                     whole=self.timeout,
                     start=self.start_timeout,
                     stop=self.stop_timeout,
@@ -225,13 +225,10 @@ class Launcher:
                     agent=self.agent_timeout,
                     halted=self.halted_timeout,
                 ),
-                "run_id": uuid.uuid4().hex,
-                "max_restarts": self.max_restarts,
-            }
-            if elastic:
-                values = run_elastic(**common, reach=self._reach, min_hosts=least, max_hosts=most)
-            else:
-                values = run_attempts(**common)
+                run_id=uuid.uuid4().hex,
+                max_restarts=self.max_restarts,
+            )
+            values = run_elastic(plan, least, most, self._reach) if elastic else run_attempts(plan)
         return LaunchResult(values)
 
     def _bounds(self, number: int) -> tuple[int, int]:

@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +21,11 @@ from torchopt_dist.launch.cluster import Host
 from torchopt_dist.launch.elastic.host import serve
 from torchopt_dist.launch.elastic.records import MARK, Done, Failed, Place
 from torchopt_dist.launch.elastic.store import RendezvousStore
-from torchopt_dist.launch.job import Job, Orders, Times
+from torchopt_dist.launch.job import Job
 from torchopt_dist.launch.logs import WorkerLogs
 from torchopt_dist.launch.machine import Machine
 from torchopt_dist.launch.messages import pack
+from torchopt_dist.launch.plan import Orders, Plan
 
 __all__ = ["PATIENCE", "HostJob", "HostJobs", "Stopped", "is_loss"]
 
@@ -44,11 +45,12 @@ class HostJob(Job):
 
     Args:
         stop: set when it is to end.
-        options: those of a job.
+        plan: what is to be done.
+        orders: for each machine, what its worker takes over.
     """
 
-    def __init__(self, stop: threading.Event, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(self, stop: threading.Event, plan: Plan, orders: Mapping[Machine, Orders]) -> None:
+        super().__init__(plan, orders)
         self._stop = stop
 
     def _patience(self, now: float, returned_at: float | None) -> float | None:
@@ -63,19 +65,15 @@ class HostJobs:
     """What the jobs of all hosts of a launch have in common.
 
     Attributes:
+        plan: what the launch is to do.
         place: what a host is told, but for what is its own.
         task: the packed function and its arguments.
-        orders: machine → what its workers take over.
-        logs: where the workers' output goes.
-        times: how long to wait.
         store: that of the rendezvous.
     """
 
+    plan: Plan
     place: Place
     task: bytes
-    orders: Callable[[Machine], Orders]
-    logs: WorkerLogs
-    times: Times
     store: RendezvousStore
 
     def run(self, host: Host, stop: threading.Event, tell: Callable[[dict[str, Any]], None]) -> Done | Failed:
@@ -101,21 +99,18 @@ class HostJobs:
         with contextlib.ExitStack() as files:
             task = pack((serve, (place, self.task), {}))
             files.callback(os.close, task)
-            orders = self.orders(machine)
+            orders = self.plan.orders(machine)
             files.callback(os.close, orders.header)
-            job = HostJob(
-                stop,
+            plan = dataclasses.replace(
+                self.plan,
                 hosts=[dataclasses.replace(host, workers=1, first_rank=0)],
-                orders={machine: orders},
                 task=task,
                 port=0,
-                logs=_HostLogs(self.logs, tell),
-                times=dataclasses.replace(self.times, whole=None),
-                run_id=place.run_id,
-                restarts=0,
+                logs=_HostLogs(self.plan.logs, tell),
+                times=dataclasses.replace(self.plan.times, whole=None),
                 max_restarts=0,
             )
-            (ending,) = job.run()
+            (ending,) = HostJob(stop, plan, {machine: orders}).run()
             return ending
 
 

@@ -8,20 +8,17 @@ import logging
 import os
 import queue
 import time
-from collections.abc import Callable
 from typing import Any
 
 from torchopt_dist.errors import AgentFailedError, CallTimeoutError, InitializationError, SerializationError
-from torchopt_dist.launch.cluster import Host, Reach
+from torchopt_dist.launch.cluster import Reach
 from torchopt_dist.launch.elastic.host_job import PATIENCE, HostJobs, is_loss
 from torchopt_dist.launch.elastic.members import Member, Members
 from torchopt_dist.launch.elastic.records import GO, Done, Failed, Place
 from torchopt_dist.launch.elastic.store import open_store
 from torchopt_dist.launch.elastic.verdict import Verdicts
-from torchopt_dist.launch.job import Orders, Times
-from torchopt_dist.launch.logs import WorkerLogs
-from torchopt_dist.launch.machine import Machine
 from torchopt_dist.launch.messages import unpack
+from torchopt_dist.launch.plan import Plan
 
 __all__ = ["run_elastic"]
 
@@ -31,34 +28,15 @@ GATHER_SECONDS = 30.0
 """For all hosts to come before the first world, if there are enough."""
 
 
-def run_elastic(
-    *,
-    hosts: list[Host],
-    min_hosts: int,
-    max_hosts: int,
-    orders: Callable[[Machine], Orders],
-    reach: Reach,
-    task: int,
-    port: int,
-    logs: WorkerLogs,
-    times: Times,
-    run_id: str,
-    max_restarts: int,
-) -> dict[str, list[Any]]:
+def run_elastic(plan: Plan, min_hosts: int, max_hosts: int, reach: Reach) -> dict[str, list[Any]]:
     """Run a task on hosts that may come and go.
 
     Args:
-        hosts: where, and how many workers.
+        plan: what is to be done. ``times.start`` is also how long there may be too few hosts; ``max_restarts`` is for
+            all hosts together, and the loss of a host does not count.
         min_hosts: with how many the work goes on.
         max_hosts: how many take part; others wait until one is lost.
-        orders: machine → what its workers take over. The descriptor is closed here.
         reach: names of machines → these, for those that were lost.
-        task: descriptor of the packed function and its arguments.
-        port: where the store of the rendezvous listens; 0 means any free port.
-        logs: where the workers' output goes.
-        times: how long to wait; ``start`` is also how long there may be too few hosts.
-        run_id: a name of this launch that no other has.
-        max_restarts: how often workers may fail, on all hosts together. The loss of a host does not count.
 
     Returns:
         The values of the last world, by host in the order of their ranks.
@@ -71,31 +49,31 @@ def run_elastic(
         InitializationError: the port is taken, or it cannot be told how many workers a host has.
         SerializationError: a value cannot be read here.
     """
-    for host in hosts:
+    for host in plan.hosts:
         if host.workers < 1:
             raise InitializationError(
                 f"`nproc_per_host` must be a number for hosts that cannot be reached at the start: "
                 f"{host.machine.why_lost()}"
             )
-    store = open_store(hosts, port)
+    store = open_store(plan.hosts, plan.port)
     try:
         place = Place(
             name="",
             workers=0,
             address="",
             port=store.port,
-            run_id=run_id,
+            run_id=plan.run_id,
             min_hosts=min_hosts,
             max_hosts=max_hosts,
-            max_restarts=max_restarts,
-            stop_timeout=times.stop,
-            agent_timeout=times.agent,
-            halted_timeout=times.halted,
+            max_restarts=plan.max_restarts,
+            stop_timeout=plan.times.stop,
+            agent_timeout=plan.times.agent,
+            halted_timeout=plan.times.halted,
             here=False,
         )
-        packed = os.pread(task, os.fstat(task).st_size, 0)
+        packed = os.pread(plan.task, os.fstat(plan.task).st_size, 0)
         store.connect()
-        launch = _Launch(hosts, HostJobs(place, packed, orders, logs, times, store), reach)
+        launch = _Launch(HostJobs(plan, place, packed, store), reach)
         try:
             return launch.run()
         finally:
@@ -108,15 +86,15 @@ class _Launch:
     """One elastic launch.
 
     Args:
-        hosts: that may take part.
-        jobs: what runs on them.
+        jobs: what runs on the hosts.
         reach: names of machines → these, for those that were lost.
     """
 
-    def __init__(self, hosts: list[Host], jobs: HostJobs, reach: Reach) -> None:
-        self._place, self._logs, self._times, self._store = jobs.place, jobs.logs, jobs.times, jobs.store
-        self._members = Members(hosts, jobs.place.max_hosts, jobs, reach)
-        self._verdicts = Verdicts(jobs.store, jobs.logs, jobs.place.max_restarts, jobs.times)
+    def __init__(self, jobs: HostJobs, reach: Reach) -> None:
+        self._place, self._store = jobs.place, jobs.store
+        self._logs, self._times = jobs.plan.logs, jobs.plan.times
+        self._members = Members(jobs.plan.hosts, jobs.place.max_hosts, jobs, reach)
+        self._verdicts = Verdicts(jobs.store, jobs.plan)
         self._started = time.monotonic()
         self._too_few_since: float | None = self._started
         self._gathering = True

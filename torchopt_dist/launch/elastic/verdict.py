@@ -17,8 +17,7 @@ from torchopt_dist.errors import AgentFailedError
 from torchopt_dist.launch.elastic.records import AGAIN, END, Failed, WorkerFailure, verdict_key
 from torchopt_dist.launch.elastic.store import RendezvousStore
 from torchopt_dist.launch.failures import EXIT_SECONDS, Failures, death, halt, revive
-from torchopt_dist.launch.job import Times
-from torchopt_dist.launch.logs import WorkerLogs
+from torchopt_dist.launch.plan import Plan
 
 __all__ = ["Verdicts"]
 
@@ -51,15 +50,13 @@ class Verdicts:
 
     Args:
         store: where the hosts wait for the verdicts.
-        logs: of the workers, whose last lines are told.
-        max_restarts: how often workers may fail.
-        times: how long a launch waits.
+        plan: what the launch is to do.
     """
 
-    def __init__(self, store: RendezvousStore, logs: WorkerLogs, max_restarts: int, times: Times) -> None:
-        self._store, self._logs = store, logs
-        self._max_restarts, self._stop_seconds = max_restarts, times.stop
-        self._echo_seconds = times.agent + NOTICE_SECONDS
+    def __init__(self, store: RendezvousStore, plan: Plan) -> None:
+        self._store, self._logs = store, plan.logs
+        self._max_restarts, self._stop_seconds = plan.max_restarts, plan.times.stop
+        self._echo_seconds = plan.times.agent + NOTICE_SECONDS
         self._restarts = 0
         self._losses: set[int] = set()
         """Worlds of which a host was missed."""
