@@ -77,7 +77,7 @@ def unreachable(monkeypatch, tmp_path):
     run = host_job.HostJob.run
 
     def run_if_reachable(job):
-        if path.exists() and job._hosts[0].name in path.read_text().split():
+        if path.exists() and job._plan.hosts[0].name in path.read_text().split():
             raise todist.errors.AgentFailedError("no route")
         return run(job)
 
