@@ -142,7 +142,9 @@ class Agent(LocalElasticAgent):
         return super()._start_workers(worker_group)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        self._shutdown(timeout=self._place.stop_timeout)  # type: ignore[arg-type]
+        if self._pcontext is not None:  # `_shutdown` of torch 2.11 knows no time-out
+            self._pcontext.close(signal.SIGTERM, self._place.stop_timeout)  # type: ignore[arg-type]
+        self._shutdown()
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = self._result or super()._monitor_workers(worker_group)
