@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 __all__ = ["add_launcher_args", "parse_nproc"]
 
@@ -41,8 +42,8 @@ def add_launcher_args(parser: argparse.ArgumentParser) -> None:
     """
     group = parser.add_argument_group("launch", "where the workers run, and how many", argument_default=None)
 
-    def add(name: str, **options: object) -> None:
-        group.add_argument(name, default=argparse.SUPPRESS, **options)  # type: ignore[arg-type]
+    def add(name: str, **options: Any) -> None:
+        group.add_argument(name, default=argparse.SUPPRESS, **options)
 
     add("--hosts", nargs="+", action=_Hosts, metavar="HOST", help="hosts, or slurm; the default is auto")
     add(

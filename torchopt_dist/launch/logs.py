@@ -13,8 +13,9 @@ import time
 from collections.abc import Sequence
 from io import TextIOWrapper
 from pathlib import Path
+from typing import Protocol
 
-__all__ = ["LineReader", "TerminalHandler", "WorkerLogs", "log_folder", "on_ranks"]
+__all__ = ["LineReader", "Lines", "TerminalHandler", "WorkerLogs", "log_folder", "on_ranks"]
 
 log = logging.getLogger(__package__)
 
@@ -151,13 +152,20 @@ class WorkerLogs:
             file.close()
 
 
+class Lines(Protocol):
+    """What takes the lines of workers."""
+
+    def write(self, line: str, rank: int, local_rank: int, host: str, stream: str) -> None:
+        """Take one line."""
+
+
 class LineReader:
     """The launcher's end of a pipe into which one worker, and whatever it starts, write.
 
     A progress bar's carriage return ends a line, too.
     """
 
-    def __init__(self, logs: WorkerLogs, rank: int, local_rank: int, host: str, stream: str) -> None:
+    def __init__(self, logs: Lines, rank: int, local_rank: int, host: str, stream: str) -> None:
         self.end, self.for_worker = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self.end, False)
         self._logs, self._place = logs, (rank, local_rank, host, stream)

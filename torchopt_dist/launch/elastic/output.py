@@ -29,7 +29,7 @@ class Output:
         self._lock = threading.Lock()
         self._ranks: dict[tuple[int, str], int] = {}
         self._readers = {
-            (local_rank, stream): LineReader(self, 0, local_rank, place.name, stream)  # type: ignore[arg-type]
+            (local_rank, stream): LineReader(self, 0, local_rank, place.name, stream)
             for local_rank in range(place.workers)
             for stream in ("stdout", "stderr")
         }
