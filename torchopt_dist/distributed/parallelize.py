@@ -8,9 +8,11 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, ParamSpec
 
+from torch import Tensor
 from torch.futures import Future
 
 from torchopt_dist.distributed import execute, remote_graph
+from torchopt_dist.distributed.accumulators import hold_accumulators
 from torchopt_dist.distributed.caller_state import CallerState
 from torchopt_dist.distributed.gather import gather
 from torchopt_dist.distributed.partition import Partitioner, check_partitioner, partition
@@ -100,10 +102,12 @@ def remote_async_call(
     call = _Call(func, args, kwargs, partitioner, reducer, timeout, How(vectorize, chunk_size, device))
     state = CallerState.capture()
     future: Future[Any] = Future()
+    held = hold_accumulators(call.own_tensors())
 
     def work() -> None:
         try:
             call.run_own_share()
+            held.clear()
             with state.applied():
                 result = call.finish()
         except Exception as error:
@@ -147,6 +151,10 @@ class _Call:
             for worker, (payload, _) in self.payloads.items()
             if worker != self.me
         }
+
+    def own_tensors(self) -> list[Tensor]:
+        """Those that this worker's own share works on."""
+        return self.payloads[self.me][0].tensors() if self.me in self.payloads else []
 
     def run_own_share(self) -> None:
         """A plain call in this thread, while the others work."""

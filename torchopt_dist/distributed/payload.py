@@ -6,6 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import optree
+from torch import Tensor, nn
+
 from torchopt_dist.distributed.caller_state import CallerState, draw_seed
 from torchopt_dist.distributed.partition import Partition
 from torchopt_dist.typing import Args, KwArgs
@@ -30,6 +33,17 @@ class Payload:
     seeds: tuple[int, ...]
     state: CallerState
     how: How
+
+    def tensors(self) -> list[Tensor]:
+        """The function's and the arguments' tensors, and the parameters of the modules among these."""
+        held: Any = (self.function, self.tasks)
+        tensors: list[Tensor] = []
+        for leaf in optree.tree_leaves(held):
+            if isinstance(leaf, nn.Module):
+                tensors.extend(leaf.parameters())
+            elif isinstance(leaf, Tensor):
+                tensors.append(leaf)
+        return tensors
 
 
 @dataclass(frozen=True)

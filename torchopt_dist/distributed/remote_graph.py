@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchopt_dist.distributed.accumulators import hold_accumulators
 from torchopt_dist.distributed.message import Message, pack, unpack
 from torchopt_dist.distributed.messages import Backward, Call, Key, Release, Reply, Request
 from torchopt_dist.distributed.payload import Payload
@@ -122,7 +123,9 @@ class _RemoteGraph:
         """The node next to the inputs; returns the anchor."""
         with torch.enable_grad():
             apply: Callable[..., Tensor] = _Dispatch.apply
+            held = hold_accumulators(inputs)
             anchor = apply(self, *inputs)
+            held.clear()  # the anchor holds them now
         _set_sequence_number(anchor, LAST)
         return anchor
 

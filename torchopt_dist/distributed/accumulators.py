@@ -1,0 +1,29 @@
+"""Leaves that several threads share: what keeps torch from stopping all of them for ever.
+
+The first operation on a leaf creates its gradient accumulator. Torch does so under the leaf's mutex, and may want
+Python's global lock while it has it; a ``torch.autograd.Function`` is applied with the global lock held, and wants the
+mutex. So an operation in one thread and a ``Function`` in another one, both on a leaf that has no accumulator yet, can
+wait for each other (seen in torch 2.11, 2.13 and 2.15). Where the accumulator exists, neither wants the other's lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+__all__ = ["hold_accumulators"]
+
+
+def hold_accumulators(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Views of the leaves among ``tensors``: as long as these views are kept, the leaves have their accumulators.
+
+    Call it before a :class:`torch.autograd.Function` is applied to leaves, or a thread is started that works on them.
+    """
+    with torch.enable_grad():  # an operation is done without the global lock, so it can wait for the mutex
+        return [tensor.view_as(tensor) for tensor in tensors if _may_lack_one(tensor)]
+
+
+def _may_lack_one(tensor: Tensor) -> bool:
+    return tensor.requires_grad and tensor.is_leaf and tensor.layout is torch.strided and not tensor.is_nested
