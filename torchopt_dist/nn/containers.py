@@ -31,7 +31,8 @@ def replace(module: nn.Module, new: Mapping[int, Tensor]) -> None:
         module: the module, changed in place; no tensor's memory is written.
         new: ``id`` of an old tensor → new tensor.
     """
-    for container in (*parameter_containers(module), *buffer_containers(module)):
-        for name, old in container.items():
-            if old is not None and id(old) in new:
-                container[name] = new[id(old)]
+    for part in module.modules():
+        for container in (cast("TensorContainer", part._parameters), part._buffers):
+            for name, old in container.items():
+                if old is not None and id(old) in new:
+                    container[name] = new[id(old)]

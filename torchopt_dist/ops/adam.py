@@ -66,7 +66,7 @@ def adam(
         RuntimeError: ``fused=True`` where there is no kernel for these arguments; the message says why.
     """
     columns = [grads, exp_avgs, exp_avg_sqs, *([] if params is None else [params])]
-    kernel = choice.use_kernel("adam", grads, [x for column in columns[1:] for x in column], fused)
+    kernel = choice.use_kernel("adam", grads, lists.join(columns[1:]), fused)
     numbers = not any(isinstance(number, Tensor) for number in (b1, b2, eps, eps_root))
     if fused and not numbers:
         raise RuntimeError("`fused=True` cannot be kept: the kernel takes hyper-parameters that are numbers")
@@ -75,10 +75,10 @@ def adam(
     move = (1.0, 1.0) if params is None else (-lr, 1 - lr * weight_decay)
     options = _Options(b1, b2, eps, eps_root, left1, left2, *move, kernel and numbers)
     if numbers and not lists.runs_in_a_loop(grads):
-        if torch.is_grad_enabled() and any(x.requires_grad for column in columns for x in column):
+        if torch.is_grad_enabled() and any(x.requires_grad for x in lists.join(columns)):
             apply: Callable[..., tuple[Tensor, ...]] = _Adam.apply
             return *lists.split(
-                apply(options, len(columns), *(x for column in columns for x in column)), 3
+                apply(options, len(columns), *lists.join(columns)), 3
             ), steps
         if options.kernel:
             return *_kernel(columns, options), steps
@@ -180,7 +180,7 @@ class _Adam(torch.autograd.Function):
             found = _kernel_backward([*saved, *outer], ctx.options)
         else:
             found = _in_portions(_backward, [*saved, *outer], ctx.options)
-        grads: list[Tensor | None] = [grad for column in found for grad in column]
+        grads: list[Tensor | None] = [*lists.join(found)]
         if ctx.with_params:
             of_moved, kept = list(output_grads[: len(saved[0])]), ctx.options.kept
             grads += of_moved if kept == 1 else [None if g is None else g * kept for g in of_moved]

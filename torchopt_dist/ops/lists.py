@@ -7,9 +7,10 @@ loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, TypeAlias, TypeGuard, cast
+from itertools import chain
+from typing import Any, TypeAlias, TypeGuard, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -33,6 +34,7 @@ __all__ = [
     "divide",
     "divide_",
     "interpolate",
+    "join",
     "maximum",
     "multiply",
     "pick",
@@ -48,6 +50,7 @@ __all__ = [
     "without_gaps",
 ]
 
+T = TypeVar("T")
 Factor: TypeAlias = float | Tensor
 """A number, or a tensor of one element."""
 Factors: TypeAlias = Factor | Sequence[float] | Sequence[Tensor]
@@ -86,8 +89,13 @@ def put(
     return out
 
 
+def join(columns: Iterable[Sequence[T]]) -> list[T]:
+    """The columns one after another."""
+    return list(chain.from_iterable(columns))
+
+
 def split(tensors: Sequence[Any], count: int) -> list[list[Any]]:
-    """So many columns of one length."""
+    """So many columns of one length: the way back from :func:`join`."""
     length = len(tensors) // count
     return [list(tensors[place * length : (place + 1) * length]) for place in range(count)]
 

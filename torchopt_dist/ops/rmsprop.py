@@ -49,7 +49,7 @@ def rmsprop(
         RuntimeError: ``fused=True`` where there is no kernel for these arguments; the message says why.
     """
     columns = [grads, square_avgs, *([] if grad_avgs is None else [grad_avgs])]
-    kernel = choice.use_kernel("rmsprop", grads, [x for column in columns[1:] for x in column], fused)
+    kernel = choice.use_kernel("rmsprop", grads, lists.join(columns[1:]), fused)
     numbers = not (isinstance(alpha, Tensor) or isinstance(eps, Tensor))
     if fused and not numbers:
         raise RuntimeError("`fused=True` cannot be kept: the kernel takes hyper-parameters that are numbers")
@@ -57,7 +57,7 @@ def rmsprop(
         return _formula(columns, alpha, eps, inplace)
     if torch.is_grad_enabled() and any(x.requires_grad for column in columns for x in column):
         apply: Callable[..., tuple[Tensor, ...]] = _RMSprop.apply
-        made: Sequence[Tensor] = apply(alpha, eps, len(columns), *(x for column in columns for x in column))
+        made: Sequence[Tensor] = apply(alpha, eps, len(columns), *lists.join(columns))
     else:
         made = _kernel(columns, alpha, eps)
     return tuple(lists.split(made, len(columns)))
@@ -95,9 +95,9 @@ class _RMSprop(torch.autograd.Function):
         columns = lists.split(ctx.saved_tensors, 2 * ctx.count - 1)
         inputs, averages = columns[: ctx.count], columns[ctx.count :]
         if torch.is_grad_enabled():
-            leaves = [x for column in inputs for x in column]
+            leaves = lists.join(inputs)
             wanted = [x for x in leaves if x.requires_grad]
-            made = [x for column in _formula(inputs, ctx.alpha, ctx.eps) for x in column]
+            made = lists.join(_formula(inputs, ctx.alpha, ctx.eps))
             known = [
                 (x, g) for x, g in zip(made, output_grads, strict=True) if g is not None and x.requires_grad
             ]
@@ -161,7 +161,7 @@ def rmsprop_(
         RuntimeError: ``fused=True`` where there is no kernel for these arguments; the message says why.
     """
     columns = (params, grads, square_avgs, grad_avgs, momentum_buffers)
-    if choice.use_kernel("rmsprop_", params, [x for column in columns[1:] for x in column], fused):
+    if choice.use_kernel("rmsprop_", params, lists.join(columns[1:]), fused):
         numbers = (lr, alpha, eps, momentum, nesterov, weight_decay, maximize)
         torch.ops.todist.rmsprop_(*map(list, columns), *numbers)
         torch.autograd.graph.increment_version([*params, *square_avgs, *grad_avgs, *momentum_buffers])

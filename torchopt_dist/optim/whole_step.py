@@ -95,13 +95,17 @@ def _step_recorded(
         pytree.flatten_like(spec, field, f"state.{name}", "updates")
         for name, field in zip(own._fields, own, strict=True)
     ]
-    before = [lists.pick(column, places) for column in (slopes, *fields, leaves)]
-    grads_, *old, params_ = (lists.as_real(column) for column in before)
-    moved, *new = op(grads_, *old, params=params_, **options)
+    before = [lists.pick(column, places) for column in (leaves, *fields)]
+    given = [lists.pick(slopes, places), *before]
+    some_are_complex = any(x.is_complex() for x in before[0])
+    if some_are_complex:
+        given = [lists.as_real(column) for column in given]
+    grads_, params_, *old = given
+    made = op(grads_, *old, params=params_, **options)
+    if some_are_complex:
+        made = tuple(lists.as_complex(new, like) for new, like in zip(made, before, strict=True))
     after = [
-        pytree.unflatten(spec, lists.put(column, places, lists.as_complex(made, like)))
-        for column, made, like in zip(
-            (leaves, *fields), (moved, *new), (before[-1], *before[1:-1]), strict=True
-        )
+        pytree.unflatten(spec, lists.put(column, places, new))
+        for column, new in zip((leaves, *fields), made, strict=True)
     ]
     return after[0], (*state[:link], state_type(*after[1:]), *state[link + 1 :])

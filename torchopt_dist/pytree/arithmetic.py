@@ -83,15 +83,7 @@ def tree_matmul(*trees: TensorTree) -> Any:
 
 
 def tree_truediv(dividend_tree: TensorTree, divisor_tree: TensorTree) -> Any:
-    """Compute ``x / y`` for each pair of leaves.
-
-    Args:
-        dividend_tree: a tree of tensors or numbers.
-        divisor_tree: likewise, of the same structure.
-
-    Raises:
-        ValueError: the structures differ.
-    """
+    """Compute ``x / y`` for each pair of leaves; otherwise as :func:`tree_sub`."""
     return _combine(operator.truediv, dividend_tree=dividend_tree, divisor_tree=divisor_tree)
 
 
