@@ -7,7 +7,9 @@ loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from functools import partial
 from itertools import chain
 from typing import Any, TypeAlias, TypeGuard, TypeVar, cast
@@ -25,14 +27,18 @@ __all__ = [
     "add_product",
     "add_quotient_",
     "as_complex",
+    "are_batched",
     "as_real",
     "bias_correction",
     "bias_corrections",
+    "check_lengths",
     "combine",
     "count_up",
     "count_up_",
     "divide",
     "divide_",
+    "in_loops",
+    "in_portions",
     "interpolate",
     "join",
     "maximum",
@@ -47,6 +53,7 @@ __all__ = [
     "split",
     "square_root",
     "values",
+    "widened",
     "without_gaps",
 ]
 
@@ -407,7 +414,51 @@ def runs_in_a_loop(xs: Sequence[Tensor]) -> bool:
     """Whether to go tensor by tensor: nothing to do, compiling, or inside a ``torch.func`` transform."""
     if not xs or torch.compiler.is_compiling():
         return True
-    return torch._C._functorch.maybe_current_level() is not None
+    return torch._C._functorch.maybe_current_level() is not None or _looping.get()
+
+
+_looping: ContextVar[bool] = ContextVar("looping", default=False)
+
+
+def are_batched(xs: Iterable[OptionalTensor]) -> bool:
+    """Whether a backward runs for many gradients at a time: in ``torch.func.vmap``, or by ``is_grads_batched=True``."""
+    wrapped = torch._C._functorch
+    return wrapped.maybe_current_level() is not None or any(
+        x is not None and wrapped.is_legacy_batchedtensor(x) for x in xs
+    )
+
+
+@contextlib.contextmanager
+def in_loops() -> Iterator[None]:
+    """Go tensor by tensor in here, for the tensors of ``is_grads_batched=True``, which show nowhere else."""
+    token = _looping.set(True)
+    try:
+        yield
+    finally:
+        _looping.reset(token)
+
+
+def check_lengths(columns: Mapping[str, Sequence[Any] | None]) -> None:
+    """Demand that lists have one length.
+
+    Args:
+        columns: lists by the names that the caller knows them by; ``None`` for one that is not given.
+
+    Raises:
+        ValueError: a list is longer or shorter than the first one.
+    """
+    (first, model), *rest = ((name, column) for name, column in columns.items() if column is not None)
+    for name, column in rest:
+        if len(column) != len(model):
+            raise ValueError(f"`{name}` must have the length of `{first}`, {len(model)}; got {len(column)}")
+
+
+def widened(xs: Sequence[Tensor]) -> list[Tensor]:
+    """float16 and bfloat16 as float32, as the kernels compute; others as they are."""
+    return [x.float() if x.dtype in _HALF else x for x in xs]
+
+
+_HALF = (torch.float16, torch.bfloat16)
 
 
 def _each(factor: Any, count: int) -> Sequence[Any]:
