@@ -10,33 +10,14 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
+from tests.ops.cases import DTYPES, strided, threads, whole
 from torchopt_dist import ops
 from torchopt_dist.ops import add_scaled, library
 
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 needs_kernel = pytest.mark.skipif(
     not ops.is_available("add_scaled_"), reason=f"no kernel: {ops.why_not('add_scaled_')}"
 )
 both = pytest.mark.parametrize("fused", [False, pytest.param(True, marks=needs_kernel)])
-
-
-def strided(rng: random.Random, shape: list[int], dtype: torch.dtype, expand: bool) -> torch.Tensor:
-    """A tensor of this shape with an offset, permuted dimensions, steps and, if asked, expanded ones."""
-    order = rng.sample(range(len(shape)), len(shape))
-    steps = [rng.choice([1, 1, 1, 2, 3]) for _ in shape]
-    flat = [expand and rng.random() < 0.3 for _ in shape]
-    base = torch.randn([1 if flat[d] else shape[d] * steps[d] for d in order] + [rng.choice([1, 1, 2])])
-    offset = rng.randrange(3)
-    base = torch.cat([torch.randn(offset), base.flatten()]).to(dtype)[offset:].view(base.shape)
-    tensor = base[..., 0].permute([order.index(d) for d in range(len(shape))])
-    tensor = tensor[tuple(slice(None, None, 1 if flat[d] else steps[d]) for d in range(len(shape)))]
-    return tensor.expand(shape)
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All the memory under a tensor, gaps included."""
-    count = tensor.untyped_storage().nbytes() // tensor.element_size()
-    return tensor.as_strided((count,), (1,), 0)
 
 
 def assert_same(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
@@ -47,13 +28,11 @@ def assert_same(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
 
 @needs_kernel
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("threads", [1, 3])
-def test_fuzz_against_the_reference(dtype, threads):
-    rng = random.Random(f"{dtype} {threads}")
+@pytest.mark.parametrize("count", [1, 3])
+def test_fuzz_against_the_reference(dtype, count):
+    rng = random.Random(f"{dtype} {count}")
     torch.manual_seed(rng.randrange(2**31))
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with threads(count):
         for _ in range(100):
             shapes = [
                 [rng.choice([0, 1, 2, 3, 7, 16, 33]) for _ in range(rng.randrange(5))]
@@ -61,15 +40,13 @@ def test_fuzz_against_the_reference(dtype, threads):
             ]
             if rng.random() < 0.1:
                 shapes.append([rng.randrange(200_000, 600_000), rng.randrange(1, 4)])
-            params = [strided(rng, shape, dtype, expand=False) for shape in shapes]
+            params = [strided(rng, shape, dtype) for shape in shapes]
             updates = [strided(rng, shape, dtype, expand=True) for shape in shapes]
             expected = copy.deepcopy(params)
             alpha = rng.choice([1.0, -1.0, 0.0, rng.uniform(-3, 3)])
             ops.add_scaled_(params, updates, alpha, fused=True)
             ops.add_scaled_(expected, updates, alpha, fused=False)
             assert_same(params, expected)
-    finally:
-        torch.set_num_threads(before)
 
 
 @both
@@ -133,16 +110,12 @@ def test_shared_memory_follows_the_order_of_the_list(fused):
 
 @both
 def test_an_update_that_is_a_later_parameter(fused):
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
+    with threads(2):
         for _ in range(20):
             first, second = torch.ones(600_000), torch.ones(600_000)
             ops.add_scaled_([first, second], [second, first], fused=fused)
             assert (first == 2).all()
             assert (second == 3).all()
-    finally:
-        torch.set_num_threads(before)
 
 
 @both

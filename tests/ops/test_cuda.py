@@ -9,13 +9,23 @@ import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.test_kernels import DTYPES, OPS, Case, assert_near, case
+from tests.ops.cases import (
+    DTYPES,
+    OPS,
+    assert_near,
+    assert_only_read,
+    assert_tied_parameters_are_stepped_in_their_order,
+    case,
+    kernels,
+    moved,
+    random_case,
+)
 from torchopt_dist import ops
 
 DEVICE = torch.device(os.environ.get("EMULATED_CUDA_DEVICE", "cuda"))
@@ -25,18 +35,6 @@ CHUNK = 2048  # csrc/cuda_kernel.h
 reason = ops.why_not("adam_", "cuda") or (None if EMULATED or GPUS else "torch finds no GPU")
 pytestmark = pytest.mark.skipif(reason is not None, reason=f"no CUDA: {reason}")
 needs_gpu = pytest.mark.skipif(EMULATED, reason="needs a GPU, not an emulation")
-kernels: Any = torch.ops.todist
-
-
-def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy on a device, with the strides, the offset and the gaps."""
-    whole = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
-    return whole.to(device, copy=True).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-
-
-def on(device: torch.device, call: Case) -> Case:
-    lists = {name: [moved(tensor, device) for tensor in tensors] for name, tensors in call.lists.items()}
-    return Case(call.op, lists, call.args, call.expected, call.written)
 
 
 def back(columns: list[list[Tensor]]) -> list[list[Tensor]]:
@@ -67,23 +65,14 @@ def test_fuzz_against_the_formula(op):
     rng = random.Random(f"cuda {op}")
     torch.manual_seed(rng.randrange(2**31))
     for _ in range(60):
-        shapes = [
-            [rng.choice([0, 1, 2, 3, 7, 16, 33]) for _ in range(rng.randrange(4))]
-            for _ in range(rng.randrange(1, 5))
-        ]
-        if rng.random() < 0.05:
-            shapes.append([rng.randrange(30_000, 90_000), rng.randrange(1, 4)])
-        call = case(op, rng, shapes, [rng.choice(DTYPES) for _ in shapes])
+        call = random_case(op, rng)
         spoil_free_memory()
-        there = on(DEVICE, call)
+        there = call.on(DEVICE)
         with no_sync():
             got = there.run()
         assert {tensor.device.type for tensors in got for tensor in tensors} == {DEVICE.type}
         assert_near(back(got), call.expected)
-        for name, tensors in there.lists.items():
-            if name not in call.written:
-                pairs = zip(tensors, call.lists[name], strict=True)
-                assert all(torch.equal(tensor.cpu(), before) for tensor, before in pairs), name
+        assert_only_read(there, call)
 
 
 BORDERS = [
@@ -114,7 +103,7 @@ def test_every_element_is_written_at_every_length(op, dtype):
     for seed in range(2):
         call = case(op, random.Random(seed), [[n] for n in lengths], [dtype] * len(lengths))
         spoil_free_memory()
-        assert_near(back(on(DEVICE, call).run()), call.expected)
+        assert_near(back(call.on(DEVICE).run()), call.expected)
 
 
 def test_zeros_in_the_averages_leave_no_neighbour_out():
@@ -141,10 +130,8 @@ def test_zeros_in_the_averages_leave_no_neighbour_out():
 def test_bit_for_bit_as_on_the_cpu(op, dtype):
     torch.manual_seed(4)
     call = case(op, random.Random(6), [[5001], [3, 41], [2]], [dtype] * 3)
-    there = on(DEVICE, call).run()
-    here = Case(
-        call.op, on(torch.device("cpu"), call).lists, call.args, [[]] * len(there), call.written
-    ).run()
+    there = call.on(DEVICE).run()
+    here = replace(call.on("cpu"), expected=[[]] * len(there)).run()
     for got, expected in zip(there, here, strict=True):
         assert all(torch.equal(*pair) for pair in zip(back([got])[0], expected, strict=True))
 
@@ -183,10 +170,7 @@ def test_layouts_share_a_launch_and_others_follow_their_strides():
 
 
 def test_tied_parameters_are_stepped_in_their_order():
-    tied = torch.ones(150_000, device=DEVICE)
-    grads = [torch.ones(150_000, device=DEVICE) for _ in range(2)]
-    kernels.sgd_([tied, tied], grads, [], torch.empty(0).double(), 0.5, 0.0, False, 0.5, False)
-    assert (tied == 1 - 0.5 * 1.5 - 0.5 * (1 + 0.5 * 0.25)).all()
+    assert_tied_parameters_are_stepped_in_their_order(DEVICE)
 
 
 def test_nothing_to_do_launches_nothing():
@@ -247,7 +231,7 @@ def test_a_graph_replays_the_launches():
 @pytest.mark.parametrize("op", OPS)
 def test_the_tensors_device_is_used_and_the_current_one_kept(op):
     call = case(op, random.Random(8), [[3000], [4, 5]], [torch.float32] * 2)
-    there = on(torch.device("cuda", 1), call)
+    there = call.on(torch.device("cuda", 1))
     got = there.run()
     assert torch.cuda.current_device() == 0
     assert {tensor.device.index for tensors in got for tensor in tensors} == {1}

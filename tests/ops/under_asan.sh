@@ -17,4 +17,5 @@ LD_PRELOAD="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libstdc++.
     ASAN_OPTIONS="detect_leaks=0:alloc_dealloc_mismatch=0" PYTHONPATH="$work" \
     "$python" -c 'import os, pytest, sys, torchopt_dist
 assert torchopt_dist.__file__.startswith(os.getcwd()), torchopt_dist.__file__
-sys.exit(pytest.main(sys.argv[1:]))' -q -p no:cacheprovider tests/ops/test_kernels.py tests/ops/test_adam.py --timeout=600
+sys.exit(pytest.main(sys.argv[1:]))' -q -p no:cacheprovider --timeout=600 \
+    tests/ops/test_{kernels,bad_lists,backward,adam}.py

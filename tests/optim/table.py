@@ -1,4 +1,4 @@
-"""Every optimizer, a row each, with what the tests of ``test_every_optimizer.py`` need to know about it."""
+"""Every optimizer, a row each, with what the tests that are run for each need to know about it."""
 
 from __future__ import annotations
 

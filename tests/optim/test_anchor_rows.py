@@ -15,29 +15,29 @@ ROWS = {
         "test_gradients_are_only_read_and_memory_holds_no_graph",
     ),
     "double precision is exact": (
-        "optim/test_every_optimizer.py",
+        "optim/test_particulars.py",
         "test_double_precision_is_exact_in_the_first_step",
     ),
     "all state is in the state": ("transform/test_trace.py", "test_all_memory_is_in_the_state"),
     "a resumed run": (
-        "optim/test_every_optimizer.py",
+        "optim/test_states.py",
         "test_a_resumed_run_equals_an_unbroken_one_bit_for_bit",
     ),
     "a None gradient": (
         "optim/test_every_optimizer.py",
         "test_a_parameter_without_gradient_is_skipped_as_in_torch",
     ),
-    "AdamW mask and groups": ("optim/test_every_optimizer.py", "test_adamw_mask_and_groups"),
+    "AdamW mask and groups": ("optim/test_particulars.py", "test_adamw_mask_and_groups"),
     "torch's argument names": (
-        "optim/test_every_optimizer.py",
+        "optim/test_faces.py",
         "test_the_three_faces_share_one_signature_and_one_text",
     ),
-    "all travel": ("optim/test_every_optimizer.py", "test_transformations_and_optimizers_travel"),
+    "all travel": ("optim/test_states.py", "test_transformations_and_optimizers_travel"),
     "func optimizers travel": ("optim/test_functional_optimizer.py", "test_copies_go_on_alike_and_apart"),
     "schedulers": ("optim/test_every_optimizer.py", "test_grad_scaler_and_schedulers"),
     "real torch optimizers": ("optim/test_optimizer.py", "test_it_is_a_torch_optimizer"),
     "the graph stays flat": (
-        "optim/test_every_optimizer.py",
+        "optim/test_derivatives.py",
         "test_the_graph_stays_flat_over_a_thousand_cut_steps",
     ),
     "and FuncOptimizer's": (
@@ -47,7 +47,7 @@ ROWS = {
     "frozen parameters": ("optim/test_meta_optimizer.py", "test_frozen_parameters_stay_and_may_be_thawed"),
     "tied weights": ("optim/test_meta_optimizer.py", "test_tied_weights_stay_tied_and_count_once"),
     "finite meta-gradients": (
-        "optim/test_every_optimizer.py",
+        "optim/test_derivatives.py",
         "test_meta_gradients_are_finite_where_an_inner_gradient_is_zero",
     ),
     "clip_grad_norm": (

@@ -103,7 +103,7 @@ def test_both_libraries_are_built_and_the_kernels_are_right(toolkit, tmp_path):
         assert not [symbol for symbol in symbols if re.match(r"_ZN?K?(2at|3c10|5torch|5caffe)|Py", symbol)]
 
     (tree / "tests/ops").mkdir(parents=True)
-    for name in ("test_cuda.py", "test_kernels.py"):
+    for name in ("test_cuda.py", "cases.py", "formulas.py"):
         shutil.copy(ROOT / "tests/ops" / name, tree / "tests/ops")
     options = "['-q', '-p', 'redispatch', '-p', 'no:cacheprovider', 'tests/ops/test_cuda.py']"
     tested = python(

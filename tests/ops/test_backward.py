@@ -1,0 +1,108 @@
+"""The kernels of the gradients of Adam's and RMSprop's formulas → what autograd makes of these, edges included."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.cases import kernels, needs_kernels
+from tests.ops.formulas import adam, adam_gradients, rmsprop, rmsprop_gradients
+
+pytestmark = needs_kernels
+
+
+EDGES = [
+    0.0,
+    -0.0,
+    5e-324,
+    1e-310,
+    1e-300,
+    1e-160,
+    1e-30,
+    1.0,
+    -2.0,
+    1e30,
+    1e160,
+    math.inf,
+    -math.inf,
+    math.nan,
+]
+
+
+def edges(count: int) -> list[Tensor]:
+    """Every combination of the edges, a tensor for each place."""
+    return list(torch.cartesian_prod(*[torch.tensor(EDGES, dtype=torch.float64)] * count).unbind(-1))
+
+
+def assert_same_edges(got: list[Tensor], expected: tuple) -> None:
+    """To the last digits, denormals among them; NaN or infinite at the same places."""
+    for tensor, value in zip(got, expected, strict=True):
+        assert torch.equal(tensor.isfinite(), value.isfinite())
+        finite = value.isfinite()
+        torch.testing.assert_close(tensor[finite], value[finite], rtol=1e-12, atol=1e-323)
+
+
+@pytest.mark.parametrize("eps_root", [0.0, 1e-3])
+def test_adam_backward_at_the_edges_is_autograd(eps_root):
+    du, g, m, v = edges(4)
+    keep = ~(v < 0)
+    du, g, m, v = du[keep], g[keep], m[keep], v[keep]
+    c, settings = torch.tensor([[0.1, 0.01]], dtype=torch.float64), (1.0, 0.9, 0.99, 1e-8, eps_root)
+    got = kernels.adam_backward([du], [], [], [g], [m], [v], c, *settings)
+    assert_same_edges(got, adam_gradients(du, None, None, g, m, v, c[0], *settings))
+
+
+@pytest.mark.parametrize("centered", [False, True])
+def test_rmsprop_backward_at_the_edges_is_autograd(centered):
+    du, g, v, *rest = edges(3 + centered)
+    keep = ~(v < 0)
+    du, g, v, a = du[keep], g[keep], v[keep], rest[0][keep] if centered else None
+    got = kernels.rmsprop_backward([du], [], [], [g], [v], [a] if centered else [], 0.9, 1e-8)
+    expected = rmsprop_gradients(du, None, None, g, v, a, 0.9, 1e-8)
+    assert_same_edges(got, expected if centered else expected[:2])
+
+
+def test_a_gradient_of_zero_gives_no_nan():
+    zero, two = torch.zeros(3, dtype=torch.float64), torch.full((3,), 2.0, dtype=torch.float64)
+    c = torch.tensor([[0.1, 0.01]], dtype=torch.float64)
+    for eps in (1e-8, 1.0):
+        got = kernels.adam_backward([two], [two], [two], [zero], [zero], [zero], c, 1.0, 0.9, 0.99, eps, 0.0)
+        to_m = 2 + 2 / 0.1 / eps
+        for tensor, value in zip(got, (0.1 * to_m, 0.9 * to_m, 0.99 * 2), strict=True):
+            torch.testing.assert_close(tensor, torch.full_like(zero, value))
+        got = kernels.rmsprop_backward([two], [two], [two], [zero], [zero], [zero], 0.9, eps)
+        for tensor, value in zip(got, (2 / eps + 0.1 * 2, 0.9 * 2, 0.9 * 2), strict=True):
+            torch.testing.assert_close(tensor, torch.full_like(zero, value))
+
+
+@pytest.mark.parametrize("op", ["adam", "rmsprop"])
+def test_the_whole_of_forward_and_backward_is_autograd(op):
+    """The formula from its inputs on, not from its new averages, all three results used."""
+    torch.manual_seed(0)
+    g, m, v, *flows = [torch.randn(50, dtype=torch.float64) for _ in range(6)]
+    inputs = [g.requires_grad_(), v.square().add(3).requires_grad_(), m.requires_grad_()]
+    if op == "adam":
+        g, v, m = inputs
+        c = torch.tensor([0.3, 0.2], dtype=torch.float64)
+        settings = (-0.3, 0.9, 0.99, 1e-8, 1e-3)
+        p = torch.randn(50, dtype=torch.float64)
+        results = adam(g, m, v, p, c, settings[0], 0.8, *settings[1:])
+        expected = torch.autograd.grad(results, (g, m, v), flows)
+        with torch.no_grad():
+            made = kernels.adam([g], [m], [v], [p], c[None], settings[0], 0.8, *settings[1:])
+            got = kernels.adam_backward(*([f] for f in flows), [g], [made[1]], [made[2]], c[None], *settings)
+    else:
+        results = rmsprop(*inputs, 0.9, 1e-8)
+        expected = torch.autograd.grad(results, inputs, flows)
+        with torch.no_grad():
+            made = kernels.rmsprop(*([x] for x in inputs), 0.9, 1e-8)
+            got = kernels.rmsprop_backward(
+                *([f] for f in flows), [inputs[0]], [made[1]], [made[2]], 0.9, 1e-8
+            )
+    for tensor, value in zip(made, results, strict=True):
+        torch.testing.assert_close(tensor, value.detach())
+    for tensor, value in zip(got, expected, strict=True):
+        torch.testing.assert_close(tensor, value)

@@ -1,0 +1,111 @@
+"""Torch's own optimizers, made differentiable → their states, cut, taken back, saved and copied."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+
+from tests.optim.graph import count_nodes
+from tests.optim.programs import loss_of, make, run, same, values
+from tests.optim.torch_classes import CLASSES
+from torchopt_dist.nn import extract_state_dict, module_clone, recover_state_dict, stop_gradient
+from torchopt_dist.optim.differentiable import DifferentiableOptimizer, differentiable
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+@pytest.mark.parametrize("way", ["stop_gradient", "recover"])
+def test_the_graph_stays_flat_over_300_cut_steps(cls, way):
+    net, lr = make(), torch.tensor(0.01, requires_grad=True)
+    optimizer = differentiable(cls, net, lr=lr)
+    start = extract_state_dict(net), extract_state_dict(optimizer)
+    sizes = []
+    for step in range(300):
+        optimizer.step(loss_of(net))
+        if step in (10, 299):
+            held = [t for entry in optimizer.get_states()[0].values() for t in entry.values()]
+            sizes.append(count_nodes(loss_of(net), *held))
+        if way == "stop_gradient":
+            stop_gradient(net)
+            stop_gradient(optimizer)
+        else:
+            recover_state_dict(net, start[0])
+            recover_state_dict(optimizer, start[1])
+    assert sizes[0] == sizes[1]
+    assert all(p.requires_grad for p in net.parameters())
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_a_recovered_optimizer_repeats_itself(cls):
+    net = make()
+    optimizer = differentiable(cls, net)
+    run(net, optimizer, 2)
+    snapshot = extract_state_dict(net), extract_state_dict(optimizer, by="copy")
+    run(net, optimizer, 2)
+    want = values(net)
+    recover_state_dict(net, snapshot[0])
+    recover_state_dict(optimizer, snapshot[1])
+    run(net, optimizer, 2)
+    assert all(torch.equal(p, q) for p, q in zip(values(net), want, strict=True))
+
+
+@pytest.mark.parametrize("half", [0, 3])
+@pytest.mark.parametrize("cls", CLASSES)
+def test_a_resumed_run_equals_an_unbroken_one_bit_for_bit(cls, half):
+    unbroken, begun, fresh = make(), make(), make()
+    run(unbroken, differentiable(cls, unbroken), half + 3)
+    optimizer = differentiable(cls, begun)
+    run(begun, optimizer, half)
+    file = io.BytesIO()
+    torch.save((begun.state_dict(), optimizer.state_dict()), file)
+    file.seek(0)
+    net_state, state = torch.load(file, weights_only=True)
+    fresh.load_state_dict(net_state)
+    optimizer = differentiable(cls, fresh)
+    optimizer.load_state_dict(state)
+    run(fresh, optimizer, 3)
+    assert same(unbroken, fresh)
+
+
+@pytest.mark.parametrize(
+    "again",
+    [
+        copy.deepcopy,
+        lambda optimizer: pickle.loads(pickle.dumps(optimizer)),
+        lambda optimizer: module_clone(optimizer, by="reference"),
+        lambda optimizer: module_clone(optimizer, by="copy"),
+        lambda optimizer: module_clone(optimizer, by="deepcopy"),
+    ],
+)
+@pytest.mark.parametrize("cls", CLASSES)
+def test_copies_go_on_alike_and_apart(cls, again):
+    net = make()
+    optimizer = differentiable(cls, net, lr=torch.tensor(0.01, requires_grad=True))
+    run(net, optimizer, 2)
+    other = again(optimizer)
+    assert isinstance(other, DifferentiableOptimizer)
+    (other_net,) = other.modules
+    before = values(net)
+    run(other_net, other, 2)
+    assert all(torch.equal(p, q) for p, q in zip(values(net), before, strict=True))
+    run(net, optimizer, 2)
+    assert same(net, other_net)
+
+
+def test_a_state_of_another_optimizer_is_refused():
+    net, other = make(), make()
+    optimizer, adagrad = differentiable(torch.optim.Adam, net), differentiable(torch.optim.Adagrad, other)
+    run(other, adagrad, 1)
+    with pytest.raises(ValueError, match="must be of an optimizer like this one; it lacks"):
+        optimizer.load_state_dict(adagrad.state_dict())
+    with pytest.raises(ValueError, match=r"`states` must have \['exp_avg', 'exp_avg_sq', 'step'\] for each"):
+        recover_state_dict(optimizer, extract_state_dict(adagrad))
+    with pytest.raises(ValueError, match="must have 1 groups, got 0"):
+        optimizer.load_state_dict({"state": []})
+    with pytest.raises(ValueError, match="`states` must be 1, one a group, got 0"):
+        optimizer.set_states(())
+    with pytest.raises(ValueError, match="`states` must have the parameters"):
+        optimizer.set_states(({"w": {}},))

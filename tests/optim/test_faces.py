@@ -1,0 +1,69 @@
+"""Every row of ``table.py`` → one signature, one text and one set of errors for its function and its classes."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+
+import torchopt_dist as todist
+from tests.optim.programs import make
+from tests.optim.table import ROWS
+from torchopt_dist.ops import library
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_the_three_faces_share_one_signature_and_one_text(name):
+    row = ROWS[name]
+    function, plain, meta = (inspect.signature(f).parameters for f in (row.function, row.plain, row.meta))
+    assert list(plain) == ["params", *[key for key in function if key != "moment_requires_grad"]]
+    assert list(meta) == ["module", *function]
+    for key in list(plain)[1:]:
+        assert f"\n    {key}: " in row.plain.__doc__
+        assert f"\n    {key}: " in row.meta.__doc__
+    assert row.plain.__module__ == row.meta.__module__ == row.function.__module__  # an optimizer is one file
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_bad_numbers_are_refused_by_every_face(name):
+    row = ROWS[name]
+    net = make()
+    faces = (row.function, lambda **kw: row.plain(net.parameters(), **kw), lambda **kw: row.meta(net, **kw))
+    good = next(iter(row.options.values()))
+    bad = {"lr": -1.0, "weight_decay": -0.5, "eps": -1e-8, "momentum": -1.0, "alpha": 1.5, "rho": -0.1}
+    bad |= {"lr_decay": -1.0, "initial_accumulator_value": -1.0, "initial_scale": -1.0, "eps_root": -1.0}
+    known = inspect.signature(row.function).parameters
+    for key in bad.keys() & known.keys():
+        for face in faces:
+            with pytest.raises(ValueError, match=rf"`{key}` must be at least 0.*, got {bad[key]}"):
+                face(**{**good, key: bad[key]})
+            with pytest.raises(TypeError, match=f"`{key}` must be a number.*, got str"):
+                face(**{**good, key: "much"})
+    if "betas" in known:
+        count = len(row.tensors["betas"])
+        for place in range(count):
+            betas = [0.5] * count
+            betas[place] = 1.0
+            for face in faces:
+                with pytest.raises(
+                    ValueError, match=rf"`betas\[{place}\]` must be at least 0 and below 1, got 1"
+                ):
+                    face(**{**good, "betas": tuple(betas)})
+                with pytest.raises(TypeError, match=f"`betas` must be a tuple of {count} decays"):
+                    face(**{**good, "betas": 0.9})
+
+
+def test_fused_has_two_names_and_tells_the_truth(monkeypatch):
+    params = [torch.ones(2)]
+    with pytest.raises(ValueError, match="another name for `fused`: give one of them"):
+        todist.adam(fused=True, use_accelerated_op=True)
+    monkeypatch.setattr(library, "_KERNELS", frozenset())  # a build without any
+    for options in ({"fused": True}, {"use_accelerated_op": True}):
+        impl = todist.adam(**options)
+        with pytest.raises(RuntimeError, match=r"`fused=True` cannot be kept: .*adam"):
+            impl.update(params, impl.init(params))
+        w = torch.ones(2, requires_grad=True)
+        w.sum().backward()
+        with pytest.raises(RuntimeError, match=r"`fused=True` cannot be kept: .*adam"):
+            todist.Adam([w], **options).step()

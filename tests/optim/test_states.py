@@ -1,0 +1,125 @@
+"""Every row of ``table.py``, pickled, copied, saved and loaded → it goes on as if it had not been."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+
+import torchopt_dist as todist
+from tests.optim.programs import flat, losses, make
+from tests.optim.table import CASES, ROWS
+
+
+def through_pickle(thing):
+    return pickle.loads(pickle.dumps(thing))
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, through_pickle])
+@pytest.mark.parametrize("name", ROWS)
+def test_transformations_and_optimizers_travel(name, again):
+    row = ROWS[name]
+    options = list(row.options.values())[-1]
+    impl, params = row.function(**options), [torch.ones(2), torch.full((1,), 3.0)]
+    one, _ = impl.update(params, impl.init(params), params=params)
+    two, _ = again(impl).update(params, impl.init(params), params=params)
+    assert all(torch.equal(p, q) for p, q in zip(one, two, strict=True))
+
+    net = make()
+    optimizer = row.plain(net.parameters(), **options)
+    for loss in losses(torch.float32, count=2):
+        loss(net).backward()
+        optimizer.step()
+    net2, optimizer2 = again((net, optimizer))
+    for twin, own in ((net, optimizer), (net2, optimizer2)):
+        for loss in losses(torch.float32, count=2):
+            own.zero_grad()
+            loss(twin).backward()
+            own.step()
+    assert torch.equal(flat(net.parameters()), flat(net2.parameters()))
+
+    meta_net = make()
+    meta = row.meta(meta_net, **options)
+    meta2 = again(meta)
+    for own in (meta, meta2):
+        for loss in losses(torch.float32, count=2):
+            own.step(loss(own.modules[0]))
+    assert torch.equal(flat(meta_net.parameters()), flat(meta2.modules[0].parameters()))
+
+
+def through_file(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file)  # `weights_only=True` is its default
+
+
+@pytest.mark.parametrize(("name", "setting"), CASES)
+def test_a_resumed_run_equals_an_unbroken_one_bit_for_bit(name, setting):
+    row = ROWS[name]
+    options = row.options[setting]
+    net, broken = make(), make()
+    optimizer, first = row.plain(net.parameters(), **options), row.plain(broken.parameters(), **options)
+
+    def run(net, optimizer, which):
+        for loss in which:
+            optimizer.zero_grad()
+            loss(net).backward()
+            optimizer.step()
+
+    batches = list(losses(torch.float32, options.get("maximize", False), count=12))
+    run(net, optimizer, batches)
+    run(broken, first, batches[:7])
+    resumed = row.plain(broken.parameters(), **options)
+    resumed.load_state_dict(through_file(first.state_dict()))
+    run(broken, resumed, batches[7:])
+    assert torch.equal(flat(net.parameters()), flat(broken.parameters()))
+
+    net, broken = make(), make()
+    meta, first = row.meta(net, **options), row.meta(broken, **options)
+    for loss in batches:
+        meta.step(loss(net))
+    for loss in batches[:7]:
+        first.step(loss(broken))
+    resumed = row.meta(broken, **options)
+    resumed.load_state_dict(first.state_dict())
+    for loss in batches[7:]:
+        resumed.step(loss(broken))
+    assert torch.equal(flat(net.parameters()), flat(broken.parameters()))
+
+
+@pytest.mark.parametrize("name", [name for name in ROWS if name in dir(torch.optim)])
+def test_a_state_of_the_twin_is_taken_over(name):
+    row = ROWS[name]
+    setting, options = list(row.options.items())[-1]
+    net = make()
+    twin = row.make_twin(net.parameters(), setting)
+    batches = list(losses(torch.float32, options.get("maximize", False), count=10))
+    for loss in batches[:5]:
+        twin.zero_grad()
+        loss(net).backward()
+        twin.step()
+    other = copy.deepcopy(net)
+    ours = row.plain(other.parameters(), **options)
+    ours.load_state_dict(copy.deepcopy(twin.state_dict()))  # shares its tensors otherwise
+    for each, optimizer in ((net, twin), (other, ours)):
+        for loss in batches[5:]:
+            optimizer.zero_grad()
+            loss(each).backward()
+            optimizer.step()
+    torch.testing.assert_close(flat(other.parameters()), flat(net.parameters()), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", [name for name in ROWS if name != "SGD"])
+def test_a_state_of_another_optimizer_and_a_tree_of_another_shape_are_refused(name):
+    row = ROWS[name]
+    impl = row.function(**next(iter(row.options.values())))
+    params = {"a": torch.ones(2)}
+    other = todist.sgd(0.1, momentum=0.9)
+    with pytest.raises((TypeError, ValueError), match="`state` must be"):
+        impl.update(params, other.init(params), params=params)
+    with pytest.raises(ValueError, match=r"`state\.\w+` must have the structure of `updates`"):
+        impl.update({"b": torch.ones(2)}, impl.init(params), params={"b": torch.ones(2)})
