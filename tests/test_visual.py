@@ -1,53 +1,22 @@
+"""Pictures of graphs: boxes, names, edges, sizes, remote calls, and what is refused."""
+
+from __future__ import annotations
+
 import gc
-import re
 import sys
-import threading
-from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
-from torch.autograd.graph import save_on_cpu
 
 import torchopt_dist as todist
 from tests.distributed.programs import cube
 from tests.optim.graph import count_nodes
+from tests.pictures import parsed
 from torchopt_dist.visual import make_dot, resize_graph
 
-NODE = re.compile(r'^\t(\w+) \[label=("(?:[^"\\]|\\.)*"|\w+) fillcolor=(\w+)\]$')
-EDGE = re.compile(r"^\t(\w+) -> (\w+)(?: \[label=(\w+) dir=none style=dashed\])?$")
 OPERATIONS = {"lightgrey", "plum"}
-
-
-class Parsed:
-    """A picture's text, taken apart; a line that is neither a node nor an edge is an error."""
-
-    def __init__(self, dot):
-        self.label, self.colour, self.edges, self.saved = {}, {}, [], []
-        _, _, _, _, *lines, last = dot.source.rstrip().split("\n")
-        assert last == "}"
-        for line in lines:
-            if node := NODE.match(line):
-                name, label, colour = node.groups()
-                assert name not in self.label, "a node is drawn twice"
-                self.label[name] = label.strip('"').split("\\n")
-                self.colour[name] = colour
-            else:
-                source, end, saved = EDGE.match(line).groups()
-                (self.edges if saved is None else self.saved).append((source, end, saved))
-        assert {end for edge in self.edges + self.saved for end in edge[:2]} <= self.label.keys()
-
-    def said(self, edges):
-        """Edges by the first lines of their ends' labels, counted."""
-        return Counter((self.label[source][0], self.label[end][0]) for source, end, _ in edges)
-
-    def having(self, colour):
-        return sorted(self.label[name] for name in self.label if self.colour[name] == colour)
-
-
-def parsed(*args, **kwargs):
-    return Parsed(make_dot(*args, **kwargs))
 
 
 def two_steps(by="reference"):
@@ -175,83 +144,6 @@ def test_a_result_among_several_of_one_operation_has_its_own_box():
     }
 
 
-def test_saved_tensors_hang_on_dashed_edges():
-    w, x = torch.ones(2, requires_grad=True), torch.ones(2)
-    out = ((w * x).exp() * w).sum()
-    picture = parsed(out, {"w": w, "x": x}, show_saved=True)
-    by_name = {
-        (tuple(picture.label[source]), picture.label[end][0], name) for source, end, name in picture.saved
-    }
-    assert by_name == {
-        (("x", "(2,)"), "MulBackward0", "other"),
-        (("w", "(2,)"), "MulBackward0", "other"),
-        (("(2,)",), "MulBackward0", "self"),
-        (("(2,)",), "ExpBackward0", "result"),
-    }
-    assert picture.having("orange") == [["(2,)"], ["x", "(2,)"]]  # what exp and mul have saved is one tensor
-    plain = parsed(out, {"w": w, "x": x})
-    assert plain.said(plain.edges) == picture.said(picture.edges)
-    assert plain.saved == plain.having("orange") == []
-
-
-def test_a_saved_tensor_with_a_name_is_its_own_box():
-    w = torch.ones(2, requires_grad=True)
-    moved = w - 0.1 * w.exp()
-    picture = parsed(moved.pow(2).sum(), {"step1.w": moved}, show_saved=True)
-    saved = {(picture.label[source][0], picture.label[end][0]) for source, end, _ in picture.saved}
-    assert ("step1.w", "PowBackward0") in saved
-    assert picture.having("lightyellow") == [["step1.w", "(2,)"]]
-
-
-class Twice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x, None, x)
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx, grad):
-        return 2 * grad
-
-
-def test_what_a_python_function_has_saved():
-    w = torch.ones(2, requires_grad=True)
-    picture = parsed(Twice.apply(w), {"w": w}, show_attrs=True, show_saved=True)
-    assert [(picture.label[source][0], name) for source, _, name in picture.saved] == [
-        ("w", "saved_tensors"),
-        ("w", "saved_tensors"),
-    ]
-    assert ["TwiceBackward", "saved_tensors: (tensor (2,), None, tensor (2,))"] in picture.having("lightgrey")
-
-
-def test_attributes_are_listed_and_shortened():
-    w = torch.ones(2, 3, requires_grad=True)
-    out = w.log_softmax(-1).sum(-1)
-    operations = parsed(out, show_attrs=True).having("lightgrey")
-    assert ["SumBackward1", "dim: (-1,)", "keepdim: False", "self_sym_sizes: (2, 3)"] in operations
-    assert ["LogSoftmaxBackward0", "dim: -1", "result: tensor (2, 3)"] in operations
-    operations = parsed(out, show_attrs=True, max_attr_chars=4).having("lightgrey")
-    assert ["LogSoftmaxBackward0", "dim: -1", "result: ten…"] in operations
-    assert ["SumBackward1"] in parsed(out).having("lightgrey")
-
-
-def test_a_graph_that_is_used_up_can_be_drawn():
-    w = torch.ones(2, requires_grad=True)
-    out = Twice.apply(w.exp()).sum()
-    out.backward()
-    picture = parsed(out, show_attrs=True, show_saved=True)
-    assert ["ExpBackward0", "result: freed"] in picture.having("lightgrey")
-    assert ["TwiceBackward", "saved_tensors: freed"] in picture.having("lightgrey")
-    assert picture.saved == []
-
-
-def test_saved_tensors_that_are_unpacked_anew_each_time():
-    w = torch.ones(2, requires_grad=True)
-    with save_on_cpu():
-        out = (w * torch.full((2,), 2.0)).exp()
-    assert make_dot(out, show_saved=True).source == make_dot(out, show_saved=True).source
-
-
 def test_equal_graphs_give_equal_text():
     texts = set()
     for _ in range(3):
@@ -268,62 +160,6 @@ def test_equal_graphs_give_equal_text():
 def test_names_are_no_markup(name, written):
     w = torch.ones(1, requires_grad=True)
     assert f'[label="{written}\\n(1,)" fillcolor=lightblue]' in make_dot(w.exp(), {name: w}).source
-
-
-DEPTH = 60_000
-
-
-def deep():
-    out = torch.ones(1, requires_grad=True)
-    for _ in range(DEPTH):
-        out = out.neg()
-    return out
-
-
-def ladder():
-    """Two ways down, so that no operation has one user only."""
-    out = torch.ones(1, requires_grad=True)
-    for _ in range(DEPTH // 2):
-        out = out.neg() + out
-    return out
-
-
-def wide():
-    w = torch.ones(1, requires_grad=True)
-    return torch.stack([w.neg() for _ in range(DEPTH)])
-
-
-@pytest.mark.parametrize("graph", [deep, ladder, wide])
-def test_a_large_graph_meets_no_recursion_limit_then_or_when_it_is_freed(graph):
-    out = graph()
-    middle = out.grad_fn.next_functions[0][0]
-    assert sum("Backward0" in line for line in make_dot(out).body) in (DEPTH, DEPTH + 1)
-    gone = []
-    middle.metadata["at the end"] = Signal(gone)
-    del middle, out
-    gc.collect()
-    assert gone == [True]
-
-
-def test_a_large_graph_is_freed_part_by_part_and_in_another_thread():
-    out = deep()
-    later = [out.neg().neg()]
-    make_dot(later[0])
-    del out
-    thread = threading.Thread(target=later.clear)
-    thread.start()
-    thread.join()
-    first = deep()
-    make_dot({"first": first, "second": first.neg()})
-    del first
-
-
-class Signal:
-    def __init__(self, gone):
-        self.gone = gone
-
-    def __del__(self):
-        self.gone.append(True)
 
 
 class Remote(torch.autograd.Function):

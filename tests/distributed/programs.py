@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import optree
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -83,3 +84,34 @@ def data(rows=10, dtype=torch.float64):
 
 def gradients(loss, model):
     return torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad], allow_unused=True)
+
+
+def where(x):
+    return todist.get_rank(), x
+
+
+def rank_of_worker():
+    return todist.get_rank()
+
+
+def vectors(n=5, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(n, dtype=torch.float64, generator=generator, requires_grad=True) for _ in range(2)]
+
+
+def remote(function, worker=1):
+    return lambda *args, **kwargs: todist.remote_sync_call(
+        function, args=args, kwargs=kwargs, partitioner=worker
+    )[0]
+
+
+def split(partitioner, *args, **kwargs):
+    """``[(worker, args, kwargs)]`` with lists in the tensors' places."""
+
+    def plain(leaf):
+        return leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf
+
+    return [
+        (part.worker, *optree.tree_map(plain, (part.args, part.kwargs), none_is_leaf=True))
+        for part in partitioner(*args, **kwargs)
+    ]

@@ -1,10 +1,11 @@
+"""Gradients through a remote call, of first and higher order, are those of a local one."""
+
 from __future__ import annotations
 
-import gc
-import threading
-import time
+import functools
+import warnings
+from collections import namedtuple
 
-import psutil
 import pytest
 import torch
 from torch import nn
@@ -13,27 +14,16 @@ from torch.utils.checkpoint import checkpoint
 import torchopt_dist as todist
 from tests.distributed.programs import (
     Net,
-    chain,
     cube,
     data,
     functional_mse,
     gradients,
-    kept_on,
     mlp,
     mse,
     product,
+    remote,
+    vectors,
 )
-
-
-def vectors(n=5, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(n, dtype=torch.float64, generator=generator, requires_grad=True) for _ in range(2)]
-
-
-def remote(function, worker=1):
-    return lambda *args, **kwargs: todist.remote_sync_call(
-        function, args=args, kwargs=kwargs, partitioner=worker
-    )[0]
 
 
 def test_first_and_second_order_pass_gradcheck(world):
@@ -135,8 +125,6 @@ def test_buffers_changed_by_a_worker_do_not_leak_back(world):
 @pytest.mark.parametrize("wrapped", ["dict", "list", "namedtuple", "closure", "partial", "method"])
 def test_tensors_anywhere_get_their_gradients(world, wrapped):
     def body():
-        import functools
-        from collections import namedtuple
 
         a, b = vectors()
         pair = namedtuple("pair", "left right")  # noqa: PYI024 - the plain kind is what is tested
@@ -250,8 +238,6 @@ def test_hooks_and_anomaly_mode(world):
         assert seen == ["result", "input"]
         torch.testing.assert_close(x.grad, 4 * x.detach())
 
-    import warnings
-
     def quiet():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns that anomaly mode is slow
@@ -269,233 +255,3 @@ def test_checkpoint_around_a_call(world, reentrant):
         torch.testing.assert_close(x.grad, 24 * x.detach() ** 2)
 
     world(2).on_zero(body)
-
-
-@pytest.mark.parametrize("depth", [1, 8, 40])
-def test_calls_nested_deeper_than_the_agent_has_threads(world, depth):
-    def body():
-        x, _ = vectors()
-        (grad,) = torch.autograd.grad(chain(depth, x), x)
-        torch.testing.assert_close(grad, 3 * x**2 * 1.1**depth)
-
-    world(3).on_zero(body)
-
-
-def test_second_order_through_nested_calls(world):
-    def body():
-        x, _ = vectors()
-        (grad,) = torch.autograd.grad(chain(3, x), x, create_graph=True)
-        (second,) = torch.autograd.grad(grad.sum(), x)
-        torch.testing.assert_close(second, 6 * x.detach() * 1.1**3)
-
-    world(2).on_zero(body)
-
-
-def test_calls_in_flight_and_from_threads(world):
-    def body():
-        x, _ = vectors()
-        futures = [
-            todist.remote_async_call(lambda x, k: (x**k).sum(), args=(x, k), partitioner=k % 3)
-            for k in range(12)
-        ]
-        (grad,) = torch.autograd.grad(sum(future.wait()[0] for future in futures), x)
-        torch.testing.assert_close(grad, sum(k * x ** max(k - 1, 0) for k in range(12)))
-
-        errors = []
-
-        def work(k):
-            try:
-                mine = torch.full((3,), float(k), dtype=torch.float64, requires_grad=True)
-                for _ in range(5):
-                    (grad,) = torch.autograd.grad(remote(cube, 1 + k % 2)(mine), mine)
-                    torch.testing.assert_close(grad, 3 * mine**2)
-            except Exception as error:
-                errors.append(error)
-
-        threads = [threading.Thread(target=work, args=(k,)) for k in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not errors
-
-    world(3).on_zero(body)
-
-
-def test_no_grad_and_tensors_without_grad_keep_nothing(world):
-    def body():
-        x, _ = vectors()
-        with torch.no_grad():
-            assert not remote(cube)(x).requires_grad
-        assert not remote(cube)(x.detach()).requires_grad
-        # the module's own flags are kept: a function may differentiate for itself
-        with torch.no_grad():
-            inner = remote(_own_gradient)(x)
-        torch.testing.assert_close(inner, 3 * x.detach() ** 2)
-        assert kept_on(1, limit=0) == 0
-
-    world(2).on_zero(body)
-
-
-def _own_gradient(x):
-    assert not torch.is_grad_enabled()
-    with torch.enable_grad():
-        return torch.autograd.grad(cube(x), x)[0]
-
-
-def test_graphs_are_freed_used_or_not(world):
-    def body():
-        x, _ = vectors()
-        for use in range(30):
-            out = remote(cube)(x)
-            if use % 3 == 1:
-                out.backward(retain_graph=True)
-            if use % 3 == 2:
-                torch.autograd.grad(out, x, create_graph=True)[0].sum().backward()
-        del out
-        gc.collect()
-        assert kept_on(1) == 0
-
-    world(2).on_zero(body)
-
-
-def _resident():
-    gc.collect()
-    return psutil.Process().memory_info().rss
-
-
-def test_memory_stays_flat_over_a_thousand_steps(world):
-    def body():
-        model = nn.Linear(100, 100, dtype=torch.float64)
-        x = torch.randn(8, 100, dtype=torch.float64)
-        spread = todist.parallelize(reducer=todist.mean_reducer)(_square_loss)
-
-        def steps(n):
-            for step in range(n):
-                loss = spread(model, x)
-                if step % 2:
-                    loss.backward()
-                elif step % 4:
-                    torch.autograd.grad(loss, tuple(model.parameters()), create_graph=True)
-
-        steps(200)
-        before = [_resident(), remote(_resident)()]
-        steps(1000)
-        after = [_resident(), remote(_resident)()]
-        assert kept_on(1) == 0
-        # one leaked graph a step would hold 80 kB of weights: 80 MB
-        assert max(a - b for a, b in zip(after, before, strict=True)) < 16e6
-
-    world(2).on_zero(body)
-
-
-def _square_loss(model, x):
-    return model(x).square().mean()
-
-
-def test_the_workers_and_the_caller_differentiate_at_the_same_time(world):
-    """Each backward waits until all have begun: in sequence they would wait for ever."""
-
-    def body():
-        x = torch.ones(3, dtype=torch.float64, requires_grad=True)
-        meeting = todist.parallelize(todist.dim_partitioner(0, exclusive=True), todist.sum_reducer)(_meet)
-        loss = meeting(x.expand(3, 3) * 1.0)
-        started = time.monotonic()
-        loss.backward()
-        assert time.monotonic() - started < 10
-        torch.testing.assert_close(x.grad, torch.full_like(x, 3))
-
-    world(3).on_zero(body)
-
-
-class _Meet(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        todist.barrier()
-        return grad
-
-
-def _meet(x):
-    return _Meet.apply(x).sum()
-
-
-def test_an_error_in_backward_is_the_workers_own(world):
-    def body():
-        x, _ = vectors()
-        out = remote(_broken)(x)
-        with pytest.raises(ZeroDivisionError, match="in backward") as caught:
-            out.backward()
-        assert isinstance(caught.value, todist.RemoteError)
-        assert caught.value.worker == "worker1"
-
-    world(2).on_zero(body)
-
-
-class _Broken(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise ZeroDivisionError("in backward")
-
-
-def _broken(x):
-    return _Broken.apply(x).sum()
-
-
-def test_what_cannot_be_connected_is_an_error(world):
-    def body():
-        x, _ = vectors()
-        with pytest.raises(todist.SerializationError, match="only dense tensors"):
-            remote(cube)(torch.eye(3).to_sparse().requires_grad_())
-        with pytest.raises(todist.SerializationError, match=r"torch\.func"):
-            torch.func.grad(remote(cube))(x)
-        with (
-            torch.autograd.forward_ad.dual_level(),
-            pytest.raises(todist.SerializationError, match="forward-mode"),
-        ):
-            remote(cube)(torch.autograd.forward_ad.make_dual(x.detach(), torch.ones_like(x)))
-
-    import warnings
-
-    def quiet():
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's own, from make_dual and sparse tensors
-            body()
-
-    world(2).on_zero(quiet)
-
-
-def test_a_worker_lost_in_backward_is_an_error(world):
-    def body():
-        x, _ = vectors()
-        out = remote(_deadly)(x)
-        with pytest.raises(todist.WorkerLostError):
-            out.backward()
-        return "caught"
-
-    endings = world(2).endings(lambda: body() if todist.get_rank() == 0 else None)
-    assert endings[1].exitcode == 7
-    assert isinstance(endings[0].error, todist.WorkerLostError)  # at the end: the worker is missing
-
-
-class _Deadly(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        import os
-
-        os._exit(7)
-
-
-def _deadly(x):
-    return _Deadly.apply(x).sum()

@@ -1,0 +1,214 @@
+"""One call on one worker or several, waited for or not: what runs there, when it ends, and what is refused."""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import rpc
+
+import torchopt_dist as todist
+from tests.distributed.programs import data, mlp, mse, where
+
+
+class Multiplier:
+    def __init__(self, factor):
+        self.factor = factor
+
+    def __call__(self, x):
+        return x * self.factor
+
+    @classmethod
+    def double(cls, x):
+        return cls.__name__, x * 2
+
+    @staticmethod
+    def triple(x):
+        return x * 3
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda x: x + 1, 3.0),
+        (functools.partial(torch.mul, 5), 10.0),
+        (torch.neg, -2.0),
+        (math.exp, math.exp(2)),
+        (Multiplier(4), 8.0),
+        (Multiplier(6).__call__, 12.0),
+        (Multiplier.double, ("Multiplier", 4.0)),
+        (Multiplier.triple, 6.0),
+        (nn.Flatten(0), 2.0),
+    ],
+    ids=["lambda", "partial", "builtin", "C", "object", "method", "classmethod", "staticmethod", "module"],
+)
+def test_any_callable_runs_on_a_worker(world, function, expected):
+    def body():
+        (value,) = todist.remote_sync_call(function, args=(torch.tensor(2.0),), partitioner=1)
+        return value.item() if isinstance(value, torch.Tensor) else value
+
+    value = world(2).on_zero(body)
+    if isinstance(expected, tuple):
+        assert (value[0], value[1].item()) == expected
+    else:
+        assert value == pytest.approx(expected)
+
+
+def test_async_overlaps_and_gives_the_same(world):
+    def body():
+        started = time.monotonic()
+        futures = [todist.remote_async_call(_nap, args=(0.5,), partitioner=rank) for rank in (0, 1, 2)]
+        assert time.monotonic() - started < 0.4
+        assert [future.wait() for future in futures] == [[0], [1], [2]]
+        assert time.monotonic() - started < 1.4
+        assert all(isinstance(future, torch.futures.Future) for future in futures)
+        model, (x, y) = mlp(), data()
+        asynchronous = todist.parallelize_async(reducer=todist.mean_reducer)(mse)
+        torch.testing.assert_close(asynchronous(model, x, y).wait(), mse(model, x, y))
+        failing = todist.remote_async_call(_fail, partitioner=1)
+        with pytest.raises(KeyError, match="gone") as caught:
+            failing.wait()
+        assert isinstance(caught.value, todist.RemoteError)
+
+    world(3).on_zero(body)
+
+
+def _nap(seconds):
+    time.sleep(seconds)
+    return todist.get_rank()
+
+
+def _fail():
+    raise KeyError("gone")
+
+
+def test_an_error_is_raised_at_once_while_another_worker_is_busy(world):
+    def one_fails(rank):
+        if rank == 1:
+            raise ValueError("bad task")
+        time.sleep(5)
+
+    def body():
+        started = time.monotonic()
+        with pytest.raises(ValueError, match="bad task"):
+            todist.remote_sync_call(one_fails, partitioner=lambda: [(1, (1,), {}), (2, (2,), {})])
+        return time.monotonic() - started
+
+    assert world(3).on_zero(body) < 0.5
+
+
+def test_a_call_past_its_timeout_names_the_worker_and_drops_the_late_answer(world):
+    def body():
+        started = time.monotonic()
+        with pytest.raises(todist.CallTimeoutError, match=r"worker1 took longer than timeout=0\.2 s"):
+            todist.remote_sync_call(_nap, args=(1,), partitioner=1, timeout=0.2)
+        assert time.monotonic() - started < 0.9
+        assert todist.remote_sync_call(_nap, args=(0,), partitioner=1) == [1]
+        time.sleep(1.0)  # the late answer comes now, and nothing happens
+
+    world(2).on_zero(body)
+
+
+def test_the_caller_s_state_travels(world):
+    def body():
+        plain = todist.remote_sync_call(_state, partitioner=1)[0]
+        assert plain == _state()
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.float16):
+            torch.set_default_dtype(torch.float64)
+            try:
+                assert todist.remote_sync_call(_state, partitioner=1)[0] == _state()
+            finally:
+                torch.set_default_dtype(torch.float32)
+        # Torch's own calls take no state along: on the worker it is put back.
+        assert [rpc.rpc_sync("worker1", _state) for _ in range(20)] == [plain] * 20
+
+    world(2).on_zero(body)
+
+
+def test_the_caller_s_state_is_that_of_a_call_not_waited_for_and_of_its_reducer(world):
+    def body():
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.float16):
+            expected = _state()
+            future = todist.remote_async_call(
+                _state,
+                partitioner=lambda: [(0, (), {}), (1, (), {})],
+                reducer=lambda states: [*states, _state()],
+            )
+        assert future.wait() == [expected] * 3
+        assert _state() != expected
+
+    world(2).on_zero(body)
+
+
+def _state():
+    return (
+        torch.is_grad_enabled(),
+        torch.get_default_dtype(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        torch.zeros(()).dtype,
+    )
+
+
+def test_own_share_is_a_plain_call(world):
+    def body():
+        lock, seen = threading.Lock(), []  # neither can be pickled, both can be used
+        todist.remote_sync_call(lambda: seen.append(lock), partitioner=0)
+        assert seen == [lock]
+        with pytest.raises(ZeroDivisionError) as caught:
+            todist.remote_sync_call(lambda: 1 / 0, partitioner=0)
+        assert not isinstance(caught.value, todist.RemoteError)
+
+    world(2).on_zero(body)
+
+
+def test_what_cannot_be_sent_is_named(world):
+    def body():
+        lock = threading.Lock()
+        with pytest.raises(todist.SerializationError, match=r"cannot be sent to worker1.*lock"):
+            todist.remote_sync_call(lambda: lock, partitioner=1)
+        with pytest.raises(todist.SerializationError, match=r"result cannot be sent.*lock"):
+            todist.remote_sync_call(threading.Lock, partitioner=1)
+        with pytest.raises(todist.SerializationError, match="generator"):
+            todist.remote_sync_call(list, args=((i for i in range(3)),), partitioner=1)
+
+    world(2).on_zero(body)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda: todist.remote_sync_call(3), TypeError, "func must be callable, got int 3"),
+        (lambda: todist.remote_sync_call(where, args=5), TypeError, "args must be a tuple, got int"),
+        (lambda: todist.remote_sync_call(where, kwargs=[]), TypeError, "kwargs must be a dictionary"),
+        (lambda: todist.remote_sync_call(where, partitioner=2.5), TypeError, "partitioner must be"),
+        (lambda: todist.remote_sync_call(where, partitioner=9), ValueError, r"in \[0, 2\), got 9"),
+        (
+            lambda: todist.remote_sync_call(where, partitioner="nobody"),
+            ValueError,
+            "no worker is named 'nobody'; the workers are worker0, worker1",
+        ),
+        (lambda: todist.remote_sync_call(where, timeout="1"), TypeError, "timeout must be a number"),
+        (lambda: todist.remote_sync_call(where, timeout=-3), ValueError, "timeout must be at least 0"),
+        (lambda: todist.remote_sync_call(where, reducer=1), TypeError, "reducer must be callable"),
+        (lambda: todist.parallelize(partitioner=1.5), TypeError, "partitioner must be"),
+        (lambda: todist.parallelize(reducer=1), TypeError, "reducer must be callable"),
+        (lambda: todist.parallelize()(7), TypeError, "parallelize decorates a function, got int 7"),
+        (lambda: todist.parallelize(chunk_size=2), ValueError, "needs vectorize=True"),
+        (lambda: todist.parallelize(vectorize=True, chunk_size=0), ValueError, "positive integer"),
+        (lambda: todist.parallelize(device="cuda"), ValueError, 'device must be "auto" or None'),
+    ],
+)
+def test_bad_input_is_a_clear_error_within_a_second(world, call, error, text):
+    def body():
+        started = time.monotonic()
+        with pytest.raises(error, match=text):
+            call()
+        return time.monotonic() - started
+
+    assert world(2).on_zero(body) < 1

@@ -1,0 +1,154 @@
+"""Arguments of any shape → which tensors among them are split, and which go to every worker whole."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import optree
+import pytest
+import torch
+from torch import nn
+
+import torchopt_dist as todist
+from tests.distributed.programs import split
+from torchopt_dist.distributed.partition import partition
+
+pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("workers")]
+
+
+class Pair(NamedTuple):
+    x: Any
+    y: Any
+
+
+@optree.dataclasses.dataclass(namespace="")
+class Batch:
+    images: torch.Tensor
+    labels: torch.Tensor
+    name: str = optree.dataclasses.field(default="train", pytree_node=False)
+
+
+@optree.dataclasses.dataclass(namespace="", eq=False)
+class Loss(nn.Module):
+    weights: torch.Tensor
+
+    def __post_init__(self):
+        super().__init__()
+
+
+def test_trees_are_split_leaf_by_leaf(workers):
+    workers(2)
+    x, y = torch.arange(4), torch.arange(4) + 10
+    tree = {"pair": Pair(x, y), "list": [x, (y, None)], "ordered": OrderedDict(b=x, a="text")}
+    assert split(todist.batch_partitioner, tree, 5, z=(y,), flag=True) == [
+        (
+            rank,
+            (
+                {
+                    "pair": Pair(a, b),
+                    "list": [a, (b, None)],
+                    "ordered": OrderedDict(b=a, a="text"),
+                },
+                5,
+            ),
+            {"z": (b,), "flag": True},
+        )
+        for rank, a, b in ((0, [0, 1], [10, 11]), (1, [2, 3], [12, 13]))
+    ]
+
+
+def test_a_registered_dataclass_is_split(workers):
+    workers(2)
+    parts = todist.batch_partitioner(Batch(torch.arange(4), torch.arange(4) * 2, "test"))
+    batches = [part.args[0] for part in parts]
+    assert [type(batch) for batch in batches] == [Batch] * 2
+    assert [batch.images.tolist() for batch in batches] == [[0, 1], [2, 3]]
+    assert [batch.labels.tolist() for batch in batches] == [[0, 2], [4, 6]]
+    assert [batch.name for batch in batches] == ["test"] * 2
+
+
+def test_an_unregistered_object_is_whole():
+    @dataclasses.dataclass
+    class Settings:
+        tensor: torch.Tensor
+
+    settings_ = Settings(torch.arange(100))
+    parts = todist.batch_partitioner(settings_, torch.arange(3))
+    assert all(part.args[0] is settings_ for part in parts)
+
+
+def test_modules_parameters_scalars_and_marked_tensors_are_whole():
+    model = nn.Linear(3, 3)
+    parameter = nn.Parameter(torch.zeros(3))
+    scalar = torch.tensor(2.0)
+    weights = torch.arange(3.0)
+    whole = (model, parameter, scalar, {"parameters": list(model.parameters())}, "text", None, 3)
+    parts = todist.batch_partitioner(
+        *whole, todist.replicated(weights), torch.arange(3.0), tree=todist.replicated({"w": weights})
+    )
+    assert len(parts) == 3
+    for rank, part in enumerate(parts):
+        for given_, got in zip(whole, part.args[: len(whole)], strict=True):
+            assert optree.tree_all(optree.tree_map(lambda a, b: a is b, given_, got, none_is_leaf=True))
+        assert part.args[-1].tolist() == [rank]
+    # The marks come off on the way.
+    for part in partition(todist.batch_partitioner, (todist.replicated(weights), torch.arange(3.0)), {}):
+        assert part.args[0] is weights
+
+
+def test_a_module_that_is_a_node_of_trees_is_whole():
+    loss = Loss(torch.arange(3.0))
+    assert optree.tree_leaves(loss)[0] is loss.weights
+    parts = todist.batch_partitioner(loss, torch.arange(3))
+    assert [part.args[0] is loss for part in parts] == [True] * 3
+
+
+def test_parts_share_the_tensor_and_its_graph():
+    x = torch.arange(6.0, requires_grad=True)
+    parts = todist.batch_partitioner(x)
+    assert parts[0].args[0].data_ptr() == x.data_ptr()
+    sum((rank + 1) * part.args[0].sum() for rank, part in enumerate(parts)).backward()
+    assert x.grad.tolist() == [1, 1, 2, 2, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("partitioner", "args", "told"),
+    [
+        (todist.batch_partitioner, (), ["no tensor to split"]),
+        (todist.batch_partitioner, (1, "a", None), ["no tensor to split"]),
+        (
+            todist.batch_partitioner,
+            (nn.Linear(2, 2), torch.tensor(1.0)),
+            ["no tensor to split", "partitioner="],
+        ),
+        (todist.batch_partitioner, (todist.replicated(torch.ones(3)),), ["no tensor to split"]),
+        (todist.batch_partitioner, (torch.ones(0, 3),), ["empty batch", "args[0]", "size 0", "dim=0"]),
+        (todist.exclusive_batch_partitioner, (torch.ones(0, 3),), ["empty batch", "args[0]"]),
+        (
+            todist.batch_partitioner,
+            (torch.ones(3), {"x": torch.ones(4)}),
+            ["one size along dim=0", "args[0] has 3", "args[1]['x'] has 4", "todist.replicated"],
+        ),
+        (
+            todist.dim_partitioner(1),
+            (torch.ones(3, 2), torch.ones(3)),
+            ["args[1]", "dim=1", "(3,)", "todist.replicated"],
+        ),
+        (todist.dim_partitioner(-2), (torch.ones(3),), ["args[0]", "dim=-2", "(3,)"]),
+        (todist.dim_partitioner(0, workers=["nobody"]), (torch.ones(3),), ["'nobody'", "worker0, worker1"]),
+        (todist.dim_partitioner(0, workers=[0, 3]), (torch.ones(3),), ["[0, 3)", "got 3"]),
+    ],
+)
+def test_arguments_that_cannot_be_split_are_named(partitioner, args, told):
+    with pytest.raises(ValueError, match=re.escape(told[0])) as caught:
+        partitioner(*args)
+    for words in told:
+        assert words in str(caught.value)
+
+
+def test_a_keyword_argument_is_named():
+    with pytest.raises(ValueError, match=r"args\[0\] has 3, .*kwargs\['y'\]\[1\] has 2"):
+        todist.batch_partitioner(torch.ones(3), y=[torch.ones(3), torch.ones(2)])

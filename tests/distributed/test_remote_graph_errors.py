@@ -1,0 +1,89 @@
+"""What fails in the backward of a remote call, and what cannot be connected, is a clear error."""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+import pytest
+import torch
+
+import torchopt_dist as todist
+from tests.distributed.bare import say
+from tests.distributed.programs import cube, remote, vectors
+
+
+def test_an_error_in_backward_is_the_workers_own(world):
+    def body():
+        x, _ = vectors()
+        out = remote(_broken)(x)
+        with pytest.raises(ZeroDivisionError, match="in backward") as caught:
+            out.backward()
+        assert isinstance(caught.value, todist.RemoteError)
+        assert caught.value.worker == "worker1"
+
+    world(2).on_zero(body)
+
+
+class _Broken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ZeroDivisionError("in backward")
+
+
+def _broken(x):
+    return _Broken.apply(x).sum()
+
+
+def test_what_cannot_be_connected_is_an_error(world):
+    def body():
+        x, _ = vectors()
+        with pytest.raises(todist.SerializationError, match="only dense tensors"):
+            remote(cube)(torch.eye(3).to_sparse().requires_grad_())
+        with pytest.raises(todist.SerializationError, match=r"torch\.func"):
+            torch.func.grad(remote(cube))(x)
+        with (
+            torch.autograd.forward_ad.dual_level(),
+            pytest.raises(todist.SerializationError, match="forward-mode"),
+        ):
+            remote(cube)(torch.autograd.forward_ad.make_dual(x.detach(), torch.ones_like(x)))
+
+    def quiet():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own, from make_dual and sparse tensors
+            body()
+
+    world(2).on_zero(quiet)
+
+
+def test_a_worker_lost_in_backward_is_an_error(world, tmp_path):
+    def body():
+        x, _ = vectors()
+        out = remote(_deadly)(x)
+        with pytest.raises(todist.WorkerLostError):
+            out.backward()
+        say(tmp_path / "caught")
+
+    endings = world(2).endings(lambda: body() if todist.get_rank() == 0 else None)
+    assert (tmp_path / "caught").exists()
+    assert endings[1].exitcode == 7
+    assert isinstance(endings[0].error, todist.WorkerLostError)  # at the end: the worker is missing
+
+
+class _Deadly(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+
+        os._exit(7)
+
+
+def _deadly(x):
+    return _Deadly.apply(x).sum()
