@@ -1,4 +1,7 @@
-"""``start_a_family(folder)`` in a worker → three kinds of processes below it; seen from outside: which are left."""
+"""``start_a_family(folder)`` in a worker → three kinds of processes below it; seen from outside: which are left.
+
+And the launcher as a program of its own, so that a test can end it.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import time
 import psutil
 
 from tests.distributed.bare import say, watch
+from tests.seeds import torchrun
 
 
 def start_a_family(folder):
@@ -39,6 +43,18 @@ def start_a_family(folder):
     say(path, " ".join([*pids, str(os.getpid()), str(os.getppid())]))
 
 
+def start_program(code, *arguments):
+    """A program of its own, which can import what is here."""
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *arguments],
+        cwd=torchrun.ROOT,
+        env={**os.environ, "PYTHONPATH": str(torchrun.ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
 def alive(pids):
     found = []
     for pid in pids:
@@ -58,3 +74,8 @@ def assert_gone(pids, seconds=5.0):
 def family_of(folder, ranks=2):
     assert all(watch(folder / f"family{rank}") for rank in range(ranks))
     return [int(pid) for rank in range(ranks) for pid in (folder / f"family{rank}").read_text().split()]
+
+
+def relay_of(agent):
+    """It has started the forkserver, and that the agent."""
+    return psutil.Process(agent).parent().ppid()

@@ -17,11 +17,10 @@ import torch
 import torchopt_dist as todist
 from tests.distributed.bare import say, soon, watch
 from tests.launch.families import alive, assert_gone, family_of, start_a_family
+from tests.launch.two import ON_TWO
 from torchopt_dist.launch import Launcher
 
 pytestmark = pytest.mark.timeout(60)
-
-ON_TWO = Launcher(nproc_per_host=2, handlers=[])
 
 
 class MyError(Exception):

@@ -1,38 +1,26 @@
-"""What goes to workers and comes back, the world that they see, and arguments that are wrong."""
+"""What goes to workers and comes back, launches one after another and at the same time, and attempts."""
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import importlib.util
-import json
 import logging
 import os
-import socket
 import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import psutil
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import record
 
 import torchopt_dist as todist
 from tests.distributed.bare import soon
+from tests.launch.two import ON_TWO, my_rank
 from tests.seeds import torchrun
 from torchopt_dist.launch import Launcher, LaunchResult, launch
 
 pytestmark = pytest.mark.timeout(60)
-
-ON_TWO = Launcher(nproc_per_host=2, handlers=[])
-
-
-def my_rank():
-    return int(os.environ["RANK"])
 
 
 # Functions, arguments, results.
@@ -163,99 +151,7 @@ def test_results_by_rank_by_host_and_local_rank():
         result.index("b", 1)
 
 
-# The world.
-
-
-def test_every_variable_of_torchrun_is_set_as_torchrun_sets_it(tmp_path):
-    script = tmp_path / "variables.py"
-    script.write_text(
-        "import json, os, sys\n"
-        "with open(sys.argv[1] + os.environ['RANK'], 'w') as file:\n"
-        "    json.dump(dict(os.environ), file)"
-    )
-    torchrun.run("--standalone", "--nproc-per-node=2", script, tmp_path / "rank")
-    theirs = {rank: json.loads((tmp_path / f"rank{rank}").read_text()) for rank in (0, 1)}
-    launcher = Launcher(nproc_per_host=2, handlers=[], env={"OMP_NUM_THREADS": "1"})
-    ours = launcher.run(lambda: dict(os.environ)).results["localhost"]
-    for rank in (0, 1):
-        names = {name for name in theirs[rank] if name not in os.environ}
-        assert "TORCHELASTIC_USE_AGENT_STORE" in names
-        differing = {"MASTER_ADDR", "MASTER_PORT", "PYTHONPATH"}
-        differing |= {"TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"}
-        for name in sorted(names - differing):
-            assert ours[rank].get(name) == theirs[rank][name], name
-        for name in differing - {"PYTHONPATH"}:
-            assert ours[rank][name]
-    assert ours[0]["MASTER_PORT"] == ours[1]["MASTER_PORT"]
-
-
-def test_what_torch_records_of_an_exception_has_a_file_that_nobody_need_remove(capfd):
-    def main():
-        @record
-        def fail():
-            raise ValueError("told to a file")
-
-        with contextlib.suppress(ValueError):
-            fail()
-        return Path(os.environ["TORCHELASTIC_ERROR_FILE"]).read_text()
-
-    told = json.loads(Launcher(nproc_per_host=1, handlers=[]).run(main).rank(0))
-    assert told["message"]["message"] == "ValueError: told to a file"
-
-
-def test_a_host_given_twice_is_two_groups():
-    def place():
-        names = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
-        return tuple(int(os.environ[name]) for name in names)
-
-    launcher = Launcher(hosts=["localhost", socket.gethostname(), "localhost"], nproc_per_host=[1, 1, 2])
-    result = launcher.run(place)
-    assert list(result.results) == ["localhost", socket.gethostname(), "localhost#2"]
-    assert result.index("localhost", 0) == (0, 0, 0, 4, 1, 3)
-    assert result.index(socket.gethostname(), 0) == (1, 0, 1, 4, 1, 3)
-    assert result.index("localhost#2", 1) == result.rank(3) == (3, 1, 2, 4, 2, 3)
-
-
-def test_auto_init_rpc_and_process_groups_work_in_repeated_launches():
-    def by_hand():
-        return todist.auto_init_rpc()(
-            lambda: todist.remote_sync_call(os.getpid, partitioner=1)
-        )(), os.getpid()
-
-    def by_torch():
-        torch.distributed.init_process_group("gloo")
-        total = torch.tensor([1.0 + my_rank()])
-        torch.distributed.all_reduce(total)
-        torch.distributed.destroy_process_group()
-        return total.item(), by_hand()
-
-    for _ in range(2):
-        (((pid,), _), ((same,), own)) = ON_TWO.run(by_hand).results["localhost"]
-        assert pid == same == own
-    assert [ON_TWO.run(by_torch).rank(rank)[0] for rank in (0, 1)] == [3.0, 3.0]
-
-
-@pytest.mark.parametrize("rpc", [False, True])
-def test_a_backend_makes_the_process_group(rpc):
-    def total():
-        x = torch.ones(1) + int(os.environ["RANK"])
-        dist.all_reduce(x)
-        return x.item(), dist.get_backend(), dist.get_world_size()
-
-    launcher = Launcher(nproc_per_host=2, backend="gloo", rpc=rpc, handlers=[])
-    assert launcher.run(total).results == {"localhost": [(3.0, "gloo", 2)] * 2}
-    # One that the function has ended itself, too.
-    assert launcher.run(dist.destroy_process_group).results == {"localhost": [None] * 2}
-
-
-def test_rpc_connects_the_workers():
-    def main(scale):
-        if todist.get_rank() == 0:
-            return [todist.remote_sync_call(my_rank, partitioner=rank)[0] * scale for rank in range(2)]
-        return todist.get_world_info().worker_name
-
-    result = Launcher(nproc_per_host=2, rpc=True, handlers=[]).run(main, 10)
-    assert result.results == {"localhost": [[0, 10], "worker1"]}
+# One launch after another.
 
 
 def test_launches_in_a_launch_and_at_the_same_time_do_not_meet():
@@ -304,53 +200,6 @@ def test_a_second_launch_is_quick_and_nothing_of_the_first_is_left():
     assert set(me.children(recursive=True)) <= before
 
 
-def test_workers_start_afresh():
-    def main():
-        import random
-
-        import numpy as np
-
-        seen = os.environ.get("LEFT_BEHIND"), getattr(torch, "left_behind", None)
-        os.environ["LEFT_BEHIND"] = torch.left_behind = "x"
-        return seen, random.random(), float(np.random.rand()), os.getpid(), torch.get_num_threads()
-
-    found = [value for _ in range(2) for value in ON_TWO.run(main).results["localhost"]]
-    assert [value[0] for value in found] == [(None, None)] * 4
-    for column in (1, 2, 3):
-        assert len({value[column] for value in found}) == 4  # random numbers are not those of the others
-    assert "LEFT_BEHIND" not in os.environ
-
-
-def test_the_environment_the_folder_and_the_path_are_those_of_the_launcher(tmp_path, monkeypatch):
-    (tmp_path / "only_here_now.py").write_text("def f():\n    return 'found'\n")
-    (tmp_path / ".env").write_text(
-        "# a comment\n\nexport A=from the file\nB='q u # o'  # why\nC=3 # three\nD=\nE=x\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("INHERITED", "yes")
-    monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    spec = importlib.util.find_spec("only_here_now")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["only_here_now"] = module
-    spec.loader.exec_module(module)
-
-    def main(f):
-        names = ("A", "B", "C", "D", "E", "INHERITED")
-        return f(), os.getcwd(), torch.get_num_threads(), sys.argv, [os.environ[name] for name in names]
-
-    try:
-        launcher = Launcher(nproc_per_host=2, env={"E": "told"}, env_file=".env")
-        found, folder, threads, argv, variables = launcher.run(main, module.f).rank(1)
-    finally:
-        del sys.modules["only_here_now"]
-    assert found == "found"
-    assert folder == os.path.realpath(tmp_path)
-    assert threads == 2
-    assert argv == sys.argv
-    assert variables == ["from the file", "q u # o", "3", "", "told", "yes"]
-
-
 def test_a_variable_that_libraries_read_when_imported_makes_a_new_server():
     def parent():
         return os.getppid(), os.environ.get("TORCH_SHOW_CPP_STACKTRACES")
@@ -378,16 +227,6 @@ def test_a_server_that_died_is_replaced():
     server.kill()
     psutil.wait_procs([server], timeout=5)
     assert ON_TWO.run(main).rank(0) != server.pid
-
-
-def test_the_store_is_on_loopback_only():
-    def main():
-        port = int(os.environ["MASTER_PORT"])
-        return {
-            c.laddr.ip for c in psutil.net_connections("tcp") if c.laddr.port == port and c.status == "LISTEN"
-        }
-
-    assert ON_TWO.run(main).rank(0) == {"127.0.0.1"}
 
 
 # Restarts.

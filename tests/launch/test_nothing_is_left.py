@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -16,13 +14,11 @@ import torch
 
 import torchopt_dist as todist
 from tests.distributed.bare import say, soon, watch
-from tests.launch.families import alive, assert_gone, family_of, start_a_family
-from tests.seeds import torchrun
+from tests.launch.families import alive, assert_gone, family_of, start_a_family, start_program
+from tests.launch.two import ON_TWO
 from torchopt_dist.launch import Launcher, agent
 
 pytestmark = pytest.mark.timeout(60)
-
-ON_TWO = Launcher(nproc_per_host=2, handlers=[])
 
 
 class MyError(Exception):
@@ -97,14 +93,7 @@ def left_in(folders):
 )
 def test_a_launcher_that_is_ended_leaves_nothing(tmp_path, number, rpc):
     before = left_in(SHARED)
-    launcher = subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER, tmp_path, rpc],
-        cwd=torchrun.ROOT,
-        env={**os.environ, "PYTHONPATH": str(torchrun.ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    launcher = start_program(LAUNCHER, tmp_path, rpc)
     pids = family_of(tmp_path)
     pids += [process.pid for process in psutil.Process(launcher.pid).children(recursive=True)]
     assert len(set(pids)) == 10  # 2 workers with 3 each, their agent, the forkserver

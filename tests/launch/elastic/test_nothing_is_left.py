@@ -1,0 +1,94 @@
+"""Processes and descriptors of an elastic launch: gone, however it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import psutil
+import pytest
+
+import torchopt_dist as todist
+from tests.distributed.bare import say, watch
+from tests.launch.elastic.worlds import Aside, MyError, launch, place
+from tests.launch.families import alive, assert_gone, start_a_family, start_program
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def hold_on(folder):
+    start_a_family(folder)
+    say(folder / f"place{os.environ['RANK']}", " ".join(map(str, place())))
+    time.sleep(300)
+
+
+def pids_in(folder, ranks=2):
+    pids = []
+    for rank in range(ranks):
+        for kind in ("family", "place"):
+            assert watch(folder / f"{kind}{rank}")
+            pids += [int(pid) for pid in (folder / f"{kind}{rank}").read_text().split()]
+    return set(pids)
+
+
+def test_an_interrupt_goes_on_as_such_and_leaves_nothing(tmp_path):
+    def interrupt():
+        pids_in(tmp_path)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threads = threading.active_count()
+    with Aside(interrupt), pytest.raises(KeyboardInterrupt):
+        launch(hold_on, tmp_path)
+    assert_gone(pids_in(tmp_path), 1.0)
+    assert threading.active_count() == threads
+
+
+def test_a_lost_host_s_processes_are_ended(tmp_path, unreachable):
+    def kill():
+        pids = pids_in(tmp_path)
+        agents = [int((tmp_path / f"place{rank}").read_text().split()[2]) for rank in (0, 1)]
+        unreachable.write_text("localhost localhost#2")
+        for agent in agents:
+            os.kill(agent, signal.SIGKILL)
+        assert_gone(pids)
+
+    with Aside(kill), pytest.raises(todist.errors.AgentFailedError):
+        launch(hold_on, tmp_path, start_timeout=2.0)
+
+
+LAUNCHER = """
+import sys
+from pathlib import Path
+from tests.launch.elastic.test_nothing_is_left import hold_on
+from tests.launch.elastic.worlds import launch
+launch(hold_on, Path(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_launcher_that_is_ended_leaves_nothing(tmp_path, number):
+    launcher = start_program(LAUNCHER, tmp_path)
+    pids = pids_in(tmp_path)
+    launcher.send_signal(number)
+    launcher.communicate(timeout=10)
+    assert_gone(pids, 5.0)
+    assert launcher.returncode == -number
+
+
+def test_no_descriptor_or_process_stays_after_a_launch(tmp_path):
+    def main():
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            raise MyError(code=1)
+        return place()
+
+    def run():
+        return {pid for values in launch(main, max_restarts=1).values() for each in values for pid in each}
+
+    assert_gone(run(), 1.0)
+    before = psutil.Process().num_fds()
+    pids = run()
+    assert_gone(pids, 1.0)
+    assert psutil.Process().num_fds() == before
+    assert alive(pids) == []

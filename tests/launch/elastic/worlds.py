@@ -1,0 +1,124 @@
+"""Elastic launches whose workers tell in which world they are, and what is done beside them."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+
+import psutil
+
+from tests.distributed.bare import say, watch
+from torchopt_dist.launch import Launcher
+
+
+def launch(
+    func,
+    *args,
+    hosts=("localhost", "localhost"),
+    nproc=1,
+    min_hosts=1,
+    max_hosts=2,
+    max_restarts=0,
+    rpc=False,
+    handlers=(),
+    ssh_config=None,
+    timeout=40.0,
+    start_timeout=20.0,
+    stop_timeout=1.0,
+    port=0,
+    halted_timeout=5.0,
+):
+    launcher = Launcher(
+        hosts=hosts,
+        nproc_per_host=nproc,
+        min_hosts=min_hosts,
+        max_hosts=max_hosts,
+        max_restarts=max_restarts,
+        rpc=rpc,
+        handlers=handlers,
+        log_dir=None,
+        ssh_config=ssh_config,
+        timeout=timeout,
+        start_timeout=start_timeout,
+        stop_timeout=stop_timeout,
+        master_port=port,
+        halted_timeout=halted_timeout,
+    )
+    return launcher.run(func, *args).results
+
+
+class MyError(Exception):
+    def __init__(self, *, code):
+        super().__init__(f"code {code}")
+        self.code = code
+
+
+def place():
+    """This worker, its torch agent, and that one's agent of ours."""
+    return os.getpid(), os.getppid(), psutil.Process(os.getppid()).ppid()
+
+
+def in_worlds(folder, act=None):
+    """A file for each rank of each world; on until there is a file ``end``."""
+    world = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    say(folder / f"world{world}.rank{rank}", json.dumps({"size": int(size), "place": place()}))
+    if act is not None:
+        act(int(world), int(rank))
+    assert watch(folder / "end", 30.0)
+    return int(world), int(rank), int(size)
+
+
+def world_of(folder, world, size):
+    """The places of its ranks."""
+    told = []
+    for rank in range(size):
+        path = folder / f"world{world}.rank{rank}"
+        assert watch(path, 20.0), (
+            f"{path.name} has not come; there are {sorted(p.name for p in folder.iterdir())}"
+        )
+        told.append(json.loads(path.read_text()))
+        assert told[-1]["size"] == size
+    return [tuple(each["place"]) for each in told]
+
+
+def host_of(pid):
+    """Which host a torch agent is, by the title of its process."""
+    title = " ".join(psutil.Process(pid).cmdline())
+    return title.rpartition(" of ")[2].strip()
+
+
+class Aside:
+    """What is done beside a launch, in a thread; its error is raised at the end."""
+
+    def __init__(self, function):
+        self._function, self._error = function, None
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self):
+        try:
+            self._function()
+        except BaseException as error:
+            self._error = error
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind, error, trace):
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+
+def another_comes(folder, let_it_come):
+    """Beside a launch: the world is of one host; another may come; there is a world of two, and that is the end."""
+
+    def see():
+        world_of(folder, 0, 1)
+        let_it_come()
+        world_of(folder, 1, 2)
+        say(folder / "end")
+
+    return Aside(see)

@@ -1,0 +1,166 @@
+"""However a worker, an agent, a relay or the launcher ends: the launch tells it, and nothing is left on other hosts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import psutil
+import pytest
+
+import torchopt_dist as todist
+from tests.distributed.bare import say, watch
+from tests.launch.families import alive, assert_gone, family_of, relay_of, start_a_family
+from tests.launch.sshd import NEEDS_SSHD
+from torchopt_dist.launch import remote
+
+pytestmark = [pytest.mark.timeout(120), NEEDS_SSHD]
+
+
+class MyError(Exception):
+    def __init__(self, *, code):
+        super().__init__(f"code {code}")
+        self.code = code
+
+
+def test_what_a_worker_there_raises_is_raised_at_once(launcher, tmp_path):
+    def work():
+        if os.environ["RANK"] == "0":
+            assert watch(tmp_path / "family1")
+            say(tmp_path / "raised", str(time.monotonic()))
+            raise MyError(code=3)
+        start_a_family(tmp_path)
+        threading.Event().wait()
+
+    with pytest.raises(MyError, match="code 3") as caught:
+        launcher(["node1", "node2"]).run(work)
+    # The last second may go by until the other host's worker, told by SIGTERM, has ended.
+    assert time.monotonic() - float((tmp_path / "raised").read_text()) < 3
+    assert caught.value.worker == "rank 0 on node1"
+    assert caught.value.code == 3
+    assert "raise MyError(code=3)" in caught.value.remote_traceback
+    assert_gone([int(pid) for pid in (tmp_path / "family1").read_text().split()])
+
+
+def wait():
+    threading.Event().wait()
+
+
+def crash(how, folder):
+    print("last", "words")
+    if os.environ["RANK"] == "1":
+        start_a_family(folder)
+        how()
+    threading.Event().wait()
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "rank 1 on node2 was ended by SIGKILL"),
+        (lambda: os._exit(0), "rank 1 on node2 exited with code 0"),
+        (lambda: sys.exit(3), r"rank 1 on node2 called sys.exit\(3\)"),
+    ],
+    ids=["killed", "gone", "sys.exit"],
+)
+def test_a_worker_there_that_ends_is_an_error_that_tells_how(launcher, tmp_path, how, message):
+    with pytest.raises(todist.WorkerFailedError, match=message) as caught:
+        launcher(["node1", "node2"]).run(crash, how, tmp_path)
+    assert caught.value.log == ("last words",)
+    assert_gone([int(pid) for pid in (tmp_path / "family1").read_text().split()])
+
+
+def test_an_agent_there_that_dies_is_named_and_leaves_nothing(launcher, tmp_path):
+    def kill_the_agent():
+        assert watch(tmp_path / "family1")
+        os.kill(int((tmp_path / "family1").read_text().split()[-1]), signal.SIGKILL)
+
+    thread = threading.Thread(target=kill_the_agent)
+    thread.start()
+    with pytest.raises(todist.AgentFailedError, match="the agent on node2 died; rank 1 on node2 was ended"):
+        launcher(["node1", "node2"]).run(crash, wait, tmp_path)
+    thread.join()
+    assert_gone([int(pid) for pid in (tmp_path / "family1").read_text().split()])
+
+
+def test_a_relay_that_dies_is_a_lost_host_and_the_next_launch_has_a_new_one(launcher, tmp_path):
+    def kill_the_relay():
+        assert watch(tmp_path / "family1")
+        relay = relay_of(int((tmp_path / "family1").read_text().split()[-1]))
+        say(tmp_path / "killed", str(time.monotonic()))
+        os.kill(relay, signal.SIGKILL)
+
+    thread = threading.Thread(target=kill_the_relay)
+    thread.start()
+    with pytest.raises(
+        todist.AgentFailedError, match="the agent on node2 was lost: its relay was ended by SIGKILL"
+    ):
+        launcher(["node1", "node2"]).run(crash, wait, tmp_path)
+    thread.join()
+    assert time.monotonic() - float((tmp_path / "killed").read_text()) < 5
+    assert_gone([int(pid) for pid in (tmp_path / "family1").read_text().split()])
+    assert len(launcher(["node1", "node2"]).run(os.getpid).results) == 2
+
+
+def test_a_relay_that_is_stopped_is_a_lost_host(launcher, tmp_path):
+    """As when the network is cut: there is no sign of life."""
+
+    def stop_the_relay():
+        assert watch(tmp_path / "family1")
+        relay = relay_of(int((tmp_path / "family1").read_text().split()[-1]))
+        say(tmp_path / "stopped", f"{relay} {time.monotonic()}")
+        os.kill(relay, signal.SIGSTOP)
+
+    thread = threading.Thread(target=stop_the_relay)
+    thread.start()
+    with pytest.raises(todist.AgentFailedError, match="node2 was lost: there was no sign of life for 2 s"):
+        launcher(["node1", "node2"], agent_timeout=2).run(crash, wait, tmp_path)
+    thread.join()
+    relay, then = (tmp_path / "stopped").read_text().split()
+    assert time.monotonic() - float(then) < 7
+    os.kill(int(relay), signal.SIGCONT)  # it finds that the launcher has gone
+    assert_gone([int(pid) for pid in (tmp_path / "family1").read_text().split()])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_launcher_that_ends_leaves_nothing_on_other_hosts(sshd, tmp_path, number):
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(
+            f"""
+            import pathlib, sys, threading
+            from torchopt_dist.launch import Launcher
+            from tests.launch.families import start_a_family
+
+            def work():
+                start_a_family(pathlib.Path({str(tmp_path)!r}))
+                threading.Event().wait()
+
+            Launcher(hosts=["node1", "node2"], nproc_per_host=1, ssh_config={str(sshd.config)!r}).run(work)
+            """
+        )
+    )
+    env = {**os.environ, "PYTHONPATH": os.getcwd()}
+    program = subprocess.Popen([sys.executable, script], env=env, stderr=subprocess.PIPE)
+    try:
+        family = family_of(tmp_path)
+        relays = [relay_of(agent) for agent in family[4::5]]
+        program.send_signal(number)
+        program.wait(15)
+        assert_gone([*family, *relays])
+    finally:
+        program.kill()
+        program.communicate()
+
+
+def test_no_process_is_left_when_all_is_closed(sshd, launcher):
+    pids = launcher(["node1"]).run(lambda: [os.getppid(), psutil.Process(os.getppid()).ppid()]).rank(0)
+    for machine in list(remote._machines.values()):
+        machine.close()
+    assert_gone(pids)
+    assert not alive(pids)
