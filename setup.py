@@ -52,7 +52,7 @@ NOTE, CUDA_NOTE = "_build_note.txt", "_cuda_note.txt"
 
 def is_set(variable: str) -> bool:
     """Whether an environment variable says yes."""
-    return os.environ.get(variable, "0") not in ("", "0")
+    return os.environ.get(variable, "").lower() not in ("", "0", "false", "no", "off")
 
 
 REQUIRED, FORCE_CUDA = is_set("REQUIRE_EXT"), is_set("FORCE_CUDA")

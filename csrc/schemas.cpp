@@ -13,7 +13,7 @@ STABLE_TORCH_LIBRARY(todist, library) {
       "float factor, float kept, float b1, float b2, float eps, float eps_root) -> Tensor[]");
   library.def(
       "adam_backward(Tensor[] moved_grads, Tensor[] exp_avg_grads, Tensor[] exp_avg_sq_grads, "
-      "Tensor[] grads, Tensor[] new_exp_avgs, Tensor[] new_exp_avg_sqs, Tensor corrections, "
+      "Tensor[] grads, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, Tensor corrections, "
       "float factor, float b1, float b2, float eps, float eps_root) -> Tensor[]");
 
   library.def(

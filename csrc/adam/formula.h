@@ -90,16 +90,16 @@ struct AdamDirection {
 };
 
 // What flows into AdamDirection's three results -> what flows out to its grad and to its averages. The derivative of the
-// root at 0 is taken to be 0, its limit as the gradient goes to 0.
+// root at 0 is taken to be 0, its limit as the gradient goes to 0. The new averages are made again: as results they are
+// rounded to the tensors' dtype, and where one of float16 has become 0, the derivative would be that of another point.
 template <class A>
 struct AdamBackward {
-  A b1, rest1, b2, rest2, over1, over2, eps, eps_root, factor;
+  AdamAverages<A> averages;
+  A b1, over1, over2, eps, eps_root, factor;
 
   explicit AdamBackward(const AdamNumbers& n)
-      : b1(static_cast<A>(n.b1)),
-        rest1(static_cast<A>(1 - n.b1)),
-        b2(static_cast<A>(n.b2)),
-        rest2(static_cast<A>(1 - n.b2)),
+      : averages(n),
+        b1(static_cast<A>(n.b1)),
         over1(static_cast<A>(1 / n.correction1)),
         over2(static_cast<A>(1 / n.correction2)),
         eps(static_cast<A>(n.eps)),
@@ -107,16 +107,17 @@ struct AdamBackward {
         factor(static_cast<A>(n.factor)) {}
 
   C10_HOST_DEVICE inline void operator()(A& to_grad, A& to_exp_avg, A& to_exp_avg_sq, A of_moved, A of_exp_avg,
-                                         A of_exp_avg_sq, A grad, A new_exp_avg, A new_exp_avg_sq) const {
-    const A root = std::sqrt(new_exp_avg_sq * over2 + eps_root);
+                                         A of_exp_avg_sq, A grad, A exp_avg, A exp_avg_sq) const {
+    averages(grad, exp_avg, exp_avg_sq);
+    const A root = std::sqrt(exp_avg_sq * over2 + eps_root);
     const A over_below = 1 / (root + eps);
     const A of_direction = factor * of_moved;
-    const A of_root = -of_direction * (new_exp_avg * over1 * over_below * over_below);
+    const A of_root = -of_direction * (exp_avg * over1 * over_below * over_below);
     of_exp_avg = of_exp_avg + of_direction * over_below * over1;
     of_exp_avg_sq = of_exp_avg_sq + (root == 0 ? A(0) : of_root / (2 * root) * over2);
-    to_grad = rest1 * of_exp_avg + 2 * rest2 * grad * of_exp_avg_sq;
+    to_grad = averages.rest1 * of_exp_avg + 2 * averages.rest2 * grad * of_exp_avg_sq;
     to_exp_avg = b1 * of_exp_avg;
-    to_exp_avg_sq = b2 * of_exp_avg_sq;
+    to_exp_avg_sq = averages.b2 * of_exp_avg_sq;
   }
 };
 

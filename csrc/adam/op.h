@@ -42,8 +42,8 @@ struct BackwardOp {
                                                        {"exp_avg_grads", Role::kOptional},
                                                        {"exp_avg_sq_grads", Role::kOptional},
                                                        {"grads", Role::kRead},
-                                                       {"new_exp_avgs", Role::kRead},
-                                                       {"new_exp_avg_sqs", Role::kRead}}};
+                                                       {"exp_avgs", Role::kRead},
+                                                       {"exp_avg_sqs", Role::kRead}}};
   using Numbers = AdamNumbers;
   template <class A>
   using Formula = AdamBackward<A>;
@@ -89,14 +89,14 @@ StableIValue adam(const List& grads, const List& exp_avgs, const List& exp_avg_s
 }
 
 StableIValue adam_backward(const List& moved_grads, const List& exp_avg_grads, const List& exp_avg_sq_grads,
-                           const List& grads, const List& new_exp_avgs, const List& new_exp_avg_sqs,
+                           const List& grads, const List& exp_avgs, const List& exp_avg_sqs,
                            const Tensor& corrections, double factor, double b1, double b2, double eps,
                            double eps_root) {
-  const Arguments arguments{&moved_grads, &exp_avg_grads, &exp_avg_sq_grads, &grads, &new_exp_avgs, &new_exp_avg_sqs};
+  const Arguments arguments{&moved_grads, &exp_avg_grads, &exp_avg_sq_grads, &grads, &exp_avgs, &exp_avg_sqs};
   AdamNumbers numbers = numbers_of(b1, b2, eps, eps_root);
   numbers.factor = factor;
   return run_with<BackwardOp>(
-      {&moved_grads, &exp_avg_grads, &exp_avg_sq_grads, &grads, &new_exp_avgs, &new_exp_avg_sqs}, numbers, corrections);
+      {&moved_grads, &exp_avg_grads, &exp_avg_sq_grads, &grads, &exp_avgs, &exp_avg_sqs}, numbers, corrections);
 }
 
 }  // namespace

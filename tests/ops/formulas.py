@@ -56,8 +56,9 @@ def rmsprop_(p, g, v, a, b, lr, alpha, eps, momentum, nesterov, weight_decay, ma
 
 
 def adam_gradients(du, dm, dv, g, m, v, c, factor, b1, b2, eps, eps_root):
-    """What autograd makes of the formula, from the new averages on."""
-    m, v = m.clone().requires_grad_(), v.clone().requires_grad_()
+    """What autograd makes of the formula; the averages are the old ones."""
+    m, v = m + (1 - b1) * (g - m), b2 * v + (1 - b2) * g * g
+    m, v = m.detach().requires_grad_(), v.detach().requires_grad_()
     with torch.enable_grad():
         u = factor * (m / c[0]) / (root(v / c[1] + eps_root) + eps)
         to_m, to_v = torch.autograd.grad(u, (m, v), du)

@@ -123,3 +123,20 @@ def test_a_state_of_another_optimizer_and_a_tree_of_another_shape_are_refused(na
         impl.update(params, other.init(params), params=params)
     with pytest.raises(ValueError, match=r"`state\.\w+` must have the structure of `updates`"):
         impl.update({"b": torch.ones(2)}, impl.init(params), params={"b": torch.ones(2)})
+
+
+def test_counts_stay_on_the_cpu_where_fused_is_set():
+    """Torch moves them to the parameters' device, where each look at one would wait for a GPU."""
+    p = torch.nn.Parameter(torch.ones(2))
+    optimizer = todist.Adam([p], fused=None)
+    p.grad = torch.ones(2)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["fused"] = True
+    elsewhere = torch.nn.Parameter(torch.ones(2, device="meta"))
+    other = todist.Adam([elsewhere], fused=False)
+    other.load_state_dict(saved)
+    assert other.param_groups[0]["fused"] is True
+    assert saved["param_groups"][0]["fused"] is True  # what was given stays as it is
+    step = other.state[elsewhere]["step"]
+    assert (step.device.type, step.item()) == ("cpu", 1)

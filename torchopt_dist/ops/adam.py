@@ -63,13 +63,19 @@ def adam(
         Directions or moved parameters, ``exp_avgs``, ``exp_avg_sqs``, ``steps``.
 
     Raises:
+        TypeError: a list holds something else than dense tensors.
+        ValueError: the lists' lengths differ, or the shapes of tensors that belong together.
         RuntimeError: ``fused=True`` where there is no kernel for these arguments; the message says why.
     """
-    columns = [grads, exp_avgs, exp_avg_sqs, *([] if params is None else [params])]
+    named = {"grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs, "params": params}
+    lists.check_lengths({**named, "steps": steps})
+    columns = [column for column in named.values() if column is not None]
     kernel = choice.use_kernel("adam", grads, lists.join(columns[1:]), fused)
     numbers = not any(isinstance(number, Tensor) for number in (b1, b2, eps, eps_root))
     if fused and not numbers:
         raise RuntimeError("`fused=True` cannot be kept: the kernel takes hyper-parameters that are numbers")
+    if not kernel:
+        lists.check_tensors(named)
     steps = lists.count_up(steps, inplace=inplace)
     left1, left2 = lists.bias_corrections((b1, b2), steps)
     move = (1.0, 1.0) if params is None else (-lr, 1 - lr * weight_decay)
@@ -77,9 +83,7 @@ def adam(
     if numbers and not lists.runs_in_a_loop(grads):
         if torch.is_grad_enabled() and any(x.requires_grad for x in lists.join(columns)):
             apply: Callable[..., tuple[Tensor, ...]] = _Adam.apply
-            return *lists.split(
-                apply(options, len(columns), *lists.join(columns)), 3
-            ), steps
+            return *lists.split(apply(options, len(columns), *lists.join(columns)), 3), steps
         if options.kernel:
             return *_kernel(columns, options), steps
     return *_formula(columns, options, inplace), steps
@@ -123,15 +127,25 @@ class _Options(NamedTuple):
 def _formula(columns: lists.Columns, options: _Options, inplace: bool = False) -> list[list[Tensor]]:
     """The reference: what the rest of this file computes is measured against it."""
     grads, exp_avgs, exp_avg_sqs, *params = (column or [] for column in columns)
-    exp_avgs = lists.interpolate(exp_avgs, grads, 1 - options.b1, inplace=inplace)
-    exp_avg_sqs = lists.multiply(exp_avg_sqs, options.b2, inplace=inplace)
-    exp_avg_sqs = lists.add_product(exp_avg_sqs, grads, grads, 1 - options.b2, inplace=inplace)
+    exp_avgs, exp_avg_sqs = _averages(grads, exp_avgs, exp_avg_sqs, options, inplace)
     below = _denominators(_roots(exp_avg_sqs, options), options)
     moved = lists.divide(exp_avgs, below)
     if params:
         old = params[0] if options.kept == 1 else lists.multiply(params[0], options.kept)
         moved = lists.add(old, moved, options.factor)
     return [moved, exp_avgs, exp_avg_sqs]
+
+
+def _averages(
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    options: _Options,
+    inplace: bool = False,
+) -> tuple[list[Tensor], list[Tensor]]:
+    exp_avgs = lists.interpolate(exp_avgs, grads, 1 - options.b1, inplace=inplace)
+    exp_avg_sqs = lists.multiply(exp_avg_sqs, options.b2, inplace=inplace)
+    return exp_avgs, lists.add_product(exp_avg_sqs, grads, grads, 1 - options.b2, inplace=inplace)
 
 
 def _roots(exp_avg_sqs: list[Tensor], options: _Options) -> list[Tensor]:
@@ -153,17 +167,22 @@ def _over_root(x: Factor, y: Factor) -> Factor:
 
 
 class _Adam(torch.autograd.Function):
-    """The whole list as one node, for hyper-parameters that are numbers."""
+    """The whole list as one node, for hyper-parameters that are numbers.
+
+    The formula's backward needs the new averages, and is given them. The kernel's makes them again from the old ones,
+    without the rounding to float16 or bfloat16 that they have as results.
+    """
 
     @staticmethod
     def forward(ctx: Any, options: _Options, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         columns = lists.split(tensors, count)
         if options.kernel:
             moved, *averages = _kernel(columns, options)
+            ctx.save_for_backward(*lists.join(columns[:3]))
         else:
             moved, *averages = _in_portions(_formula, columns, options)
+            ctx.save_for_backward(*columns[0], *averages[0], *averages[1])
         ctx.options, ctx.with_params = options, count > 3
-        ctx.save_for_backward(*columns[0], *averages[0], *averages[1])
         ctx.set_materialize_grads(False)
         return *moved, *averages[0], *averages[1]
 
@@ -174,8 +193,11 @@ class _Adam(torch.autograd.Function):
             lists.without_gaps(column, like)
             for column, like in zip(lists.split(output_grads, 3), saved, strict=True)
         ]
-        if torch.is_grad_enabled():
-            found = _backward([*saved, *outer], ctx.options)
+        if lists.are_batched(output_grads):
+            with lists.in_loops():
+                found = _wide_backward([*saved, *outer], ctx.options)
+        elif torch.is_grad_enabled():
+            found = _wide_backward([*saved, *outer], ctx.options)
         elif ctx.options.kernel:
             found = _kernel_backward([*saved, *outer], ctx.options)
         else:
@@ -185,6 +207,18 @@ class _Adam(torch.autograd.Function):
             of_moved, kept = list(output_grads[: len(saved[0])]), ctx.options.kept
             grads += of_moved if kept == 1 else [None if g is None else g * kept for g in of_moved]
         return None, None, *grads
+
+
+def _wide_backward(columns: lists.Columns, options: _Options) -> list[list[Tensor]]:
+    """:func:`_backward` in float32 at least, from what the node has saved."""
+    like = columns[0] or []
+    grads, exp_avgs, exp_avg_sqs, *outer = (c if c is None else lists.widened(c) for c in columns)
+    if options.kernel:
+        averages = _averages(grads or [], exp_avgs or [], exp_avg_sqs or [], options)
+    else:
+        averages = exp_avgs or [], exp_avg_sqs or []
+    found = _backward([grads, *averages, *outer], options)
+    return [[x.to(y.dtype) for x, y in zip(column, like, strict=True)] for column in found]
 
 
 def _backward(columns: lists.Columns, options: _Options) -> list[list[Tensor]]:
@@ -276,35 +310,41 @@ def adam_(
         fused: as in :func:`adam`.
 
     Raises:
-        RuntimeError: as in :func:`adam`.
+        TypeError: as in :func:`adam`.
+        ValueError: likewise.
+        RuntimeError: likewise.
     """
+    named = {"params": params, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
+    lists.check_lengths({**named, "steps": steps})
     if choice.use_kernel("adam_", params, [*grads, *exp_avgs, *exp_avg_sqs], fused):
-        lists.count_up_(steps)
-        left1, left2 = lists.bias_corrections((b1, b2), steps)
+        left1, left2 = lists.bias_corrections((b1, b2), steps, ahead=1)
         corrections = _Options(b1, b2, eps, eps_root, left1, left2, 1.0, 1.0, True).corrections(len(steps))
         columns = (list(params), list(grads), list(exp_avgs), list(exp_avg_sqs))
         numbers = (float(lr), b1, b2, eps, eps_root, weight_decay, decoupled, maximize)
         torch.ops.todist.adam_(*columns, corrections, *numbers)
         torch.autograd.graph.increment_version([*params, *exp_avgs, *exp_avg_sqs])
+        lists.count_up_(steps)  # a step that the kernel has refused is none
         return
-    for part in lists.portions(params):
-        p, g, m, v, t = (list(tensors[part]) for tensors in (params, grads, exp_avgs, exp_avg_sqs, steps))
-        if maximize:
-            g = lists.multiply(g, -1)
-        if weight_decay != 0 and not decoupled:
-            g = lists.add(g, p, weight_decay)
-        elif weight_decay != 0:
-            lists.multiply(p, 1 - lr * weight_decay, inplace=True)
-        lists.count_up_(t)
-        lists.interpolate(m, g, 1 - b1, inplace=True)
-        lists.multiply(v, b2, inplace=True)
-        lists.add_product(v, g, g, 1 - b2, inplace=True)
-        left1, left2 = lists.bias_corrections((b1, b2), t)
-        below = v if eps_root == 0 else lists.add_number(v, lists.combine(_times, left2, eps_root))
-        roots = lists.square_root(below)
-        lists.divide_(roots, lists.combine(_root, left2))
-        lists.add_number(roots, eps, inplace=True)
-        lists.add_quotient_(p, m, roots, lists.combine(partial(_step_size, lr), left1))
+    lists.check_tensors(named)
+    with torch.no_grad():
+        for part in lists.portions(params):
+            p, g, m, v, t = (list(tensors[part]) for tensors in (params, grads, exp_avgs, exp_avg_sqs, steps))
+            if maximize:
+                g = lists.multiply(g, -1)
+            if weight_decay != 0 and not decoupled:
+                g = lists.add(g, p, weight_decay)
+            elif weight_decay != 0:
+                lists.multiply(p, 1 - lr * weight_decay, inplace=True)
+            lists.count_up_(t)
+            lists.interpolate(m, g, 1 - b1, inplace=True)
+            lists.multiply(v, b2, inplace=True)
+            lists.add_product(v, g, g, 1 - b2, inplace=True)
+            left1, left2 = lists.bias_corrections((b1, b2), t)
+            below = v if eps_root == 0 else lists.add_number(v, lists.combine(_times, left2, eps_root))
+            roots = lists.square_root(below)
+            lists.divide_(roots, lists.combine(_root, left2))
+            lists.add_number(roots, eps, inplace=True)
+            lists.add_quotient_(p, m, roots, lists.combine(partial(_step_size, lr), left1))
 
 
 def _root(x: Factor) -> Factor:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torchopt_dist.ops import lists
 from torchopt_dist.ops.adam import adam
+from torchopt_dist.typing import OptionalTensor
 
 __all__ = ["AdamOp"]
 
@@ -39,28 +41,38 @@ class AdamOp:
         self.b1, self.b2, self.eps, self.eps_root, self.inplace = b1, b2, eps, eps_root, inplace
 
     def __call__(
-        self, mu: Tensor, nu: Tensor, updates: Tensor, count: Tensor | int
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, mu: Tensor, nu: Tensor, updates: OptionalTensor, count: Tensor | int
+    ) -> tuple[Tensor, Tensor, OptionalTensor]:
         """Make one step.
 
         Args:
             mu: average of the gradients, of the shape of ``updates``.
             nu: average of their squares, likewise.
-            updates: the gradient.
-            count: the number of this step, from 1 on.
+            updates: the gradient; ``None`` for none, and then ``mu`` and ``nu`` stay as they are.
+            count: the number of this step, from 1 on; a number, or a tensor of one element.
 
         Returns:
             The next ``mu``, the next ``nu``, and the direction; connected to the graph, to any order.
 
         Raises:
+            TypeError: an argument is no dense tensor of a floating-point dtype.
             ValueError: the shapes differ, or ``count`` is below 1.
         """
+        if updates is None:
+            return mu, nu, None
+        for name, x in (("mu", mu), ("nu", nu), ("updates", updates)):
+            if not isinstance(x, Tensor) or x.layout is not torch.strided or not x.is_floating_point():
+                got = f"{x.layout}, {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
+                raise TypeError(f"`{name}` must be a dense tensor of a floating-point dtype, got {got}")
         if not mu.shape == nu.shape == updates.shape:
             shapes = ", ".join(str(tuple(x.shape)) for x in (mu, nu, updates))
             raise ValueError(f"`mu`, `nu` and `updates` must have one shape, got {shapes}")
-        if int(count) < 1:
+        if isinstance(count, Tensor):
+            before = count.detach().to("cpu", torch.float32).reshape(()) - 1
+        else:
+            before = torch.tensor(count - 1, dtype=torch.float32, device="cpu")
+        if not lists.runs_in_a_loop([before]) and before < 0:  # in there nobody can look at it
             raise ValueError(f"`count` must be at least 1, got {int(count)}")
-        before = torch.tensor(float(count) - 1, device="cpu")
         directions, mus, nus, _ = adam(
             [updates],
             [mu],

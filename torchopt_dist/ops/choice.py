@@ -22,13 +22,16 @@ def use_kernel(op: str, first: Sequence[Tensor], rest: Sequence[Tensor], fused: 
     Args:
         op: name of the op.
         first: the tensors that its others must be like.
-        rest: the others; whether they are is for the kernel to say.
+        rest: the others, column by column, of as many tensors each.
         fused: None uses the kernel where it can be used (not under ``torch.compile``, which fuses the reference
             formula itself), False never, True demands it.
 
     Raises:
+        TypeError: ``fused`` is none of these.
         RuntimeError: ``fused=True`` where it cannot be used; the message says why.
     """
+    if fused is not None and not isinstance(fused, bool):
+        raise TypeError(f"`fused` must be True, False or None; got {fused!r}")
     if fused is False or (fused is None and (torch.compiler.is_compiling() or not first)):
         return False
     reason = (
@@ -42,7 +45,7 @@ def use_kernel(op: str, first: Sequence[Tensor], rest: Sequence[Tensor], fused: 
 
 
 def obstacle(op: str, tensors: Sequence[Tensor], rest: Sequence[Tensor] = ()) -> str | None:
-    """Say what keeps an op's kernel from being used for these tensors, if anything does; of the rest types count."""
+    """Say what keeps an op's kernel from being used for these tensors, if anything does."""
     if not torch.compiler.is_compiling():
         for kind in {*map(type, tensors), *map(type, rest)} - _PLAIN:
             return f"the kernel takes plain tensors; got a {kind.__name__}"
@@ -57,6 +60,11 @@ def obstacle(op: str, tensors: Sequence[Tensor], rest: Sequence[Tensor] = ()) ->
         reason = library.why_not(op, device)
         if reason is not None:
             return reason
-    for dtype in {tensor.dtype for tensor in tensors} - _DTYPES:
+    dtypes = [tensor.dtype for tensor in tensors]
+    for dtype in {*dtypes} - _DTYPES:
         return f"the kernel has no {dtype}"
+    if [tensor.dtype for tensor in rest] != dtypes * (len(rest) // max(len(dtypes), 1)):
+        return "the kernel takes tensors of one dtype, and some that belong together differ"
+    for layout in {tensor.layout for tensor in (*tensors, *rest)} - {torch.strided}:
+        return f"the kernel takes dense tensors; got layout {layout}"
     return None

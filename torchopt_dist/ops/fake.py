@@ -13,8 +13,9 @@ from torchopt_dist.ops import library
 __all__ = ["register"]
 
 
-def _nothing(*_: Any) -> None:
+def _nothing(*args: Any) -> None:
     """An op in place: its arguments keep their shapes."""
+    _check_devices([x for arg in args if isinstance(arg, list) for x in arg])
 
 
 def _moved(grads: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor], *_: Any) -> list[Tensor]:
@@ -38,7 +39,16 @@ def _rmsprop_backward(*args: Any) -> list[Tensor]:
 
 
 def _like(*columns: list[Tensor]) -> list[Tensor]:
-    return [torch.empty_like(x) for column in columns for x in column]
+    xs = [x for column in columns for x in column]
+    _check_devices(xs)
+    return [torch.empty_like(x) for x in xs]
+
+
+def _check_devices(xs: list[Tensor]) -> None:
+    """Torch comes here, and not to the kernel, as soon as one of the tensors is on meta."""
+    devices = sorted({str(x.device) for x in xs})
+    if len(devices) > 1:
+        raise RuntimeError(f"the kernel takes tensors of one device; got {', '.join(devices)}")
 
 
 FAKES: dict[str, Callable[..., Any]] = {

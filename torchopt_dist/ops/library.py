@@ -116,7 +116,7 @@ def why_not(op: str, device: Device = "cpu") -> str | None:
         raise ValueError(f"`op` must be one of {', '.join(OPS)}; got {op!r}")
     kind = torch.device(device).type
     if (op, kind) in _KERNELS:
-        return None
+        return "torch finds no GPU" if kind == "cuda" and torch.cuda.device_count() == 0 else None
     if _PROBLEM:
         return _PROBLEM
     have = " and ".join(there.upper() for name, there in sorted(_KERNELS) if name == op)
@@ -134,10 +134,12 @@ def accelerated_op_available(devices: Device | Iterable[Device] | None = None) -
     """Tell whether Adam's kernels are there, by TorchOpt's name; ``ops.why_not`` says why if not.
 
     Args:
-        devices: one or several; by default the CPU, and CUDA where torch can use it.
+        devices: one or several, a number being that of a CUDA device; by default the CPU, and CUDA where torch can
+            use it.
     """
     if devices is None:
         devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     elif isinstance(devices, (str, int, torch.device)):
         devices = [devices]
-    return all(is_available(op, device) for device in devices for op in ("adam", "adam_", "adam_backward"))
+    named = [f"cuda:{device}" if isinstance(device, int) else device for device in devices]
+    return all(is_available(op, device) for device in named for op in ("adam", "adam_", "adam_backward"))

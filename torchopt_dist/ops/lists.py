@@ -16,6 +16,7 @@ from typing import Any, TypeAlias, TypeGuard, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from torchopt_dist.typing import OptionalTensor
 
@@ -32,6 +33,7 @@ __all__ = [
     "bias_correction",
     "bias_corrections",
     "check_lengths",
+    "check_tensors",
     "combine",
     "count_up",
     "count_up_",
@@ -353,7 +355,10 @@ class _SquareRoot(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        return tuple(torch._foreach_mul(grads, slopes_of_roots(ctx.saved_tensors)))
+        slopes = slopes_of_roots(ctx.saved_tensors)
+        if are_batched(grads):
+            return tuple(grad * slope for grad, slope in zip(grads, slopes, strict=True))
+        return tuple(torch._foreach_mul(grads, slopes))
 
 
 def slopes_of_roots(roots: Sequence[Tensor]) -> list[Tensor]:
@@ -389,9 +394,11 @@ def bias_correction(decay: Factor, steps: Sequence[Tensor]) -> Factors:
     return bias_corrections((decay,), steps)[0]
 
 
-def bias_corrections(decays: Sequence[Factor], steps: Sequence[Tensor]) -> list[Factors]:
-    """:func:`bias_correction` of several decays, the steps looked at once."""
+def bias_corrections(decays: Sequence[Factor], steps: Sequence[Tensor], ahead: int = 0) -> list[Factors]:
+    """:func:`bias_correction` of several decays, the steps looked at once; of ``ahead`` steps later."""
     t = values(steps)
+    if ahead:
+        t = combine(lambda made: made + ahead, t)
     return [
         combine(partial(_left, decay.to(torch.float64) if isinstance(decay, Tensor) else decay), t)
         for decay in decays
@@ -411,10 +418,11 @@ def combine(function: Callable[..., Any], *factors: Factors) -> Factors:
 
 
 def runs_in_a_loop(xs: Sequence[Tensor]) -> bool:
-    """Whether to go tensor by tensor: nothing to do, compiling, or inside a ``torch.func`` transform."""
+    """Whether to go tensor by tensor: nothing to do, compiling, a ``torch.func`` transform, forward mode."""
     if not xs or torch.compiler.is_compiling():
         return True
-    return torch._C._functorch.maybe_current_level() is not None or _looping.get()
+    level = torch._C._functorch.maybe_current_level()
+    return level is not None or forward_ad._current_level >= 0 or _looping.get()
 
 
 _looping: ContextVar[bool] = ContextVar("looping", default=False)
@@ -451,6 +459,35 @@ def check_lengths(columns: Mapping[str, Sequence[Any] | None]) -> None:
     for name, column in rest:
         if len(column) != len(model):
             raise ValueError(f"`{name}` must have the length of `{first}`, {len(model)}; got {len(column)}")
+
+
+def check_tensors(columns: Mapping[str, Sequence[Any] | None]) -> None:
+    """Demand what the formulas are written for, as the kernels do for themselves.
+
+    Args:
+        columns: lists of one length, by the names that the caller knows them by; ``None`` for one that is not given.
+
+    Raises:
+        TypeError: something is no tensor, a sparse one, or one of integers.
+        ValueError: tensors at one place differ in shape or device.
+    """
+    given = {name: column for name, column in columns.items() if column}
+    if not given or torch.compiler.is_compiling():
+        return
+    first = next(iter(given))
+    for name, column in given.items():
+        for place, (x, model) in enumerate(zip(column, given[first], strict=True)):
+            if not isinstance(x, Tensor):
+                raise TypeError(f"`{name}[{place}]` must be a tensor; got {type(x).__name__}")
+            if x.layout is not torch.strided:
+                raise TypeError(f"`{name}[{place}]` must be a dense tensor; got layout {x.layout}")
+            if not (x.is_floating_point() or x.is_complex()):
+                raise TypeError(f"`{name}[{place}]` must be of a floating-point dtype; got {x.dtype}")
+            where = f"`{name}[{place}]` must %s of `{first}[{place}]`"
+            if x.shape != model.shape:
+                raise ValueError(f"{where % 'have the shape'}, {tuple(model.shape)}; got {tuple(x.shape)}")
+            if x.device != model.device:
+                raise ValueError(f"{where % 'be on the device'}, {model.device}; got {x.device}")
 
 
 def widened(xs: Sequence[Tensor]) -> list[Tensor]:

@@ -61,8 +61,11 @@ def step_(
     params: list[OptionalTensor],
     grads: list[OptionalTensor],
     state: OptState,
-) -> OptState:
-    """Gradients → parameters moved in place and the next state, with as few passes over the memory as are known."""
+) -> OptState | None:
+    """Gradients → parameters moved in place and the next state, with as few passes over the memory as are known.
+
+    ``None`` means that the given state has been overwritten.
+    """
     with torch.no_grad():
         if (
             isinstance(impl, ChainedGradientTransformation)
@@ -70,7 +73,7 @@ def step_(
             and not lists.runs_in_a_loop(lists.pick(params, lists.present(grads)))
         ):
             impl.in_place(params, grads, state)
-            return state
+            return None
         before, factor = split_factor(impl)
         if before is impl:
             updates, state = impl.update(grads, state, params=params, inplace=True)

@@ -143,10 +143,17 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             ValueError: the numbers of groups or of parameters differ.
         """
-        saved = list(state_dict["param_groups"])
-        for place, (mine, theirs) in enumerate(zip(self.param_groups, saved, strict=False)):
-            saved[place] = {**{name: value for name, value in mine.items() if callable(value)}, **theirs}
+        saved = [dict(group) for group in state_dict["param_groups"]]
+        for mine, theirs in zip(self.param_groups, saved, strict=False):
+            theirs.update({k: v for k, v in mine.items() if callable(v) and k not in theirs})
+        fused = [group.pop("fused", None) for group in saved]  # torch moves the counts to a GPU for it
         super().load_state_dict({**state_dict, "param_groups": saved})
+        for group, choice in zip(self.param_groups, fused, strict=True):
+            if "fused" in self.defaults:
+                group["fused"] = choice
+        for state in self.state.values():
+            if isinstance(state.get(_COUNT), Tensor) and not state[_COUNT].is_meta:
+                state[_COUNT] = state[_COUNT].cpu()  # or each look at it would wait for the GPU
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_impl": self._impl}
@@ -167,7 +174,7 @@ class Optimizer(torch.optim.Optimizer):
         layout = self._layout(index, group, impl)
         before = self._gather(group, impl, layout)
         state = step_(impl, params, grads, before)
-        if state is not before:  # else it has been overwritten
+        if state is not None:  # else it has been overwritten
             self._scatter(group, layout, state)
 
     def _transformation_of(self, group: dict[str, Any]) -> GradientTransformation:

@@ -58,11 +58,11 @@ def flatten_like(spec: PyTreeSpec, tree: PyTree[Any], name: str, like: str) -> l
 def _differ(got: PyTreeSpec, spec: PyTreeSpec) -> bool:
     """Whether two structures differ.
 
-    A structure holds functions, and torch 2.11 cannot compile a comparison of those (2.13 can), so there the
-    nodes' types and keys are compared, one by one.
+    A structure holds functions, and torch 2.11 cannot compile a comparison of those (2.13 can). And one that a compiled
+    function has made is not equal to one that optree has made. There the nodes' types and keys are compared.
     """
-    if not (_BEFORE_2_13 and torch.compiler.is_compiling()):
-        return got != spec
+    if not (_BEFORE_2_13 and torch.compiler.is_compiling()) and got == spec:
+        return False
     if got.type is not spec.type or got.entries() != spec.entries():
         return True
     return any(_differ(one, other) for one, other in zip(got.children(), spec.children(), strict=True))
