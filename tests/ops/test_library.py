@@ -16,6 +16,7 @@ from torchopt_dist.ops import library
 
 PACKAGE = Path(ops.__file__).resolve().parent.parent
 BUILT = any(PACKAGE.glob("_C.*"))
+WITH_CUDA = ops.why_not("add_scaled_", "cuda") in (None, "torch finds no GPU")
 
 
 def run_copy(
@@ -41,15 +42,13 @@ def test_truth_about_this_build():
 
 @pytest.mark.skipif(not BUILT, reason="the kernel library is not built here")
 def test_a_device_without_a_kernel():
-    have = "CPU and CUDA" if ops.is_available("add_scaled_", "cuda") else "CPU"
+    have = "CPU and CUDA" if WITH_CUDA else "CPU"
     expected = f"`add_scaled_` has no META kernel; this build has {have} only"
     assert ops.why_not("add_scaled_", "meta") == expected
     assert ops.why_not("add_scaled_", torch.device("cpu", 0)) is None
 
 
-@pytest.mark.skipif(
-    not BUILT or ops.is_available("add_scaled_", "cuda"), reason="needs a build for the CPU only"
-)
+@pytest.mark.skipif(not BUILT or WITH_CUDA, reason="needs a build for the CPU only")
 def test_cuda_without_a_cuda_kernel():
     reason = ops.why_not("add_scaled_", "cuda:1")
     assert reason is not None
@@ -173,3 +172,8 @@ def test_logger_is_the_package_own():
 def test_torchopts_question_gets_a_true_answer(devices):
     assert ops.accelerated_op_available(devices) is (ops.why_not("adam", "cpu") is None)
     assert ops.accelerated_op_available(["cpu", "cuda"]) is ops.is_available("adam", "cuda")
+
+
+def test_a_number_is_a_cuda_device_and_there_may_be_none():
+    assert ops.accelerated_op_available(0) is ops.is_available("adam", "cuda:0")
+    assert ops.is_available("adam", "cuda") is (torch.cuda.device_count() > 0 and WITH_CUDA)
