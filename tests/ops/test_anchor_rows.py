@@ -17,6 +17,15 @@ ROWS = {
     "eps_root, gradients near eps": ("test_backward.py", "test_adam_backward_at_the_edges_is_autograd"),
     "mu is 0": ("test_adam.py", "test_where_the_gradient_has_always_been_zero_the_derivative_is_the_limit"),
     "every element, every n": ("test_kernels.py", "test_fuzz_against_the_formula"),
+    "on CUDA every element, every n": ("test_cuda.py", "test_every_element_is_written_at_every_length"),
+    "on CUDA a zero leaves no neighbour out": (
+        "test_cuda.py",
+        "test_zeros_in_the_averages_leave_no_neighbour_out",
+    ),
+    "half and bfloat16, no sync": ("test_cuda.py", "test_fuzz_against_the_formula"),
+    "the tensors' device": ("test_cuda.py", "test_the_tensors_device_is_used_and_the_current_one_kept"),
+    "the current stream": ("test_cuda.py", "test_the_current_stream_is_used"),
+    "empty tensors": ("test_cuda.py", "test_nothing_to_do_launches_nothing"),
     "vmap and torch.func": ("../optim/test_derivatives.py", "test_vmap_and_func_grad"),
 }
 

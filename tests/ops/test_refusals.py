@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -162,3 +164,19 @@ def test_adam_op_counts_in_full_precision_and_under_vmap():
     counts = torch.tensor([1.0, 299.0])
     both = torch.func.vmap(lambda count: op(mu, nu, g, count)[2])(counts)
     torch.testing.assert_close(both[1], want)
+
+
+@pytest.mark.parametrize("fused", FUSED)
+@pytest.mark.parametrize("count", [3, 3.0, torch.tensor(3), torch.tensor(3.0, dtype=torch.float64)], ids=str)
+def test_steps_are_numbers_or_tensors_of_any_dtype(fused, count):
+    count = copy.deepcopy(count)
+    p, g, m, v = columns(1)
+    want = adam(g, m, v, [torch.tensor(3.0)], **NUMBERS, eps_root=0.0, fused=False)
+    got = adam(g, m, v, [count], **NUMBERS, eps_root=0.0, fused=fused)
+    assert got[3][0].item() == 4
+    for one, other in zip(got[:3], want[:3], strict=True):
+        torch.testing.assert_close(one, other)
+    moved = p[0] - 0.1 * want[0][0]
+    adam_(p, g, m, v, [count], lr=0.1, **NUMBERS, fused=fused)
+    torch.testing.assert_close(p[0], moved)
+    assert count == (4 if isinstance(count, torch.Tensor) else 3)

@@ -27,7 +27,7 @@ def adam(
     grads: list[Tensor],
     exp_avgs: list[Tensor],
     exp_avg_sqs: list[Tensor],
-    steps: list[Tensor],
+    steps: Sequence[Tensor | float],
     params: list[Tensor] | None = None,
     *,
     b1: Factor,
@@ -47,7 +47,7 @@ def adam(
         grads: real tensors of any shapes; so are ``exp_avgs`` (``m``) and ``exp_avg_sqs`` (``v``).
         exp_avgs: averages of the gradients.
         exp_avg_sqs: averages of their squares.
-        steps: steps made so far: 0-d float tensors on the CPU.
+        steps: steps made so far: 0-d tensors on the CPU, or numbers.
         params: parameters, of the same shapes; not overwritten.
         b1: decay of ``exp_avgs``; a number, or a tensor of one element, as all of these four.
         b2: decay of ``exp_avg_sqs``.
@@ -76,17 +76,17 @@ def adam(
         raise RuntimeError("`fused=True` cannot be kept: the kernel takes hyper-parameters that are numbers")
     if not kernel:
         lists.check_tensors(named)
-    steps = lists.count_up(steps, inplace=inplace)
-    left1, left2 = lists.bias_corrections((b1, b2), steps)
+    counts = lists.count_up(lists.counts(steps), inplace=inplace)
+    left1, left2 = lists.bias_corrections((b1, b2), counts)
     move = (1.0, 1.0) if params is None else (-lr, 1 - lr * weight_decay)
     options = _Options(b1, b2, eps, eps_root, left1, left2, *move, kernel and numbers)
     if numbers and not lists.runs_in_a_loop(grads):
         if torch.is_grad_enabled() and any(x.requires_grad for x in lists.join(columns)):
             apply: Callable[..., tuple[Tensor, ...]] = _Adam.apply
-            return *lists.split(apply(options, len(columns), *lists.join(columns)), 3), steps
+            return *lists.split(apply(options, len(columns), *lists.join(columns)), 3), counts
         if options.kernel:
-            return *_kernel(columns, options), steps
-    return *_formula(columns, options, inplace), steps
+            return *_kernel(columns, options), counts
+    return *_formula(columns, options, inplace), counts
 
 
 class _Options(NamedTuple):
@@ -275,7 +275,7 @@ def adam_(
     grads: Sequence[Tensor],
     exp_avgs: Sequence[Tensor],
     exp_avg_sqs: Sequence[Tensor],
-    steps: Sequence[Tensor],
+    steps: Sequence[Tensor | float],
     *,
     lr: float,
     b1: float,
@@ -297,7 +297,7 @@ def adam_(
         grads: as many, of the same shapes.
         exp_avgs: as in :func:`adam`.
         exp_avg_sqs: as in :func:`adam`.
-        steps: as in :func:`adam`.
+        steps: as in :func:`adam`; numbers are the caller's to count.
         lr: learning rate.
         b1: as in :func:`adam`, but a number, as all of these.
         b2: as in :func:`adam`.
@@ -316,19 +316,22 @@ def adam_(
     """
     named = {"params": params, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
     lists.check_lengths({**named, "steps": steps})
+    counts = lists.counts(steps)
     if choice.use_kernel("adam_", params, [*grads, *exp_avgs, *exp_avg_sqs], fused):
-        left1, left2 = lists.bias_corrections((b1, b2), steps, ahead=1)
-        corrections = _Options(b1, b2, eps, eps_root, left1, left2, 1.0, 1.0, True).corrections(len(steps))
+        left1, left2 = lists.bias_corrections((b1, b2), counts, ahead=1)
+        corrections = _Options(b1, b2, eps, eps_root, left1, left2, 1.0, 1.0, True).corrections(len(counts))
         columns = (list(params), list(grads), list(exp_avgs), list(exp_avg_sqs))
         numbers = (float(lr), b1, b2, eps, eps_root, weight_decay, decoupled, maximize)
         torch.ops.todist.adam_(*columns, corrections, *numbers)
         torch.autograd.graph.increment_version([*params, *exp_avgs, *exp_avg_sqs])
-        lists.count_up_(steps)  # a step that the kernel has refused is none
+        lists.count_up_(counts)  # a step that the kernel has refused is none
         return
     lists.check_tensors(named)
     with torch.no_grad():
         for part in lists.portions(params):
-            p, g, m, v, t = (list(tensors[part]) for tensors in (params, grads, exp_avgs, exp_avg_sqs, steps))
+            p, g, m, v, t = (
+                list(tensors[part]) for tensors in (params, grads, exp_avgs, exp_avg_sqs, counts)
+            )
             if maximize:
                 g = lists.multiply(g, -1)
             if weight_decay != 0 and not decoupled:

@@ -37,6 +37,7 @@ __all__ = [
     "combine",
     "count_up",
     "count_up_",
+    "counts",
     "divide",
     "divide_",
     "in_loops",
@@ -184,9 +185,17 @@ def add_number(xs: list[Tensor], number: Factors, *, inplace: bool = False) -> l
     return [_kept(x + n, x) for x, n in zip(xs, numbers, strict=True)]
 
 
+def counts(steps: Sequence[Tensor | float]) -> list[Tensor]:
+    """Counts as 0-d tensors: numbers are made such ones, in float32 and on the CPU."""
+    return [
+        step if isinstance(step, Tensor) else torch.tensor(step, dtype=torch.float32, device="cpu")
+        for step in steps
+    ]
+
+
 def count_up_(steps: Sequence[Tensor]) -> None:
     """Add 1 to each of these 0-d tensors, in place."""
-    if runs_in_a_loop(steps):
+    if runs_in_a_loop(steps) or not steps[0].is_floating_point():
         for step in steps:
             step.add_(1)
     elif steps[0].is_cpu:  # a number would be made a tensor anew for each of them
@@ -200,9 +209,9 @@ def count_up(steps: list[Tensor], *, inplace: bool = False) -> list[Tensor]:
     if inplace:
         count_up_(steps)
         return steps
-    if runs_in_a_loop(steps) or not steps[0].is_cpu or len({step.dtype for step in steps}) > 1:
-        return add_number(steps, 1)
-    one = torch.ones((), dtype=steps[0].dtype, device="cpu")
+    if runs_in_a_loop(steps) or not steps[0].is_cpu or {step.dtype for step in steps} - {torch.float32}:
+        return [step + 1 for step in steps]
+    one = torch.ones((), dtype=torch.float32, device="cpu")
     return list(torch._foreach_add(steps, one, alpha=1.0))
 
 
