@@ -12,12 +12,9 @@ import torch
 
 import torchopt_dist as todist
 from tests.distributed.bare import Bare, say, soon, watch
+from tests.distributed.programs import rank_of_worker
 
 pytestmark = pytest.mark.timeout(60)
-
-
-def rank_of_worker():
-    return todist.get_rank()
 
 
 def spin():

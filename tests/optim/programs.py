@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
+
 import torch
 from torch import nn
 
+from torchopt_dist.nn import module_clone
 from torchopt_dist.optim import apply_updates
 
 DOUBLE = torch.float64
@@ -80,3 +85,44 @@ def values(net):
 
 def same(one, two):
     return all(torch.equal(p, q) for p, q in zip(values(one), values(two), strict=True))
+
+
+AGAIN = [
+    copy.deepcopy,
+    lambda optimizer: pickle.loads(pickle.dumps(optimizer)),
+    lambda optimizer: module_clone(optimizer, by="reference"),
+    lambda optimizer: module_clone(optimizer, by="copy"),
+    lambda optimizer: module_clone(optimizer, by="deepcopy"),
+]
+"""Ways to a second optimizer with a module of its own."""
+
+
+def assert_a_resumed_run_equals_an_unbroken_one(optimize, half=3):
+    """Bit for bit, by way of a file; ``optimize`` makes an optimizer of a network."""
+    unbroken, begun, fresh = make(), make(), make()
+    run(unbroken, optimize(unbroken), half + 3)
+    optimizer = optimize(begun)
+    run(begun, optimizer, half)
+    file = io.BytesIO()
+    torch.save((begun.state_dict(), optimizer.state_dict()), file)
+    file.seek(0)
+    net_state, state = torch.load(file, weights_only=True)
+    fresh.load_state_dict(net_state)
+    optimizer = optimize(fresh)
+    optimizer.load_state_dict(state)
+    run(fresh, optimizer, 3)
+    assert same(unbroken, fresh)
+
+
+def assert_copies_go_on_alike_and_apart(optimize, again):
+    net = make()
+    optimizer = optimize(net)
+    run(net, optimizer, 2)
+    other = again(optimizer)
+    assert type(other) is type(optimizer)
+    (other_net,) = other.modules
+    before = values(net)
+    run(other_net, other, 2)
+    assert all(torch.equal(p, q) for p, q in zip(values(net), before, strict=True))
+    run(net, optimizer, 2)
+    assert same(net, other_net)

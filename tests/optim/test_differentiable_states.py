@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-import copy
-import io
-import pickle
+from functools import partial
 
 import pytest
 import torch
 
 from tests.optim.graph import count_nodes
-from tests.optim.programs import loss_of, make, run, same, values
+from tests.optim.programs import (
+    AGAIN,
+    assert_a_resumed_run_equals_an_unbroken_one,
+    assert_copies_go_on_alike_and_apart,
+    loss_of,
+    make,
+    run,
+    values,
+)
 from tests.optim.torch_classes import CLASSES
-from torchopt_dist.nn import extract_state_dict, module_clone, recover_state_dict, stop_gradient
-from torchopt_dist.optim.differentiable import DifferentiableOptimizer, differentiable
+from torchopt_dist.nn import extract_state_dict, recover_state_dict, stop_gradient
+from torchopt_dist.optim.differentiable import differentiable
 
 
 @pytest.mark.parametrize("cls", CLASSES)
@@ -54,45 +60,15 @@ def test_a_recovered_optimizer_repeats_itself(cls):
 
 @pytest.mark.parametrize("half", [0, 3])
 @pytest.mark.parametrize("cls", CLASSES)
-def test_a_resumed_run_equals_an_unbroken_one_bit_for_bit(cls, half):
-    unbroken, begun, fresh = make(), make(), make()
-    run(unbroken, differentiable(cls, unbroken), half + 3)
-    optimizer = differentiable(cls, begun)
-    run(begun, optimizer, half)
-    file = io.BytesIO()
-    torch.save((begun.state_dict(), optimizer.state_dict()), file)
-    file.seek(0)
-    net_state, state = torch.load(file, weights_only=True)
-    fresh.load_state_dict(net_state)
-    optimizer = differentiable(cls, fresh)
-    optimizer.load_state_dict(state)
-    run(fresh, optimizer, 3)
-    assert same(unbroken, fresh)
+def test_a_resumed_run_equals_an_unbroken_one(cls, half):
+    assert_a_resumed_run_equals_an_unbroken_one(partial(differentiable, cls), half)
 
 
-@pytest.mark.parametrize(
-    "again",
-    [
-        copy.deepcopy,
-        lambda optimizer: pickle.loads(pickle.dumps(optimizer)),
-        lambda optimizer: module_clone(optimizer, by="reference"),
-        lambda optimizer: module_clone(optimizer, by="copy"),
-        lambda optimizer: module_clone(optimizer, by="deepcopy"),
-    ],
-)
+@pytest.mark.parametrize("again", AGAIN)
 @pytest.mark.parametrize("cls", CLASSES)
 def test_copies_go_on_alike_and_apart(cls, again):
-    net = make()
-    optimizer = differentiable(cls, net, lr=torch.tensor(0.01, requires_grad=True))
-    run(net, optimizer, 2)
-    other = again(optimizer)
-    assert isinstance(other, DifferentiableOptimizer)
-    (other_net,) = other.modules
-    before = values(net)
-    run(other_net, other, 2)
-    assert all(torch.equal(p, q) for p, q in zip(values(net), before, strict=True))
-    run(net, optimizer, 2)
-    assert same(net, other_net)
+    lr = torch.tensor(0.01, requires_grad=True)
+    assert_copies_go_on_alike_and_apart(partial(differentiable, cls, lr=lr), again)
 
 
 def test_a_state_of_another_optimizer_is_refused():

@@ -1,38 +1,21 @@
-import copy
-import io
-import pickle
-
 import pytest
 import torch
 from torch import nn
 
 from tests.optim.graph import count_nodes
+from tests.optim.programs import (
+    AGAIN,
+    X,
+    assert_a_resumed_run_equals_an_unbroken_one,
+    assert_copies_go_on_alike_and_apart,
+    loss_of,
+    make,
+    run,
+    same,
+    values,
+)
 from torchopt_dist.nn import extract_state_dict, module_clone, recover_state_dict, stop_gradient
 from torchopt_dist.optim import MetaOptimizer, MetaSGD, sgd
-
-X = torch.randn(6, 3, generator=torch.Generator().manual_seed(3))
-
-
-def make():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
-
-
-def loss_of(net):
-    return net(X).square().mean()
-
-
-def run(net, optimizer, steps):
-    for _ in range(steps):
-        optimizer.step(loss_of(net))
-
-
-def values(net):
-    return [p.detach().clone() for p in net.parameters()]
-
-
-def same(one, two):
-    return all(torch.equal(p, q) for p, q in zip(values(one), values(two), strict=True))
 
 
 class Tied(nn.Module):
@@ -178,44 +161,13 @@ def test_a_recovered_optimizer_repeats_itself():
     assert all(torch.equal(p, q) for p, q in zip(values(net), want, strict=True))
 
 
-def test_a_resumed_run_equals_an_unbroken_one_bit_for_bit():
-    unbroken, half, fresh = make(), make(), make()
-    options = {"momentum": 0.9, "dampening": 0.3}
-    run(unbroken, MetaSGD(unbroken, 0.1, **options), 6)
-    optimizer = MetaSGD(half, 0.1, **options)
-    run(half, optimizer, 3)
-    file = io.BytesIO()
-    torch.save((half.state_dict(), optimizer.state_dict()), file)
-    file.seek(0)
-    net_state, state = torch.load(file, weights_only=True)
-    fresh.load_state_dict(net_state)
-    optimizer = MetaSGD(fresh, 0.1, **options)
-    optimizer.load_state_dict(state)
-    run(fresh, optimizer, 3)
-    assert same(unbroken, fresh)
+def test_a_resumed_run_equals_an_unbroken_one():
+    assert_a_resumed_run_equals_an_unbroken_one(lambda net: MetaSGD(net, 0.1, momentum=0.9, dampening=0.3))
 
 
-@pytest.mark.parametrize(
-    "again",
-    [
-        copy.deepcopy,
-        lambda optimizer: pickle.loads(pickle.dumps(optimizer)),
-        lambda optimizer: module_clone(optimizer, by="reference"),
-        lambda optimizer: module_clone(optimizer, by="copy"),
-        lambda optimizer: module_clone(optimizer, by="deepcopy"),
-    ],
-)
+@pytest.mark.parametrize("again", AGAIN)
 def test_copies_go_on_alike_and_apart(again):
-    net = make()
-    optimizer = MetaSGD(net, 0.1, momentum=0.9)
-    run(net, optimizer, 2)
-    other = again(optimizer)
-    (other_net,) = other.modules
-    before = values(net)
-    run(other_net, other, 2)
-    assert all(torch.equal(p, q) for p, q in zip(values(net), before, strict=True))
-    run(net, optimizer, 2)
-    assert same(net, other_net)
+    assert_copies_go_on_alike_and_apart(lambda net: MetaSGD(net, 0.1, momentum=0.9), again)
 
 
 def test_a_cloned_optimizer_stays_connected_to_a_learned_rate():
