@@ -71,7 +71,7 @@ def recorded_grad(params):
 
 
 def loss_of(net):
-    return net(X.to(net[0].weight.dtype)).square().mean()
+    return net(X.to(next(net.parameters()).dtype)).square().mean()
 
 
 def run(net, optimizer, steps):

@@ -21,7 +21,7 @@ ROWS = {
     "all state is in the state": ("transform/test_trace.py", "test_all_memory_is_in_the_state"),
     "a resumed run": (
         "optim/test_states.py",
-        "test_a_resumed_run_equals_an_unbroken_one",
+        "test_a_resumed_run_equals_an_unbroken_one_bit_for_bit",
     ),
     "a None gradient": (
         "optim/test_every_optimizer.py",

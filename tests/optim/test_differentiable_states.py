@@ -60,7 +60,7 @@ def test_a_recovered_optimizer_repeats_itself(cls):
 
 @pytest.mark.parametrize("half", [0, 3])
 @pytest.mark.parametrize("cls", CLASSES)
-def test_a_resumed_run_equals_an_unbroken_one(cls, half):
+def test_a_resumed_run_equals_an_unbroken_one_bit_for_bit(cls, half):
     assert_a_resumed_run_equals_an_unbroken_one(partial(differentiable, cls), half)
 
 

@@ -161,7 +161,7 @@ def test_a_recovered_optimizer_repeats_itself():
     assert all(torch.equal(p, q) for p, q in zip(values(net), want, strict=True))
 
 
-def test_a_resumed_run_equals_an_unbroken_one():
+def test_a_resumed_run_equals_an_unbroken_one_bit_for_bit():
     assert_a_resumed_run_equals_an_unbroken_one(lambda net: MetaSGD(net, 0.1, momentum=0.9, dampening=0.3))
 
 
