@@ -23,10 +23,20 @@ from torchopt_dist.failure import RemoteFailure
 __all__ = ["kept_graphs", "serve"]
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Graph:
+    """A graph that is kept.
+
+    Attributes:
+        inputs: its leaves.
+        outputs: what was sent from it.
+        shared: whether the graph of a recorded backward has nodes in common with it. A backward through one of the two
+            must then leave the nodes to the other, whatever their callers say; they go when both are forgotten.
+    """
+
     inputs: list[torch.Tensor]
     outputs: list[torch.Tensor]
+    shared: bool = False
 
 
 class _KeptGraphs:
@@ -85,8 +95,10 @@ def _handle(request: Message) -> Message:
     graph = kept_graphs.find(content.graph)
     if not content.retain_graph:
         kept_graphs.release(content.graph)
+    recorded = content.keep_as is not None
+    graph.shared |= recorded
     input_grads = _differentiate(graph, content)
-    reply = _reply(input_grads, [*request.inputs(), *graph.inputs], content.keep_as)
+    reply = _reply(input_grads, [*request.inputs(), *graph.inputs], content.keep_as, shared=recorded)
     reply.used_up = graph
     return reply
 
@@ -102,14 +114,16 @@ def _differentiate(graph: _Graph, request: Backward) -> list[torch.Tensor | None
             [output for output, _ in reached],
             graph.inputs,
             [grad.to(output.device) for output, grad in reached],  # the caller's may be on a CPU
-            retain_graph=request.retain_graph,
+            retain_graph=request.retain_graph or graph.shared,
             create_graph=request.keep_as is not None,
             allow_unused=True,
         )
     )
 
 
-def _reply(values: list[Any], inputs: list[torch.Tensor], keep_as: Key | None) -> Message:
+def _reply(
+    values: list[Any], inputs: list[torch.Tensor], keep_as: Key | None, *, shared: bool = False
+) -> Message:
     try:
         reply = pack(Reply(values), main_by_name=True)
     except SerializationError as error:
@@ -122,6 +136,6 @@ def _reply(values: list[Any], inputs: list[torch.Tensor], keep_as: Key | None) -
             if tensor.requires_grad and (tensor.grad_fn is not None or id(tensor) in leaves)
         }
         if outputs:
-            kept_graphs.keep(keep_as, _Graph(inputs, list(outputs.values())))
+            kept_graphs.keep(keep_as, _Graph(inputs, list(outputs.values()), shared))
             reply.connected = tuple(outputs)
     return reply.detached()
