@@ -34,10 +34,12 @@ def loss_of(net: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return (net(x) - x.flip(0)).square().mean()
 
 
-def outer_gradient(library: object, optimizer: str, net: nn.Module, x: Tensor) -> list[Tensor]:
+def outer_gradient(
+    library: object, optimizer: str, net: nn.Module, x: Tensor, **options: float
+) -> list[Tensor]:
     first = list(net.parameters())
     adapted = library.module_clone(net, by="reference", detach_buffers=True)  # type: ignore[attr-defined]
-    inner = getattr(library, optimizer)(adapted, lr=LR)
+    inner = getattr(library, optimizer)(adapted, lr=LR, **options)
     for _ in range(STEPS):
         inner.step(loss_of(adapted, x))
     return list(torch.autograd.grad(loss_of(adapted, x), first))
@@ -62,11 +64,17 @@ def main() -> None:
         ways: dict[str, Callable[[], list[Tensor]]] = {
             "functional SGD, the floor": lambda net=net, x=x: functional_sgd(net, x),
             "our MetaSGD": lambda net=net, x=x: outer_gradient(todist, "MetaSGD", net, x),
+            "our MetaSGD, momentum": lambda net=net, x=x: outer_gradient(
+                todist, "MetaSGD", net, x, momentum=0.9
+            ),
             "our MetaAdam": lambda net=net, x=x: outer_gradient(todist, "MetaAdam", net, x),
         }
         peers = {"our MetaSGD": "functional SGD, the floor"}
         if torchopt is not None:
             ways["TorchOpt's MetaSGD"] = lambda net=net, x=x: outer_gradient(torchopt, "MetaSGD", net, x)
+            ways["TorchOpt's MetaSGD, momentum"] = lambda net=net, x=x: outer_gradient(
+                torchopt, "MetaSGD", net, x, momentum=0.9
+            )
             ways["TorchOpt's MetaAdam"] = lambda net=net, x=x: outer_gradient(torchopt, "MetaAdam", net, x)
             peers["our MetaAdam"] = "TorchOpt's MetaAdam"
         for ours, theirs in peers.items():
@@ -84,7 +92,7 @@ def main() -> None:
                 else ""
             )
             print(
-                f"{width:5} x {depth:<3} {name:26} {value * 1e3:8.1f} ms   {value / floor:.2f} of the floor{against}"
+                f"{width:5} x {depth:<3} {name:28} {value * 1e3:8.1f} ms   {value / floor:.2f} of the floor{against}"
             )
 
 

@@ -29,7 +29,7 @@ enum class Role {
 struct Argument {
   const char* name;
   Role role;
-  size_t like = 0;  // for a new one: the argument whose strides it takes
+  size_t like = 0;  // for a new one: the argument whose strides it takes; the first one given, if that is not there
 };
 
 // What is said of an op, once:
@@ -123,7 +123,8 @@ template <class Op>
 void make_new(const Lists<Op>& lists, size_t i, Views<Op>& views, std::vector<Owned>& made) {
   constexpr size_t kNew = new_count<Op>();
   for (size_t k = 0; k != kNew; ++k) {
-    const size_t like = Op::kArguments[k].like;
+    const size_t wanted = Op::kArguments[k].like;
+    const size_t like = views[wanted] ? wanted : kNew;
     Owned& one = made[k * lists[0]->size() + i] = empty_like((*lists[like - kNew])[i], *views[like]);
     views[k].emplace(one.get(), Access::kWrite);
   }

@@ -1,34 +1,32 @@
-// A tensor -> a new one of its shape, dtype and device, with its strides if they leave no gaps. Nothing is in it yet.
+// A tensor -> a new one of its shape, dtype and device, with the strides that `torch.empty_like` gives. Nothing is in it yet.
 #pragma once
 
 #include "handle.h"
 #include "layout.h"
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/ops.h>
 
 #include <cstdint>
-#include <vector>
 
 namespace todist {
 
-// The op `empty_like` is looked up by its name at each call, which takes longer than to make the tensor.
+// The op `empty_like` is looked up by its name at each call, which takes longer than to make the tensor. So it is asked only
+// where the tensor has gaps, or elements that share memory: what strides the new one has is then torch's to say.
 inline Owned empty_like(AtenTensorHandle tensor, const View& view) {
-  std::vector<int64_t> rows;
-  const int64_t* strides = view.strides.data();
+  AtenTensorHandle made = nullptr;
   if (!dense_in_some_order(view)) {
-    rows.resize(view.sizes.size());
-    int64_t stride = 1;
-    for (size_t dim = rows.size(); dim-- > 0; stride *= std::max<int64_t>(view.sizes[dim], 1)) {
-      rows[dim] = stride;
-    }
-    strides = rows.data();
+    AtenTensorHandle same = nullptr;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(tensor, &same));
+    const Tensor found = torch::stable::empty_like(Tensor(same));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(found.get(), &made));
+    return Owned(made);
   }
   const int32_t type = view.cuda ? aoti_torch_device_type_cuda() : aoti_torch_device_type_cpu();
   int32_t dtype = 0;
-  AtenTensorHandle made = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor, &dtype));
   TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(view.sizes.size()), view.sizes.data(),
-                                                         strides, dtype, type, view.device, &made));
+                                                         view.strides.data(), dtype, type, view.device, &made));
   return Owned(made);
 }
 

@@ -19,6 +19,12 @@ STABLE_TORCH_LIBRARY(todist, library) {
   library.def(
       "sgd_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] momentum_buffers, Tensor taken, "
       "float lr, float momentum, bool nesterov, float weight_decay, bool maximize) -> ()");
+  library.def(
+      "sgd(Tensor[] grads, Tensor[] momentum_buffers, Tensor[] params, Tensor taken, "
+      "float lr, float momentum, bool nesterov, float weight_decay, bool maximize) -> Tensor[]");
+  library.def(
+      "sgd_backward(Tensor[] moved_grads, Tensor[] momentum_buffer_grads, Tensor taken, "
+      "float lr, float momentum, bool nesterov, float weight_decay, bool maximize) -> Tensor[]");
 
   library.def(
       "rmsprop_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] square_avgs, Tensor(c!)[] grad_avgs, "

@@ -1,4 +1,4 @@
-// Parameter, gradient, running sum -> a step of stochastic gradient descent, for one element.
+// Parameter, gradient, running sum -> a step of stochastic gradient descent, and its derivatives, for one element.
 // The running sum is Sutskever et al. 2013, equations 1 and 2, without the learning rate inside, as torch has it.
 #pragma once
 
@@ -41,6 +41,64 @@ struct SgdStep {
     grad = uphill(param, grad);
     sum = momentum * sum + taken * grad;
     param = param - lr * (nesterov ? grad + momentum * sum : sum);
+  }
+};
+
+// The same, but what is moved and the next sum are new; without a parameter, only the step.
+template <class A>
+struct SgdMove {
+  SgdStep<A> step;
+
+  explicit SgdMove(const SgdNumbers& n) : step(n) {}
+
+  C10_HOST_DEVICE inline void operator()(A& moved, A grad, A param) const {
+    moved = param;
+    step(moved, grad);
+  }
+
+  C10_HOST_DEVICE inline void operator()(A& moved, A& new_sum, A grad, A sum, A param) const {
+    moved = param;
+    new_sum = sum;
+    step(moved, grad, new_sum);
+  }
+};
+
+// What flows into SgdMove's results -> what flows out to its grad, its sum and, with weight decay, its parameter. The step
+// is linear, so no value of the forward direction is needed.
+template <class A>
+struct SgdBackward {
+  A lr, momentum, weight_decay, taken;
+  bool nesterov, maximize;
+
+  explicit SgdBackward(const SgdNumbers& n)
+      : lr(static_cast<A>(n.lr)),
+        momentum(static_cast<A>(n.momentum)),
+        weight_decay(static_cast<A>(n.weight_decay)),
+        taken(static_cast<A>(n.taken)),
+        nesterov(n.nesterov),
+        maximize(n.maximize) {}
+
+  C10_HOST_DEVICE inline void operator()(A& to_grad, A of_moved) const {
+    const A of_uphill = -lr * of_moved;
+    to_grad = maximize ? -of_uphill : of_uphill;
+  }
+
+  C10_HOST_DEVICE inline void operator()(A& to_grad, A& to_param, A of_moved) const {
+    (*this)(to_grad, of_moved);
+    to_param = of_moved + weight_decay * (maximize ? -to_grad : to_grad);
+  }
+
+  C10_HOST_DEVICE inline void operator()(A& to_grad, A& to_sum, A of_moved, A of_sum) const {
+    const A of_step = -lr * of_moved;
+    of_sum = of_sum + (nesterov ? momentum * of_step : of_step);
+    const A of_uphill = nesterov ? taken * of_sum + of_step : taken * of_sum;
+    to_sum = momentum * of_sum;
+    to_grad = maximize ? -of_uphill : of_uphill;
+  }
+
+  C10_HOST_DEVICE inline void operator()(A& to_grad, A& to_sum, A& to_param, A of_moved, A of_sum) const {
+    (*this)(to_grad, to_sum, of_moved, of_sum);
+    to_param = of_moved + weight_decay * (maximize ? -to_grad : to_grad);
   }
 };
 

@@ -18,7 +18,8 @@ from tests.ops import formulas
 from torchopt_dist import ops
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-OPS = ["adam_", "adam", "adam_backward", "sgd_", "rmsprop_", "rmsprop", "rmsprop_backward"]
+OPS = ["adam_", "adam", "adam_backward", "sgd_", "sgd", "sgd_backward"]
+OPS += ["rmsprop_", "rmsprop", "rmsprop_backward"]
 kernels: Any = torch.ops.todist
 needs_kernels = pytest.mark.skipif(not ops.is_available("adam_"), reason=f"no kernel: {ops.why_not('adam_')}")
 
@@ -139,11 +140,22 @@ def case(op: str, rng: random.Random, shapes: list[list[int]], dtypes: list[torc
             lambda *x: formulas.adam_gradients(*x, *settings), *map(wide, lists.values()), list(corrections)
         )
         return Case(op, lists, (corrections, *settings), expected)
-    if op == "sgd_":
+    if op.startswith("sgd"):
         sums = make() if momentum else []
         taken = torch.rand(n if momentum else 0, 2, dtype=torch.float64)[:, 0]
-        lists = {"params": make(), "grads": g, "momentum_buffers": sums}
         numbers = (lr, momentum, nesterov, weight_decay, maximize)
+        if op == "sgd":
+            params = make() if weight_decay else rng.choice([[], make(expand=True)])
+            lists = {"grads": g, "momentum_buffers": sums, "params": params}
+            expected = rows(lambda *x: formulas.sgd(*x, *numbers), *map(wide, lists.values()), list(taken))
+            return Case(op, lists, (taken, *numbers), expected)
+        if op == "sgd_backward":
+            lists = {"moved_grads": g, "momentum_buffer_grads": rng.choice([[], sums])}
+            expected = rows(
+                lambda *x: formulas.sgd_gradients(*x, *numbers), *map(wide, lists.values()), list(taken)
+            )
+            return Case(op, lists, (taken, *numbers), expected)
+        lists = {"params": make(), "grads": g, "momentum_buffers": sums}
         expected = rows(lambda *x: formulas.sgd_(*x, *numbers), *map(wide, lists.values()), list(taken))
         return Case(op, lists, (taken, *numbers), expected, ["params", "momentum_buffers"][: 1 + bool(sums)])
     centered = rng.random() < 0.5

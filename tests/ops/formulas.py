@@ -37,6 +37,20 @@ def sgd_(p, g, b, taken, lr, momentum, nesterov, weight_decay, maximize):
     return p - lr * (g + momentum * b if nesterov else b), b
 
 
+def sgd(g, b, p, taken, *numbers):
+    return sgd_(torch.zeros_like(g) if p is None else p, g, b, taken, *numbers)
+
+
+def sgd_gradients(du, db, taken, lr, momentum, nesterov, weight_decay, maximize):
+    """What autograd makes of the formula: of its sum, and of its parameter, only where there is one."""
+    g, b, p = (torch.zeros_like(du, requires_grad=True) for _ in range(3))
+    with torch.enable_grad():
+        u, new = sgd(g, b if momentum else None, p, taken, lr, momentum, nesterov, weight_decay, maximize)
+        results = [(u, du), *([] if new is None or db is None else [(new, db)])]
+        leaves = [g, *([b] if momentum else []), *([p] if weight_decay else [])]
+        return torch.autograd.grad([x for x, _ in results], leaves, [d for _, d in results])
+
+
 def rmsprop(g: Tensor, v: Tensor, a: Tensor | None, alpha: float, eps: float) -> tuple:
     v = alpha * v + (1 - alpha) * g * g
     if a is None:

@@ -38,6 +38,19 @@ def _rmsprop_backward(*args: Any) -> list[Tensor]:
     return _like(grads, square_avgs, grad_avgs)
 
 
+def _sgd(grads: list[Tensor], momentum_buffers: list[Tensor], params: list[Tensor], *_: Any) -> list[Tensor]:
+    _check_devices([*grads, *momentum_buffers, *params])
+    return _like(params or grads, momentum_buffers)
+
+
+def _sgd_backward(
+    moved_grads: list[Tensor], momentum_buffer_grads: list[Tensor], *numbers: Any
+) -> list[Tensor]:
+    _check_devices([*moved_grads, *momentum_buffer_grads])
+    *_, momentum, _, weight_decay, _ = numbers
+    return _like(*[moved_grads] * (1 + (momentum != 0) + (weight_decay != 0)))
+
+
 def _like(*columns: list[Tensor]) -> list[Tensor]:
     xs = [x for column in columns for x in column]
     _check_devices(xs)
@@ -59,7 +72,9 @@ FAKES: dict[str, Callable[..., Any]] = {
     "rmsprop": _rmsprop,
     "rmsprop_": _nothing,
     "rmsprop_backward": _rmsprop_backward,
+    "sgd": _sgd,
     "sgd_": _nothing,
+    "sgd_backward": _sgd_backward,
 }
 
 

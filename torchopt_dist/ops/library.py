@@ -29,7 +29,9 @@ OPS = (
     "rmsprop",
     "rmsprop_",
     "rmsprop_backward",
+    "sgd",
     "sgd_",
+    "sgd_backward",
 )
 """Every op that has a kernel; a new one is one more row."""
 DEVICES = ("cpu", "cuda")

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from torchopt_dist.ops.sgd import sgd as sgd_op
 from torchopt_dist.ops.sgd import sgd_
 from torchopt_dist.optim.meta_optimizer import MetaOptimizer
 from torchopt_dist.optim.optimizer import Optimizer
-from torchopt_dist.optim.whole_step import in_place
+from torchopt_dist.optim.whole_step import in_place, recorded
 from torchopt_dist.transform.add_decayed_weights import penalized
 from torchopt_dist.transform.base import ChainedGradientTransformation, GradientTransformation
-from torchopt_dist.transform.hyperparameters import HyperParameter, is_zero
+from torchopt_dist.transform.hyperparameters import HyperParameter, is_number, is_zero
 from torchopt_dist.transform.scale import scale_by_learning_rate
-from torchopt_dist.transform.trace import check_momentum, trace
+from torchopt_dist.transform.trace import TraceState, check_momentum, trace
 from torchopt_dist.typing import ScalarOrSchedule
 
 __all__ = ["SGD", "MetaSGD", "sgd"]
@@ -42,14 +45,15 @@ def sgd(
         nesterov: look ahead along the running sum [Sutskever et al. 2013]; needs a momentum and no dampening.
         moment_requires_grad: the first running sums are leaves that require grad.
         maximize: go up, not down.
-        fused: ``SGD`` uses a kernel where there is one if None, never if False; True demands it. The differentiable
-            faces are sums of tensors, and have none.
+        fused: None uses a kernel where there is one and it helps, False never, True demands it, and numbers for
+            hyper-parameters. It is for whole steps: ``update`` alone is sums of tensors, and has no kernel.
 
     Raises:
         TypeError: an argument is of another type.
         ValueError: a number is negative, a tensor has more than one element, or ``nesterov`` comes without a
             momentum or with dampening.
-        RuntimeError: at a step of ``SGD``: ``fused=True`` where there is no kernel; the message says why.
+        RuntimeError: ``fused=True`` with a hyper-parameter that is a tensor or a schedule; or, at a step, where there
+            is no kernel; the message says why.
 
     Example:
         >>> import torch
@@ -59,22 +63,25 @@ def sgd(
         tensor([-0.2000,  0.4000])
     """
     check_momentum(momentum, dampening, nesterov)
+    if fused and not is_number(lr, momentum, dampening, weight_decay):
+        raise RuntimeError("`fused=True` cannot be kept: the kernel takes hyper-parameters that are numbers")
     links = penalized(weight_decay, maximize)
     if not is_zero(momentum):
         links.append(trace(momentum, dampening, nesterov, moment_requires_grad))
+    options: dict[str, Any] = {
+        "lr": lr,
+        "momentum": momentum,
+        "dampening": dampening,
+        "nesterov": nesterov,
+        "weight_decay": weight_decay,
+        "maximize": maximize,
+        "fused": fused,
+    }
     return ChainedGradientTransformation(
         *links,
         scale_by_learning_rate(lr),
-        in_place=in_place(
-            sgd_,
-            lr=lr,
-            momentum=momentum,
-            dampening=dampening,
-            nesterov=nesterov,
-            weight_decay=weight_decay,
-            maximize=maximize,
-            fused=fused,
-        ),
+        in_place=in_place(sgd_, **options),
+        recorded=recorded(sgd_op, None if is_zero(momentum) else TraceState, **options),
     )
 
 

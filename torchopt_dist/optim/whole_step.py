@@ -33,14 +33,14 @@ def in_place(op: Callable[..., None], **options: Any) -> InPlaceFn | None:
 
 
 def recorded(
-    op: Callable[..., tuple[list[Any], ...]], state_type: type[Any], **options: Any
+    op: Callable[..., tuple[list[Any], ...]], state_type: type[Any] | None, **options: Any
 ) -> RecordedFn | None:
     """Make a step that can be differentiated.
 
     Args:
-        op: takes lists of real tensors: gradients, the fields of one link's state, parameters by the name ``params``,
-            and the options; gives the moved parameters and the next fields.
-        state_type: the type of that link's state; no other link has one.
+        op: takes lists of real tensors: gradients, the fields of one link's state but those left out (``()``),
+            parameters by the name ``params``, and the options; gives the moved parameters and the next fields.
+        state_type: the type of that link's state; no other link has one. ``None`` if no link remembers anything.
         options: as for :func:`in_place`.
 
     Returns:
@@ -79,7 +79,7 @@ def _leaves(field: Any) -> list[Any]:
 
 def _step_recorded(
     op: Callable[..., tuple[list[Any], ...]],
-    state_type: type[Any],
+    state_type: type[Any] | None,
     options: dict[str, Any],
     params: Params,
     grads: Updates,
@@ -89,13 +89,16 @@ def _step_recorded(
     leaves, spec = pytree.flatten(params)
     slopes = pytree.flatten_like(spec, grads, "updates", "params")
     places = lists.present(slopes)
-    (link,) = (index for index, own in enumerate(state) if isinstance(own, state_type))
-    own = state[link]
-    fields = [
-        pytree.flatten_like(spec, field, f"state.{name}", "updates")
-        for name, field in zip(own._fields, own, strict=True)
-    ]
-    before = [lists.pick(column, places) for column in (leaves, *fields)]
+    own: Any = ()
+    if state_type is not None:
+        (link,) = (index for index, own in enumerate(state) if isinstance(own, state_type))
+        own = state[link]
+    fields = {
+        place: pytree.flatten_like(spec, field, f"state.{own._fields[place]}", "updates")
+        for place, field in enumerate(own)
+        if not (leaves and type(field) is tuple and not field)
+    }
+    before = [lists.pick(column, places) for column in (leaves, *fields.values())]
     given = [lists.pick(slopes, places), *before]
     some_are_complex = any(x.is_complex() for x in before[0])
     if some_are_complex:
@@ -104,8 +107,12 @@ def _step_recorded(
     made = op(grads_, *old, params=params_, **options)
     if some_are_complex:
         made = tuple(lists.as_complex(new, like) for new, like in zip(made, before, strict=True))
-    after = [
+    moved, *after = (
         pytree.unflatten(spec, lists.put(column, places, new))
-        for column, new in zip((leaves, *fields), made, strict=True)
-    ]
-    return after[0], (*state[:link], state_type(*after[1:]), *state[link + 1 :])
+        for column, new in zip((leaves, *fields.values()), made, strict=True)
+    )
+    if state_type is None:
+        return moved, state
+    changed = dict(zip(fields, after, strict=True))
+    new_own = state_type(*(changed.get(place, field) for place, field in enumerate(own)))
+    return moved, (*state[:link], new_own, *state[link + 1 :])
