@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 import torchopt_dist as todist
-from tests.distributed.programs import chain, cube, remote, vectors
+from tests.distributed.programs import chain, cube, kept_on, remote, vectors
 
 
 @pytest.mark.parametrize("depth", [1, 8, 40])
@@ -91,3 +92,30 @@ class _Meet(torch.autograd.Function):
 
 def _meet(x):
     return _Meet.apply(x).sum()
+
+
+@pytest.mark.parametrize(
+    "function", [torch.tanh, torch.exp, lambda x: torch.exp(x**2)], ids=["tanh", "exp", "nested"]
+)
+def test_a_result_and_its_recorded_gradient_in_one_backward(world, function):
+    """Their graphs on the worker have nodes in common: a gradient penalty, and a third order."""
+
+    def through(call):
+        x, _ = vectors()
+        y = call(x).sum()
+        (slope,) = torch.autograd.grad(y, x, create_graph=True)
+        (y + slope.square().sum()).backward()
+        penalty, x.grad = x.grad, None
+        out = call(x).sum()
+        for _ in range(2):
+            out = torch.autograd.grad(out, x, create_graph=True)[0].sum()
+        out.backward()
+        return penalty, x.grad
+
+    def body():
+        for here, there in zip(through(function), through(remote(function)), strict=True):
+            torch.testing.assert_close(there, here)
+        gc.collect()
+        assert kept_on(1) == 0
+
+    world(2).on_zero(body)

@@ -60,7 +60,7 @@ def _same(leaf: Any, other: Any) -> bool:
     if leaf is other or isinstance(leaf, torch.Tensor) or isinstance(other, torch.Tensor):
         return leaf is other
     try:
-        return bool(leaf == other)
+        return type(leaf) is type(other) and bool(leaf == other)  # True is 1, and is not the same
     except (ValueError, RuntimeError):  # arrays, which have no one truth value
         return False
 

@@ -33,7 +33,9 @@ HUB = 0
 END = "end"
 """The last barrier, for which nobody waits who has died."""
 JOIN_SECONDS = 10.0
-MAX_LINE = 1 << 22
+MAX_LINE = 1 << 24
+MAX_REPORT = 1 << 20
+"""Characters, each at most 12 bytes in JSON."""
 _SIGNS_OF_LIFE = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 4000}
 """Seconds, number, and milliseconds: after 4 s to 5 s without an answer the connection is at its end."""
 
@@ -169,7 +171,13 @@ class Lifeline:
         self.check()
 
     def fail(self, report: str) -> None:
-        """Tell all the others that this rank has failed; returns when it is told."""
+        """Tell all the others that this rank has failed; returns when it is told.
+
+        Of a very long report its beginning and its end are told.
+        """
+        if len(report) > MAX_REPORT:
+            left_out = f"\n... {len(report) - MAX_REPORT} characters left out ...\n"
+            report = report[: MAX_REPORT // 2] + left_out + report[-MAX_REPORT // 2 :]
         self._send({"failed": self.me.rank, "report": report})
 
     def wait_for(self, thread: threading.Thread) -> None:
@@ -383,7 +391,7 @@ async def _messages(reader: asyncio.StreamReader) -> Any:
     while True:
         try:
             line = await reader.readline()
-        except OSError:
+        except (OSError, ValueError):  # ValueError: a line that is longer than any of ours
             return
         if not line.endswith(b"\n"):
             return

@@ -23,12 +23,15 @@ from torchopt_dist.distributed.rpc import default_timeout
 from torchopt_dist.distributed.threads import run_in_thread
 from torchopt_dist.distributed.transport import LocalTransport
 from torchopt_dist.distributed.world import get_rank, roster
+from torchopt_dist.failure import RemoteFailure
 from torchopt_dist.typing import Args, KwArgs
 
 __all__ = ["parallelize", "parallelize_async", "parallelize_sync", "remote_async_call", "remote_sync_call"]
 
 P = ParamSpec("P")
 
+_SHORTEST, _LONGEST = 1e-3, 1e6
+"""Seconds: torch counts milliseconds in 32 bits, and takes what is less than one for no limit."""
 UNSET_TIMEOUT = -1.0
 """As in ``torch.distributed.rpc``: the RPC group's time-out, which is none unless its options ask for one."""
 
@@ -94,12 +97,14 @@ def remote_async_call(
     """Like :func:`remote_sync_call`, but returns at once with a future of the result.
 
     This worker's own share, if it has one, and the reducer run in a thread. Torch has one generator a process, so while
-    an own share runs, random numbers drawn here are drawn from its task's stream.
+    an own share runs, random numbers drawn here are drawn from its task's stream. What is sent to others is copied
+    first, so the arguments may be changed in place at once, unless this worker has a share.
 
     Returns:
         A future whose ``wait()`` returns the result or raises what the call raised.
     """
-    call = _Call(func, args, kwargs, partitioner, reducer, timeout, How(vectorize, chunk_size, device))
+    settings = How(vectorize, chunk_size, device)
+    call = _Call(func, args, kwargs, partitioner, reducer, timeout, settings, snapshot=True)
     state = CallerState.capture()
     future: Future[Any] = Future()
     held = hold_accumulators(call.own_tensors())
@@ -112,6 +117,10 @@ def remote_async_call(
                 result = call.finish()
         except Exception as error:
             future.set_exception(error)
+        except (
+            BaseException
+        ) as error:  # `sys.exit` in an own share: it ends this thread only, and somebody waits
+            future.set_exception(RemoteFailure.of(error).to_error(roster.require()[get_rank()]))
         else:
             future.set_result(result)
 
@@ -131,6 +140,8 @@ class _Call:
         reducer: Callable[..., Any] | None,
         timeout: float | None,
         how: How,
+        *,
+        snapshot: bool = False,
     ) -> None:
         roster.require()
         if not callable(func):
@@ -147,7 +158,7 @@ class _Call:
         self.payloads = group_by_worker(func, self.partitions, how)
         self.me = get_rank()
         self.values = {
-            worker: remote_graph.call(worker, payload, seconds)
+            worker: remote_graph.call(worker, payload, seconds, snapshot=snapshot)
             for worker, (payload, _) in self.payloads.items()
             if worker != self.me
         }
@@ -255,6 +266,8 @@ def _seconds(timeout: float | None, default: Callable[[], float] = default_timeo
         )
     if timeout == UNSET_TIMEOUT:
         return default()
-    if timeout < 0:
+    if not timeout >= 0:
         raise ValueError(f"timeout must be at least 0 seconds, got {timeout}")
-    return float(timeout)
+    if timeout > _LONGEST:
+        return 0.0
+    return max(float(timeout), _SHORTEST) if timeout else 0.0

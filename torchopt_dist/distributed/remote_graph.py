@@ -35,7 +35,7 @@ from torchopt_dist.distributed.accumulators import hold_accumulators
 from torchopt_dist.distributed.message import Message, pack, unpack
 from torchopt_dist.distributed.messages import Backward, Call, Key, Release, Reply, Request
 from torchopt_dist.distributed.payload import Payload
-from torchopt_dist.distributed.rpc import current_group
+from torchopt_dist.distributed.rpc import current_group, default_timeout
 from torchopt_dist.distributed.transport import RPCTransport, Transport
 from torchopt_dist.errors import NotInitializedError, SerializationError
 
@@ -49,7 +49,12 @@ _numbers = itertools.count()
 
 
 def call(
-    worker: int, payload: Payload, timeout: float, transport: Transport | None = None
+    worker: int,
+    payload: Payload,
+    timeout: float,
+    transport: Transport | None = None,
+    *,
+    snapshot: bool = False,
 ) -> Future[list[Any]]:
     """Run a payload on another worker.
 
@@ -59,6 +64,7 @@ def call(
         timeout: seconds after which the future fails with :class:`~torchopt_dist.errors.CallTimeoutError`;
             0 means never.
         transport: what carries the messages; ``None`` means :class:`RPCTransport`.
+        snapshot: send copies, so that tensors may be changed in place as soon as this returns.
 
     Returns:
         A future of the tasks' values; it fails with what a task raised. Tensors among the values are connected to those
@@ -79,6 +85,7 @@ def call(
     message.device = payload.how.device
     inputs = message.inputs() if payload.state.grad_enabled else []
     anchor = graph.dispatch(inputs) if inputs else None
+    graph.kept = anchor is not None  # until the reply says so: it may be late, and nobody wait for it
     future: Future[list[Any]] = Future()
 
     def arrived(done: Future[Message]) -> None:
@@ -87,7 +94,10 @@ def call(
         except Exception as error:
             future.set_exception(error)
 
-    graph.transport.send(worker, message.detached(), timeout).add_done_callback(arrived)
+    sent = message.detached()
+    if snapshot:
+        sent.tensors = [tensor.clone() for tensor in sent.tensors]
+    graph.transport.send(worker, sent, timeout).add_done_callback(arrived)
     return future
 
 
@@ -103,12 +113,12 @@ class _RemoteGraph:
     """The caller's handle of a graph that a worker keeps; the worker's is released when this one is gone."""
 
     def __init__(self, worker: int, transport: Transport) -> None:
+        self.kept = False  # first: `__del__` looks at it
         group = current_group()
         self.transport = transport
         self.worker = worker
         self.worker_name = group.members[worker].name
         self.key: Key = (group.world.rank, next(_numbers))
-        self.kept = False
         self.under_way: dict[int, _Ticket] = {}
         self._main_by_name = group.same_program(worker)
 
@@ -132,8 +142,8 @@ class _RemoteGraph:
     def collect(self, anchor: Tensor | None, message: Message) -> list[Any]:
         """The node next to the results; returns the reply's values, connected to the anchor."""
         message = message.received()
-        if anchor is not None and message.connected:
-            self.kept = True
+        self.kept = anchor is not None and bool(message.connected)
+        if self.kept:
             outputs = [message.tensors[number].detach() for number in message.connected]
             with torch.enable_grad():
                 apply: Callable[..., tuple[Tensor, ...]] = _Collect.apply
@@ -157,10 +167,10 @@ class _RemoteGraph:
         graph = _RemoteGraph(self.worker, self.transport)
         message = graph.pack(Backward(self.key, output_grads, retain_graph, graph.key if recorded else None))
         self.kept = retain_graph
+        graph.kept = recorded
         number = next(_numbers)
-        self.under_way[number] = _Ticket(
-            message, self.transport.send(self.worker, message.detached(), 0), graph
-        )
+        reply = self.transport.send(self.worker, message.detached(), default_timeout())
+        self.under_way[number] = _Ticket(message, reply, graph)
         return number
 
     def finish_backward(self, number: int, inputs: tuple[Tensor, ...]) -> list[Tensor | None]:

@@ -44,14 +44,19 @@ class _KeptGraphs:
 
     def __init__(self) -> None:
         self._graphs: dict[Key, _Graph] = {}
+        self._given_up: set[Key] = set()
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._graphs)
 
     def keep(self, key: Key, graph: _Graph) -> None:
+        """Keep a graph, unless its caller has stopped waiting for it."""
         with self._lock:
-            self._graphs[key] = graph
+            if key in self._given_up:
+                self._given_up.remove(key)
+            else:
+                self._graphs[key] = graph
 
     def find(self, key: Key) -> _Graph:
         with self._lock:
@@ -63,12 +68,15 @@ class _KeptGraphs:
         return graph
 
     def release(self, key: Key) -> None:
+        """Forget a graph: what is here, or will be, of a call that took longer than its caller would wait."""
         with self._lock:
-            self._graphs.pop(key, None)
+            if self._graphs.pop(key, None) is None:
+                self._given_up.add(key)
 
     def clear(self) -> None:
         with self._lock:
             self._graphs.clear()
+            self._given_up.clear()
 
 
 kept_graphs = _KeptGraphs()
@@ -138,4 +146,9 @@ def _reply(
         if outputs:
             kept_graphs.keep(keep_as, _Graph(inputs, list(outputs.values()), shared))
             reply.connected = tuple(outputs)
+    # What depends on this worker's own parameters alone would be a leaf there, and its backward reach nothing.
+    reply.requires_grad = [
+        wanted and (tensor.grad_fn is None or number in reply.connected)
+        for number, (wanted, tensor) in enumerate(zip(reply.requires_grad, reply.tensors, strict=True))
+    ]
     return reply.detached()

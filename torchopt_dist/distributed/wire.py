@@ -54,11 +54,18 @@ class MissingStructureError(Exception):
 
 
 class Structures:
-    """The structures that were seen last."""
+    """The structures that were seen last.
 
-    def __init__(self, capacity: int = 256) -> None:
+    Args:
+        capacity: how many.
+        nbytes: how many bytes they may have together.
+    """
+
+    def __init__(self, capacity: int = 256, nbytes: int = 1 << 26) -> None:
         self._seen: OrderedDict[bytes, bytes] = OrderedDict()
         self._capacity = capacity
+        self._nbytes = nbytes
+        self._size = 0
         self._lock = threading.Lock()
 
     def __contains__(self, digest: bytes) -> bool:
@@ -70,12 +77,13 @@ class Structures:
         return cls(capacity=0)
 
     def add(self, digest: bytes, structure: bytes) -> None:
-        """Remember one; the one that was not used for longest is forgotten for it."""
+        """Remember one; those that were not used for longest are forgotten for it."""
         with self._lock:
+            self._size += len(structure) - len(self._seen.get(digest, b""))
             self._seen[digest] = structure
             self._seen.move_to_end(digest)
-            if len(self._seen) > self._capacity:
-                self._seen.popitem(last=False)
+            while len(self._seen) > self._capacity or (self._size > self._nbytes and len(self._seen) > 1):
+                self._size -= len(self._seen.popitem(last=False)[1])
 
     def find(self, digest: bytes) -> bytes:
         """One that was seen; raises :class:`MissingStructureError` otherwise."""
@@ -149,7 +157,9 @@ def from_wire(wire: Wire, seen: Structures) -> Message:
     for digest, structure in wire.structures:
         if structure is not None:
             seen.add(digest, structure)
-    structures = {digest: seen.find(digest) for digest, _ in wire.structures}
+    structures = {
+        digest: seen.find(digest) if structure is None else structure for digest, structure in wire.structures
+    }
     sizes: dict[int, list[int]] = {}
     for place in wire.places:
         sizes.setdefault(place.buffer, []).append(torch.Size(place.shape).numel())

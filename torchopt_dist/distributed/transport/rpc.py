@@ -42,7 +42,8 @@ class RPCTransport:
         if failure is not None:
             self._lose(worker, failure.error())
         else:
-            self._start(worker, request, timeout, future, self._known[worker])
+            wire = to_wire(request, self._known[worker], direct=current_group().sends_directly_to(worker))
+            self._start(worker, request, wire, timeout, future)
         return future
 
     def _lose(self, worker: int, error: Exception) -> None:
@@ -51,16 +52,16 @@ class RPCTransport:
             _settle(future, WorkerLostError(f"the connection to {name} broke: {error}"))
 
     def _start(
-        self, worker: int, request: Message, timeout: float, future: Future[Message], known: Structures
+        self, worker: int, request: Message, wire: Wire, timeout: float, future: Future[Message]
     ) -> None:
         name = roster.require()[worker]
-        wire = to_wire(request, known, direct=current_group().sends_directly_to(worker))
 
         def arrived(done: torch.futures.Future[_Answer]) -> None:
             try:
                 reply = done.value()
                 if reply is None:  # it has forgotten a structure, or that is on its way in another message
-                    self._start(worker, request, timeout, future, Structures.none())
+                    complete = wire._replace(structures=[*request.structures.items()])
+                    self._start(worker, request, complete, timeout, future)
                 elif isinstance(reply, str):
                     raise RuntimeError(reply)
                 else:

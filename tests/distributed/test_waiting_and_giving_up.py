@@ -1,0 +1,112 @@
+"""Calls whose caller does not wait, waits too short, or leaves in the middle: nothing is lost, kept or left waiting."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+
+import pytest
+import torch
+
+import torchopt_dist as todist
+from tests.distributed.programs import kept_on, remote
+
+BIG = 1 << 21  # elements
+
+
+def slow_square(x):
+    time.sleep(0.3)
+    return x**2
+
+
+def test_an_async_call_sends_what_its_arguments_are_now(world):
+    """Large tensors are read while they are sent."""
+
+    def body():
+        for _ in range(5):
+            x = torch.ones(BIG)
+            future = todist.remote_async_call(torch.sum, args=(x,), partitioner=1)
+            x.zero_()
+            assert future.wait() == [BIG]
+
+    world(2).on_zero(body)
+
+
+def test_an_own_share_that_exits_is_an_error_of_its_future(world):
+    def body():
+        future = todist.remote_async_call(sys.exit, args=(3,), partitioner=0)
+        with pytest.raises(todist.RemoteError, match="SystemExit"):
+            future.wait()
+
+    world(1).on_zero(body)
+
+
+def test_a_graph_that_comes_too_late_is_not_kept(world):
+    def body():
+        x = torch.ones(2, requires_grad=True)
+        for _ in range(3):
+            with pytest.raises(todist.CallTimeoutError):
+                todist.remote_sync_call(slow_square, args=(x,), partitioner=1, timeout=0.05)
+        remote(slow_square)(x.detach())  # ends when the others have
+        assert kept_on(1) == 0
+
+    world(2).on_zero(body)
+
+
+@pytest.mark.parametrize("timeout", [math.inf, 1e7, 5e-4])
+def test_time_outs_that_torch_cannot_count(world, timeout):
+    def body():
+        if timeout >= 1:
+            assert todist.remote_sync_call(slow_square, args=(3,), partitioner=1, timeout=timeout) == [9]
+        else:
+            with pytest.raises(todist.CallTimeoutError):
+                todist.remote_sync_call(slow_square, args=(3,), partitioner=1, timeout=timeout)
+            time.sleep(0.5)
+
+    world(2).on_zero(body)
+
+
+def test_a_time_out_that_is_no_number_is_refused(world):
+    def body():
+        with pytest.raises(ValueError, match="timeout must be at least 0 seconds, got nan"):
+            todist.remote_sync_call(slow_square, args=(3,), partitioner=0, timeout=math.nan)
+
+    world(1).on_zero(body)
+
+
+def test_an_endless_report_reaches_the_others(world):
+    def body():
+        if todist.get_rank() == 1:
+            raise RuntimeError("begin" + "\N{GRINNING FACE}" * 3_000_000 + "end")
+        todist.barrier()
+
+    outcome = world(2).endings(body, timeout=20)
+    assert "characters left out" in str(outcome[0])
+
+
+def worker_s_own(x):
+    own = torch.ones(2, requires_grad=True)
+    return (own * 2).sum(), (own * x.detach()).sum()
+
+
+def test_a_result_that_depends_on_the_worker_s_own_parameters_alone_does_not_require_grad(world):
+    def body():
+        for value in remote(worker_s_own)(torch.ones(2)):
+            with pytest.raises(RuntimeError, match="does not require grad"):
+                value.backward()
+
+    world(2).on_zero(body)
+
+
+def test_vectorized_arguments_of_other_types_are_not_the_same(world):
+    def body():
+        tasks = [(0, (torch.ones(()), kind), {}) for kind in (1, True, 1.0)]
+        with pytest.raises(TypeError, match="vectorize=True maps over tensors"):
+            todist.remote_sync_call(
+                lambda x, kind: x * (10 if kind is True else 2),
+                partitioner=lambda: tasks,
+                vectorize=True,
+            )
+
+    world(1).on_zero(body)
