@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import inspect
 import numbers
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import Any, ClassVar, NamedTuple, overload
 
 import torch
@@ -27,6 +28,8 @@ __all__ = ["Optimizer"]
 _SHARED = "shared_state"
 _COUNT = "step"
 _WITHOUT = ("moment_requires_grad",)
+_NO_OPTIONS = {"params", "param_names", _SHARED, "foreach", "fused", "capturable", "differentiable"}
+"""What may be in a group and does not change the numbers: torch's choices between ways to compute the same."""
 _PARAMS_TEXT = "params: tensors, named tensors, or dicts of parameter groups with options of their own."
 
 
@@ -49,7 +52,8 @@ class Optimizer(torch.optim.Optimizer):
 
     Raises:
         TypeError: ``params`` is a tensor, or holds something else than tensors; an argument is unknown.
-        ValueError: there are no parameters, one is not a leaf, or an option is out of its range.
+        ValueError: there are no parameters, one is not a leaf, or an option is out of its range; a group has
+            an option that this optimizer has not: see :meth:`add_param_group`.
 
     Example:
         >>> import torch
@@ -97,9 +101,14 @@ class Optimizer(torch.optim.Optimizer):
 
         Raises:
             TypeError: it is not a dict, or holds something else than tensors.
-            ValueError: an option is out of its range, a parameter is not a leaf or is in another group.
+            ValueError: an option is out of its range, a parameter is not a leaf or is in another group; an
+                option is on that only the twin in ``torch.optim`` has; or the optimizer was made from a
+                transformation, which has its options already, and the group has one, which is anything
+                but a text.
         """
         if isinstance(param_group, dict):
+            self._refuse_options_of_a_group(param_group)
+            self._refuse_options_of_torch(param_group)
             self._transformation_of({**self.defaults, **param_group})  # checks the options
         super().add_param_group(param_group)
 
@@ -141,19 +150,34 @@ class Optimizer(torch.optim.Optimizer):
                 learning rate because that was a schedule, this optimizer's own schedule stays.
 
         Raises:
-            ValueError: the numbers of groups or of parameters differ.
+            ValueError: the numbers of groups or of parameters differ, or an option is on that only the twin
+                has, such as ``amsgrad``; nothing has been loaded then.
         """
-        saved = [dict(group) for group in state_dict["param_groups"]]
-        for mine, theirs in zip(self.param_groups, saved, strict=False):
+        groups = [dict(group) for group in state_dict["param_groups"]]
+        for mine, theirs in zip(self.param_groups, groups, strict=False):
             theirs.update({k: v for k, v in mine.items() if callable(v) and k not in theirs})
-        fused = [group.pop("fused", None) for group in saved]  # torch moves the counts to a GPU for it
-        super().load_state_dict({**state_dict, "param_groups": saved})
-        for group, choice in zip(self.param_groups, fused, strict=True):
-            if "fused" in self.defaults:
-                group["fused"] = choice
-        for state in self.state.values():
-            if isinstance(state.get(_COUNT), Tensor) and not state[_COUNT].is_meta:
-                state[_COUNT] = state[_COUNT].cpu()  # or each look at it would wait for the GPU
+        taken: dict[str, Any] = {}
+
+        def check(_: Any, final: dict[str, Any]) -> None:
+            for group in final["param_groups"]:
+                self._refuse_options_of_torch(group)
+            taken.update(final)
+
+        def restore_counts(_: Any) -> None:
+            ids = chain.from_iterable(group["params"] for group in taken["param_groups"])
+            params = chain.from_iterable(group["params"] for group in self.param_groups)
+            for index, p in zip(ids, params, strict=True):
+                if index in taken["state"]:
+                    self.state[p].update(_counts(taken["state"][index]))
+
+        # Behind what users' hooks make of the state, and before they see it loaded.
+        last = self.register_load_state_dict_pre_hook(check)
+        first = self.register_load_state_dict_post_hook(restore_counts, prepend=True)
+        try:
+            super().load_state_dict({**state_dict, "param_groups": groups})
+        finally:
+            last.remove()
+            first.remove()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_impl": self._impl}
@@ -183,6 +207,22 @@ class Optimizer(torch.optim.Optimizer):
             return self._impl
         return self.transformation(**{name: group[name] for name in list(self._face.parameters)[1:]})
 
+    def _refuse_options_of_a_group(self, group: dict[str, Any]) -> None:
+        if self.transformation is not None:
+            return
+        for name in sorted(group.keys() - _NO_OPTIONS):
+            if not isinstance(group[name], str):  # a label
+                raise ValueError(
+                    f"`{name}` must not be set for a group, as `impl` has its options already, got {group[name]!r}"
+                )
+
+    def _refuse_options_of_torch(self, group: dict[str, Any]) -> None:
+        for name in sorted(_options_of_twin(type(self)) - self.defaults.keys() - _NO_OPTIONS):
+            if group.get(name):
+                raise ValueError(
+                    f"`{name}` must be off, as this {type(self).__name__} has no such option, got {group[name]!r}"
+                )
+
     def _layout(self, index: int, group: dict[str, Any], impl: GradientTransformation) -> _Layout:
         """The layout of a group's state; it may depend on which options are 0, not on their values."""
         options = [(type(v), bool(v)) if isinstance(v, numbers.Real) else type(v) for v in group.values()]
@@ -199,11 +239,12 @@ class Optimizer(torch.optim.Optimizer):
         shared = group.get(_SHARED, [])
         try:
             columns = {key: [state[key] for state in states] for key in own}
-            complete = len(shared) == len(layout.keys) - len(own)
+            complete = len(shared) == len(layout.keys) - len(own) or len(own) == len(layout.keys)
         except KeyError:
             complete = False
         if not complete:
-            shared = self._fill(params, impl, layout)
+            first = self._fill(params, impl, layout)
+            shared = shared if len(shared) == len(first) else first
             columns = {key: [state[key] for state in states] for key in own}
         rest = iter(shared)
         leaves = [next(rest) if key is None else columns[key] for key in layout.keys]
@@ -212,9 +253,17 @@ class Optimizer(torch.optim.Optimizer):
     def _fill(self, params: list[Tensor], impl: GradientTransformation, layout: _Layout) -> list[Any]:
         """Fill in what parameters lack of their state; return the group's own first state."""
         first = flatten_with_keys(impl.init(params), _is_list)[1]
-        for p in params:
-            if self.state[p] and _COUNT in layout.keys:  # torch's SGD does not count
-                self.state[p].setdefault(_COUNT, torch.ones((), dtype=torch.float32, device="cpu"))
+        own = {key for key in layout.keys if key is not None}
+        for p in params if _COUNT in own else ():
+            state = self.state[p]
+            lacking = sorted(own - state.keys() - {_COUNT})
+            if state and lacking:
+                raise ValueError(
+                    f"`state` of a parameter must have all that this {type(self).__name__} keeps, or nothing: it "
+                    f"lacks {lacking}, got {sorted(state)}"
+                )
+            if state:  # torch's SGD does not count
+                state.setdefault(_COUNT, torch.ones((), dtype=torch.float32, device="cpu"))
         for key, leaves in zip(layout.keys, first, strict=True):
             for p, leaf in zip(params, leaves, strict=True) if key is not None else ():
                 self.state[p].setdefault(key, leaf)
@@ -239,7 +288,30 @@ def _is_list(part: Any) -> bool:
 
 def _layout_of(state: OptState) -> _Layout:
     paths, leaves, spec = flatten_with_keys(state, _is_list)
-    last = [path[-1] if path else "state" for path in paths]
-    keys = [name if last.count(name) == 1 else "/".join(path) for name, path in zip(last, paths, strict=True)]
-    own = [key if _is_list(leaf) else None for key, leaf in zip(keys, leaves, strict=True)]
-    return _Layout(spec, own)
+    own = [path if _is_list(leaf) else None for path, leaf in zip(paths, leaves, strict=True)]
+    names = [path[-1] for path in own if path]  # a count of the whole group takes no name away
+    return _Layout(spec, [None if path is None else _key(path, names) for path in own])
+
+
+def _key(path: tuple[str, ...], names: list[str]) -> str:
+    if not path:
+        return "state"
+    return path[-1] if names.count(path[-1]) == 1 else "/".join(path)
+
+
+def _counts(state: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """The counts of a saved state, with their keys. They are on the CPU, or each look at one would wait for a GPU.
+
+    Torch takes only a key that is ``'step'`` for one; it casts others to the parameter's dtype, and in half
+    precision a count then stands still at 256 or 2048.
+    """
+    for key, value in state.items():
+        if str(key).rpartition("/")[2] == _COUNT and isinstance(value, Tensor) and not value.is_meta:
+            yield key, value.cpu()
+
+
+def _options_of_twin(cls: type) -> set[str]:
+    """Arguments of the class of torch that has the name of one of ours; none if there is no such class."""
+    ours = [one.__name__ for one in cls.__mro__ if issubclass(one, Optimizer) and one is not Optimizer]
+    twins = [getattr(torch.optim, name) for name in ours if hasattr(torch.optim, name)]
+    return {name for twin in twins for name in inspect.signature(twin).parameters}

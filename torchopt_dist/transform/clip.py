@@ -13,6 +13,7 @@ from torch import Tensor
 from torchopt_dist import pytree
 from torchopt_dist.ops import lists
 from torchopt_dist.transform.base import EmptyState, GradientTransformation, stateless
+from torchopt_dist.transform.elementwise import check_dense
 from torchopt_dist.transform.hyperparameters import HyperParameter, check_at_least_zero
 from torchopt_dist.typing import OptState, Params, Updates
 
@@ -25,9 +26,10 @@ def clip_grad_norm(
     """Scale all gradients by one factor, so that their norm is at most ``max_norm``.
 
     The factor is ``min(1, max_norm / (norm + 1e-6))``, as in ``torch.nn.utils.clip_grad_norm_``, and the norm
-    is that of all gradients in one vector. Its derivative is part of the graph, to any order. Where a norm
-    has no finite derivative (the norm of zeros; an entry of 0 under an order below 2), 0 stands in; where
-    entries share a largest or a least size, each gets an equal part.
+    is that of all gradients of one ``update`` in one vector: an :class:`~torchopt_dist.Optimizer` makes one
+    for each parameter group, a :class:`~torchopt_dist.MetaOptimizer` for each module. Its derivative is part
+    of the graph, to any order. Where a norm has no finite derivative (the norm of zeros; an entry of 0 under
+    an order below 2), 0 stands in; where entries share a largest or a least size, each gets an equal part.
 
     Args:
         max_norm: a number that is at least 0, or a tensor of one element, which may require grad.
@@ -102,6 +104,7 @@ def _norm_update(
     leaves, spec = pytree.flatten(updates)
     places = lists.present(leaves)
     grads = lists.pick(leaves, places)
+    check_dense(grads)
     measured = [grad for grad in grads if grad.numel() > 0]
     if not measured:
         return updates, state
@@ -177,7 +180,9 @@ def _value_update(
 ) -> tuple[Updates, OptState]:
     leaves, spec = pytree.flatten(updates)
     places = lists.present(leaves)
-    clipped = [_clamp(grad, clip_value) for grad in lists.pick(leaves, places)]
+    grads = lists.pick(leaves, places)
+    check_dense(grads)
+    clipped = [_clamp(grad, clip_value) for grad in grads]
     return pytree.unflatten(spec, lists.put(leaves, places, clipped)), state
 
 

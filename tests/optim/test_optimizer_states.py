@@ -1,0 +1,292 @@
+"""States and groups that an ``Optimizer`` is given: those of torch, of another ``lr``, of another optimizer."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import torchopt_dist as todist
+from torchopt_dist.schedule import linear_schedule
+from torchopt_dist.transform.masked import masked
+
+COUNTING = {
+    "SGD": {"momentum": 0.9, "dampening": 0.1},
+    "Adam": {},
+    "AdamW": {},
+    "Adamax": {},
+    "RAdam": {},
+    "Adagrad": {"lr_decay": 0.1},
+    "Adan": {},
+}
+
+
+def leaf(dtype=torch.float64, size=2):
+    return torch.ones(size, dtype=dtype, requires_grad=True)
+
+
+def go(optimizer, w, slopes):
+    for slope in slopes:
+        w.grad = torch.full_like(w, slope)
+        optimizer.step()
+
+
+def tenth(count):
+    return 0.1 + 0 * count
+
+
+def handed_over(first, second):
+    """Eight steps, of which the second optimizer makes four; ``lr`` is its own."""
+    w = leaf()
+    one = first([w])
+    go(one, w, range(1, 5))
+    saved = copy.deepcopy(one.state_dict())
+    for group in saved["param_groups"]:
+        group.pop("lr", None)
+    two = second([w])
+    two.load_state_dict(saved)
+    go(two, w, range(5, 9))
+    return w, two
+
+
+@pytest.mark.parametrize(("before", "after"), [(0.1, tenth), (tenth, 0.1), (tenth, tenth), (0.1, 0.1)])
+@pytest.mark.parametrize("name", COUNTING)
+def test_a_schedule_and_a_number_as_lr_have_the_same_state(name, before, after):
+    made = getattr(todist, name)
+    w, optimizer = handed_over(
+        lambda params: made(params, lr=before, **COUNTING[name]),
+        lambda params: made(params, lr=after, **COUNTING[name]),
+    )
+    unbroken = leaf()
+    go(made([unbroken], lr=0.1, **COUNTING[name]), unbroken, range(1, 9))
+    torch.testing.assert_close(w, unbroken)
+    assert [(key, value.item()) for key, value in optimizer.state[w].items() if "step" in key] == [
+        ("step", 8)
+    ]
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "Adamax", "RAdam", "Adagrad"])
+def test_the_count_of_the_twin_goes_on_under_a_schedule(name):
+    ours, theirs = getattr(todist, name), getattr(torch.optim, name)
+    w, _ = handed_over(
+        lambda params: theirs(params, lr=0.1, **COUNTING[name]),
+        lambda params: ours(params, lr=tenth, **COUNTING[name]),
+    )
+    unbroken = leaf()
+    go(theirs([unbroken], lr=0.1, **COUNTING[name]), unbroken, range(1, 9))
+    torch.testing.assert_close(w, unbroken)
+
+
+def test_half_precision_counts_beyond_256_whatever_the_keys_are():
+    """A chain of two that count has keys of more than one part, which torch casts to bfloat16."""
+    inner = todist.adam(tenth)
+    impl = todist.chain(inner, masked(inner, [True]))
+    w = leaf(torch.bfloat16)
+    optimizer = todist.Optimizer([w], impl)
+    go(optimizer, w, [1.0])
+    counts = [key for key in optimizer.state[w] if key.endswith("/step")]
+    assert len(counts) == 2
+    for key in counts:
+        optimizer.state[w][key].fill_(300.0)
+    other = todist.Optimizer([w], impl)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    go(other, w, [1.0])
+    for key in counts:
+        count = other.state[w][key]
+        assert (count.dtype, count.item(), count.device.type) == (torch.float32, 301.0, "cpu")
+
+
+def test_counts_stay_on_the_cpu_where_torch_moves_them():
+    w = leaf()
+    optimizer = torch.optim.Adam([w])
+    go(optimizer, w, [1.0])
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["capturable"] = True
+    elsewhere = torch.nn.Parameter(torch.ones(2, device="meta"))
+    other = todist.Adam([elsewhere])
+    other.load_state_dict(saved)
+    step = other.state[elsewhere]["step"]
+    assert (step.device.type, step.item()) == ("cpu", 1)
+    assert other.state[elsewhere]["exp_avg"].is_meta
+
+
+def test_hooks_stand_on_either_side_of_the_counts():
+    w, v = leaf(), leaf()
+    optimizer = todist.Adam([w, v])
+    go(optimizer, w, [1.0] * 3)
+    w.grad = None
+    go(optimizer, v, [1.0])
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0]["amsgrad"] = True
+
+    def swap(_, given):
+        (group,) = given["param_groups"]
+        return {
+            "state": {0: given["state"][1], 1: given["state"][0]},
+            "param_groups": [{**group, "amsgrad": False}],
+        }
+
+    seen = []
+    other = todist.Adam([w, v])
+    other.register_load_state_dict_pre_hook(swap)
+    other.register_load_state_dict_post_hook(lambda one: one.state[w]["step"].fill_(7))
+    other.register_load_state_dict_post_hook(lambda one: seen.append(one.state[v]["step"].item()))
+    for _ in range(2):  # nothing of the first load stays behind
+        other.load_state_dict(copy.deepcopy(saved))
+    assert (seen, other.state[w]["step"].item(), other.state[v]["step"].item()) == ([3, 3], 7, 3)
+
+
+REFUSED = [
+    ("Adam", "Adam", "amsgrad"),
+    ("AdamW", "AdamW", "amsgrad"),
+    ("Adam", "Adam", "decoupled_weight_decay"),
+    ("RAdam", "RAdam", "decoupled_weight_decay"),
+    ("AdamW", "Adam", "decoupled_weight_decay"),  # is always on in torch's AdamW
+]
+
+
+@pytest.mark.parametrize(("theirs", "ours", "option"), REFUSED)
+def test_what_only_torch_has_is_refused(theirs, ours, option):
+    w = leaf()
+    given = {} if theirs != ours else {option: True}
+    twin = getattr(torch.optim, theirs)([w], **given)
+    go(twin, w, [1.0])
+    made = getattr(todist, ours)
+
+    class Descendant(made):
+        pass
+
+    for kind in (made, Descendant):
+        optimizer = kind([w], lr=0.25)
+        with pytest.raises(ValueError, match=f"`{option}` must be off, as this {kind.__name__} has no such"):
+            optimizer.load_state_dict(twin.state_dict())
+        assert not optimizer.state
+        assert optimizer.param_groups[0]["lr"] == 0.25
+        with pytest.raises(ValueError, match=f"`{option}` must be off"):
+            optimizer.add_param_group({"params": [leaf()], option: True})
+        assert len(optimizer.param_groups) == 1
+        with pytest.raises(ValueError, match=f"`{option}` must be off"):
+            kind([{"params": [w], option: True}])
+    assert not twin.state_dict()["param_groups"][0].get("shared_state")
+
+
+@pytest.mark.parametrize("name", [*COUNTING, "RMSprop", "Adadelta"])
+def test_what_changes_no_number_is_taken(name):
+    made = getattr(todist, name)
+    harmless = {"foreach": True, "capturable": True, "differentiable": True, "amsgrad": False, "name": "a"}
+    optimizer = made([{"params": [leaf()], **harmless}], lr=0.1, **COUNTING.get(name, {}))
+    assert optimizer.param_groups[0]["foreach"] is True
+    twin = getattr(torch.optim, name, None)
+    if twin is not None:
+        w = leaf()
+        theirs = twin([w], foreach=True, maximize=True)
+        go(theirs, w, [1.0])
+        ours = made([w], lr=0.1)
+        ours.load_state_dict(theirs.state_dict())
+        assert ours.param_groups[0]["maximize"] is True
+
+
+@pytest.mark.parametrize("event", ["an option makes a state", "a parameter starts anew"])
+def test_a_schedule_goes_on_where_a_parameter_lacks_its_state(event):
+    a, b = leaf(size=1), leaf(size=1)
+    made = todist.SGD if event == "an option makes a state" else todist.Adam
+    optimizer = made([a, b], lr=linear_schedule(1.0, 0.0, 4))
+    moved = []
+    for step in range(4):
+        before = a.item()
+        a.grad, b.grad = torch.ones_like(a), torch.ones_like(b)
+        if step == 2 and made is todist.SGD:
+            optimizer.param_groups[0]["momentum"] = 1e-12
+        elif step == 2:
+            del optimizer.state[b]
+        optimizer.step()
+        moved.append(before - a.item())
+    assert moved == pytest.approx([1.0, 0.75, 0.5, 0.25], rel=1e-6)
+    assert [count.item() for count in optimizer.param_groups[0]["shared_state"]] == [4]
+
+
+def test_a_group_that_gets_a_schedule_later_starts_it_at_0():
+    w = leaf()
+    optimizer = todist.SGD([w], lr=0.1, momentum=0.9)
+    go(optimizer, w, [1.0])
+    optimizer.param_groups[0]["lr"] = tenth
+    go(optimizer, w, [1.0])
+    assert [count.item() for count in optimizer.param_groups[0]["shared_state"]] == [1]
+
+
+def test_a_schedule_waits_while_there_is_a_number(monkeypatch):
+    w = leaf()
+    optimizer = todist.Adam([w], lr=tenth)
+    go(optimizer, w, [1.0, 1.0])
+    optimizer.param_groups[0]["lr"] = 0.1
+    with monkeypatch.context() as patch:
+        patch.setattr(todist.Optimizer, "_fill", None)  # or each step would make a state to throw away
+        go(optimizer, w, [1.0])
+    optimizer.param_groups[0]["lr"] = tenth
+    go(optimizer, w, [1.0])
+    assert [count.item() for count in optimizer.param_groups[0]["shared_state"]] == [3]
+    assert optimizer.state[w]["step"].item() == 4
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "lacking"),
+    [
+        ("SGD", "Adam", "'exp_avg', 'exp_avg_sq'"),
+        ("Adam", "Adamax", "'exp_inf'"),
+        ("SGD", "Adagrad", "'sum'"),
+    ],
+)
+@pytest.mark.parametrize("home", [torch.optim, todist])
+def test_the_state_of_another_optimizer_is_refused_at_the_step(home, theirs, ours, lacking):
+    w = leaf()
+    one = getattr(home, theirs)([w], **({"lr": 0.1, "momentum": 0.9} if theirs == "SGD" else {}))
+    go(one, w, [1.0])
+    other = getattr(todist, ours)([w], **COUNTING[ours])
+    other.load_state_dict(copy.deepcopy(one.state_dict()))
+    before, kept = w.detach().clone(), sorted(other.state[w])
+    with pytest.raises(
+        ValueError, match=rf"`state` of a parameter must have all .* lacks \[{lacking}\], got"
+    ):
+        other.step()
+    assert torch.equal(w, before)
+    assert sorted(other.state[w]) == kept
+
+
+def test_a_count_is_made_up_where_torch_has_none():
+    """Torch's SGD does not count; with dampening, ours does."""
+    w = leaf()
+    options = {"lr": 0.1, "momentum": 0.9, "dampening": 0.3}
+    twin = torch.optim.SGD([w], **options)
+    go(twin, w, [1.0, 2.0])
+    v = w.detach().clone().requires_grad_()
+    ours = todist.SGD([v], **options)
+    ours.load_state_dict(copy.deepcopy(twin.state_dict()))
+    go(twin, w, [3.0])
+    go(ours, v, [3.0])
+    torch.testing.assert_close(v, w)
+
+
+@pytest.mark.parametrize("option", [{"lr": 0.5}, {"lr": 0}, {"max_norm": 1.0}], ids=str)
+def test_an_optimizer_of_a_transformation_refuses_options_of_a_group(option):
+    impl, (name, value) = todist.sgd(1.0), *option.items()
+    message = f"`{name}` must not be set for a group, as `impl` has its options already, got {value}"
+    with pytest.raises(ValueError, match=message):
+        todist.Optimizer([{"params": [leaf()], **option}], impl)
+    optimizer = todist.Optimizer([{"params": [leaf()], "name": "first"}], impl)
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group({"params": [leaf()], **option})
+    optimizer.add_param_group({"params": [leaf()], "foreach": None})
+    assert [group.get("name") for group in optimizer.param_groups] == ["first", None]
+
+
+def test_clipping_is_by_group():
+    """As the docs say, and one group for all parameters is ``clip_grad_norm_``."""
+    impl = todist.chain(todist.clip_grad_norm(1.0), todist.sgd(1.0))
+    for grouped, expected in ((False, [-0.6, -0.8]), (True, [-1.0, -1.0])):
+        params = [torch.zeros(1, requires_grad=True) for _ in range(2)]
+        optimizer = todist.Optimizer([{"params": [p]} for p in params] if grouped else params, impl)
+        for p, slope in zip(params, (3.0, 4.0), strict=True):
+            p.grad = torch.tensor([slope])
+        optimizer.step()
+        assert [p.item() for p in params] == pytest.approx(expected, abs=1e-5)
