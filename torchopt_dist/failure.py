@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import traceback
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cloudpickle
@@ -39,7 +40,7 @@ class RemoteFailure:
         """Describe ``error``."""
         text = "".join(traceback.format_exception(type(error), error, _users_frames(error)))
         if not isinstance(error, Exception):  # `sys.exit()` in a function must not end its caller
-            told = (f"{type(error).__name__}: {error}",)
+            told = (f"{type(error).__name__}: {_told(error, str)}",)
             return cls(RemoteError, told, told, {}, text)
         # An error that came from a third worker is of a class made for it, which knows the original one.
         kinds = vars(type(error)).get("_revived", type(error)).__mro__
@@ -57,6 +58,13 @@ class RemoteFailure:
             self.kind, self.init_args, self.args, self.attributes, worker, self.traceback
         )
 
+    def in_words(self) -> RemoteFailure:
+        """The same without the objects that it holds: their ``repr`` only, for where these turn out not to travel."""
+        if issubclass(self.kind, BaseExceptionGroup):
+            words = (_told(self.args),)
+            return RemoteFailure(RemoteError, words, words, {}, self.traceback)
+        return replace(self, init_args=_in_words(self.init_args), args=_in_words(self.args), attributes={})
+
 
 def _users_frames(error: BaseException) -> Any:
     frames = error.__traceback__
@@ -70,7 +78,26 @@ def _users_frames(error: BaseException) -> Any:
 
 
 def _sendable(args: Any) -> tuple[Any, ...]:
-    return tuple(arg if _can_be_sent(arg) else repr(arg) for arg in args)
+    return tuple(arg if _can_be_sent(arg) else _replaced(arg) for arg in args)
+
+
+def _replaced(arg: Any) -> Any:
+    """What is sent in the place of ``arg``; the exceptions of a group must stay exceptions."""
+    if isinstance(arg, (list, tuple)) and arg and all(isinstance(part, Exception) for part in arg):
+        return [part if _can_be_sent(part) else RemoteError(_told(part)) for part in arg]
+    return _told(arg)
+
+
+def _in_words(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    plain = (str, bytes, int, float, bool, type(None))
+    return tuple(arg if type(arg) in plain else _told(arg) for arg in args)
+
+
+def _told(value: Any, by: Callable[[Any], str] = repr) -> str:
+    try:
+        return by(value)
+    except Exception as error:  # runs the value's own code, which raises what it likes
+        return f"<{type(value).__name__}, whose {by.__name__} raises {type(error).__name__}>"
 
 
 def _can_be_sent(value: Any) -> bool:

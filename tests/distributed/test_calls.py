@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed import rpc
 
 import torchopt_dist as todist
-from tests.distributed.programs import data, mlp, mse, where
+from tests.distributed.programs import Tagged, class_names, data, mlp, mse, where
 
 
 class Multiplier:
@@ -212,3 +212,13 @@ def test_bad_input_is_a_clear_error_within_a_second(world, call, error, text):
         return time.monotonic() - started
 
     assert world(2).on_zero(body) < 1
+
+
+def test_small_tensors_of_two_classes_keep_them(world):
+    def body():
+        mixed = (torch.ones(2), torch.ones(2).as_subclass(Tagged), torch.zeros(1))
+        assert todist.remote_sync_call(class_names, args=mixed, partitioner=1) == [
+            ["Tensor", "Tagged", "Tensor"]
+        ]
+
+    world(2).on_zero(body)

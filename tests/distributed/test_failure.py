@@ -8,6 +8,7 @@ import traceback
 
 import cloudpickle
 import pytest
+import torch
 
 import torchopt_dist as todist
 from tests.distributed.exceptions import (
@@ -22,6 +23,7 @@ from tests.distributed.exceptions import (
     Slotted,
     caught,
 )
+from torchopt_dist.distributed.message import pack, unpack
 from torchopt_dist.failure import RemoteFailure
 
 pytestmark = pytest.mark.timeout(40)
@@ -84,6 +86,63 @@ def test_attributes_that_cannot_be_sent_are_left_out_and_arguments_told():
     assert "lock" in got.args[1]
     assert not hasattr(got, "lock")
     assert got.fine == [1]
+
+
+class Untold:
+    """Neither ``repr`` nor ``str`` nor ``pickle`` is to be had of it."""
+
+    def __repr__(self):
+        raise ZeroDivisionError("repr")
+
+    def __reduce__(self):
+        raise TypeError("no")
+
+
+class Mute(BaseException):
+    def __str__(self):
+        raise ZeroDivisionError("str")
+
+
+def test_an_argument_that_cannot_even_be_told_ends_nothing():
+    got = there_and_back(ValueError("text", Untold()))
+    assert isinstance(got, ValueError)
+    assert isinstance(got, todist.RemoteError)
+    assert got.args == ("text", "<Untold, whose repr raises ZeroDivisionError>")
+    assert "raise_it" in got.remote_traceback
+    got = there_and_back(Mute())
+    assert type(got) is todist.RemoteError
+    assert str(got) == "Mute: <Mute, whose str raises ZeroDivisionError>"
+
+
+def test_a_group_keeps_what_can_be_sent_of_it():
+    group = builtins.ExceptionGroup
+    got = there_and_back(group("many", [KeyError("a"), ValueError(threading.Lock())]))
+    assert isinstance(got, group)
+    assert isinstance(got, todist.RemoteError)
+    assert isinstance(got.exceptions[0], KeyError)
+    assert "lock" in str(got.exceptions[1])
+    assert "raise_it" in got.remote_traceback
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError(3, torch.empty(2, device="meta")),
+        builtins.ExceptionGroup("many", [ValueError(torch.empty(2, device="meta"))]),
+        UnicodeDecodeError("utf-8", b"ab", 0, 1, "bad"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_in_words_an_exception_always_travels(error):
+    def raise_it():
+        raise error
+
+    words = RemoteFailure.of(caught(raise_it)).in_words()
+    got = unpack(pack(words, main_by_name=True)).to_error("worker7")
+    assert isinstance(got, todist.RemoteError)
+    assert isinstance(got, type(error)) or isinstance(error, builtins.ExceptionGroup)
+    assert str(error)[:4] in str(got)
+    assert "raise_it" in got.remote_traceback
 
 
 @pytest.mark.parametrize(

@@ -177,3 +177,16 @@ def test_a_failed_call_leaves_the_group_as_it_was(world):
         return w.grad.tolist()
 
     assert world(2).on_zero(main) == [1.0, 1.0, 1.0]
+
+
+def holds_what_cannot_be_sent():
+    raise ValueError(torch.empty(2, device="meta"))
+
+
+def test_an_error_that_holds_what_cannot_be_sent_arrives_in_words(world):
+    def body():
+        with pytest.raises(todist.RemoteError) as raised:
+            todist.remote_sync_call(holds_what_cannot_be_sent, partitioner=1)
+        assert "ValueError" in "".join(traceback.format_exception(raised.value))
+
+    world(2).on_zero(body)

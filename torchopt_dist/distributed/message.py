@@ -3,18 +3,21 @@
 An object is pickled at once, so that what its parts share is in it once. Tensors are taken out of it, wherever they
 are (in a module, a closure, a dictionary), so that a graph can be drawn through them and their memory is not copied
 into the pickle. Modules are taken out too: without its tensors, a module is the same bytes call after call, and a
-worker that has seen them need not be sent them again.
+worker that has seen them need not be sent them again. But where a module shares an object that can change with the
+rest, such as a list that its hook fills, all stays in one pickle.
 """
 
 from __future__ import annotations
 
+import dis
 import hashlib
 import importlib
 import io
 import pickle
 import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from types import FunctionType
+from types import CellType, FunctionType, ModuleType
 from typing import Any, TypeAlias
 
 import cloudpickle
@@ -91,14 +94,15 @@ def pack(value: Any, *, main_by_name: bool) -> Message:
     Raises:
         SerializationError: some part of it cannot be pickled.
     """
-    tensors: _Tensors = _Tensors()
+    tensors: _Tensors = _Tensors(main_by_name)
     structures: dict[bytes, bytes] = {}
     try:
         try:
-            skeleton = _dump(value, main_by_name, tensors, structures)
-        except _OverlapError:  # one module is part of another: only one pickle keeps them one
-            tensors, structures = _Tensors(), {}
-            skeleton = _dump(value, main_by_name, tensors, None)
+            skeleton, pickler = _dump(value, main_by_name, tensors, structures)
+            pickler.check_apart()
+        except _OverlapError:  # only one pickle keeps what is shared one
+            tensors, structures = _Tensors(main_by_name), {}
+            skeleton, _ = _dump(value, main_by_name, tensors, None)
     except SerializationError:
         raise
     except Exception as error:  # pickling runs the objects' own code, which raises what it likes
@@ -127,14 +131,15 @@ def unpack(message: Message) -> Any:
 class _Tensors:
     """Tensors by number, each once."""
 
-    def __init__(self) -> None:
+    def __init__(self, main_by_name: bool) -> None:
+        self._main_by_name = main_by_name
         self.all: list[torch.Tensor] = []
         self._numbers: dict[int, int] = {}
 
     def number(self, tensor: torch.Tensor) -> int:
         number = self._numbers.setdefault(id(tensor), len(self.all))
         if number == len(self.all):
-            _check_sendable(tensor)
+            _check_sendable(tensor, self._main_by_name)
             self.all.append(tensor)
         return number
 
@@ -152,23 +157,30 @@ class _NeedsCodeError(Exception):
 
 
 class _OverlapError(Exception):
-    """A module is part of another one of the same message."""
+    """A module has something in common with the rest of the message: a module, or an object that can change."""
 
 
-def _dump(value: Any, main_by_name: bool, tensors: _Tensors, structures: dict[bytes, bytes] | None) -> bytes:
+def _dump(
+    value: Any, main_by_name: bool, tensors: _Tensors, structures: dict[bytes, bytes] | None
+) -> tuple[bytes, _TakesOut]:
     before = tensors.mark()
     buffer = io.BytesIO()
+    pickler: _TakesOut = _NamePickler(buffer, main_by_name, tensors, structures)
     try:
-        _NamePickler(buffer, main_by_name, tensors, structures).dump(value)
+        pickler.dump(value)
     except (_NeedsCodeError, pickle.PicklingError, AttributeError, TypeError):
         tensors.forget_since(before)
         buffer = io.BytesIO()
-        _CodePickler(buffer, main_by_name, tensors, structures).dump(value)
-    return buffer.getvalue()
+        pickler = _CodePickler(buffer, main_by_name, tensors, structures)
+        pickler.dump(value)
+    return buffer.getvalue(), pickler
 
 
 class _TakesOut(pickle.Pickler):
     """Takes tensors and, given a place for them, module structures out of the pickle."""
+
+    # Where a `_CodePickler` keeps, by id, the namespaces of the functions whose code it sends.
+    globals_ref: Mapping[int, Any] = {}
 
     def __init__(
         self, buffer: io.BytesIO, main_by_name: bool, tensors: _Tensors, structures: dict[bytes, bytes] | None
@@ -179,6 +191,7 @@ class _TakesOut(pickle.Pickler):
         self._structures = structures
         self._modules: dict[int, _ModuleId] = {}
         self._families: set[int] = set()
+        self._parts: list[_TakesOut] = []  # kept, so that no id in their memos is used again
 
     def persistent_id(self, obj: Any) -> int | _ModuleId | None:
         if isinstance(obj, torch.Tensor):
@@ -192,13 +205,29 @@ class _TakesOut(pickle.Pickler):
         if family & self._families:
             raise _OverlapError
         self._families |= family
-        own = _Tensors()  # numbered from 0, so that equal structures are equal bytes
-        structure = _dump(module, self._main_by_name, own, None)
+        own = _Tensors(self._main_by_name)  # numbered from 0, so that equal structures are equal bytes
+        structure, pickler = _dump(module, self._main_by_name, own, None)
+        self._parts.append(pickler)
         digest = hashlib.blake2b(structure, digest_size=16).digest()
         structures[digest] = structure
         numbers = tuple(self._tensors.number(tensor) for tensor in own.all)
         self._modules[id(module)] = (len(self._modules), digest, numbers)
         return self._modules[id(module)]
+
+    def check_apart(self) -> None:
+        """Raise :class:`_OverlapError` if what changes in one of the pickles would have to change in another one."""
+        if not self._parts:
+            return
+        met: dict[int, tuple[int, Any]] = self.memo.copy()
+        namespaces = set(self.globals_ref)
+        for part in self._parts:
+            memo: dict[int, tuple[int, Any]] = part.memo.copy()
+            if _some_can_change([memo[key][1] for key in met.keys() & memo.keys()], self._main_by_name):
+                raise _OverlapError
+            met.update(memo)
+            if namespaces & part.globals_ref.keys() and any(_rebinds(obj) for _, obj in met.values()):
+                raise _OverlapError
+            namespaces |= part.globals_ref.keys()
 
 
 class _NamePickler(_TakesOut):
@@ -245,13 +274,50 @@ class _Unpickler(pickle.Unpickler):
         return self._modules[which]
 
 
-def _check_sendable(tensor: torch.Tensor) -> None:
+def _some_can_change(shared: Iterable[Any], main_by_name: bool) -> bool:
+    """Whether one of the objects that two pickles share can change; what belongs to shared code counts as code."""
+    code: set[int] = set()
+    suspects = []
+    for obj in shared:
+        if isinstance(obj, type):
+            code.update(map(id, vars(obj).values()))
+        elif isinstance(obj, FunctionType):
+            if vars(obj) and _name_of(obj, main_by_name) is None:
+                return True
+            code |= {id(obj.__annotations__), id(obj.__kwdefaults__)}
+        elif not _is_constant(obj):
+            suspects.append(obj)
+    return any(id(obj) not in code for obj in suspects)
+
+
+_KEPT = (ModuleType, CellType, torch.dtype, torch.layout, torch.memory_format)
+
+
+def _is_constant(obj: Any) -> bool:
+    # Each function gets cells of its own, in one pickle too: what lies in them is in the memos by itself. So are the
+    # parts and the `__dict__` of what is hashed by its value, which it keeps.
+    hashed_by: Any = type(obj).__hash__
+    return hashed_by not in (None, object.__hash__) or isinstance(obj, _KEPT)
+
+
+def _rebinds(obj: Any) -> bool:
+    """Whether ``obj`` is a function that assigns to a global variable."""
+    return isinstance(obj, FunctionType) and dis.opmap["STORE_GLOBAL"] in obj.__code__.co_code[::2]
+
+
+def _check_sendable(tensor: torch.Tensor, main_by_name: bool) -> None:
     shape = tuple(tensor.shape)
+    if type(tensor) not in (torch.Tensor, nn.Parameter):
+        kind = type(tensor.detach())  # what travels
+        if _name_of(kind, main_by_name) is None:
+            raise SerializationError(
+                f"a tensor of class {kind.__qualname__} cannot be sent: the receiver does not find that class by name"
+            )
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         raise SerializationError("a tensor inside a torch.func transform cannot be sent to another process")
     if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
-        kind = "meta" if tensor.is_meta else "quantized" if tensor.is_quantized else str(tensor.layout)
-        raise SerializationError(f"a {kind} tensor of shape {shape} cannot be sent: only dense tensors can")
+        sort = "meta" if tensor.is_meta else "quantized" if tensor.is_quantized else str(tensor.layout)
+        raise SerializationError(f"a {sort} tensor of shape {shape} cannot be sent: only dense tensors can")
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
         raise SerializationError(
             f"a tensor of shape {shape} has a forward-mode tangent, which a remote call would lose"

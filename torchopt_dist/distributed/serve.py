@@ -88,7 +88,11 @@ def serve(request: Message) -> Message:
     try:
         return _handle(request)
     except BaseException as error:  # the caller is told, and this worker goes on serving
-        return pack(Reply(failure=RemoteFailure.of(error)), main_by_name=True).detached()
+        failure = RemoteFailure.of(error)
+        try:
+            return pack(Reply(failure=failure), main_by_name=True).detached()
+        except SerializationError:  # it holds something that cannot be sent
+            return pack(Reply(failure=failure.in_words()), main_by_name=True).detached()
 
 
 def _handle(request: Message) -> Message:

@@ -106,7 +106,7 @@ def to_wire(message: Message, known: Structures, *, direct: bool = False) -> Wir
     buffers: list[torch.Tensor] = []
     places: list[_Place] = []
     shared: list[bool] = []
-    open_buffers: dict[torch.dtype, tuple[int, list[torch.Tensor]]] = {}
+    open_buffers: dict[tuple[type, torch.dtype], tuple[int, list[torch.Tensor]]] = {}
     for tensor in message.tensors:
         flat = tensor.detach().resolve_conj().resolve_neg()
         if not direct:
@@ -117,11 +117,12 @@ def to_wire(message: Message, known: Structures, *, direct: bool = False) -> Wir
             buffers.append(flat.clone() if flat.untyped_storage().nbytes() > size else flat)
             shared.append(False)
             continue
-        if flat.dtype not in open_buffers:
-            open_buffers[flat.dtype] = (len(buffers), [])
+        kind = type(flat), flat.dtype  # to lay two classes together would make them one
+        if kind not in open_buffers:
+            open_buffers[kind] = (len(buffers), [])
             buffers.append(flat)  # a placeholder until all that share it are known
             shared.append(True)
-        number, parts = open_buffers[flat.dtype]
+        number, parts = open_buffers[kind]
         parts.append(flat.reshape(-1))
         places.append(_Place(number, tuple(flat.shape), tensor.is_cuda))
     for number, parts in open_buffers.values():
