@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar, cast, overload, runtime_checkable
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from torchopt_dist import pytree
 from torchopt_dist.nn import containers
@@ -147,16 +148,21 @@ def recover_state_dict(target: nn.Module | StateHolder, state: ModuleState | Seq
 
     Raises:
         TypeError: ``state`` is not a snapshot of what ``target`` is.
-        ValueError: it is of a module of another structure, or of another optimizer.
+        ValueError: it is of a module of another structure, with parameters of other shapes, or of another
+            optimizer.
     """
     if isinstance(target, nn.Module):
         if not isinstance(state, ModuleState):
             raise TypeError(f"`state` must be a ModuleState to recover a module, got {type(state).__name__}")
-        _put_back(containers.parameter_containers(target), state.params, "params")
+        params, buffers = containers.parameter_containers(target), containers.buffer_containers(target)
+        _check_names(params, state.params, "params")
+        _check_shapes(params, state.params)
+        if state.buffers:
+            _check_names(buffers, state.buffers, "buffers")
+        _put_back(params, state.params)
         if state.buffers:
             own = TensorCopier("deepcopy")
-            buffers = _taken(state.buffers, own) if state.detach_buffers else state.buffers
-            _put_back(containers.buffer_containers(target), buffers, "buffers")
+            _put_back(buffers, _taken(state.buffers, own) if state.detach_buffers else state.buffers)
     elif isinstance(target, StateHolder):
         if isinstance(state, ModuleState) or not isinstance(state, Sequence):
             raise TypeError(f"`state` must be a tuple of optimizer states, got {type(state).__name__}")
@@ -237,12 +243,32 @@ def _taken(
     return tuple({name: None if t is None else take(t) for name, t in part.items()} for part in held)
 
 
-def _put_back(live: list[TensorContainer], saved: ModuleTensorContainers, what: str) -> None:
+def _check_names(live: list[TensorContainer], saved: ModuleTensorContainers, what: str) -> None:
     if [part.keys() for part in live] != [part.keys() for part in saved]:
         raise ValueError(
             f"`state.{what}` must have the names that the module has, "
             f"{[list(part) for part in live]}, got {[list(part) for part in saved]}"
         )
+
+
+def _check_shapes(live: list[TensorContainer], saved: ModuleTensorContainers) -> None:
+    """Demand parameters of the module's shapes. A buffer may grow, and one goes back to a smaller one."""
+    for part, values in zip(live, saved, strict=True):
+        for name, tensor in part.items():
+            want, got = _shape(tensor), _shape(values[name])
+            if want != got and "lazy" not in (want, got):
+                raise ValueError(
+                    f"`state.params` must have the shapes that the module has: {name!r} must have {want}, got {got}"
+                )
+
+
+def _shape(tensor: Tensor | None) -> tuple[int, ...] | str | None:
+    if tensor is None:
+        return None
+    return "lazy" if is_lazy(tensor) else tuple(tensor.shape)
+
+
+def _put_back(live: list[TensorContainer], saved: ModuleTensorContainers) -> None:
     for part, values in zip(live, saved, strict=True):
         part.update(values)
 

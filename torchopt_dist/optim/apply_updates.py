@@ -28,7 +28,8 @@ def apply_updates(params: Params, updates: Updates, *, inplace: bool = True) -> 
         The parameters moved, in their own dtypes: ``params`` itself if ``inplace``.
 
     Raises:
-        ValueError: the structures differ, or two shapes do.
+        ValueError: the structures differ, or two shapes do; ``inplace`` with one tensor at two leaves that both
+            have an update, as one memory cannot take two results.
 
     Example:
         >>> import torch
@@ -38,6 +39,7 @@ def apply_updates(params: Params, updates: Updates, *, inplace: bool = True) -> 
     leaves, spec = pytree.flatten(params)
     steps = pytree.flatten_like(spec, updates, "updates", "params")
     if inplace:
+        _check_apart(leaves, steps)
         move_(leaves, steps)
         return params
     places = lists.present(steps)
@@ -92,6 +94,19 @@ def recorded_step(
         return impl.recorded(params, grads, state)
     updates, state = impl.update(grads, state, params=params, inplace=False)
     return apply_updates(params, updates, inplace=False), state
+
+
+def _check_apart(params: list[OptionalTensor], updates: list[OptionalTensor]) -> None:
+    if torch.compiler.is_compiling():
+        return
+    seen: dict[int, int] = {}
+    for place in lists.present(updates):
+        first = seen.setdefault(id(params[place]), place)
+        if first != place and params[place] is not None:
+            raise ValueError(
+                f"`params` must be different tensors to be moved in place, got one at leaves {first} and {place}: "
+                "give its update at one of them, and None at the other"
+            )
 
 
 def _pairs(

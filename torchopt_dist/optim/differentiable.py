@@ -199,9 +199,9 @@ class _Formula:
                     "runs under torch.no_grad"
                 )
             param = moved
-        held = [param, *(t for t in pytree.flatten(state)[0] if isinstance(t, Tensor) and t.requires_grad)]
-        ones = [torch.ones_like(t) for t in held]
-        found = torch.autograd.grad(held, list(learned.values()), ones, allow_unused=True) if learned else ()
+        # Of the parameter alone: ASGD's average, which `t0` tells on in some steps, moves none.
+        one = torch.ones_like(param)
+        found = torch.autograd.grad(param, list(learned.values()), one, allow_unused=True) if learned else ()
         if lost := [name for name, grad in zip(learned, found, strict=True) if grad is None]:
             raise ValueError(
                 f"{self.optimizer_class.__name__} finds no gradient for {lost}: give a number, or a tensor "
@@ -256,3 +256,5 @@ def _check(optimizer_class: Any, options: Mapping[str, Any]) -> None:
     for path, leaf in zip(*flatten_with_keys(dict(options))[:2], strict=True):
         if isinstance(leaf, Tensor) and leaf.numel() != 1:
             raise ValueError(f"`{path[0]}` as a tensor must have one element, got shape {tuple(leaf.shape)}")
+        if isinstance(leaf, Tensor) and leaf.is_complex():
+            raise TypeError(f"`{path[0]}` must be real, got a tensor of {leaf.dtype}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,12 @@ if TYPE_CHECKING:
     from typing import Self
 
 __all__ = ["FuncOptimizer"]
+
+
+class _Loaded(NamedTuple):
+    """What was loaded before the first step has shown the parameters, in the place of a state."""
+
+    tensors: dict[str, Any]
 
 
 class FuncOptimizer:
@@ -51,7 +57,7 @@ class FuncOptimizer:
         self.impl = impl
         self.inplace = bool(inplace)
         self._state: OptState | None = None  # None until the first step shows the parameters
-        self._saved: dict[str, Any] | None = None  # what was loaded before that
+        self._saved: _Loaded | None = None  # what was loaded before that
 
     def step(self, loss: Tensor, params: Params, inplace: bool | None = None) -> Params:
         """Move parameters once.
@@ -59,7 +65,8 @@ class FuncOptimizer:
         Args:
             loss: a tensor of one element, computed with ``params``.
             params: a tree of tensors, of the same structure at each step. One that does not require grad,
-                or that the loss does not depend on, stays, and so does its state.
+                or that the loss does not depend on, stays, and so does its state. One that is there twice (a
+                tied weight) moves once, by the state at its first place, and is there twice again.
             inplace: overwrite ``params`` and record nothing; the loss's graph is then freed. The optimizer's
                 setting, if not given.
 
@@ -75,12 +82,19 @@ class FuncOptimizer:
         leaves, spec = pytree.flatten(params)
         if not leaves:
             raise ValueError(f"`params` must have a tensor in it, got {params!r}")
-        grads = pytree.unflatten(spec, gradients(loss, leaves, create_graph=not inplace))
+        found = gradients(loss, leaves, create_graph=not inplace)
+        firsts = _first_places(leaves)
+        once = [
+            grad if first == place else None
+            for place, (first, grad) in enumerate(zip(firsts, found, strict=True))
+        ]
+        grads = pytree.unflatten(spec, once)
         state = self._state_for(params)
         with torch.set_grad_enabled(not inplace):
             if not inplace:
                 moved, self._state = recorded_step(self.impl, params, grads, state)
-                return moved
+                new = [_apart(*pair) for pair in zip(leaves, pytree.flatten(moved)[0], strict=True)]
+                return pytree.unflatten(spec, [new[first] for first in firsts])
             updates, self._state = self.impl.update(grads, state, params=params, inplace=True)
             return apply_updates(params, updates)
 
@@ -90,7 +104,7 @@ class FuncOptimizer:
         The tensors are those of the state, history included; an in-place step overwrites them.
         """
         if self._state is None:
-            return {} if self._saved is None else {"state": self._saved}
+            return {} if self._saved is None else {"state": self._saved.tensors}
         return {"state": flatten_state(self._state)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -102,13 +116,17 @@ class FuncOptimizer:
         """
         saved = state_dict.get("state")
         if self._state is None or saved is None:
-            self._state, self._saved = None, saved
+            self._state, self._saved = None, None if saved is None else _Loaded(saved)
         else:
             self._state = restore_state(self._state, saved)
 
     def get_states(self) -> tuple[OptState, ...]:
-        """The state alone in a tuple; an empty one before the first step. The tensors are the same."""
-        return () if self._state is None else (self._state,)
+        """The state alone in a tuple; an empty one before the first step. The tensors are the same.
+
+        What has been loaded before the first step stands in for the state.
+        """
+        held = self._saved if self._state is None else self._state
+        return () if held is None else (held,)
 
     def set_states(self, states: Sequence[OptState]) -> None:
         """Go on from this state.
@@ -118,14 +136,24 @@ class FuncOptimizer:
         """
         if len(states) > 1:
             raise ValueError(f"`states` must be one or none, got {len(states)}")
+        new = states[0] if states else None
+        if isinstance(new, _Loaded):
+            if self._state is not None and new.tensors.keys() != flatten_state(self._state).keys():
+                raise ValueError(
+                    f"`states` must have the places of the optimizer's state, {[*flatten_state(self._state)]}, "
+                    f"got {[*new.tensors]}"
+                )
+            self._state, self._saved = None, new
+            return
         if self._state is not None and states:
             pytree.flatten_like(pytree.flatten(self._state)[1], states[0], "states", "the optimizer's state")
-        self._state = states[0] if states else None
+        self._state, self._saved = new, None
 
     def clone_with(self, clone: Callable[[Any], Any]) -> Self:
         """Make a second optimizer, ``clone`` applied to the state; it shares ``impl``."""
         other = copy.copy(self)
         other._state = None if self._state is None else clone(self._state)
+        other._saved = None if self._saved is None else clone(self._saved)
         return other
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -140,5 +168,16 @@ class FuncOptimizer:
             return self._state
         first = self.impl.init(params)
         if self._saved is not None:
-            first, self._saved = restore_state(first, self._saved), None
+            first, self._saved = restore_state(first, self._saved.tensors), None
         return first
+
+
+def _first_places(leaves: list[Any]) -> list[int]:
+    """Where each leaf is for the first time."""
+    seen: dict[int, int] = {}
+    return [place if leaf is None else seen.setdefault(id(leaf), place) for place, leaf in enumerate(leaves)]
+
+
+def _apart(old: Any, moved: Any) -> Any:
+    """A moved parameter that can be detached in place: a complex one may come as a view, which cannot."""
+    return moved.clone() if moved is not old and moved.is_complex() and moved._is_view() else moved

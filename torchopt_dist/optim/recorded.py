@@ -96,6 +96,8 @@ class Recorded(TorchFunctionMode):
             writes = name.endswith("_") and not name.startswith("__r")
             args = (*args[:writes], *(_kept(value) for value in args[writes:]))
             kwargs = {key: _tensor(value) for key, value in kwargs.items()}
+        if name == "mul_" and isinstance(args[1], Tensor) and args[1].ndim == 0:
+            return func(args[0], args[1].clone())  # ASGD overwrites its `mu` next
         if name == "detach" and args[0].requires_grad:
             return args[0]
         if name == "item" and args[0].requires_grad:

@@ -7,6 +7,7 @@ from functools import partial
 from torchopt_dist import pytree
 from torchopt_dist.ops import lists
 from torchopt_dist.transform.base import EmptyState, GradientTransformation, identity, stateless
+from torchopt_dist.transform.elementwise import check_dense
 from torchopt_dist.transform.hyperparameters import HyperParameter, check_at_least_zero, is_zero
 from torchopt_dist.transform.mask import Mask, choices_of
 from torchopt_dist.transform.scale import scale
@@ -67,5 +68,7 @@ def _update(
     if mask is not None:
         chosen = choices_of(spec, mask, params)
         places = [place for place in places if chosen[place]]
-    decayed = lists.add(lists.pick(leaves, places), lists.pick(weights, places), weight_decay)
+    grads = lists.pick(leaves, places)
+    check_dense(grads)
+    decayed = lists.add(grads, lists.pick(weights, places), weight_decay)
     return pytree.unflatten(spec, lists.put(leaves, places, decayed)), state

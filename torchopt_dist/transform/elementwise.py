@@ -20,7 +20,7 @@ from torchopt_dist.ops import lists
 from torchopt_dist.transform.base import GradientTransformation
 from torchopt_dist.typing import OptState, Params, TensorTree, Updates
 
-__all__ = ["Formula", "counts", "elementwise", "filled"]
+__all__ = ["Formula", "check_dense", "counts", "elementwise", "filled"]
 
 
 class Formula(Protocol):
@@ -31,7 +31,11 @@ class Formula(Protocol):
 
 
 def elementwise(
-    state_type: type[tuple[Any, ...]], first: Callable[[Params], OptState], formula: Formula
+    state_type: type[tuple[Any, ...]],
+    first: Callable[[Params], OptState],
+    formula: Formula,
+    *,
+    sparse: bool = False,
 ) -> GradientTransformation:
     """Make a transformation.
 
@@ -39,8 +43,9 @@ def elementwise(
         state_type: the ``NamedTuple`` of the state.
         first: parameters → the first state; a module-level function or a ``partial`` of one.
         formula: likewise; overwrites the fields if told ``inplace=True``.
+        sparse: the formula takes sparse gradients too.
     """
-    return GradientTransformation(first, partial(_update, state_type, formula))
+    return GradientTransformation(first, partial(_update, state_type, formula, sparse))
 
 
 def filled(params: Params, value: float = 0.0, *, requires_grad: bool = False) -> TensorTree:
@@ -61,9 +66,20 @@ def counts(params: Params) -> TensorTree:
     return pytree.map_tensors(lambda _: torch.zeros((), dtype=torch.float32, device="cpu"), params)
 
 
+def check_dense(grads: list[Tensor]) -> None:
+    """Demand dense gradients.
+
+    Raises:
+        TypeError: one is sparse.
+    """
+    if any(grad.layout is not torch.strided for grad in grads):
+        lists.check_tensors({"grads": grads})
+
+
 def _update(
     state_type: type[tuple[Any, ...]],
     formula: Formula,
+    sparse: bool,
     updates: Updates,
     state: Any,
     *,
@@ -74,12 +90,15 @@ def _update(
     leaves, spec = pytree.flatten(updates)
     places = lists.present(leaves)
     grads = lists.pick(leaves, places)
+    if not sparse:
+        check_dense(grads)
     fields = {
         name: pytree.flatten_like(spec, tree, f"state.{name}", "updates")
         for name, tree in zip(state._fields, state, strict=True)
         if not _is_left_out(tree, spec)
     }
     old = [lists.pick(field, places) for field in fields.values()]
+    _check_shapes(places, grads, dict(zip(fields, old, strict=True)))
     moved, *new = formula(
         lists.as_real(grads),
         *(lists.as_real(field) for field in old),
@@ -98,6 +117,19 @@ def _update(
 def _check_state(state: Any, state_type: type) -> None:
     if type(state) is not state_type:
         raise TypeError(f"`state` must be a {state_type.__name__}, got {type(state).__name__}")
+
+
+def _check_shapes(places: list[int], grads: list[Tensor], fields: dict[str, list[Tensor]]) -> None:
+    """Demand that the state is of parameters of these shapes; a count, called ``step``, has none."""
+    shapes = [grad.shape for grad in grads]
+    for name, field in fields.items():
+        if name == "step" or (got := [x.shape for x in field]) == shapes:
+            continue
+        index = next(i for i, (x, y) in enumerate(zip(got, shapes, strict=True)) if x != y)
+        raise ValueError(
+            f"`state.{name}` must have the shapes of `updates`: leaf {places[index]} must have "
+            f"{tuple(shapes[index])}, got {tuple(got[index])}"
+        )
 
 
 def _is_left_out(tree: Any, spec: pytree.PyTreeSpec) -> bool:

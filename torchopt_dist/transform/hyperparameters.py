@@ -31,12 +31,14 @@ def check_at_least_zero(name: str, value: Any) -> None:
     """Demand a number that is at least 0, or a tensor of one element.
 
     Raises:
-        TypeError: it is neither a number nor a tensor.
+        TypeError: it is neither a number nor a tensor, or a complex one.
         ValueError: it is negative, not a number (nan), or a tensor of another size.
     """
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ValueError(f"`{name}` as a tensor must have one element, got shape {tuple(value.shape)}")
+        if value.is_complex():
+            raise TypeError(f"`{name}` must be real, got a tensor of {value.dtype}")
     elif isinstance(value, numbers.Real):
         if not float(value) >= 0:
             raise ValueError(f"`{name}` must be at least 0, got {value}")

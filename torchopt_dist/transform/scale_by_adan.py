@@ -110,8 +110,13 @@ def _formula(
     )
     roots = lists.multiply(lists.square_root(exp_avg_sqs), lists.combine(_inverse_root, left3))
     moved = lists.divide(above, lists.add_number(roots, eps))
-    last = [g.clone() for g in grads] if not torch.is_grad_enabled() else grads  # `p.grad` may be overwritten
+    last = [_own(g) for g in grads]
     return moved, exp_avgs, exp_avg_diffs, exp_avg_sqs, last, steps
+
+
+def _own(grad: Tensor) -> Tensor:
+    """A gradient for the state to keep: ``p.grad``, which ``zero_grad`` may overwrite, has no history."""
+    return grad if torch.is_grad_enabled() and grad.grad_fn is not None else grad.clone()
 
 
 def _changed(t: HyperParameter) -> HyperParameter:

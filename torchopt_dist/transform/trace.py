@@ -80,6 +80,7 @@ def trace(
         TraceState,
         partial(_init, not is_zero(dampening), moment_requires_grad),
         partial(_formula, momentum=momentum, dampening=dampening, nesterov=nesterov),
+        sparse=True,
     )
 
 
