@@ -75,3 +75,24 @@ def test_what_rmsprop_has_beyond_torch(centered, fused):
         x = x - 0.1 * (step + 0.8 * b)
     torch.testing.assert_close(w.detach(), x, rtol=1e-12, atol=0)
     torch.testing.assert_close(meta, x, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw", "adamax", "radam", "adagrad", "sgd"])
+def test_an_option_of_shape_1_is_a_number_where_steps_differ(name):
+    """Its corrections are then one for each parameter, and must not give a 0-d parameter a shape."""
+    pairs = {"adagrad": {"lr_decay": 0.1}, "sgd": {"momentum": 0.9, "dampening": 0.5}}
+    plain = pairs.get(name, {"betas": (0.9, 0.99)})
+
+    def as_tensors(value):
+        return tuple(map(as_tensors, value)) if isinstance(value, tuple) else torch.tensor([value])
+
+    moved = []
+    for options in (plain, {key: as_tensors(value) for key, value in plain.items()}):
+        impl = getattr(todist, name)(lr=0.1, **options)
+        params = [torch.tensor(1.0), torch.ones(2)]
+        state = impl.init(params)
+        _, state = impl.update([torch.tensor(1.0), None], state, params=params)
+        updates, state = impl.update([torch.tensor(1.0), torch.ones(2)], state, params=params)
+        moved.append(todist.apply_updates(params, updates, inplace=False))
+    for one, other in zip(*moved, strict=True):
+        torch.testing.assert_close(one, other)

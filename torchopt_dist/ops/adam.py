@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchopt_dist.ops import choice, lists
+from torchopt_dist.ops import choice, counting, lists, table
 from torchopt_dist.ops.lists import Factor, Factors
 
 __all__ = ["adam", "adam_"]
@@ -68,22 +68,22 @@ def adam(
         RuntimeError: ``fused=True`` where there is no kernel for these arguments; the message says why.
     """
     named = {"grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs, "params": params}
-    lists.check_lengths({**named, "steps": steps})
+    table.check_lengths({**named, "steps": steps})
     columns = [column for column in named.values() if column is not None]
-    kernel = choice.use_kernel("adam", grads, lists.join(columns[1:]), fused)
+    kernel = choice.use_kernel("adam", grads, table.join(columns[1:]), fused)
     numbers = not any(isinstance(number, Tensor) for number in (b1, b2, eps, eps_root))
     if fused and not numbers:
         raise RuntimeError("`fused=True` cannot be kept: the kernel takes hyper-parameters that are numbers")
     if not kernel:
-        lists.check_tensors(named)
-    counts = lists.count_up(lists.counts(steps), inplace=inplace)
-    left1, left2 = lists.bias_corrections((b1, b2), counts)
+        table.check_tensors(named)
+    counts = counting.count_up(counting.counts(steps), inplace=inplace)
+    left1, left2 = counting.bias_corrections((b1, b2), counts)
     move = (1.0, 1.0) if params is None else (-lr, 1 - lr * weight_decay)
     options = _Options(b1, b2, eps, eps_root, left1, left2, *move, kernel and numbers)
     if numbers and not lists.runs_in_a_loop(grads):
-        if torch.is_grad_enabled() and any(x.requires_grad for x in lists.join(columns)):
+        if torch.is_grad_enabled() and any(x.requires_grad for x in table.join(columns)):
             apply: Callable[..., tuple[Tensor, ...]] = _Adam.apply
-            return *lists.split(apply(options, len(columns), *lists.join(columns)), 3), counts
+            return *table.split(apply(options, len(columns), *table.join(columns)), 3), counts
         if options.kernel:
             return *_kernel(columns, options), counts
     return *_formula(columns, options, inplace), counts
@@ -124,7 +124,7 @@ class _Options(NamedTuple):
         return self.b1, self.b2, self.eps, self.eps_root
 
 
-def _formula(columns: lists.Columns, options: _Options, inplace: bool = False) -> list[list[Tensor]]:
+def _formula(columns: table.Columns, options: _Options, inplace: bool = False) -> list[list[Tensor]]:
     """The reference: what the rest of this file computes is measured against it."""
     grads, exp_avgs, exp_avg_sqs, *params = (column or [] for column in columns)
     exp_avgs, exp_avg_sqs = _averages(grads, exp_avgs, exp_avg_sqs, options, inplace)
@@ -175,10 +175,10 @@ class _Adam(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, options: _Options, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        columns = lists.split(tensors, count)
+        columns = table.split(tensors, count)
         if options.kernel:
             moved, *averages = _kernel(columns, options)
-            ctx.save_for_backward(*lists.join(columns[:3]))
+            ctx.save_for_backward(*table.join(columns[:3]))
         else:
             moved, *averages = _in_portions(_formula, columns, options)
             ctx.save_for_backward(*columns[0], *averages[0], *averages[1])
@@ -188,10 +188,10 @@ class _Adam(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *output_grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved = lists.split(ctx.saved_tensors, 3)
+        saved = table.split(ctx.saved_tensors, 3)
         outer = [
-            lists.without_gaps(column, like)
-            for column, like in zip(lists.split(output_grads, 3), saved, strict=True)
+            table.without_gaps(column, like)
+            for column, like in zip(table.split(output_grads, 3), saved, strict=True)
         ]
         if lists.are_batched(output_grads):
             with lists.in_loops():
@@ -202,17 +202,17 @@ class _Adam(torch.autograd.Function):
             found = _kernel_backward([*saved, *outer], ctx.options)
         else:
             found = _in_portions(_backward, [*saved, *outer], ctx.options)
-        grads: list[Tensor | None] = [*lists.join(found)]
+        grads: list[Tensor | None] = [*table.join(found)]
         if ctx.with_params:
             of_moved, kept = list(output_grads[: len(saved[0])]), ctx.options.kept
             grads += of_moved if kept == 1 else [None if g is None else g * kept for g in of_moved]
         return None, None, *grads
 
 
-def _wide_backward(columns: lists.Columns, options: _Options) -> list[list[Tensor]]:
+def _wide_backward(columns: table.Columns, options: _Options) -> list[list[Tensor]]:
     """:func:`_backward` in float32 at least, from what the node has saved."""
     like = columns[0] or []
-    grads, exp_avgs, exp_avg_sqs, *outer = (c if c is None else lists.widened(c) for c in columns)
+    grads, exp_avgs, exp_avg_sqs, *outer = (c if c is None else table.widened(c) for c in columns)
     if options.kernel:
         averages = _averages(grads or [], exp_avgs or [], exp_avg_sqs or [], options)
     else:
@@ -221,7 +221,7 @@ def _wide_backward(columns: lists.Columns, options: _Options) -> list[list[Tenso
     return [[x.to(y.dtype) for x, y in zip(column, like, strict=True)] for column in found]
 
 
-def _backward(columns: lists.Columns, options: _Options) -> list[list[Tensor]]:
+def _backward(columns: table.Columns, options: _Options) -> list[list[Tensor]]:
     """The gradients with respect to ``g``, ``m`` and ``v``, by operations that can be differentiated again.
 
     Args:
@@ -249,25 +249,25 @@ def _backward(columns: lists.Columns, options: _Options) -> list[list[Tensor]]:
 
 
 def _in_portions(
-    formula: Callable[..., list[list[Tensor]]], columns: lists.Columns, options: _Options
+    formula: Callable[..., list[list[Tensor]]], columns: table.Columns, options: _Options
 ) -> list[list[Tensor]]:
     if isinstance(options.left1, list) or isinstance(options.left2, list):  # the tensors' steps differ
         return formula(columns, options)
-    return lists.in_portions(partial(formula, options=options), columns)
+    return table.in_portions(partial(formula, options=options), columns)
 
 
 def _kernel(columns: list[list[Tensor]], options: _Options) -> list[list[Tensor]]:
     grads, exp_avgs, exp_avg_sqs, *params = columns
     numbers = (options.corrections(len(grads)), options.factor, options.kept, *options.numbers())
-    return lists.split(torch.ops.todist.adam(grads, exp_avgs, exp_avg_sqs, *(params or [[]]), *numbers), 3)
+    return table.split(torch.ops.todist.adam(grads, exp_avgs, exp_avg_sqs, *(params or [[]]), *numbers), 3)
 
 
-def _kernel_backward(columns: lists.Columns, options: _Options) -> list[list[Tensor]]:
+def _kernel_backward(columns: table.Columns, options: _Options) -> list[list[Tensor]]:
     saved = columns[:3]
     first, *rest = (column or [] for column in columns[3:])
     first = first or [torch.zeros_like(g) for g in saved[0] or []]
     numbers = (options.corrections(len(first)), options.factor, *options.numbers())
-    return lists.split(torch.ops.todist.adam_backward(first, *rest, *saved, *numbers), 3)
+    return table.split(torch.ops.todist.adam_backward(first, *rest, *saved, *numbers), 3)
 
 
 def adam_(
@@ -315,20 +315,20 @@ def adam_(
         RuntimeError: likewise.
     """
     named = {"params": params, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
-    lists.check_lengths({**named, "steps": steps})
-    counts = lists.counts(steps)
+    table.check_lengths({**named, "steps": steps})
+    counts = counting.counts(steps)
     if choice.use_kernel("adam_", params, [*grads, *exp_avgs, *exp_avg_sqs], fused):
-        left1, left2 = lists.bias_corrections((b1, b2), counts, ahead=1)
+        left1, left2 = counting.bias_corrections((b1, b2), counts, ahead=1)
         corrections = _Options(b1, b2, eps, eps_root, left1, left2, 1.0, 1.0, True).corrections(len(counts))
         columns = (list(params), list(grads), list(exp_avgs), list(exp_avg_sqs))
         numbers = (float(lr), b1, b2, eps, eps_root, weight_decay, decoupled, maximize)
         torch.ops.todist.adam_(*columns, corrections, *numbers)
         torch.autograd.graph.increment_version([*params, *exp_avgs, *exp_avg_sqs])
-        lists.count_up_(counts)  # a step that the kernel has refused is none
+        counting.count_up_(counts)  # a step that the kernel has refused is none
         return
-    lists.check_tensors(named)
+    table.check_tensors(named)
     with torch.no_grad():
-        for part in lists.portions(params):
+        for part in table.portions(params):
             p, g, m, v, t = (
                 list(tensors[part]) for tensors in (params, grads, exp_avgs, exp_avg_sqs, counts)
             )
@@ -338,11 +338,11 @@ def adam_(
                 g = lists.add(g, p, weight_decay)
             elif weight_decay != 0:
                 lists.multiply(p, 1 - lr * weight_decay, inplace=True)
-            lists.count_up_(t)
+            counting.count_up_(t)
             lists.interpolate(m, g, 1 - b1, inplace=True)
             lists.multiply(v, b2, inplace=True)
             lists.add_product(v, g, g, 1 - b2, inplace=True)
-            left1, left2 = lists.bias_corrections((b1, b2), t)
+            left1, left2 = counting.bias_corrections((b1, b2), t)
             below = v if eps_root == 0 else lists.add_number(v, lists.combine(_times, left2, eps_root))
             roots = lists.square_root(below)
             lists.divide_(roots, lists.combine(_root, left2))

@@ -8,11 +8,9 @@ loop.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
-from functools import partial
-from itertools import chain
-from typing import Any, TypeAlias, TypeGuard, TypeVar, cast
+from typing import Any, TypeAlias, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -28,106 +26,23 @@ __all__ = [
     "add_product",
     "add_quotient_",
     "are_batched",
-    "as_complex",
-    "as_real",
-    "bias_correction",
-    "bias_corrections",
-    "check_lengths",
-    "check_tensors",
     "combine",
-    "count_up",
-    "count_up_",
-    "counts",
     "divide",
     "divide_",
     "in_loops",
-    "in_portions",
     "interpolate",
-    "join",
     "maximum",
     "multiply",
-    "pick",
-    "portions",
-    "present",
     "product",
-    "put",
     "runs_in_a_loop",
     "slopes_of_roots",
-    "split",
     "square_root",
-    "values",
-    "widened",
-    "without_gaps",
 ]
 
-T = TypeVar("T")
 Factor: TypeAlias = float | Tensor
 """A number, or a tensor of one element."""
 Factors: TypeAlias = Factor | Sequence[float] | Sequence[Tensor]
 """One for all tensors of a list, or one for each."""
-
-
-SMALL = 8192
-"""Elements a tensor up to which the time of an operation is that of the call."""
-
-
-def present(leaves: Sequence[OptionalTensor]) -> list[int]:
-    """The places of a list that hold a tensor, not ``None``."""
-    return [place for place, leaf in enumerate(leaves) if leaf is not None]
-
-
-def pick(leaves: Sequence[OptionalTensor], places: Sequence[int]) -> list[Tensor]:
-    """The tensors at these places.
-
-    Raises:
-        ValueError: one of them is ``None``.
-    """
-    picked = [leaves[place] for place in places]
-    for leaf in picked:
-        if leaf is None:
-            raise ValueError("a leaf has a gradient, but its parameter or its state is None")
-    return picked  # type: ignore[return-value]
-
-
-def put(
-    leaves: Sequence[OptionalTensor], places: Sequence[int], new: Sequence[Tensor]
-) -> list[OptionalTensor]:
-    """The list with new tensors at these places; the given list stays as it is."""
-    out = list(leaves)
-    for place, tensor in zip(places, new, strict=True):
-        out[place] = tensor
-    return out
-
-
-def join(columns: Iterable[Sequence[T]]) -> list[T]:
-    """The columns one after another."""
-    return list(chain.from_iterable(columns))
-
-
-def split(tensors: Sequence[Any], count: int) -> list[list[Any]]:
-    """So many columns of one length: the way back from :func:`join`."""
-    length = len(tensors) // count
-    return [list(tensors[place * length : (place + 1) * length]) for place in range(count)]
-
-
-def without_gaps(grads: Sequence[OptionalTensor], like: Sequence[Tensor]) -> list[Tensor] | None:
-    """Zeros in the places that are ``None``; ``None`` if all are."""
-    if all(grad is None for grad in grads):
-        return None
-    return [torch.zeros_like(x) if grad is None else grad for grad, x in zip(grads, like, strict=True)]
-
-
-def as_real(xs: Sequence[Tensor]) -> list[Tensor]:
-    """Complex tensors seen as real ones with a last dimension of two, in the same memory; others as they are."""
-    return [torch.view_as_real(x) if x.is_complex() else x for x in xs]
-
-
-def as_complex(xs: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-    """The way back from :func:`as_real`, for the places at which ``like`` is complex."""
-    return [
-        torch.view_as_complex(x if x.stride(-1) == 1 else x.contiguous()) if y.is_complex() else x
-        for x, y in zip(xs, like, strict=True)
-    ]
 
 
 def multiply(xs: list[Tensor], factor: Factors, *, inplace: bool = False) -> list[Tensor]:
@@ -183,36 +98,6 @@ def add_number(xs: list[Tensor], number: Factors, *, inplace: bool = False) -> l
     if inplace:
         return [x.add_(n) for x, n in zip(xs, numbers, strict=True)]
     return [_kept(x + n, x) for x, n in zip(xs, numbers, strict=True)]
-
-
-def counts(steps: Sequence[Tensor | float]) -> list[Tensor]:
-    """Counts as 0-d tensors: numbers are made such ones, in float32 and on the CPU."""
-    return [
-        step if isinstance(step, Tensor) else torch.tensor(step, dtype=torch.float32, device="cpu")
-        for step in steps
-    ]
-
-
-def count_up_(steps: Sequence[Tensor]) -> None:
-    """Add 1 to each of these 0-d tensors, in place."""
-    if runs_in_a_loop(steps) or not steps[0].is_floating_point():
-        for step in steps:
-            step.add_(1)
-    elif steps[0].is_cpu:  # a number would be made a tensor anew for each of them
-        torch._foreach_add_(list(steps), torch.ones((), device="cpu"), alpha=1.0)
-    else:
-        torch._foreach_add_(list(steps), 1)
-
-
-def count_up(steps: list[Tensor], *, inplace: bool = False) -> list[Tensor]:
-    """Add 1 to each of these 0-d tensors, which stay as they are unless ``inplace``."""
-    if inplace:
-        count_up_(steps)
-        return steps
-    if runs_in_a_loop(steps) or not steps[0].is_cpu or {step.dtype for step in steps} - {torch.float32}:
-        return [step + 1 for step in steps]
-    one = torch.ones((), dtype=torch.float32, device="cpu")
-    return list(torch._foreach_add(steps, one, alpha=1.0))
 
 
 def add_product(
@@ -286,55 +171,6 @@ def add_quotient_(xs: list[Tensor], ys: list[Tensor], zs: list[Tensor], factor: 
         torch._foreach_addcdiv_(xs, ys, zs, factor)
 
 
-def portions(xs: Sequence[Tensor], nbytes: int = 1 << 19) -> Iterator[slice]:
-    """Cut a list into slices of about ``nbytes``, so that a formula's next pass finds them in the cache."""
-    start = size = 0
-    for end, x in enumerate(xs, 1):
-        size += x.numel() * x.element_size()
-        if size >= nbytes or end == len(xs):
-            yield slice(start, end)
-            start, size = end, 0
-
-
-Columns: TypeAlias = Sequence[list[Tensor] | None]
-"""Lists of one length, whose tensors at one place belong together; ``None`` where there is no such list."""
-
-
-def in_portions(formula: Callable[[Columns], Sequence[list[Tensor]]], columns: Columns) -> list[list[Tensor]]:
-    """Apply a formula that works element by element where that is fastest: many small tensors as one, few at a time.
-
-    Args:
-        formula: columns → columns; it records no graph.
-        columns: the first of them is a list.
-    """
-    first = columns[0] or []
-    out: list[list[Tensor]] = []
-    for part in portions(first):
-        share = [column if column is None else column[part] for column in columns]
-        small = _flat_sizes([column for column in share if column is not None])
-        if small is None:
-            found = formula(share)
-        else:
-            flat = [None if c is None else [torch.cat([x.reshape(-1) for x in c])] for c in share]
-            # `.data`: the pieces are no views to autograd, and changing one is no change of the others.
-            found = [
-                [piece.view_as(x).data for piece, x in zip(column[0].split(small), first[part], strict=True)]
-                for column in formula(flat)
-            ]
-        out = [[*before, *new] for before, new in zip(out, found, strict=True)] if out else list(found)
-    return out
-
-
-def _flat_sizes(columns: Sequence[list[Tensor]]) -> list[int] | None:
-    """The lengths of small tensors that may be laid end to end; ``None`` if these may not."""
-    first = columns[0]
-    sizes = [x.numel() for x in first]
-    if len(first) < 2 or sum(sizes) > SMALL * len(sizes):
-        return None
-    kinds = {(x.dtype, x.device) for column in columns for x in column}
-    return sizes if len(kinds) == 1 else None
-
-
 def square_root(xs: list[Tensor]) -> list[Tensor]:
     """The root of each element, with a derivative of 0 at 0, where the true one is infinite.
 
@@ -379,45 +215,6 @@ def slopes_of_roots(roots: Sequence[Tensor]) -> list[Tensor]:
     )
 
 
-def values(counts: Sequence[Tensor]) -> Factors:
-    """What 0-d tensors hold: a number, if it is the same in all, else numbers.
-
-    Where they cannot be looked at, as in ``vmap``, they come back as float64 tensors.
-    """
-    if runs_in_a_loop(counts):
-        return [t.to(torch.float64) for t in counts]
-    numbers = [t.item() for t in counts]
-    return numbers[0] if numbers.count(numbers[0]) == len(numbers) else numbers
-
-
-def bias_correction(decay: Factor, steps: Sequence[Tensor]) -> Factors:
-    """``1 - decay**t``: what a running average that began at 0 lacks after ``t`` steps, in float64.
-
-    Args:
-        decay: how much of the average stays at a step.
-        steps: ``t`` of each tensor: 0-d, on the CPU.
-
-    Returns:
-        One for all, if all have made as many steps; else one for each.
-    """
-    return bias_corrections((decay,), steps)[0]
-
-
-def bias_corrections(decays: Sequence[Factor], steps: Sequence[Tensor], ahead: int = 0) -> list[Factors]:
-    """:func:`bias_correction` of several decays, the steps looked at once; of ``ahead`` steps later."""
-    t = values(steps)
-    if ahead:
-        t = combine(lambda made: made + ahead, t)
-    return [
-        combine(partial(_left, decay.to(torch.float64) if isinstance(decay, Tensor) else decay), t)
-        for decay in decays
-    ]
-
-
-def _left(decay: Factor, t: Factor) -> Factor:
-    return 1 - decay**t
-
-
 def combine(function: Callable[..., Any], *factors: Factors) -> Factors:
     """Apply a function to factors: once if all are numbers, otherwise tensor by tensor."""
     lists = [factor for factor in factors if isinstance(factor, (list, tuple))]
@@ -455,62 +252,12 @@ def in_loops() -> Iterator[None]:
         _looping.reset(token)
 
 
-def check_lengths(columns: Mapping[str, Sequence[Any] | None]) -> None:
-    """Demand that lists have one length.
-
-    Args:
-        columns: lists by the names that the caller knows them by; ``None`` for one that is not given.
-
-    Raises:
-        ValueError: a list is longer or shorter than the first one.
-    """
-    (first, model), *rest = ((name, column) for name, column in columns.items() if column is not None)
-    for name, column in rest:
-        if len(column) != len(model):
-            raise ValueError(f"`{name}` must have the length of `{first}`, {len(model)}; got {len(column)}")
-
-
-def check_tensors(columns: Mapping[str, Sequence[Any] | None]) -> None:
-    """Demand what the formulas are written for, as the kernels do for themselves.
-
-    Args:
-        columns: lists of one length, by the names that the caller knows them by; ``None`` for one that is not given.
-
-    Raises:
-        TypeError: something is no tensor, a sparse one, or one of integers.
-        ValueError: tensors at one place differ in shape or device.
-    """
-    given = {name: column for name, column in columns.items() if column}
-    if not given or torch.compiler.is_compiling():
-        return
-    first = next(iter(given))
-    for name, column in given.items():
-        for place, (x, model) in enumerate(zip(column, given[first], strict=True)):
-            if not isinstance(x, Tensor):
-                raise TypeError(f"`{name}[{place}]` must be a tensor; got {type(x).__name__}")
-            if x.layout is not torch.strided:
-                raise TypeError(f"`{name}[{place}]` must be a dense tensor; got layout {x.layout}")
-            if not (x.is_floating_point() or x.is_complex()):
-                raise TypeError(f"`{name}[{place}]` must be of a floating-point dtype; got {x.dtype}")
-            where = f"`{name}[{place}]` must %s of `{first}[{place}]`"
-            if x.shape != model.shape:
-                raise ValueError(f"{where % 'have the shape'}, {tuple(model.shape)}; got {tuple(x.shape)}")
-            if x.device != model.device:
-                raise ValueError(f"{where % 'be on the device'}, {model.device}; got {x.device}")
-
-
-def widened(xs: Sequence[Tensor]) -> list[Tensor]:
-    """float16 and bfloat16 as float32, as the kernels compute; others as they are."""
-    return [x.float() if x.dtype in _HALF else x for x in xs]
-
-
-_HALF = (torch.float16, torch.bfloat16)
-
-
 def _each(factor: Any, count: int) -> Sequence[Any]:
     if isinstance(factor, Tensor):
         return [factor.reshape(())] * count
-    return [factor] * count if _is_number(factor) else factor
+    if _is_number(factor):
+        return [factor] * count
+    return [f.reshape(()) if isinstance(f, Tensor) else f for f in factor]
 
 
 def _is_number(factor: Any) -> TypeGuard[float]:

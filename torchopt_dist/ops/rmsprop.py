@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchopt_dist.ops import choice, lists
+from torchopt_dist.ops import choice, lists, table
 from torchopt_dist.ops.lists import Factor
 
 __all__ = ["rmsprop", "rmsprop_"]
@@ -49,7 +49,7 @@ def rmsprop(
         RuntimeError: ``fused=True`` where there is no kernel for these arguments; the message says why.
     """
     columns = [grads, square_avgs, *([] if grad_avgs is None else [grad_avgs])]
-    kernel = choice.use_kernel("rmsprop", grads, lists.join(columns[1:]), fused)
+    kernel = choice.use_kernel("rmsprop", grads, table.join(columns[1:]), fused)
     numbers = not (isinstance(alpha, Tensor) or isinstance(eps, Tensor))
     if fused and not numbers:
         raise RuntimeError("`fused=True` cannot be kept: the kernel takes hyper-parameters that are numbers")
@@ -57,10 +57,10 @@ def rmsprop(
         return _formula(columns, alpha, eps, inplace)
     if torch.is_grad_enabled() and any(x.requires_grad for column in columns for x in column):
         apply: Callable[..., tuple[Tensor, ...]] = _RMSprop.apply
-        made: Sequence[Tensor] = apply(alpha, eps, len(columns), *lists.join(columns))
+        made: Sequence[Tensor] = apply(alpha, eps, len(columns), *table.join(columns))
     else:
         made = _kernel(columns, alpha, eps)
-    return tuple(lists.split(made, len(columns)))
+    return tuple(table.split(made, len(columns)))
 
 
 def _formula(
@@ -83,7 +83,7 @@ class _RMSprop(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, alpha: float, eps: float, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        columns = lists.split(tensors, count)
+        columns = table.split(tensors, count)
         made = _kernel(columns, alpha, eps)
         ctx.alpha, ctx.eps, ctx.count = alpha, eps, count
         ctx.save_for_backward(*tensors, *made[len(columns[0]) :])
@@ -92,12 +92,12 @@ class _RMSprop(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *output_grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        columns = lists.split(ctx.saved_tensors, 2 * ctx.count - 1)
+        columns = table.split(ctx.saved_tensors, 2 * ctx.count - 1)
         inputs, averages = columns[: ctx.count], columns[ctx.count :]
         if torch.is_grad_enabled():
-            leaves = lists.join(inputs)
+            leaves = table.join(inputs)
             wanted = [x for x in leaves if x.requires_grad]
-            made = lists.join(_formula(inputs, ctx.alpha, ctx.eps))
+            made = table.join(_formula(inputs, ctx.alpha, ctx.eps))
             known = [
                 (x, g) for x, g in zip(made, output_grads, strict=True) if g is not None and x.requires_grad
             ]
@@ -106,8 +106,8 @@ class _RMSprop(torch.autograd.Function):
             )
             rest = iter(found)
             return None, None, None, *(next(rest) if x.requires_grad else None for x in leaves)
-        flows = zip(lists.split(output_grads, ctx.count), inputs, strict=True)
-        first, *outer = [lists.without_gaps(column, like) or [] for column, like in flows]
+        flows = zip(table.split(output_grads, ctx.count), inputs, strict=True)
+        first, *outer = [table.without_gaps(column, like) or [] for column, like in flows]
         first = first or [torch.zeros_like(g) for g in inputs[0]]
         squares, *means = averages
         made = torch.ops.todist.rmsprop_backward(
@@ -161,12 +161,12 @@ def rmsprop_(
         RuntimeError: ``fused=True`` where there is no kernel for these arguments; the message says why.
     """
     columns = (params, grads, square_avgs, grad_avgs, momentum_buffers)
-    if choice.use_kernel("rmsprop_", params, lists.join(columns[1:]), fused):
+    if choice.use_kernel("rmsprop_", params, table.join(columns[1:]), fused):
         numbers = (lr, alpha, eps, momentum, nesterov, weight_decay, maximize)
         torch.ops.todist.rmsprop_(*map(list, columns), *numbers)
         torch.autograd.graph.increment_version([*params, *square_avgs, *grad_avgs, *momentum_buffers])
         return
-    for part in lists.portions(params):
+    for part in table.portions(params):
         p, g, v, a, b = (list(column[part]) for column in columns)
         if maximize:
             g = lists.multiply(g, -1)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchopt_dist.ops import choice, lists
+from torchopt_dist.ops import choice, counting, lists, table
 from torchopt_dist.ops.lists import Factor, Factors
 from torchopt_dist.typing import OptionalTensor
 
@@ -70,26 +70,26 @@ def sgd(
     if fused is None and _is_zero(momentum) and _is_zero(weight_decay) and not maximize:
         fused = False  # the formula is one addition, and torch's own node for it is as fast
     counts, sums = columns.pop("steps", None), columns.get("momentum_buffers")
-    kernel = choice.use_kernel("sgd", grads, lists.join(columns.values()), fused)
+    kernel = choice.use_kernel("sgd", grads, table.join(columns.values()), fused)
     numbers = not any(isinstance(number, Tensor) for number in (lr, momentum, dampening, weight_decay))
     if fused and not numbers:
         raise RuntimeError("`fused=True` cannot be kept: the kernel takes hyper-parameters that are numbers")
     if not kernel:
         _check_tensors({"grads": grads, **columns}, _is_zero(weight_decay) and not nesterov)
-    taken = lists.combine(partial(_taken, dampening), lists.values(counts)) if counts else 1.0
+    taken = lists.combine(partial(_taken, dampening), counting.values(counts)) if counts else 1.0
     options = _Options(
         lr, momentum, taken, nesterov, weight_decay, maximize, sums is not None, params is not None
     )
     given = [grads, *columns.values()]
     if kernel and numbers:
-        if torch.is_grad_enabled() and any(x.requires_grad for x in lists.join(given)):
+        if torch.is_grad_enabled() and any(x.requires_grad for x in table.join(given)):
             apply: Callable[..., tuple[Tensor, ...]] = _Sgd.apply
-            made = lists.split(apply(options, *lists.join(given)), 1 + options.with_sums)
+            made = table.split(apply(options, *table.join(given)), 1 + options.with_sums)
         else:
             made = _kernel(given, options)
     else:
         made = _formula(given, options)
-    return *made, *([] if counts is None else [lists.count_up(counts)])
+    return *made, *([] if counts is None else [counting.count_up(counts)])
 
 
 class _Options(NamedTuple):
@@ -139,13 +139,13 @@ class _Sgd(torch.autograd.Function):
     def forward(ctx: Any, options: _Options, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.options = options
         ctx.set_materialize_grads(False)
-        given = lists.split(tensors, 1 + options.with_sums + options.with_params)
-        return tuple(lists.join(_kernel(given, options)))
+        given = table.split(tensors, 1 + options.with_sums + options.with_params)
+        return tuple(table.join(_kernel(given, options)))
 
     @staticmethod
     def backward(ctx: Any, *output_grads: OptionalTensor) -> tuple[OptionalTensor, ...]:
         options: _Options = ctx.options
-        columns = lists.split(output_grads, 1 + options.with_sums)
+        columns = table.split(output_grads, 1 + options.with_sums)
         length = len(columns[0])
         places = [place for place in range(length) if any(column[place] is not None for column in columns)]
         if len(places) < length:
@@ -162,7 +162,7 @@ class _Sgd(torch.autograd.Function):
             found = _backward(outer, options)
         else:
             found = _kernel_backward(outer, options)
-        return None, *lists.join(lists.put([None] * length, places, column) for column in found)
+        return None, *table.join(table.put([None] * length, places, column) for column in found)
 
 
 def _filled(column: list[OptionalTensor], columns: list[list[OptionalTensor]]) -> list[Tensor] | None:
@@ -175,7 +175,7 @@ def _filled(column: list[OptionalTensor], columns: list[list[OptionalTensor]]) -
     return [torch.zeros_like(like) if x is None else x for x, like in zip(column, present, strict=True)]
 
 
-def _backward(outer: lists.Columns, options: _Options) -> list[list[Any]]:
+def _backward(outer: table.Columns, options: _Options) -> list[list[Any]]:
     """What flows out to gradients, sums and parameters, by operations that can be differentiated again.
 
     Args:
@@ -183,7 +183,7 @@ def _backward(outer: lists.Columns, options: _Options) -> list[list[Any]]:
         options: as in the forward direction; hyper-parameters are numbers.
     """
     like = next(column for column in outer if column is not None)
-    of_moved, *of_sums = (None if column is None else lists.widened(column) for column in outer)
+    of_moved, *of_sums = (None if column is None else table.widened(column) for column in outer)
     of_steps = None if of_moved is None else lists.multiply(of_moved, -options.lr)
     to_sums: list[list[Tensor]] = []
     of_uphill = of_steps or []
@@ -216,17 +216,17 @@ def _kernel(given: Sequence[list[Tensor]], options: _Options) -> list[list[Tenso
     params = rest.pop() if options.with_params else []
     sums = rest[0] if rest else []
     made = torch.ops.todist.sgd(grads, sums, params, options.row(len(grads)), *options.numbers())
-    return lists.split(made, 1 + options.with_sums)
+    return table.split(made, 1 + options.with_sums)
 
 
-def _kernel_backward(outer: lists.Columns, options: _Options) -> list[list[Any]]:
+def _kernel_backward(outer: table.Columns, options: _Options) -> list[list[Any]]:
     of_moved, *of_sums = outer
     first = of_moved or [torch.zeros_like(x) for x in of_sums[0] or []]
     decayed = options.with_params and not _is_zero(options.weight_decay)
     found = torch.ops.todist.sgd_backward(
         first, of_sums[0] or [] if of_sums else [], options.row(len(first)), *options.numbers()
     )
-    return _with_params(lists.split(found, 1 + options.with_sums + decayed), of_moved, options)
+    return _with_params(table.split(found, 1 + options.with_sums + decayed), of_moved, options)
 
 
 def sgd_(
@@ -267,19 +267,19 @@ def sgd_(
     """
     columns = _checked("params", params, {"grads": grads}, momentum_buffers, steps, momentum, dampening)
     counts, sums = columns.pop("steps", []), columns.get("momentum_buffers", [])
-    if choice.use_kernel("sgd_", params, lists.join(columns.values()), fused):
-        taken = lists.combine(partial(_taken, dampening), lists.values(counts)) if counts else 1.0
+    if choice.use_kernel("sgd_", params, table.join(columns.values()), fused):
+        taken = lists.combine(partial(_taken, dampening), counting.values(counts)) if counts else 1.0
         row = _row(taken, len(sums))
         torch.ops.todist.sgd_(
             list(params), list(grads), sums, row, lr, momentum, nesterov, weight_decay, maximize
         )
         torch.autograd.graph.increment_version([*params, *sums])
         if counts:
-            lists.count_up_(counts)
+            counting.count_up_(counts)
         return
     _check_tensors({"params": params, **columns}, weight_decay == 0 and not nesterov)
     with torch.no_grad():
-        for part in lists.portions(params):
+        for part in table.portions(params):
             p, g, b, t = (list(column[part]) for column in (params, grads, sums, counts))
             if maximize:
                 g = lists.multiply(g, -1)
@@ -290,13 +290,13 @@ def sgd_(
                 g = lists.add(g, b, momentum) if nesterov else b
             lists.add(p, g, -lr, inplace=True)
             if t:
-                lists.count_up_(t)
+                counting.count_up_(t)
 
 
 def _sum_up_(
     sums: list[Tensor], grads: list[Tensor], steps: list[Tensor], momentum: float, dampening: float
 ) -> None:
-    taken = lists.combine(partial(_taken, dampening), lists.values(steps)) if steps else 1.0
+    taken = lists.combine(partial(_taken, dampening), counting.values(steps)) if steps else 1.0
     lists.multiply(sums, momentum, inplace=True)
     if isinstance(taken, (int, float)):
         lists.add(sums, grads, taken, inplace=True)
@@ -336,17 +336,17 @@ def _checked(
     if wanted:
         columns = {"momentum_buffers": momentum_buffers or [], **columns}
     if wanted and not _is_zero(dampening):
-        columns["steps"] = lists.counts(steps or [])
-    lists.check_lengths({name: first, **columns})
+        columns["steps"] = counting.counts(steps or [])
+    table.check_lengths({name: first, **columns})
     return {name: list(column) for name, column in columns.items() if column is not None}
 
 
 def _check_tensors(columns: dict[str, Sequence[Tensor]], may_be_sparse: bool) -> None:
-    """As ``lists.check_tensors``; but a gradient that is only added to what is dense may be sparse."""
+    """As ``table.check_tensors``; but a gradient that is only added to what is dense may be sparse."""
     if may_be_sparse and any(isinstance(g, Tensor) and g.is_sparse for g in columns["grads"]):
         dense = [_dense(g) for g in columns["grads"]]
         columns = {**columns, "grads": dense}
-    lists.check_tensors(columns)
+    table.check_tensors(columns)
 
 
 def _dense(grad: Tensor) -> Tensor:

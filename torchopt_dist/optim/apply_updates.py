@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import ops, pytree
-from torchopt_dist.ops import lists
+from torchopt_dist.ops import lists, table
 from torchopt_dist.transform.base import ChainedGradientTransformation, GradientTransformation
 from torchopt_dist.transform.scale import split_factor
 from torchopt_dist.typing import OptionalTensor, OptState, Params, Updates
@@ -42,14 +42,14 @@ def apply_updates(params: Params, updates: Updates, *, inplace: bool = True) -> 
         _check_apart(leaves, steps)
         move_(leaves, steps)
         return params
-    places = lists.present(steps)
+    places = table.present(steps)
     old, step = _pairs(leaves, steps, places)
-    return pytree.unflatten(spec, lists.put(leaves, places, lists.add(old, step)))
+    return pytree.unflatten(spec, table.put(leaves, places, lists.add(old, step)))
 
 
 def move_(params: list[OptionalTensor], updates: list[OptionalTensor], factor: float = 1.0) -> None:
     """Add ``factor`` times the updates to the parameters in place, in one pass over the memory."""
-    old, step = _pairs(params, updates, lists.present(updates))
+    old, step = _pairs(params, updates, table.present(updates))
     with torch.no_grad():
         # With a factor the kernel rounds once where torch rounds twice, and `Optimizer` is torch's bit for bit.
         if factor == 1.0 and all(p.dtype == u.dtype for p, u in zip(old, step, strict=True)):
@@ -72,7 +72,7 @@ def step_(
         if (
             isinstance(impl, ChainedGradientTransformation)
             and impl.in_place is not None
-            and not lists.runs_in_a_loop(lists.pick(params, lists.present(grads)))
+            and not lists.runs_in_a_loop(table.pick(params, table.present(grads)))
         ):
             impl.in_place(params, grads, state)
             return None
@@ -100,7 +100,7 @@ def _check_apart(params: list[OptionalTensor], updates: list[OptionalTensor]) ->
     if torch.compiler.is_compiling():
         return
     seen: dict[int, int] = {}
-    for place in lists.present(updates):
+    for place in table.present(updates):
         first = seen.setdefault(id(params[place]), place)
         if first != place and params[place] is not None:
             raise ValueError(
@@ -112,7 +112,7 @@ def _check_apart(params: list[OptionalTensor], updates: list[OptionalTensor]) ->
 def _pairs(
     params: list[OptionalTensor], updates: list[OptionalTensor], places: list[int]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    old, step = lists.pick(params, places), lists.pick(updates, places)
+    old, step = table.pick(params, places), table.pick(updates, places)
     for place, p, u in zip(places, old, step, strict=True):
         if p.shape != u.shape:
             raise ValueError(

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from torchopt_dist import pytree
-from torchopt_dist.ops import lists
+from torchopt_dist.ops import table
 from torchopt_dist.transform.base import InPlaceFn, RecordedFn
 from torchopt_dist.transform.hyperparameters import is_number
 from torchopt_dist.typing import OptState, Params, Updates
@@ -62,13 +62,13 @@ def _step_in_place(
     columns = {name: _leaves(field) for name, field in fields.items()}
     picked = {name: column for name, column in columns.items() if column}
     given = [list(params), list(grads)]
-    places = lists.present(grads)
+    places = table.present(grads)
     if len(places) < len(grads):
-        picked = {name: lists.pick(column, places) for name, column in picked.items()}
-        given = [lists.pick(column, places) for column in given]
+        picked = {name: table.pick(column, places) for name, column in picked.items()}
+        given = [table.pick(column, places) for column in given]
     if any(map(Tensor.is_complex, given[0])):
-        given = [lists.as_real(column) for column in given]
-        picked = {name: lists.as_real(column) for name, column in picked.items()}
+        given = [table.as_real(column) for column in given]
+        picked = {name: table.as_real(column) for name, column in picked.items()}
     op(*given, **picked, **options)
 
 
@@ -88,7 +88,7 @@ def _step_recorded(
 ) -> tuple[Params, OptState]:
     leaves, spec = pytree.flatten(params)
     slopes = pytree.flatten_like(spec, grads, "updates", "params")
-    places = lists.present(slopes)
+    places = table.present(slopes)
     own: Any = ()
     if state_type is not None:
         (link,) = (index for index, own in enumerate(state) if isinstance(own, state_type))
@@ -98,17 +98,17 @@ def _step_recorded(
         for place, field in enumerate(own)
         if not (leaves and type(field) is tuple and not field)
     }
-    before = [lists.pick(column, places) for column in (leaves, *fields.values())]
-    given = [lists.pick(slopes, places), *before]
+    before = [table.pick(column, places) for column in (leaves, *fields.values())]
+    given = [table.pick(slopes, places), *before]
     some_are_complex = any(x.is_complex() for x in before[0])
     if some_are_complex:
-        given = [lists.as_real(column) for column in given]
+        given = [table.as_real(column) for column in given]
     grads_, params_, *old = given
     made = op(grads_, *old, params=params_, **options)
     if some_are_complex:
-        made = tuple(lists.as_complex(new, like) for new, like in zip(made, before, strict=True))
+        made = tuple(table.as_complex(new, like) for new, like in zip(made, before, strict=True))
     moved, *after = (
-        pytree.unflatten(spec, lists.put(column, places, new))
+        pytree.unflatten(spec, table.put(column, places, new))
         for column, new in zip((leaves, *fields.values()), made, strict=True)
     )
     if state_type is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from torchopt_dist import pytree
-from torchopt_dist.ops import lists
+from torchopt_dist.ops import lists, table
 from torchopt_dist.transform.base import EmptyState, GradientTransformation, identity, stateless
 from torchopt_dist.transform.elementwise import check_dense
 from torchopt_dist.transform.hyperparameters import HyperParameter, check_at_least_zero, is_zero
@@ -64,11 +64,11 @@ def _update(
         raise ValueError("`params` must be given to `update`: weight decay looks at the parameters, got None")
     leaves, spec = pytree.flatten(updates)
     weights = pytree.flatten_like(spec, params, "params", "updates")
-    places = lists.present(leaves)
+    places = table.present(leaves)
     if mask is not None:
         chosen = choices_of(spec, mask, params)
         places = [place for place in places if chosen[place]]
-    grads = lists.pick(leaves, places)
+    grads = table.pick(leaves, places)
     check_dense(grads)
-    decayed = lists.add(grads, lists.pick(weights, places), weight_decay)
-    return pytree.unflatten(spec, lists.put(leaves, places, decayed)), state
+    decayed = lists.add(grads, table.pick(weights, places), weight_decay)
+    return pytree.unflatten(spec, table.put(leaves, places, decayed)), state

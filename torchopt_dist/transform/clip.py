@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
-from torchopt_dist.ops import lists
+from torchopt_dist.ops import lists, table
 from torchopt_dist.transform.base import EmptyState, GradientTransformation, stateless
 from torchopt_dist.transform.elementwise import check_dense
 from torchopt_dist.transform.hyperparameters import HyperParameter, check_at_least_zero
@@ -102,15 +102,15 @@ def _norm_update(
     inplace: bool = True,
 ) -> tuple[Updates, OptState]:
     leaves, spec = pytree.flatten(updates)
-    places = lists.present(leaves)
-    grads = lists.pick(leaves, places)
+    places = table.present(leaves)
+    grads = table.pick(leaves, places)
     check_dense(grads)
     measured = [grad for grad in grads if grad.numel() > 0]
     if not measured:
         return updates, state
     factor = _factor(max_norm, _total_norm(measured, order, error_if_nonfinite))
     clipped = [(grad * factor.to(grad.device)).to(grad.dtype) for grad in grads]
-    return pytree.unflatten(spec, lists.put(leaves, places, clipped)), state
+    return pytree.unflatten(spec, table.put(leaves, places, clipped)), state
 
 
 def _factor(max_norm: HyperParameter, norm: Tensor) -> Tensor:
@@ -179,11 +179,11 @@ def _value_update(
     inplace: bool = True,
 ) -> tuple[Updates, OptState]:
     leaves, spec = pytree.flatten(updates)
-    places = lists.present(leaves)
-    grads = lists.pick(leaves, places)
+    places = table.present(leaves)
+    grads = table.pick(leaves, places)
     check_dense(grads)
     clipped = [_clamp(grad, clip_value) for grad in grads]
-    return pytree.unflatten(spec, lists.put(leaves, places, clipped)), state
+    return pytree.unflatten(spec, table.put(leaves, places, clipped)), state
 
 
 def _clamp(grad: Tensor, limit: HyperParameter) -> Tensor:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from torchopt_dist.ops import lists
+from torchopt_dist.ops import counting, lists
 from torchopt_dist.transform.base import GradientTransformation
 from torchopt_dist.transform.elementwise import counts, elementwise, filled
 from torchopt_dist.transform.hyperparameters import HyperParameter, check_at_least_zero, check_decay
@@ -87,7 +87,7 @@ def _formula(
     exp_avgs = lists.interpolate(exp_avgs, grads, 1 - b1, inplace=inplace)
     decayed = lists.multiply(exp_infs, b2, inplace=inplace)
     exp_infs = lists.maximum(decayed, lists.add_number(lists.absolute(grads), eps))
-    factor = lists.combine(_inverse, lists.bias_correction(b1, steps))
+    factor = lists.combine(_inverse, counting.bias_correction(b1, steps))
     return lists.multiply(lists.divide(exp_avgs, exp_infs), factor), exp_avgs, exp_infs, steps
 
 

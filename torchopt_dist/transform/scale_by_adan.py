@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchopt_dist.ops import lists
+from torchopt_dist.ops import counting, lists
 from torchopt_dist.transform.base import GradientTransformation
 from torchopt_dist.transform.elementwise import counts, elementwise, filled
 from torchopt_dist.transform.hyperparameters import HyperParameter, check_at_least_zero, check_decay
@@ -94,7 +94,7 @@ def _formula(
     eps: HyperParameter,
     inplace: bool,
 ) -> tuple[list[Tensor], ...]:
-    changed = lists.combine(_changed, lists.values(steps))
+    changed = lists.combine(_changed, counting.values(steps))
     steps = lists.add_number(steps, 1, inplace=inplace)
     changes = lists.multiply(lists.add(grads, last_grads, -1.0), changed)
     ahead = lists.add(grads, changes, b2)
@@ -103,7 +103,7 @@ def _formula(
     exp_avg_sqs = lists.multiply(exp_avg_sqs, b3, inplace=inplace)
     exp_avg_sqs = lists.add_product(exp_avg_sqs, ahead, ahead, 1 - b3, inplace=inplace)
 
-    left1, left2, left3 = (lists.bias_correction(b, steps) for b in (b1, b2, b3))
+    left1, left2, left3 = (counting.bias_correction(b, steps) for b in (b1, b2, b3))
     above = lists.add(
         lists.multiply(exp_avgs, lists.combine(_inverse, left1)),
         lists.multiply(exp_avg_diffs, lists.combine(partial(_over, b2), left2)),

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchopt_dist.ops import lists
+from torchopt_dist.ops import counting, lists
 from torchopt_dist.transform.base import GradientTransformation
 from torchopt_dist.transform.elementwise import counts, elementwise, filled
 from torchopt_dist.transform.hyperparameters import (
@@ -99,8 +99,8 @@ def _formula(
     exp_avgs = lists.interpolate(exp_avgs, grads, 1 - b1, inplace=inplace)
     exp_avg_sqs = lists.multiply(exp_avg_sqs, b2, inplace=inplace)
     exp_avg_sqs = lists.add_product(exp_avg_sqs, grads, grads, 1 - b2, inplace=inplace)
-    left1, left2 = lists.bias_correction(b1, steps), lists.bias_correction(b2, steps)
-    t = lists.values(steps)
+    left1, left2 = counting.bias_correction(b1, steps), counting.bias_correction(b2, steps)
+    t = counting.values(steps)
     plain = lists.combine(partial(_plain, b2), t, left1, left2)
     adaptive = lists.combine(partial(_adaptive, b2), t, left1, left2)
     if is_number(adaptive) and adaptive == 0:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchopt_dist.ops import lists
+from torchopt_dist.ops import counting, lists
 from torchopt_dist.transform.base import GradientTransformation, identity
 from torchopt_dist.transform.elementwise import counts, elementwise, filled
 from torchopt_dist.transform.hyperparameters import HyperParameter, check_at_least_zero, is_zero
@@ -99,7 +99,7 @@ def _formula(
 ) -> tuple[list[Tensor], ...]:
     sums = lists.multiply(sums, momentum, inplace=inplace)
     if steps:  # there is dampening, and the first gradient is not dampened
-        taken = lists.combine(partial(_taken, dampening), lists.values(steps[0]))
+        taken = lists.combine(partial(_taken, dampening), counting.values(steps[0]))
         sums = lists.add(sums, lists.multiply(grads, taken), inplace=inplace)
         steps = (lists.add_number(steps[0], 1, inplace=inplace),)
     else:

@@ -1,0 +1,82 @@
+"""The steps that each parameter has made → counted up, and what its running averages lack after so many."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from torchopt_dist.ops.lists import Factor, Factors, combine, runs_in_a_loop
+
+__all__ = ["bias_correction", "bias_corrections", "count_up", "count_up_", "counts", "values"]
+
+
+def counts(steps: Sequence[Tensor | float]) -> list[Tensor]:
+    """Counts as 0-d tensors: numbers are made such ones, in float32 and on the CPU."""
+    return [
+        step if isinstance(step, Tensor) else torch.tensor(step, dtype=torch.float32, device="cpu")
+        for step in steps
+    ]
+
+
+def count_up_(steps: Sequence[Tensor]) -> None:
+    """Add 1 to each of these 0-d tensors, in place."""
+    if runs_in_a_loop(steps) or not steps[0].is_floating_point():
+        for step in steps:
+            step.add_(1)
+    elif steps[0].is_cpu:  # a number would be made a tensor anew for each of them
+        torch._foreach_add_(list(steps), torch.ones((), device="cpu"), alpha=1.0)
+    else:
+        torch._foreach_add_(list(steps), 1)
+
+
+def count_up(steps: list[Tensor], *, inplace: bool = False) -> list[Tensor]:
+    """Add 1 to each of these 0-d tensors, which stay as they are unless ``inplace``."""
+    if inplace:
+        count_up_(steps)
+        return steps
+    if runs_in_a_loop(steps) or not steps[0].is_cpu or {step.dtype for step in steps} - {torch.float32}:
+        return [step + 1 for step in steps]
+    one = torch.ones((), dtype=torch.float32, device="cpu")
+    return list(torch._foreach_add(steps, one, alpha=1.0))
+
+
+def values(counts: Sequence[Tensor]) -> Factors:
+    """What 0-d tensors hold: a number, if it is the same in all, else numbers.
+
+    Where they cannot be looked at, as in ``vmap``, they come back as float64 tensors.
+    """
+    if runs_in_a_loop(counts):
+        return [t.to(torch.float64) for t in counts]
+    numbers = [t.item() for t in counts]
+    return numbers[0] if numbers.count(numbers[0]) == len(numbers) else numbers
+
+
+def bias_correction(decay: Factor, steps: Sequence[Tensor]) -> Factors:
+    """``1 - decay**t``: what a running average that began at 0 lacks after ``t`` steps, in float64.
+
+    Args:
+        decay: how much of the average stays at a step.
+        steps: ``t`` of each tensor: 0-d, on the CPU.
+
+    Returns:
+        One for all, if all have made as many steps; else one for each.
+    """
+    return bias_corrections((decay,), steps)[0]
+
+
+def bias_corrections(decays: Sequence[Factor], steps: Sequence[Tensor], ahead: int = 0) -> list[Factors]:
+    """:func:`bias_correction` of several decays, the steps looked at once; of ``ahead`` steps later."""
+    t = values(steps)
+    if ahead:
+        t = combine(lambda made: made + ahead, t)
+    return [
+        combine(partial(_left, decay.to(torch.float64) if isinstance(decay, Tensor) else decay), t)
+        for decay in decays
+    ]
+
+
+def _left(decay: Factor, t: Factor) -> Factor:
+    return 1 - decay**t

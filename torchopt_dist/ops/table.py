@@ -1,0 +1,191 @@
+"""Lists of one length, in which what is at one place belongs together → checked, joined, split, cut in portions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from torchopt_dist.typing import OptionalTensor
+
+__all__ = [
+    "Columns",
+    "as_complex",
+    "as_real",
+    "check_lengths",
+    "check_tensors",
+    "in_portions",
+    "join",
+    "pick",
+    "portions",
+    "present",
+    "put",
+    "split",
+    "widened",
+    "without_gaps",
+]
+
+T = TypeVar("T")
+SMALL = 8192
+"""Elements a tensor up to which the time of an operation is that of the call."""
+
+Columns: TypeAlias = Sequence[list[Tensor] | None]
+"""Lists of one length, whose tensors at one place belong together; ``None`` where there is no such list."""
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def present(leaves: Sequence[OptionalTensor]) -> list[int]:
+    """The places of a list that hold a tensor, not ``None``."""
+    return [place for place, leaf in enumerate(leaves) if leaf is not None]
+
+
+def pick(leaves: Sequence[OptionalTensor], places: Sequence[int]) -> list[Tensor]:
+    """The tensors at these places.
+
+    Raises:
+        ValueError: one of them is ``None``.
+    """
+    picked = [leaves[place] for place in places]
+    for leaf in picked:
+        if leaf is None:
+            raise ValueError("a leaf has a gradient, but its parameter or its state is None")
+    return picked  # type: ignore[return-value]
+
+
+def put(
+    leaves: Sequence[OptionalTensor], places: Sequence[int], new: Sequence[Tensor]
+) -> list[OptionalTensor]:
+    """The list with new tensors at these places; the given list stays as it is."""
+    out = list(leaves)
+    for place, tensor in zip(places, new, strict=True):
+        out[place] = tensor
+    return out
+
+
+def join(columns: Iterable[Sequence[T]]) -> list[T]:
+    """The columns one after another."""
+    return list(chain.from_iterable(columns))
+
+
+def split(tensors: Sequence[Any], count: int) -> list[list[Any]]:
+    """So many columns of one length: the way back from :func:`join`."""
+    length = len(tensors) // count
+    return [list(tensors[place * length : (place + 1) * length]) for place in range(count)]
+
+
+def without_gaps(grads: Sequence[OptionalTensor], like: Sequence[Tensor]) -> list[Tensor] | None:
+    """Zeros in the places that are ``None``; ``None`` if all are."""
+    if all(grad is None for grad in grads):
+        return None
+    return [torch.zeros_like(x) if grad is None else grad for grad, x in zip(grads, like, strict=True)]
+
+
+def check_lengths(columns: Mapping[str, Sequence[Any] | None]) -> None:
+    """Demand that lists have one length.
+
+    Args:
+        columns: lists by the names that the caller knows them by; ``None`` for one that is not given.
+
+    Raises:
+        ValueError: a list is longer or shorter than the first one.
+    """
+    (first, model), *rest = ((name, column) for name, column in columns.items() if column is not None)
+    for name, column in rest:
+        if len(column) != len(model):
+            raise ValueError(f"`{name}` must have the length of `{first}`, {len(model)}; got {len(column)}")
+
+
+def check_tensors(columns: Mapping[str, Sequence[Any] | None]) -> None:
+    """Demand what the formulas are written for, as the kernels do for themselves.
+
+    Args:
+        columns: lists of one length, by the names that the caller knows them by; ``None`` for one that is not given.
+
+    Raises:
+        TypeError: something is no tensor, a sparse one, or one of integers.
+        ValueError: tensors at one place differ in shape or device.
+    """
+    given = {name: column for name, column in columns.items() if column}
+    if not given or torch.compiler.is_compiling():
+        return
+    first = next(iter(given))
+    for name, column in given.items():
+        for place, (x, model) in enumerate(zip(column, given[first], strict=True)):
+            if not isinstance(x, Tensor):
+                raise TypeError(f"`{name}[{place}]` must be a tensor; got {type(x).__name__}")
+            if x.layout is not torch.strided:
+                raise TypeError(f"`{name}[{place}]` must be a dense tensor; got layout {x.layout}")
+            if not (x.is_floating_point() or x.is_complex()):
+                raise TypeError(f"`{name}[{place}]` must be of a floating-point dtype; got {x.dtype}")
+            where = f"`{name}[{place}]` must %s of `{first}[{place}]`"
+            if x.shape != model.shape:
+                raise ValueError(f"{where % 'have the shape'}, {tuple(model.shape)}; got {tuple(x.shape)}")
+            if x.device != model.device:
+                raise ValueError(f"{where % 'be on the device'}, {model.device}; got {x.device}")
+
+
+def as_real(xs: Sequence[Tensor]) -> list[Tensor]:
+    """Complex tensors seen as real ones with a last dimension of two, in the same memory; others as they are."""
+    return [torch.view_as_real(x) if x.is_complex() else x for x in xs]
+
+
+def as_complex(xs: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+    """The way back from :func:`as_real`, for the places at which ``like`` is complex."""
+    return [
+        torch.view_as_complex(x if x.stride(-1) == 1 else x.contiguous()) if y.is_complex() else x
+        for x, y in zip(xs, like, strict=True)
+    ]
+
+
+def widened(xs: Sequence[Tensor]) -> list[Tensor]:
+    """float16 and bfloat16 as float32, as the kernels compute; others as they are."""
+    return [x.float() if x.dtype in _HALF else x for x in xs]
+
+
+def portions(xs: Sequence[Tensor], nbytes: int = 1 << 19) -> Iterator[slice]:
+    """Cut a list into slices of about ``nbytes``, so that a formula's next pass finds them in the cache."""
+    start = size = 0
+    for end, x in enumerate(xs, 1):
+        size += x.numel() * x.element_size()
+        if size >= nbytes or end == len(xs):
+            yield slice(start, end)
+            start, size = end, 0
+
+
+def in_portions(formula: Callable[[Columns], Sequence[list[Tensor]]], columns: Columns) -> list[list[Tensor]]:
+    """Apply a formula that works element by element where that is fastest: many small tensors as one, few at a time.
+
+    Args:
+        formula: columns → columns; it records no graph.
+        columns: the first of them is a list.
+    """
+    first = columns[0] or []
+    out: list[list[Tensor]] = []
+    for part in portions(first):
+        share = [column if column is None else column[part] for column in columns]
+        small = _flat_sizes([column for column in share if column is not None])
+        if small is None:
+            found = formula(share)
+        else:
+            flat = [None if c is None else [torch.cat([x.reshape(-1) for x in c])] for c in share]
+            # `.data`: the pieces are no views to autograd, and changing one is no change of the others.
+            found = [
+                [piece.view_as(x).data for piece, x in zip(column[0].split(small), first[part], strict=True)]
+                for column in formula(flat)
+            ]
+        out = [[*before, *new] for before, new in zip(out, found, strict=True)] if out else list(found)
+    return out
+
+
+def _flat_sizes(columns: Sequence[list[Tensor]]) -> list[int] | None:
+    """The lengths of small tensors that may be laid end to end; ``None`` if these may not."""
+    first = columns[0]
+    sizes = [x.numel() for x in first]
+    if len(first) < 2 or sum(sizes) > SMALL * len(sizes):
+        return None
+    kinds = {(x.dtype, x.device) for column in columns for x in column}
+    return sizes if len(kinds) == 1 else None
