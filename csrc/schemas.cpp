@@ -31,8 +31,10 @@ STABLE_TORCH_LIBRARY(todist, library) {
       "Tensor(d!)[] momentum_buffers, float lr, float alpha, float eps, float momentum, bool nesterov, "
       "float weight_decay, bool maximize) -> ()");
   library.def(
-      "rmsprop(Tensor[] grads, Tensor[] square_avgs, Tensor[] grad_avgs, float alpha, float eps) -> Tensor[]");
+      "rmsprop(Tensor[] grads, Tensor[] square_avgs, Tensor[] grad_avgs, Tensor[] momentum_buffers, Tensor[] params, "
+      "float factor, float alpha, float eps, float momentum, bool nesterov) -> Tensor[]");
   library.def(
-      "rmsprop_backward(Tensor[] direction_grads, Tensor[] square_avg_grads, Tensor[] grad_avg_grads, "
-      "Tensor[] grads, Tensor[] new_square_avgs, Tensor[] new_grad_avgs, float alpha, float eps) -> Tensor[]");
+      "rmsprop_backward(Tensor[] moved_grads, Tensor[] square_avg_grads, Tensor[] grad_avg_grads, "
+      "Tensor[] momentum_buffer_grads, Tensor[] grads, Tensor[] square_avgs, Tensor[] grad_avgs, "
+      "float factor, float alpha, float eps, float momentum, bool nesterov) -> Tensor[]");
 }

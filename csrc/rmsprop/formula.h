@@ -8,124 +8,213 @@
 
 namespace todist {
 
+// A type's own, not a number's: a choice within the loop keeps the compiler from making vectors of the larger ones.
+enum class Momentum { kNone, kPlain, kNesterov };
+
 // What is the same for all elements.
 struct RmspropNumbers {
   double alpha;
   double eps;
-  double lr = 0;
   double momentum = 0;
+  double lr = 0;
   double weight_decay = 0;
-  bool nesterov = false;
   bool maximize = false;
+  double factor = 1;
 };
 
-// The direction, and the averages' next values. Centered, the root is that of a variance.
+// The averages' next values -> the root. Centered, it is that of a variance.
 template <class A>
-struct RmspropDirection {
-  A alpha, rest, eps;
+struct RmspropRoot {
+  A alpha, rest;
 
-  explicit RmspropDirection(const RmspropNumbers& n)
-      : alpha(static_cast<A>(n.alpha)), rest(static_cast<A>(1 - n.alpha)), eps(static_cast<A>(n.eps)) {}
+  explicit RmspropRoot(const RmspropNumbers& n) : alpha(static_cast<A>(n.alpha)), rest(static_cast<A>(1 - n.alpha)) {}
 
-  C10_HOST_DEVICE inline A move(A grad, A& square_avg) const {
+  C10_HOST_DEVICE inline A operator()(A grad, A& square_avg) const {
     square_avg = alpha * square_avg + rest * grad * grad;
-    return grad / (std::sqrt(square_avg) + eps);
+    return std::sqrt(square_avg);
   }
 
-  C10_HOST_DEVICE inline A move(A grad, A& square_avg, A& grad_avg) const {
+  C10_HOST_DEVICE inline A operator()(A grad, A& square_avg, A& grad_avg) const {
     square_avg = alpha * square_avg + rest * grad * grad;
     grad_avg = grad_avg + rest * (grad - grad_avg);
-    return grad / (std::sqrt(square_avg - grad_avg * grad_avg) + eps);
-  }
-
-  C10_HOST_DEVICE inline void operator()(A& direction, A& new_square_avg, A grad, A square_avg) const {
-    direction = move(grad, square_avg);
-    new_square_avg = square_avg;
-  }
-
-  C10_HOST_DEVICE inline void operator()(A& direction, A& new_square_avg, A& new_grad_avg, A grad, A square_avg,
-                                         A grad_avg) const {
-    direction = move(grad, square_avg, grad_avg);
-    new_square_avg = square_avg;
-    new_grad_avg = grad_avg;
+    return std::sqrt(square_avg - grad_avg * grad_avg);
   }
 };
 
-// The whole step; what there is after `grad` is `square_avg`, then `grad_avg` if centered, then `sum` with momentum.
-template <class A, bool kCentered, bool kMomentum>
-struct RmspropStep {
-  RmspropDirection<A> direction;
-  A lr, momentum, weight_decay;
-  bool decays, nesterov, maximize;
+// What a parameter is moved along. The state is overwritten: `square_avg`, then `grad_avg` if centered, then `sum` with
+// momentum.
+template <class A, bool kCentered, Momentum kMomentum>
+struct RmspropMove {
+  RmspropRoot<A> root;
+  A eps, momentum;
 
-  explicit RmspropStep(const RmspropNumbers& n)
-      : direction(n),
-        lr(static_cast<A>(n.lr)),
-        momentum(static_cast<A>(n.momentum)),
-        weight_decay(static_cast<A>(n.weight_decay)),
-        decays(n.weight_decay != 0),
-        nesterov(n.nesterov),
-        maximize(n.maximize) {}
+  explicit RmspropMove(const RmspropNumbers& n)
+      : root(n), eps(static_cast<A>(n.eps)), momentum(static_cast<A>(n.momentum)) {}
 
-  template <class... Rest>
-  C10_HOST_DEVICE inline void operator()(A& param, A grad, Rest&... rest) const {
-    grad = maximize ? -grad : grad;
-    grad = decays ? grad + weight_decay * param : grad;
-    param = param - lr * move(grad, rest...);
-  }
+  C10_HOST_DEVICE inline A operator()(A grad, A& square_avg) const { return grad / (root(grad, square_avg) + eps); }
 
- private:
-  C10_HOST_DEVICE inline A add_up(A move, A& sum) const {
-    sum = momentum * sum + move;
-    return nesterov ? move + momentum * sum : sum;
-  }
-
-  C10_HOST_DEVICE inline A move(A grad, A& square_avg) const { return direction.move(grad, square_avg); }
-
-  C10_HOST_DEVICE inline A move(A grad, A& square_avg, A& other) const {
+  C10_HOST_DEVICE inline A operator()(A grad, A& square_avg, A& other) const {
     if constexpr (kCentered) {
-      return direction.move(grad, square_avg, other);
+      return grad / (root(grad, square_avg, other) + eps);
     } else {
-      return add_up(direction.move(grad, square_avg), other);
+      return add_up(grad / (root(grad, square_avg) + eps), other);
     }
   }
 
-  C10_HOST_DEVICE inline A move(A grad, A& square_avg, A& grad_avg, A& sum) const {
-    return add_up(direction.move(grad, square_avg, grad_avg), sum);
-  }
-};
-
-// What flows into RmspropDirection's results -> what flows out to its grad and to its averages. The derivative of the
-// root at 0 is taken to be 0, its limit as the gradient goes to 0.
-template <class A>
-struct RmspropBackward {
-  A alpha, rest, eps;
-
-  explicit RmspropBackward(const RmspropNumbers& n)
-      : alpha(static_cast<A>(n.alpha)), rest(static_cast<A>(1 - n.alpha)), eps(static_cast<A>(n.eps)) {}
-
-  C10_HOST_DEVICE inline void operator()(A& to_grad, A& to_square_avg, A of_direction, A of_square_avg, A grad,
-                                         A new_square_avg) const {
-    const A root = std::sqrt(new_square_avg);
-    const A over_below = 1 / (root + eps);
-    of_square_avg = of_square_avg + of_inside(of_direction, grad, root, over_below);
-    to_grad = of_direction * over_below + 2 * rest * grad * of_square_avg;
-    to_square_avg = alpha * of_square_avg;
-  }
-
-  C10_HOST_DEVICE inline void operator()(A& to_grad, A& to_square_avg, A& to_grad_avg, A of_direction, A of_square_avg,
-                                         A of_grad_avg, A grad, A new_square_avg, A new_grad_avg) const {
-    const A root = std::sqrt(new_square_avg - new_grad_avg * new_grad_avg);
-    const A over_below = 1 / (root + eps);
-    const A inside = of_inside(of_direction, grad, root, over_below);
-    of_square_avg = of_square_avg + inside;
-    of_grad_avg = of_grad_avg - 2 * new_grad_avg * inside;
-    to_grad = of_direction * over_below + 2 * rest * grad * of_square_avg + rest * of_grad_avg;
-    to_square_avg = alpha * of_square_avg;
-    to_grad_avg = alpha * of_grad_avg;
+  C10_HOST_DEVICE inline A operator()(A grad, A& square_avg, A& grad_avg, A& sum) const {
+    return add_up(grad / (root(grad, square_avg, grad_avg) + eps), sum);
   }
 
  private:
+  C10_HOST_DEVICE inline A add_up(A direction, A& sum) const {
+    sum = momentum * sum + direction;
+    return kMomentum == Momentum::kNesterov ? direction + momentum * sum : sum;
+  }
+};
+
+// The whole step.
+template <class A, bool kCentered, Momentum kMomentum>
+struct RmspropStep {
+  RmspropMove<A, kCentered, kMomentum> move;
+  A lr, weight_decay;
+  bool decays, maximize;
+
+  explicit RmspropStep(const RmspropNumbers& n)
+      : move(n),
+        lr(static_cast<A>(n.lr)),
+        weight_decay(static_cast<A>(n.weight_decay)),
+        decays(n.weight_decay != 0),
+        maximize(n.maximize) {}
+
+  template <class... State>
+  C10_HOST_DEVICE inline void operator()(A& param, A grad, State&... state) const {
+    grad = maximize ? -grad : grad;
+    grad = decays ? grad + weight_decay * param : grad;
+    param = param - lr * move(grad, state...);
+  }
+};
+
+// The state is new, and so is the parameter, moved by a factor times the move; without a parameter, only that. The
+// factor is multiplied into each term: with the factor times a sum or a quotient, ptxas spills a register.
+template <class A, bool kCentered, Momentum kMomentum>
+struct RmspropMoved {
+  RmspropRoot<A> root;
+  A eps, momentum, factor;
+
+  explicit RmspropMoved(const RmspropNumbers& n)
+      : root(n),
+        eps(static_cast<A>(n.eps)),
+        momentum(static_cast<A>(n.momentum)),
+        factor(static_cast<A>(n.factor)) {}
+
+  C10_HOST_DEVICE inline void operator()(A& moved, A& new_square_avg, A grad, A square_avg, A param) const {
+    moved = param + factor * grad / (root(grad, square_avg) + eps);
+    new_square_avg = square_avg;
+  }
+
+  C10_HOST_DEVICE inline void operator()(A& moved, A& new_square_avg, A& new_other, A grad, A square_avg, A other,
+                                         A param) const {
+    if constexpr (kCentered) {
+      moved = param + factor * grad / (root(grad, square_avg, other) + eps);
+    } else {
+      moved = move_along(grad / (root(grad, square_avg) + eps), other, param);
+    }
+    new_square_avg = square_avg;
+    new_other = other;
+  }
+
+  C10_HOST_DEVICE inline void operator()(A& moved, A& new_square_avg, A& new_grad_avg, A& new_sum, A grad,
+                                         A square_avg, A grad_avg, A sum, A param) const {
+    const A direction = grad / (root(grad, square_avg, grad_avg) + eps);
+    new_square_avg = square_avg;
+    new_grad_avg = grad_avg;
+    moved = move_along(direction, sum, param);
+    new_sum = sum;
+  }
+
+ private:
+  C10_HOST_DEVICE inline A move_along(A direction, A& sum, A param) const {
+    sum = momentum * sum + direction;
+    if constexpr (kMomentum == Momentum::kNesterov) {
+      return param + factor * direction + factor * momentum * sum;
+    }
+    return param + factor * sum;
+  }
+};
+
+// What flows into RmspropMoved's results -> what flows out to its grad and to its state. The averages are the old ones:
+// the new ones are computed again, which spares the rounding that they are stored with. The derivative of the root at 0
+// is taken to be 0, its limit as the gradient goes to 0.
+template <class A, Momentum kMomentum>
+struct RmspropBackward {
+  RmspropRoot<A> root_of;
+  A eps, momentum, factor;
+
+  explicit RmspropBackward(const RmspropNumbers& n)
+      : root_of(n),
+        eps(static_cast<A>(n.eps)),
+        momentum(static_cast<A>(n.momentum)),
+        factor(static_cast<A>(n.factor)) {}
+
+  C10_HOST_DEVICE inline void operator()(A& to_grad, A& to_square_avg, A of_moved, A of_square_avg, A grad,
+                                         A square_avg) const {
+    through(factor * of_moved, to_grad, to_square_avg, of_square_avg, grad, square_avg);
+  }
+
+  C10_HOST_DEVICE inline void operator()(A& to_grad, A& to_square_avg, A& to_grad_avg, A of_moved, A of_square_avg,
+                                         A of_grad_avg, A grad, A square_avg, A grad_avg) const {
+    through(factor * of_moved, to_grad, to_square_avg, to_grad_avg, of_square_avg, of_grad_avg, grad, square_avg,
+            grad_avg);
+  }
+
+  C10_HOST_DEVICE inline void operator()(A& to_grad, A& to_square_avg, A& to_sum, A of_moved, A of_square_avg,
+                                         A of_sum, A grad, A square_avg) const {
+    of_sum = of_sum + of_next(factor * of_moved);
+    through(of_direction(factor * of_moved, of_sum), to_grad, to_square_avg, of_square_avg, grad, square_avg);
+    to_sum = momentum * of_sum;
+  }
+
+  C10_HOST_DEVICE inline void operator()(A& to_grad, A& to_square_avg, A& to_grad_avg, A& to_sum, A of_moved,
+                                         A of_square_avg, A of_grad_avg, A of_sum, A grad, A square_avg,
+                                         A grad_avg) const {
+    of_sum = of_sum + of_next(factor * of_moved);
+    through(of_direction(factor * of_moved, of_sum), to_grad, to_square_avg, to_grad_avg, of_square_avg, of_grad_avg,
+            grad, square_avg, grad_avg);
+    to_sum = momentum * of_sum;
+  }
+
+ private:
+  // What flows out of the move to the new running sum.
+  C10_HOST_DEVICE inline A of_next(A of_move) const {
+    return kMomentum == Momentum::kNesterov ? momentum * of_move : of_move;
+  }
+
+  // What flows to the direction out of the new running sum, and, looking ahead, out of the move itself.
+  C10_HOST_DEVICE inline A of_direction(A of_move, A of_sum) const {
+    return kMomentum == Momentum::kNesterov ? of_sum + of_move : of_sum;
+  }
+
+  C10_HOST_DEVICE inline void through(A of_direction, A& to_grad, A& to_square_avg, A of_square_avg, A grad,
+                                      A square_avg) const {
+    const A root = root_of(grad, square_avg);
+    const A over_below = 1 / (root + eps);
+    of_square_avg = of_square_avg + of_inside(of_direction, grad, root, over_below);
+    to_grad = of_direction * over_below + 2 * root_of.rest * grad * of_square_avg;
+    to_square_avg = root_of.alpha * of_square_avg;
+  }
+
+  C10_HOST_DEVICE inline void through(A of_direction, A& to_grad, A& to_square_avg, A& to_grad_avg, A of_square_avg,
+                                      A of_grad_avg, A grad, A square_avg, A grad_avg) const {
+    const A root = root_of(grad, square_avg, grad_avg);
+    const A over_below = 1 / (root + eps);
+    const A inside = of_inside(of_direction, grad, root, over_below);
+    of_square_avg = of_square_avg + inside;
+    of_grad_avg = of_grad_avg - 2 * grad_avg * inside;
+    to_grad = of_direction * over_below + 2 * root_of.rest * grad * of_square_avg + root_of.rest * of_grad_avg;
+    to_square_avg = root_of.alpha * of_square_avg;
+    to_grad_avg = root_of.alpha * of_grad_avg;
+  }
+
   // What flows out of the root to what is inside it.
   C10_HOST_DEVICE inline A of_inside(A of_direction, A grad, A root, A over_below) const {
     const A of_root = -of_direction * (grad * over_below * over_below);

@@ -172,21 +172,28 @@ def case(op: str, rng: random.Random, shapes: list[list[int]], dtypes: list[torc
         expected = rows(lambda *x: formulas.rmsprop_(*x, *numbers), *map(wide, lists.values()))
         written = [name for name, tensors in lists.items() if tensors and name != "grads"]
         return Case(op, lists, numbers, expected, written)
+    settings = (lr, b2, eps, momentum, nesterov)
     if op == "rmsprop":
-        lists = {"grads": g, "square_avgs": squares, "grad_avgs": make() if centered else []}
-        return Case(
-            op, lists, (b2, eps), rows(lambda *x: formulas.rmsprop(*x, b2, eps), *map(wide, lists.values()))
-        )
+        lists = {
+            "grads": g,
+            "square_avgs": squares,
+            "grad_avgs": make() if centered else [],
+            "momentum_buffers": make() if momentum else [],
+            "params": rng.choice([[], make(expand=True)]),
+        }
+        expected = rows(lambda *x: formulas.rmsprop(*x, *settings), *map(wide, lists.values()))
+        return Case(op, lists, settings, expected)
     lists = {
-        "direction_grads": make(expand=True),
+        "moved_grads": make(expand=True),
         "square_avg_grads": rng.choice([[], make(expand=True)]),
         "grad_avg_grads": rng.choice([[], make(expand=True)]) if centered else [],
+        "momentum_buffer_grads": rng.choice([[], make(expand=True)]) if momentum else [],
         "grads": g,
-        "new_square_avgs": [square + 30 for square in make(positive=True)],
-        "new_grad_avgs": make() if centered else [],
+        "square_avgs": squares,
+        "grad_avgs": make() if centered else [],
     }
-    expected = rows(lambda *x: formulas.rmsprop_gradients(*x, b2, eps), *map(wide, lists.values()))
-    return Case("rmsprop_backward", lists, (b2, eps), expected)
+    expected = rows(lambda *x: formulas.rmsprop_gradients(*x, *settings), *map(wide, lists.values()))
+    return Case("rmsprop_backward", lists, settings, expected)
 
 
 def random_case(op: str, rng: random.Random) -> Case:

@@ -51,22 +51,20 @@ def sgd_gradients(du, db, taken, lr, momentum, nesterov, weight_decay, maximize)
         return torch.autograd.grad([x for x, _ in results], leaves, [d for _, d in results])
 
 
-def rmsprop(g: Tensor, v: Tensor, a: Tensor | None, alpha: float, eps: float) -> tuple:
+def rmsprop(g, v, a, b, p, factor, alpha, eps, momentum, nesterov):
     v = alpha * v + (1 - alpha) * g * g
-    if a is None:
-        return g / (root(v) + eps), v, None
-    a = a + (1 - alpha) * (g - a)
-    return g / (root(v - a * a) + eps), v, a
+    a = None if a is None else a + (1 - alpha) * (g - a)
+    s = g / (root(v if a is None else v - a * a) + eps)
+    if b is not None:
+        b = momentum * b + s
+        s = s + momentum * b if nesterov else b
+    return factor * s if p is None else p + factor * s, v, a, b
 
 
 def rmsprop_(p, g, v, a, b, lr, alpha, eps, momentum, nesterov, weight_decay, maximize):
     g = -g if maximize else g
     g = g + weight_decay * p if weight_decay else g
-    s, v, a = rmsprop(g, v, a, alpha, eps)
-    if b is not None:
-        b = momentum * b + s
-        s = s + momentum * b if nesterov else b
-    return p - lr * s, v, a, b
+    return rmsprop(g, v, a, b, p, -lr, alpha, eps, momentum, nesterov)
 
 
 def adam_gradients(du, dm, dv, g, m, v, c, factor, b1, b2, eps, eps_root):
@@ -80,18 +78,14 @@ def adam_gradients(du, dm, dv, g, m, v, c, factor, b1, b2, eps, eps_root):
     return (1 - b1) * to_m + 2 * (1 - b2) * g * to_v, b1 * to_m, b2 * to_v
 
 
-def rmsprop_gradients(du, dv, da, g, v, a, alpha, eps):
-    """What autograd makes of the formula, from the new averages on."""
-    g, v = g.clone().requires_grad_(), v.clone().requires_grad_()
-    a = None if a is None else a.clone().requires_grad_()
+def rmsprop_gradients(dp, dv, da, db, g, v, a, *settings):
+    """What autograd makes of the formula."""
+    b = None if settings[3] == 0 else torch.zeros_like(g)
+    inputs = [None if x is None else x.clone().requires_grad_() for x in (g, v, a, b)]
     with torch.enable_grad():
-        u = g / (root(v if a is None else v - a * a) + eps)
-        leaves = [g, v] if a is None else [g, v, a]
-        to_g, to_v, *to_a = torch.autograd.grad(u, leaves, du)
-    to_v = to_v + (0 if dv is None else dv)
-    to_g = to_g + 2 * (1 - alpha) * g.detach() * to_v
-    if not to_a:
-        return to_g, alpha * to_v, None
-    (a_grad,) = to_a
-    a_grad = a_grad + (0 if da is None else da)
-    return to_g + (1 - alpha) * a_grad, alpha * to_v, alpha * a_grad
+        results = rmsprop(*inputs, None, *settings)
+        flows = [x if dx is None else (x, dx) for x, dx in zip(results, (dp, dv, da, db), strict=True)]
+        known = [pair for pair in flows if isinstance(pair, tuple)]
+        leaves = [x for x in inputs if x is not None]
+        found = iter(torch.autograd.grad([x for x, _ in known], leaves, [dx for _, dx in known]))
+    return tuple(None if x is None else next(found) for x in inputs)

@@ -118,8 +118,15 @@ def test_lists_that_must_not_be_there():
         RuntimeError, match=r"rmsprop_: `momentum_buffers` must be empty where `momentum` is 0"
     ):
         kernels.rmsprop_([four], [four], [four.clone()], [], [four], 0.1, 0.9, 0.1, 0.0, False, 0.0, False)
-    with pytest.raises(RuntimeError, match=r"`grad_avg_grads` must be empty where `new_grad_avgs` is"):
-        kernels.rmsprop_backward([four], [], [four], [four], [four], [], 0.9, 0.1)
+    numbers = (1.0, 0.9, 0.1, 0.0, False)
+    with pytest.raises(RuntimeError, match=r"`grad_avg_grads` must be empty where `grad_avgs` is; got 1"):
+        kernels.rmsprop_backward([four], [], [four], [], [four], [four], [], *numbers)
+    with pytest.raises(RuntimeError, match=r"rmsprop_backward: `momentum_buffer_grads` must be empty wher"):
+        kernels.rmsprop_backward([four], [], [], [four], [four], [four], [], *numbers)
+    with pytest.raises(RuntimeError, match=r"rmsprop: `momentum_buffers` must be empty where `momentum` is"):
+        kernels.rmsprop([four], [four], [], [four], [], *numbers)
+    with pytest.raises(RuntimeError, match=r"`momentum_buffers` must have the length of `grads`, 1; got 0"):
+        kernels.rmsprop([four], [four], [], [], [], 1.0, 0.9, 0.1, 0.5, False)
     with pytest.raises(RuntimeError, match=r"`grad_avgs` must have the length of `grads`, 1; got 2"):
-        kernels.rmsprop([four], [four], [four, four], 0.9, 0.1)
+        kernels.rmsprop([four], [four], [four, four], [], [], *numbers)
     assert (four == 1).all()

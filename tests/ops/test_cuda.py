@@ -174,7 +174,7 @@ def test_tied_parameters_are_stepped_in_their_order():
 def test_nothing_to_do_launches_nothing():
     empty = torch.empty(0, 3, device=DEVICE)
     kernels.add_scaled_([empty], [empty.clone()], 1.0)
-    assert kernels.rmsprop([empty], [empty], [], 0.9, 1e-8)[0].shape == (0, 3)
+    assert kernels.rmsprop([empty], [empty], [], [], [], 1.0, 0.9, 1e-8, 0.0, False)[0].shape == (0, 3)
 
 
 def test_numbers_stay_on_the_cpu():

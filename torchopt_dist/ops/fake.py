@@ -28,14 +28,19 @@ def _adam_backward(*args: Any) -> list[Tensor]:
 
 
 def _rmsprop(
-    grads: list[Tensor], square_avgs: list[Tensor], grad_avgs: list[Tensor], *_: Any
+    grads: list[Tensor],
+    square_avgs: list[Tensor],
+    grad_avgs: list[Tensor],
+    momentum_buffers: list[Tensor],
+    *_: Any,
 ) -> list[Tensor]:
-    return _like(square_avgs, square_avgs, grad_avgs)
+    return _like(square_avgs, square_avgs, grad_avgs, momentum_buffers)
 
 
 def _rmsprop_backward(*args: Any) -> list[Tensor]:
-    grads, square_avgs, grad_avgs = args[3:6]
-    return _like(grads, square_avgs, grad_avgs)
+    grads, square_avgs, grad_avgs = args[4:7]
+    momentum = args[10]
+    return _like(grads, square_avgs, grad_avgs, square_avgs if momentum != 0 else [])
 
 
 def _sgd(grads: list[Tensor], momentum_buffers: list[Tensor], params: list[Tensor], *_: Any) -> list[Tensor]:

@@ -1,21 +1,25 @@
-"""Gradients, averages of their squares → directions and new averages; or a whole step of RMSprop, in place.
+"""Gradients, averages of their squares → directions or moved parameters, and the next state; or all that in place.
 
 With the gradient ``g``, ``v = alpha * v + (1 - alpha) * g**2``, and the direction is ``g / (sqrt(v) + eps)``; centered,
-also ``a = alpha * a + (1 - alpha) * g``, and the root is that of ``v - a**2``. [Tieleman and Hinton 2012, Neural
-Networks for Machine Learning, lecture 6.5; centered: Graves 2013, Generating Sequences With Recurrent Neural
-Networks, equations 38 to 45.] The root's derivative at 0 is taken to be 0, the limit as the gradient goes to 0.
+also ``a = alpha * a + (1 - alpha) * g``, and the root is that of ``v - a**2``. With momentum, ``b`` stands for the
+direction ``u``: ``b = momentum * b + u``, or ``u + momentum * b`` with Nesterov's look-ahead. [Tieleman and Hinton
+2012, Neural Networks for Machine Learning, lecture 6.5; centered: Graves 2013, Generating Sequences With Recurrent
+Neural Networks, equations 38 to 45; momentum: as in ``torch.optim.RMSprop``.] The root's derivative at 0 is taken to
+be 0, the limit as the gradient goes to 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchopt_dist.ops import choice, lists, table
 from torchopt_dist.ops.lists import Factor
+from torchopt_dist.typing import OptionalTensor
 
 __all__ = ["rmsprop", "rmsprop_"]
 
@@ -24,102 +28,254 @@ def rmsprop(
     grads: list[Tensor],
     square_avgs: list[Tensor],
     grad_avgs: list[Tensor] | None = None,
+    momentum_buffers: list[Tensor] | None = None,
+    params: list[Tensor] | None = None,
     *,
     alpha: Factor,
     eps: Factor,
+    momentum: Factor = 0.0,
+    nesterov: bool = False,
+    lr: float = 0.0,
     fused: bool | None = None,
     inplace: bool = False,
 ) -> tuple[list[Tensor], ...]:
-    """The directions and the next averages; differentiable to any order, in ``alpha`` and ``eps`` too.
+    """The directions and the next state; differentiable to any order, in ``alpha``, ``eps`` and ``momentum`` too.
+
+    With ``momentum_buffers``, their sums in the directions' stead; with ``params``, these moved by ``-lr`` times that.
 
     Args:
-        grads: real tensors of any shapes; so are ``square_avgs`` (``v``) and ``grad_avgs`` (``a``).
-        square_avgs: averages of the squared gradients.
-        grad_avgs: averages of the gradients; ``None`` unless centered.
+        grads: real tensors of any shapes; so are all of these.
+        square_avgs: averages of the squared gradients (``v``).
+        grad_avgs: averages of the gradients (``a``); ``None`` unless centered.
+        momentum_buffers: running sums of the directions (``b``); ``None`` where ``momentum`` is 0.
+        params: parameters; not overwritten.
         alpha: decay of the averages; a number, or a tensor of one element.
         eps: added to the root; likewise.
+        momentum: how much of a running sum stays; likewise.
+        nesterov: look ahead.
+        lr: learning rate, for ``params``.
         fused: None uses a kernel where there is one, False the formulas here, True demands the kernel, which has no
             derivatives for hyper-parameters that are tensors.
-        inplace: leave to overwrite the averages.
+        inplace: leave to overwrite the averages and the running sums.
 
     Returns:
-        Directions, ``square_avgs``, and ``grad_avgs`` if centered.
+        Directions or moved parameters, ``square_avgs``, ``grad_avgs`` if centered, ``momentum_buffers`` if given.
 
     Raises:
+        TypeError: a list holds something else than dense tensors.
+        ValueError: the lists' lengths differ, or the shapes of tensors that belong together; or one of ``momentum`` and
+            ``momentum_buffers`` comes without the other.
         RuntimeError: ``fused=True`` where there is no kernel for these arguments; the message says why.
     """
-    columns = [grads, square_avgs, *([] if grad_avgs is None else [grad_avgs])]
-    kernel = choice.use_kernel("rmsprop", grads, table.join(columns[1:]), fused)
-    numbers = not (isinstance(alpha, Tensor) or isinstance(eps, Tensor))
+    named = {
+        "grads": grads,
+        "square_avgs": square_avgs,
+        "grad_avgs": grad_avgs,
+        "momentum_buffers": momentum_buffers,
+        "params": params,
+    }
+    _check_lengths(named, momentum)
+    columns = list(named.values())
+    kernel = choice.use_kernel("rmsprop", grads, _joined(columns[1:]), fused)
+    numbers = not any(isinstance(number, Tensor) for number in (alpha, eps, momentum))
     if fused and not numbers:
         raise RuntimeError("`fused=True` cannot be kept: the kernel takes hyper-parameters that are numbers")
-    if not (kernel and numbers):
-        return _formula(columns, alpha, eps, inplace)
-    if torch.is_grad_enabled() and any(x.requires_grad for column in columns for x in column):
-        apply: Callable[..., tuple[Tensor, ...]] = _RMSprop.apply
-        made: Sequence[Tensor] = apply(alpha, eps, len(columns), *table.join(columns))
-    else:
-        made = _kernel(columns, alpha, eps)
-    return tuple(table.split(made, len(columns)))
+    if not kernel:
+        table.check_tensors(named)
+    factor = 1.0 if params is None else -lr
+    options = _Options(alpha, eps, momentum, nesterov, factor, kernel and numbers)
+    if numbers and not lists.runs_in_a_loop(grads):
+        if torch.is_grad_enabled() and any(x.requires_grad for x in _joined(columns)):
+            apply: Callable[..., tuple[Tensor, ...]] = _RMSprop.apply
+            there = _there(columns)
+            return tuple(table.split(apply(options, there, *_joined(columns)), sum(there[:4])))
+        if options.kernel:
+            return tuple(_kernel(columns, options))
+    return tuple(_formula(columns, options, inplace))
 
 
-def _formula(
-    columns: Sequence[list[Tensor]], alpha: Factor, eps: Factor, inplace: bool = False
-) -> tuple[list[Tensor], ...]:
-    """The reference: what the rest of this file computes is measured against it."""
-    grads, square_avgs, *grad_avgs = columns
-    square_avgs = lists.multiply(square_avgs, alpha, inplace=inplace)
-    square_avgs = lists.add_product(square_avgs, grads, grads, 1 - alpha, inplace=inplace)
-    below = square_avgs
-    if grad_avgs:
-        grad_avgs = [lists.interpolate(grad_avgs[0], grads, 1 - alpha, inplace=inplace)]
-        below = lists.add_product(below, grad_avgs[0], grad_avgs[0], -1.0)
-    roots = lists.square_root(below)
-    return lists.divide(grads, lists.add_number(roots, eps)), square_avgs, *grad_avgs
+def _check_lengths(named: Mapping[str, Sequence[Tensor] | None], momentum: Factor) -> None:
+    """Demand lists of one length, and running sums where there is a momentum, and only there."""
+    table.check_lengths(named)
+    given = named["momentum_buffers"] is not None
+    if named["grads"] and given != (isinstance(momentum, Tensor) or momentum != 0):
+        rule = "left out where `momentum` is 0" if given else f"given: `momentum` is {momentum}"
+        raise ValueError(f"`momentum_buffers` must be {rule}")
+
+
+class _Options(NamedTuple):
+    alpha: Factor
+    eps: Factor
+    momentum: Factor
+    nesterov: bool
+    factor: float
+    kernel: bool
+
+    def numbers(self) -> tuple[Any, ...]:
+        """For the kernels."""
+        return self.factor, self.alpha, self.eps, self.momentum, self.nesterov
+
+
+def _there(columns: table.Columns) -> tuple[bool, ...]:
+    return tuple(column is not None for column in columns)
+
+
+def _joined(columns: table.Columns) -> list[Tensor]:
+    return table.join(column for column in columns if column is not None)
+
+
+def _apart(tensors: Sequence[Any], there: Sequence[bool]) -> list[list[Any] | None]:
+    """The way back from :func:`_joined`."""
+    columns = iter(table.split(tensors, sum(there)))
+    return [next(columns) if here else None for here in there]
+
+
+def _formula(columns: table.Columns, options: _Options, inplace: bool = False) -> list[list[Tensor]]:
+    """The reference: what the rest of this file computes is measured against it. Halves are computed in float32."""
+    wide = [None if column is None else table.widened(column) for column in columns]
+    grads, _, _, sums, params = wide
+    square_avgs, grad_avgs, below = _below_root(wide, options, inplace)
+    moved = lists.divide(grads or [], lists.add_number(lists.square_root(below), options.eps))
+    if sums is not None:
+        directions = moved
+        sums = lists.add(lists.multiply(sums, options.momentum, inplace=inplace), moved, inplace=inplace)
+        if options.nesterov:
+            moved = lists.add(directions, sums, options.momentum)
+        else:
+            moved = sums if params is not None else [b.clone() for b in sums]
+    if params is not None:
+        moved = lists.add(params, moved, options.factor)
+    like = columns[0] if params is None else columns[4]
+    state = [
+        _narrowed(new, old, inplace)
+        for new, old in zip((square_avgs, grad_avgs, sums), columns[1:4], strict=True)
+        if new is not None and old is not None
+    ]
+    return [_narrowed(moved, like or []), *state]
+
+
+def _narrowed(xs: list[Tensor], like: list[Tensor], inplace: bool = False) -> list[Tensor]:
+    """The way back from :func:`table.widened`, into the tensors of ``like`` if ``inplace``."""
+    return [
+        x if x.dtype == y.dtype else y.copy_(x) if inplace else x.to(y.dtype)
+        for x, y in zip(xs, like, strict=True)
+    ]
+
+
+def _below_root(
+    columns: table.Columns, options: _Options, inplace: bool = False
+) -> tuple[list[Tensor], list[Tensor] | None, list[Tensor]]:
+    """The next averages, and what the root is taken of."""
+    grads, square_avgs, grad_avgs = (column or [] for column in columns[:3])
+    square_avgs = lists.multiply(square_avgs, options.alpha, inplace=inplace)
+    square_avgs = lists.add_product(square_avgs, grads, grads, 1 - options.alpha, inplace=inplace)
+    if columns[2] is None:
+        return square_avgs, None, square_avgs
+    grad_avgs = lists.interpolate(grad_avgs, grads, 1 - options.alpha, inplace=inplace)
+    return square_avgs, grad_avgs, lists.add_product(square_avgs, grad_avgs, grad_avgs, -1.0)
 
 
 class _RMSprop(torch.autograd.Function):
-    """The whole list as one node, by the kernels; what is to be differentiated again, by the formula."""
+    """The whole list as one node, for hyper-parameters that are numbers.
+
+    It saves what came in. The new averages are made again, without the rounding to float16 or bfloat16 that they have
+    as results.
+    """
 
     @staticmethod
-    def forward(ctx: Any, alpha: float, eps: float, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        columns = table.split(tensors, count)
-        made = _kernel(columns, alpha, eps)
-        ctx.alpha, ctx.eps, ctx.count = alpha, eps, count
-        ctx.save_for_backward(*tensors, *made[len(columns[0]) :])
+    def forward(ctx: Any, options: _Options, there: tuple[bool, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
+        columns = _apart(tensors, there)
+        if options.kernel:
+            made = _kernel(columns, options)
+        else:
+            made = table.in_portions(partial(_formula, options=options), columns)
+        ctx.options, ctx.there = options, there
+        ctx.save_for_backward(*_joined(columns[:3]))
         ctx.set_materialize_grads(False)
-        return tuple(made)
+        return tuple(table.join(made))
 
     @staticmethod
     def backward(ctx: Any, *output_grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        columns = table.split(ctx.saved_tensors, 2 * ctx.count - 1)
-        inputs, averages = columns[: ctx.count], columns[ctx.count :]
-        if torch.is_grad_enabled():
-            leaves = table.join(inputs)
-            wanted = [x for x in leaves if x.requires_grad]
-            made = table.join(_formula(inputs, ctx.alpha, ctx.eps))
-            known = [
-                (x, g) for x, g in zip(made, output_grads, strict=True) if g is not None and x.requires_grad
-            ]
-            found = torch.autograd.grad(
-                [x for x, _ in known], wanted, [g for _, g in known], create_graph=True, allow_unused=True
-            )
-            rest = iter(found)
-            return None, None, None, *(next(rest) if x.requires_grad else None for x in leaves)
-        flows = zip(table.split(output_grads, ctx.count), inputs, strict=True)
-        first, *outer = [table.without_gaps(column, like) or [] for column, like in flows]
-        first = first or [torch.zeros_like(g) for g in inputs[0]]
-        squares, *means = averages
-        made = torch.ops.todist.rmsprop_backward(
-            first, *outer, *([] if means else [[]]), inputs[0], squares, *(means or [[]]), ctx.alpha, ctx.eps
-        )
-        return None, None, None, *made
+        saved = _apart(ctx.saved_tensors, ctx.there[:3])
+        flows = _apart(output_grads, ctx.there[:4])
+        like = saved[0] or []
+        columns = [*saved, *(None if flow is None else table.without_gaps(flow, like) for flow in flows)]
+        formula = partial(_backward, options=ctx.options, summed=ctx.there[3])
+        if lists.are_batched(output_grads):
+            with lists.in_loops():
+                found = formula(columns)
+        elif torch.is_grad_enabled():
+            found = formula(columns)
+        elif ctx.options.kernel:
+            found = _kernel_backward(columns, ctx.options)
+        else:
+            found = table.in_portions(formula, columns)
+        of_params: Sequence[OptionalTensor] = (flows[0] or []) if ctx.there[4] else []
+        return None, None, *table.join(found), *of_params
 
 
-def _kernel(columns: Sequence[list[Tensor]], alpha: Factor, eps: Factor) -> list[Tensor]:
-    grads, square_avgs, *grad_avgs = columns
-    made: list[Tensor] = torch.ops.todist.rmsprop(grads, square_avgs, *(grad_avgs or [[]]), alpha, eps)
-    return made
+def _backward(columns: table.Columns, options: _Options, summed: bool) -> list[list[Tensor]]:
+    """The gradients with respect to all but the parameters, by operations that can be differentiated again.
+
+    Args:
+        columns: the gradients ``g`` and the old averages; then the gradients with respect to the moved parameters, to
+            the new averages and to the new running sums, ``None`` for zeros.
+        options: as in the forward direction.
+        summed: whether there are running sums.
+    """
+    wide = [None if column is None else table.widened(column) for column in columns]
+    grads, (_, of_moved, of_squares, of_avgs, of_sums) = wide[0] or [], wide[2:]
+    alpha, momentum = options.alpha, options.momentum
+    of_directions = of_moved if of_moved is None else lists.multiply(of_moved, options.factor)
+    if summed:
+        of_last = of_directions
+        if of_last is not None:
+            ahead = lists.multiply(of_last, momentum) if options.nesterov else of_last
+            of_sums = ahead if of_sums is None else lists.add(of_sums, ahead)
+        of_directions = of_sums
+        if options.nesterov and of_last is not None and of_sums is not None:
+            of_directions = lists.add(of_sums, of_last)
+    of_grads = None
+    if of_directions is not None:
+        _, new_avgs, below = _below_root(wide, options)
+        roots = lists.square_root(below)
+        below = lists.add_number(roots, options.eps)
+        of_grads = lists.divide(of_directions, below)
+        through = lists.product(lists.divide(grads, below), lists.slopes_of_roots(roots))
+        through = lists.product(of_grads, through)
+        of_squares = _sum(of_squares, lists.multiply(through, -1))
+        if new_avgs is not None:
+            of_avgs = _sum(of_avgs, lists.multiply(lists.product(new_avgs, through), 2))
+    of_squares = _or_zeros(of_squares, grads)
+    twice = lists.multiply(lists.product(grads, of_squares), 2 * (1 - alpha))
+    found = [_sum(of_grads, twice), lists.multiply(of_squares, alpha)]
+    if columns[2] is not None:
+        of_avgs = _or_zeros(of_avgs, grads)
+        found[0] = lists.add(found[0], of_avgs, 1 - alpha)
+        found.append(lists.multiply(of_avgs, alpha))
+    if summed:
+        found.append(lists.multiply(_or_zeros(of_sums, grads), momentum))
+    return [_narrowed(column, columns[0] or []) for column in found]
+
+
+def _sum(xs: list[Tensor] | None, ys: list[Tensor]) -> list[Tensor]:
+    return ys if xs is None else lists.add(xs, ys)
+
+
+def _or_zeros(xs: list[Tensor] | None, like: list[Tensor]) -> list[Tensor]:
+    return [torch.zeros_like(x) for x in like] if xs is None else xs
+
+
+def _kernel(columns: table.Columns, options: _Options) -> list[list[Tensor]]:
+    made = torch.ops.todist.rmsprop(*(column or [] for column in columns), *options.numbers())
+    return table.split(made, sum(_there(columns[:4])))
+
+
+def _kernel_backward(columns: table.Columns, options: _Options) -> list[list[Tensor]]:
+    grads, square_avgs, grad_avgs, *flows = (column or [] for column in columns)
+    flows[0] = _or_zeros(flows[0] or None, grads)
+    made = torch.ops.todist.rmsprop_backward(*flows, grads, square_avgs, grad_avgs, *options.numbers())
+    return table.split(made, len(made) // len(grads))
 
 
 def rmsprop_(
@@ -158,33 +314,46 @@ def rmsprop_(
         fused: None uses a kernel where there is one, False the formula, True demands the kernel.
 
     Raises:
-        RuntimeError: ``fused=True`` where there is no kernel for these arguments; the message says why.
+        TypeError: as in :func:`rmsprop`.
+        ValueError: likewise.
+        RuntimeError: likewise.
     """
-    columns = (params, grads, square_avgs, grad_avgs, momentum_buffers)
+    named = {
+        "params": params,
+        "grads": grads,
+        "square_avgs": square_avgs,
+        "grad_avgs": grad_avgs or None,
+        "momentum_buffers": momentum_buffers or None,
+    }
+    _check_lengths(named, momentum)
+    columns = [column or () for column in named.values()]
     if choice.use_kernel("rmsprop_", params, table.join(columns[1:]), fused):
-        numbers = (lr, alpha, eps, momentum, nesterov, weight_decay, maximize)
-        torch.ops.todist.rmsprop_(*map(list, columns), *numbers)
+        if params:  # without a tensor, torch has no device to choose a kernel by
+            numbers = (lr, alpha, eps, momentum, nesterov, weight_decay, maximize)
+            torch.ops.todist.rmsprop_(*map(list, columns), *numbers)
         torch.autograd.graph.increment_version([*params, *square_avgs, *grad_avgs, *momentum_buffers])
         return
-    for part in table.portions(params):
-        p, g, v, a, b = (list(column[part]) for column in columns)
-        if maximize:
-            g = lists.multiply(g, -1)
-        if weight_decay != 0:
-            g = lists.add(g, p, weight_decay)
-        lists.multiply(v, alpha, inplace=True)
-        lists.add_product(v, g, g, 1 - alpha, inplace=True)
-        below = v
-        if a:
-            lists.interpolate(a, g, 1 - alpha, inplace=True)
-            below = lists.add_product(v, a, a, -1.0)
-        roots = lists.square_root(below)
-        lists.add_number(roots, eps, inplace=True)
-        if not b:
-            lists.add_quotient_(p, g, roots, -lr)
-            continue
-        lists.multiply(b, momentum, inplace=True)
-        lists.add_quotient_(b, g, roots, 1.0)
-        if nesterov:
-            lists.add_quotient_(p, g, roots, -lr)
-        lists.add(p, b, -lr * momentum if nesterov else -lr, inplace=True)
+    table.check_tensors(named)
+    with torch.no_grad():
+        for part in table.portions(params):
+            p, g, v, a, b = (list(column[part]) for column in columns)
+            if maximize:
+                g = lists.multiply(g, -1)
+            if weight_decay != 0:
+                g = lists.add(g, p, weight_decay)
+            lists.multiply(v, alpha, inplace=True)
+            lists.add_product(v, g, g, 1 - alpha, inplace=True)
+            below = v
+            if a:
+                lists.interpolate(a, g, 1 - alpha, inplace=True)
+                below = lists.add_product(v, a, a, -1.0)
+            roots = lists.square_root(below)
+            lists.add_number(roots, eps, inplace=True)
+            if not b:
+                lists.add_quotient_(p, g, roots, -lr)
+                continue
+            lists.multiply(b, momentum, inplace=True)
+            lists.add_quotient_(b, g, roots, 1.0)
+            if nesterov:
+                lists.add_quotient_(p, g, roots, -lr)
+            lists.add(p, b, -lr * momentum if nesterov else -lr, inplace=True)

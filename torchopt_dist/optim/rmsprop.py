@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from torchopt_dist.ops.rmsprop import rmsprop as rmsprop_op
 from torchopt_dist.ops.rmsprop import rmsprop_
 from torchopt_dist.optim.meta_optimizer import MetaOptimizer
 from torchopt_dist.optim.optimizer import Optimizer
-from torchopt_dist.optim.whole_step import in_place
+from torchopt_dist.optim.whole_step import in_place, recorded
 from torchopt_dist.transform.add_decayed_weights import penalized
 from torchopt_dist.transform.base import ChainedGradientTransformation, GradientTransformation
 from torchopt_dist.transform.hyperparameters import HyperParameter, is_zero
 from torchopt_dist.transform.scale import scale_by_learning_rate
-from torchopt_dist.transform.scale_by_rms import scale_by_rms, scale_by_stddev
-from torchopt_dist.transform.trace import check_momentum, trace
+from torchopt_dist.transform.scale_by_rms import (
+    ScaleByRmsState,
+    ScaleByStddevState,
+    scale_by_rms,
+    scale_by_stddev,
+)
+from torchopt_dist.transform.trace import TraceState, check_momentum, trace
 from torchopt_dist.typing import ScalarOrSchedule
 
 __all__ = ["MetaRMSprop", "RMSprop", "rmsprop"]
@@ -78,11 +84,27 @@ def rmsprop(
         maximize=maximize,
         fused=fused,
     )
+    differentiably = recorded(
+        rmsprop_op,
+        ScaleByStddevState if centered else ScaleByRmsState,
+        TraceState,
+        lr=lr,
+        alpha=alpha,
+        eps=eps,
+        momentum=momentum,
+        nesterov=nesterov,
+        fused=fused,
+    )
     links = penalized(weight_decay, maximize)
     links.append(scale_down(alpha, eps, initial_scale, moment_requires_grad, fused=fused))
     if not is_zero(momentum):
         links.append(trace(momentum, 0.0, nesterov, moment_requires_grad))
-    return ChainedGradientTransformation(*links, scale_by_learning_rate(lr), in_place=whole)
+    return ChainedGradientTransformation(
+        *links,
+        scale_by_learning_rate(lr),
+        in_place=whole,
+        recorded=differentiably if is_zero(weight_decay) and not maximize else None,
+    )
 
 
 class RMSprop(Optimizer, transformation=rmsprop):

@@ -33,21 +33,23 @@ def in_place(op: Callable[..., None], **options: Any) -> InPlaceFn | None:
 
 
 def recorded(
-    op: Callable[..., tuple[list[Any], ...]], state_type: type[Any] | None, **options: Any
+    op: Callable[..., tuple[list[Any], ...]], *state_types: type[Any] | None, **options: Any
 ) -> RecordedFn | None:
     """Make a step that can be differentiated.
 
     Args:
-        op: takes lists of real tensors: gradients, the fields of one link's state but those left out (``()``),
-            parameters by the name ``params``, and the options; gives the moved parameters and the next fields.
-        state_type: the type of that link's state; no other link has one. ``None`` if no link remembers anything.
+        op: takes lists of real tensors: gradients, parameters by the name ``params``, the fields of these links'
+            states by theirs (``exp_avgs`` for ``exp_avg``) where they are not ``()``, and the options; gives the moved
+            parameters and the next fields, in the order of the chain.
+        state_types: the types of those links' states, ``None`` for a link left out; the other links have no state.
         options: as for :func:`in_place`.
 
     Returns:
         The step; or ``None`` as for :func:`in_place`.
     """
     given = {name: value for name, value in options.items() if value is not None}
-    return partial(_step_recorded, op, state_type, given) if is_number(*given.values()) else None
+    types = tuple(kind for kind in state_types if kind is not None)
+    return partial(_step_recorded, op, types, given) if is_number(*given.values()) else None
 
 
 def _step_in_place(
@@ -79,7 +81,7 @@ def _leaves(field: Any) -> list[Any]:
 
 def _step_recorded(
     op: Callable[..., tuple[list[Any], ...]],
-    state_type: type[Any] | None,
+    state_types: tuple[type[Any], ...],
     options: dict[str, Any],
     params: Params,
     grads: Updates,
@@ -89,13 +91,11 @@ def _step_recorded(
     leaves, spec = pytree.flatten(params)
     slopes = pytree.flatten_like(spec, grads, "updates", "params")
     places = table.present(slopes)
-    own: Any = ()
-    if state_type is not None:
-        (link,) = (index for index, own in enumerate(state) if isinstance(own, state_type))
-        own = state[link]
     fields = {
-        place: pytree.flatten_like(spec, field, f"state.{own._fields[place]}", "updates")
-        for place, field in enumerate(own)
+        (link, name): pytree.flatten_like(spec, field, f"state.{name}", "updates")
+        for link, own in enumerate(state)
+        if isinstance(own, state_types)
+        for name, field in zip(own._fields, own, strict=True)
         if not (leaves and type(field) is tuple and not field)
     }
     before = [table.pick(column, places) for column in (leaves, *fields.values())]
@@ -104,15 +104,18 @@ def _step_recorded(
     if some_are_complex:
         given = [table.as_real(column) for column in given]
     grads_, params_, *old = given
-    made = op(grads_, *old, params=params_, **options)
+    named = {f"{name}s": column for (_, name), column in zip(fields, old, strict=True)}
+    made = op(grads_, params=params_, **named, **options)
     if some_are_complex:
         made = tuple(table.as_complex(new, like) for new, like in zip(made, before, strict=True))
     moved, *after = (
         pytree.unflatten(spec, table.put(column, places, new))
         for column, new in zip((leaves, *fields.values()), made, strict=True)
     )
-    if state_type is None:
-        return moved, state
     changed = dict(zip(fields, after, strict=True))
-    new_own = state_type(*(changed.get(place, field) for place, field in enumerate(own)))
-    return moved, (*state[:link], new_own, *state[link + 1 :])
+    return moved, tuple(
+        type(own)(*(changed.get((link, name), field) for name, field in zip(own._fields, own, strict=True)))
+        if isinstance(own, state_types)
+        else own
+        for link, own in enumerate(state)
+    )
