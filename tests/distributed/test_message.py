@@ -84,6 +84,26 @@ def test_structures_forget_the_one_not_used_for_longest():
     assert b"b" not in structures
 
 
+def test_structures_have_no_more_than_so_many_bytes_together():
+    structures = Structures(nbytes=10)
+    structures.add(b"a", b"1" * 6)
+    structures.add(b"a", b"1" * 6)  # is counted once
+    structures.add(b"b", b"2" * 4)
+    assert b"a" in structures
+    structures.add(b"c", b"3")
+    assert b"a" not in structures
+    structures.add(b"d", b"4" * 20)  # one is remembered, however large
+    assert [digest for digest in (b"b", b"c", b"d") if digest in structures] == [b"d"]
+
+
+def test_a_message_of_more_structures_than_are_remembered_arrives():
+    models = [mlp() for _ in range(3)]
+    for number, model in enumerate(models):
+        model.number = number
+    got, _ = travel(models, seen=Structures(capacity=1))
+    assert [model.number for model in got] == [0, 1, 2]
+
+
 @pytest.mark.parametrize(
     "tensor",
     [
