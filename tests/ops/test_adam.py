@@ -7,7 +7,7 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 
 import torchopt_dist as todist
-from torchopt_dist import ops
+from tests.ops.cases import needs_kernels
 from torchopt_dist.ops.adam import adam, adam_
 from torchopt_dist.ops.rmsprop import rmsprop
 
@@ -15,7 +15,7 @@ DOUBLE = torch.float64
 NUMBERS = {"b1": 0.8, "b2": 0.9, "eps": 0.05, "eps_root": 0.0}
 FUSED = [
     False,
-    pytest.param(None, marks=pytest.mark.skipif(not ops.is_available("adam"), reason="no kernel")),
+    pytest.param(None, marks=needs_kernels),
 ]
 
 
@@ -146,7 +146,7 @@ def test_adam_op_is_torchopts():
         op(mu, nu, g, 0)
 
 
-@pytest.mark.skipif(not ops.is_available("adam"), reason="no kernel")
+@needs_kernels
 def test_what_keeps_the_kernel_from_being_used_is_said():
     x = torch.ones(2)
     numbers = {"b1": 0.9, "b2": 0.9, "eps": 0.1, "eps_root": 0.0, "fused": True}
@@ -158,7 +158,7 @@ def test_what_keeps_the_kernel_from_being_used_is_said():
         adam([x.to(torch.complex64)], [x], [x], [torch.tensor(0.0)], **numbers)
 
 
-@pytest.mark.skipif(not ops.is_available("adam"), reason="no kernel")
+@needs_kernels
 @pytest.mark.parametrize("make", [torch.ones, torch.zeros])
 def test_an_expanded_and_a_transposed_gradient_are_read_as_they_are(make):
     for grad in (make(()).expand(4, 5), torch.arange(20.0).view(5, 4).t()):

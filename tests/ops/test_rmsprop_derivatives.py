@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -202,7 +203,7 @@ def test_many_gradients_at_a_time(fused, centered):
     for create_graph in (False, True):
         keep = {"retain_graph": True, "create_graph": create_graph}
         (batched,) = torch.autograd.grad(made, g, eye, is_grads_batched=True, **keep)
-        mapped = torch.func.vmap(lambda one: torch.autograd.grad(made, g, one, **keep)[0])(eye)  # noqa: B023
+        (mapped,) = torch.func.vmap(partial(torch.autograd.grad, made, g, **keep))(eye)
         jacobian = functional.jacobian(function, g, vectorize=True, create_graph=create_graph)
         for got in (batched, mapped, jacobian):
             torch.testing.assert_close(got, want)

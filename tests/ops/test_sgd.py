@@ -9,16 +9,14 @@ import pytest
 import torch
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
-from tests.ops.cases import DTYPES
-from torchopt_dist import ops
+from tests.ops.cases import DTYPES, needs_kernels
 from torchopt_dist.ops.sgd import sgd
 
 DOUBLE = torch.float64
 FUSED = [
     False,
-    pytest.param(True, marks=pytest.mark.skipif(not ops.is_available("sgd"), reason="no kernel")),
+    pytest.param(True, marks=needs_kernels),
 ]
-kernel_only = pytest.mark.skipif(not ops.is_available("sgd"), reason="no kernel")
 OPTIONS = [
     {},
     {"weight_decay": 0.1},
@@ -73,7 +71,7 @@ def test_derivatives(options, params, fused):
     assert gradgradcheck(lambda *x: tuple(y**2 for y in compute(*(z**3 for z in x))), leaves)
 
 
-@kernel_only
+@needs_kernels
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_the_node_saves_nothing_and_second_order_is_the_formula(options):
     compute, leaves = flat(options, fused=True)

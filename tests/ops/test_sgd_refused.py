@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.ops.cases import needs_kernels
 from torchopt_dist import ops
 from torchopt_dist.ops.sgd import sgd, sgd_
 
 FUSED = [
     False,
-    pytest.param(None, marks=pytest.mark.skipif(not ops.is_available("sgd_"), reason="no kernel")),
+    pytest.param(None, marks=needs_kernels),
 ]
 MOMENTUM: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}
 IN_PLACE: dict[str, Any] = {"nesterov": False, "weight_decay": 0.0, "maximize": False}
@@ -117,7 +118,7 @@ def test_other_dtypes_are_for_the_formula(name):
         refused(sgd, given(**DTYPES[name]), message, **MOMENTUM, fused=True)
 
 
-@pytest.mark.skipif(not ops.is_available("sgd"), reason="no kernel")
+@needs_kernels
 def test_what_keeps_the_kernel_from_being_used_is_said():
     one, options = [torch.ones(2)], {"lr": 0.1, "fused": True}
     with pytest.raises(

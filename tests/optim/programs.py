@@ -9,7 +9,8 @@ import pickle
 import torch
 from torch import nn
 
-from torchopt_dist.nn import module_clone
+from tests.optim.graph import count_nodes
+from torchopt_dist.nn import extract_state_dict, module_clone, recover_state_dict, stop_gradient
 from torchopt_dist.optim import apply_updates
 
 DOUBLE = torch.float64
@@ -126,3 +127,21 @@ def assert_copies_go_on_alike_and_apart(optimize, again):
     assert all(torch.equal(p, q) for p, q in zip(values(net), before, strict=True))
     run(net, optimizer, 2)
     assert same(net, other_net)
+
+
+def assert_the_graph_stays_flat(net, optimizer, way, held, steps):
+    """However many steps there are, each cut off from the last; ``held`` gives the optimizer's own tensors."""
+    start = extract_state_dict(net), extract_state_dict(optimizer)
+    sizes = []
+    for step in range(steps):
+        optimizer.step(loss_of(net))
+        if step in (10, steps - 1):
+            sizes.append(count_nodes(loss_of(net), *held(optimizer.get_states()[0])))
+        if way == "stop_gradient":
+            stop_gradient(net)
+            stop_gradient(optimizer)
+        else:
+            recover_state_dict(net, start[0])
+            recover_state_dict(optimizer, start[1])
+    assert sizes[0] == sizes[1]
+    assert all(p.requires_grad for p in net.parameters())

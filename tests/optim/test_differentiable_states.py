@@ -7,18 +7,17 @@ from functools import partial
 import pytest
 import torch
 
-from tests.optim.graph import count_nodes
 from tests.optim.programs import (
     AGAIN,
     assert_a_resumed_run_equals_an_unbroken_one,
     assert_copies_go_on_alike_and_apart,
-    loss_of,
+    assert_the_graph_stays_flat,
     make,
     run,
     values,
 )
 from tests.optim.torch_classes import CLASSES
-from torchopt_dist.nn import extract_state_dict, recover_state_dict, stop_gradient
+from torchopt_dist.nn import extract_state_dict, recover_state_dict
 from torchopt_dist.optim.differentiable import differentiable
 
 
@@ -26,22 +25,11 @@ from torchopt_dist.optim.differentiable import differentiable
 @pytest.mark.parametrize("way", ["stop_gradient", "recover"])
 def test_the_graph_stays_flat_over_300_cut_steps(cls, way):
     net, lr = make(), torch.tensor(0.01, requires_grad=True)
-    optimizer = differentiable(cls, net, lr=lr)
-    start = extract_state_dict(net), extract_state_dict(optimizer)
-    sizes = []
-    for step in range(300):
-        optimizer.step(loss_of(net))
-        if step in (10, 299):
-            held = [t for entry in optimizer.get_states()[0].values() for t in entry.values()]
-            sizes.append(count_nodes(loss_of(net), *held))
-        if way == "stop_gradient":
-            stop_gradient(net)
-            stop_gradient(optimizer)
-        else:
-            recover_state_dict(net, start[0])
-            recover_state_dict(optimizer, start[1])
-    assert sizes[0] == sizes[1]
-    assert all(p.requires_grad for p in net.parameters())
+
+    def held(state):
+        return [t for entry in state.values() for t in entry.values()]
+
+    assert_the_graph_stays_flat(net, differentiable(cls, net, lr=lr), way, held, 300)
 
 
 @pytest.mark.parametrize("cls", CLASSES)

@@ -2,12 +2,12 @@ import pytest
 import torch
 from torch import nn
 
-from tests.optim.graph import count_nodes
 from tests.optim.programs import (
     AGAIN,
     X,
     assert_a_resumed_run_equals_an_unbroken_one,
     assert_copies_go_on_alike_and_apart,
+    assert_the_graph_stays_flat,
     loss_of,
     make,
     run,
@@ -118,21 +118,7 @@ def test_two_modules_share_a_step():
 def test_the_graph_stays_flat_over_a_thousand_cut_steps(way):
     net = make()
     optimizer = MetaSGD(net, 0.01, momentum=0.9)
-    start = extract_state_dict(net), extract_state_dict(optimizer)
-    sizes = []
-    for step in range(1000):
-        optimizer.step(loss_of(net))
-        if step in (10, 999):
-            moments = optimizer.get_states()[0][1].momentum_buffer.values()
-            sizes.append(count_nodes(loss_of(net), *moments))
-        if way == "stop_gradient":
-            stop_gradient(net)
-            stop_gradient(optimizer)
-        else:
-            recover_state_dict(net, start[0])
-            recover_state_dict(optimizer, start[1])
-    assert sizes[0] == sizes[1]
-    assert all(p.requires_grad for p in net.parameters())
+    assert_the_graph_stays_flat(net, optimizer, way, lambda state: state[1].momentum_buffer.values(), 1000)
 
 
 def test_stop_gradient_cuts_the_optimizer_and_keeps_its_values():

@@ -11,7 +11,7 @@ from torch import nn
 from torch.autograd import gradcheck, gradgradcheck
 
 import torchopt_dist as todist
-from torchopt_dist import ops
+from tests.ops.cases import needs_kernels
 from torchopt_dist.optim.meta_optimizer import MetaOptimizer
 from torchopt_dist.transform.base import ChainedGradientTransformation
 from torchopt_dist.transform.trace import TraceState
@@ -25,8 +25,7 @@ OPTIONS = [
     {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
 ]
 every = pytest.mark.parametrize("options", OPTIONS, ids=str)
-needs_kernel = pytest.mark.skipif(not ops.is_available("sgd"), reason="no kernel")
-FUSED = [None, False, pytest.param(True, marks=needs_kernel)]
+FUSED = [None, False, pytest.param(True, marks=needs_kernels)]
 
 
 class Net(nn.Module):
@@ -120,7 +119,7 @@ def test_derivatives_through_three_steps(options, fused):
     assert gradgradcheck(unroll, leaves)
 
 
-@needs_kernel
+@needs_kernels
 @pytest.mark.parametrize("options", OPTIONS[3:], ids=str)
 def test_the_first_sums_get_their_gradients(options):
     """They are leaves of a `MetaSGD`, so that one can learn them."""
@@ -156,7 +155,7 @@ def test_a_step_without_any_gradient_changes_nothing(options):
     torch.testing.assert_close(after, state)
 
 
-@needs_kernel
+@needs_kernels
 def test_a_kernel_that_is_demanded_is_used(monkeypatch):
     for hyper in (
         {"lr": torch.tensor(0.1)},

@@ -167,12 +167,13 @@ class _Sgd(torch.autograd.Function):
 
 def _filled(column: list[OptionalTensor], columns: list[list[OptionalTensor]]) -> list[Tensor] | None:
     """Zeros in the places that are ``None``, like another column's tensor there; ``None`` if all are."""
-    if all(x is not None for x in column):
-        return column  # type: ignore[return-value]
-    if all(x is None for x in column):
+    present = [x for x in column if x is not None]
+    if len(present) == len(column):
+        return present
+    if not present:
         return None
-    present = (next(x for x in row if x is not None) for row in zip(*columns, strict=True))
-    return [torch.zeros_like(like) if x is None else x for x, like in zip(column, present, strict=True)]
+    models = (next(x for x in row if x is not None) for row in zip(*columns, strict=True))
+    return [torch.zeros_like(like) if x is None else x for x, like in zip(column, models, strict=True)]
 
 
 def _backward(outer: table.Columns, options: _Options) -> list[list[Any]]:
