@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import pickle
 import socket
@@ -12,6 +11,7 @@ import time
 
 import pytest
 
+from tests.launch.descriptors import no_new_descriptors
 from tests.launch.ferries import (
     SECONDS,
     End,
@@ -206,22 +206,6 @@ def test_what_came_before_the_ferry_is_the_stream_s_beginning():
 # What is kept.
 
 
-@contextlib.contextmanager
-def nothing_leaks():
-    """As many descriptors are open after as before. What is collected late is collected."""
-    gc.collect()
-    before = sorted(os.listdir("/proc/self/fd"))
-    yield
-    deadline = time.monotonic() + SECONDS
-    while True:
-        gc.collect()
-        after = sorted(os.listdir("/proc/self/fd"))
-        if len(after) == len(before):
-            return
-        assert time.monotonic() < deadline, set(after) - set(before)
-        time.sleep(0.01)
-
-
 def cargo():
     """Ends of a channel and of a pipe to hold here, and what goes with a message: the other ends, and a file."""
     ours, theirs = pair()
@@ -231,7 +215,7 @@ def cargo():
 
 def test_no_descriptor_is_kept_of_what_has_ended(ferries):
     both = ferries()
-    with nothing_leaks():
+    with no_new_descriptors():
         for _ in range(20):
             here, there = both.channel()
             ours, out, descriptors = cargo()
@@ -247,7 +231,7 @@ def test_no_descriptor_is_kept_of_what_has_ended(ferries):
 
 
 def test_no_descriptor_is_kept_by_ferries_that_have_ended():
-    with nothing_leaks():
+    with no_new_descriptors():
         both = Ferries()
         here, there = both.channel()
         ours, out, descriptors = cargo()
@@ -261,7 +245,7 @@ def test_no_descriptor_is_kept_by_ferries_that_have_ended():
 
 def test_no_descriptor_is_kept_of_files_that_were_not_sent():
     """The stream is full, and then it ends."""
-    with nothing_leaks():
+    with no_new_descriptors():
         end, other = silent_partner(SECONDS)
         channel = end.ferry.open(b"x")
         for _ in range(5):
@@ -273,7 +257,7 @@ def test_no_descriptor_is_kept_of_files_that_were_not_sent():
 
 
 def test_no_descriptor_is_kept_of_files_that_came_without_their_message():
-    with nothing_leaks():
+    with no_new_descriptors():
         end, other = silent_partner(SECONDS)
         for number in (2, 4):
             other.sendall(HEAD.pack(Kind.PIECE, number, 5) + b"piece")
@@ -283,7 +267,7 @@ def test_no_descriptor_is_kept_of_files_that_came_without_their_message():
 
 def test_no_descriptor_is_kept_of_a_message_to_one_who_has_gone(ferries):
     both = ferries()
-    with nothing_leaks():
+    with no_new_descriptors():
         for _ in range(20):
             here, there = both.channel()
             there.close()

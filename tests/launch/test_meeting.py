@@ -14,6 +14,7 @@ import pytest
 import torch.distributed as dist
 
 import torchopt_dist as todist
+from tests.launch.descriptors import no_new_descriptors
 from tests.worlds import free_port
 from torchopt_dist.launch import meeting
 from torchopt_dist.launch.machine import Machine, ThisMachine
@@ -261,19 +262,16 @@ def has_ended(channel):
 
 
 def test_nothing_is_kept_of_a_meeting():
-    def count():
-        return len(os.listdir("/proc/self/fd")), threading.active_count()
-
     Meeting([Fake("a"), Fake("b")], 0).close()
-    before = count()
-    for _ in range(5):
-        place = Meeting([Fake("a"), Fake("b")], 0)
-        use(place)
-        place.close()
-    deadline = time.monotonic() + 10
-    while count() > before:
-        assert time.monotonic() < deadline, (before, count())
-        time.sleep(0.01)
+    threads = set(threading.enumerate())
+    with no_new_descriptors():
+        for _ in range(5):
+            place = Meeting([Fake("a"), Fake("b")], 0)
+            use(place)
+            place.close()
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(10)
+        assert not thread.is_alive()
 
 
 # The door.

@@ -14,6 +14,7 @@ import torch
 
 import torchopt_dist as todist
 from tests.distributed.bare import say, soon, watch
+from tests.launch.descriptors import no_new_descriptors
 from tests.launch.families import alive, assert_gone, family_of, start_a_family, start_program
 from tests.launch.two import ON_TWO
 from torchopt_dist.launch import Launcher, agent
@@ -170,6 +171,5 @@ def test_no_descriptor_stays_open_after_a_failure(tmp_path):
             ON_TWO.run(main, threading.Lock())
 
     fail()
-    before = psutil.Process().num_fds()
-    fail()
-    assert psutil.Process().num_fds() == before
+    with no_new_descriptors():
+        fail()

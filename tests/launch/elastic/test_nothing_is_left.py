@@ -7,11 +7,11 @@ import signal
 import threading
 import time
 
-import psutil
 import pytest
 
 import torchopt_dist as todist
 from tests.distributed.bare import say, watch
+from tests.launch.descriptors import no_new_descriptors
 from tests.launch.elastic.worlds import Aside, MyError, launch, place
 from tests.launch.families import alive, assert_gone, start_a_family, start_program
 
@@ -62,6 +62,7 @@ LAUNCHER = """
 import sys
 from pathlib import Path
 from tests.launch.elastic.test_nothing_is_left import hold_on
+from tests.launch.descriptors import no_new_descriptors
 from tests.launch.elastic.worlds import launch
 launch(hold_on, Path(sys.argv[1]))
 """
@@ -86,16 +87,8 @@ def test_no_descriptor_or_process_stays_after_a_launch(tmp_path):
     def run():
         return {pid for values in launch(main, max_restarts=1).values() for each in values for pid in each}
 
-    def descriptors():
-        """How many there are, once that stays: some are closed by threads, a moment after the launch."""
-        count = None
-        while count != (count := psutil.Process().num_fds()):
-            time.sleep(0.3)
-        return count
-
     assert_gone(run(), 1.0)
-    before = descriptors()
-    pids = run()
-    assert_gone(pids, 1.0)
-    assert descriptors() == before
+    with no_new_descriptors():
+        pids = run()
+        assert_gone(pids, 1.0)
     assert alive(pids) == []
