@@ -1,16 +1,18 @@
 """How long do five differentiable steps of Adam and the outer gradient take? Against TorchOpt and plain functional SGD.
 
 A tanh MLP of some width and depth, batch 16, one thread. Functional SGD, written by hand, is the floor: it does what
-cannot be left out. TorchOpt is timed if it is installed (``pip install --no-deps torchopt``).
+cannot be left out. The same by ``torch.func``: ``grad`` through ``grad``, and for 16 tasks at a time in ``vmap``.
+TorchOpt is timed if it is installed (``pip install --no-deps torchopt``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
+from torch.func import functional_call, grad, vmap
 from workers import interleaved
 
 import torchopt_dist as todist
@@ -21,7 +23,8 @@ except ImportError:
     torchopt = None
 
 SIZES = ((32, 10), (256, 10), (1024, 4))
-STEPS, BATCH, LR = 5, 16, 1e-3
+SIZES_OF_TASKS = ((32, 4), (128, 4))
+STEPS, BATCH, LR, TASKS = 5, 16, 1e-3, 16
 
 
 def build(width: int, depth: int) -> nn.Module:
@@ -57,8 +60,56 @@ def functional_sgd(net: nn.Module, x: Tensor) -> list[Tensor]:
     )
 
 
+def by_torch_func(net: nn.Module, x: Tensor, adam: Any = None) -> list[Tensor]:
+    """The gradient through the steps of a functional optimizer, or of SGD; summed up over tasks if ``x`` has them."""
+    names, first = zip(*net.named_parameters(), strict=True)
+
+    def loss(params: Sequence[Tensor], x: Tensor) -> Tensor:
+        named = dict(zip(names, params, strict=True))
+        return loss_of(lambda x: functional_call(net, named, (x,)), x)
+
+    def adapted(params: Sequence[Tensor], x: Tensor) -> Tensor:
+        state = None if adam is None else adam.init(tuple(params))
+        for _ in range(STEPS):
+            grads = grad(loss)(tuple(params), x)
+            if adam is None:
+                params = [p - LR * g for p, g in zip(params, grads, strict=True)]
+            else:
+                updates, state = adam.update(grads, state, params=params, inplace=False)
+                params = tuple(p + u for p, u in zip(params, updates, strict=True))
+        return loss(params, x)
+
+    if x.dim() == 2:
+        return list(grad(adapted)(first, x))
+    return list(grad(lambda params: vmap(adapted, in_dims=(None, 0))(params, x).sum())(first))
+
+
+def compare_by_torch_func() -> None:
+    for width, depth, tasks in [(*size, ()) for size in SIZES] + [
+        (*size, (TASKS,)) for size in SIZES_OF_TASKS
+    ]:
+        net, x = build(width, depth), torch.randn(*tasks, BATCH, width)
+        adams = {"our adam": todist.adam(lr=LR), "our adam, by its formula": todist.adam(lr=LR, fused=False)}
+        if torchopt is not None and not tasks:  # in `vmap` it raises
+            adams["TorchOpt's adam"] = torchopt.adam(lr=LR)
+        seconds = interleaved(
+            {
+                name: lambda net=net, x=x, adam=adam: by_torch_func(net, x, adam)
+                for name, adam in {"SGD, the floor": None, **adams}.items()
+            },
+            rounds=9,
+        )
+        for name, value in seconds.items():
+            print(
+                f"{width:5} x {depth:<3} torch.func, {tasks[0] if tasks else 1:2} tasks: {name:26}"
+                f"{value * 1e3:8.1f} ms   {value / seconds['SGD, the floor']:.2f} of the floor,"
+                f" {value / seconds['our adam']:.2f} of ours"
+            )
+
+
 def main() -> None:
     torch.set_num_threads(1)
+    compare_by_torch_func()
     for width, depth in SIZES:
         net, x = build(width, depth), torch.randn(BATCH, width)
         ways: dict[str, Callable[[], list[Tensor]]] = {

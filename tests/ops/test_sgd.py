@@ -66,7 +66,7 @@ def flat(options, *, params=True, fused=False, shapes=SHAPES):
 def test_derivatives(options, params, fused):
     compute, leaves = flat(options, params=params, fused=fused)
     nodes = {x.grad_fn.name() for x in compute(*leaves)}
-    assert ("_SgdBackward" in nodes) is fused
+    assert ("OptimizerStepBackward" in nodes) is fused
     assert gradcheck(compute, leaves, check_batched_grad=True, check_undefined_grad=True)
     assert gradgradcheck(lambda *x: tuple(y**2 for y in compute(*(z**3 for z in x))), leaves)
 

@@ -171,8 +171,8 @@ def test_a_kernel_that_is_demanded_is_used(monkeypatch):
         for momentum in (0.0, 0.9):
             _, last, _ = unrolled(todist.sgd(0.1, momentum, fused=fused))
             nodes[fused, momentum] = last[0].grad_fn.name()
-    assert nodes[True, 0.0] == nodes[True, 0.9] == nodes[None, 0.9] == "_SgdBackward"
-    assert "_SgdBackward" not in (nodes[False, 0.0], nodes[False, 0.9], nodes[None, 0.0])
+    assert nodes[True, 0.0] == nodes[True, 0.9] == nodes[None, 0.9] == "OptimizerStepBackward"
+    assert "OptimizerStepBackward" not in (nodes[False, 0.0], nodes[False, 0.9], nodes[None, 0.0])
     monkeypatch.setattr("torchopt_dist.ops.library._KERNELS", frozenset())
     for momentum in (0.0, 0.9):
         with pytest.raises(RuntimeError, match=r"`fused=True` cannot be kept: .*`sgd` has no CPU kernel"):

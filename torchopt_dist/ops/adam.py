@@ -10,15 +10,17 @@ limit as the gradient goes to 0 from the first step on: ``v`` then falls with th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchopt_dist.ops import choice, counting, lists, table
+from torchopt_dist.ops import choice, counting, lists, node, table
 from torchopt_dist.ops.lists import Factor, Factors
+from torchopt_dist.typing import OptionalTensor
 
 __all__ = ["adam", "adam_"]
 
@@ -76,20 +78,16 @@ def adam(
         raise RuntimeError("`fused=True` cannot be kept: the kernel takes hyper-parameters that are numbers")
     if not kernel:
         table.check_tensors(named)
-    counts = counting.count_up(counting.counts(steps), inplace=inplace)
-    left1, left2 = counting.bias_corrections((b1, b2), counts)
+    counts = counting.counts(steps)
+    left1, left2 = counting.bias_corrections((b1, b2), counts, ahead=1)
+    kernel = kernel and numbers and choice.sees(left1, fused)
     move = (1.0, 1.0) if params is None else (-lr, 1 - lr * weight_decay)
-    options = _Options(b1, b2, eps, eps_root, left1, left2, *move, kernel and numbers)
-    if numbers and not lists.runs_in_a_loop(grads):
-        if torch.is_grad_enabled() and any(x.requires_grad for x in table.join(columns)):
-            apply: Callable[..., tuple[Tensor, ...]] = _Adam.apply
-            return *table.split(apply(options, len(columns), *table.join(columns)), 3), counts
-        if options.kernel:
-            return *_kernel(columns, options), counts
-    return *_formula(columns, options, inplace), counts
+    step = _Adam(b1, b2, eps, eps_root, left1, left2, *move, params is not None, kernel)
+    return *node.run(step, columns, inplace), counting.count_up(counts, inplace=inplace)
 
 
-class _Options(NamedTuple):
+@dataclass(slots=True, eq=False)
+class _Adam(node.Step):
     b1: Factor
     b2: Factor
     eps: Factor
@@ -100,62 +98,122 @@ class _Options(NamedTuple):
     """``1 - b2**t``."""
     factor: float
     kept: float
-    kernel: bool
+    with_params: bool
+    kernel_runs: bool
 
-    def scale(self) -> Factors:
+    @property
+    def recorded(self) -> bool:  # type: ignore[override]
+        numbers = not any(isinstance(number, Tensor) for number in self._numbers())
+        return numbers and choice.sees(self.left1, None)
+
+    @property
+    def uniform(self) -> bool:  # type: ignore[override]
+        return not isinstance(self.left1, list) and not isinstance(self.left2, list)
+
+    def at(self, places: Sequence[int]) -> _Adam:
+        lefts = [x if not isinstance(x, list) else [x[p] for p in places] for x in (self.left1, self.left2)]
+        return replace(self, left1=lefts[0], left2=lefts[1])
+
+    def formula(self, columns: table.Columns, inplace: bool = False) -> list[list[Tensor]]:
+        grads, exp_avgs, exp_avg_sqs, *params = (column or [] for column in columns)
+        exp_avgs, exp_avg_sqs = self._averages(grads, exp_avgs, exp_avg_sqs, inplace)
+        moved = lists.divide(exp_avgs, self._denominators(self._roots(exp_avg_sqs)))
+        if params:
+            old = params[0] if self.kept == 1 else lists.multiply(params[0], self.kept)
+            moved = lists.add(old, moved, self.factor)
+        return [moved, exp_avgs, exp_avg_sqs]
+
+    def kernel(self, columns: table.Columns) -> list[list[Tensor]]:
+        grads, exp_avgs, exp_avg_sqs, *params = (column or [] for column in columns)
+        numbers = (self._corrections(len(grads)), self.factor, self.kept, *self._numbers())
+        return table.split(
+            torch.ops.todist.adam(grads, exp_avgs, exp_avg_sqs, *(params or [[]]), *numbers), 3
+        )
+
+    def saved(self, given: table.Columns, made: table.Columns) -> table.Columns:
+        """The formula's derivative needs the new averages, and is given them.
+
+        The kernel's makes them again from the old ones, without the rounding to float16 or bfloat16 that they have as
+        results.
+        """
+        return given[:3] if self.kernel_runs else [given[0], *made[1:]]
+
+    def backward_formula(self, columns: table.Columns) -> list[list[Tensor]]:
+        like = columns[0] or []
+        grads, exp_avgs, exp_avg_sqs, *flows = (c if c is None else table.widened(c) for c in columns)
+        grads, exp_avgs, exp_avg_sqs = grads or [], exp_avgs or [], exp_avg_sqs or []
+        if self.kernel_runs:
+            exp_avgs, exp_avg_sqs = self._averages(grads, exp_avgs, exp_avg_sqs)
+        of_directions, of_avgs, of_sqs = flows
+        if of_directions is not None:
+            roots = self._roots(exp_avg_sqs)
+            below = self._denominators(roots)
+            over = lists.divide(of_directions, below)
+            if self.factor != 1:
+                over = lists.multiply(over, self.factor)
+            slopes = lists.multiply(lists.slopes_of_roots(roots), self._scale())
+            through = lists.product(lists.product(over, lists.divide(exp_avgs, below)), slopes)
+            of_avgs = over if of_avgs is None else lists.add(of_avgs, over)
+            of_sqs = lists.multiply(through, -1) if of_sqs is None else lists.add(of_sqs, through, -1.0)
+        of_avgs = of_avgs or [torch.zeros_like(g) for g in grads]
+        of_sqs = of_sqs or [torch.zeros_like(g) for g in grads]
+        of_grads = lists.multiply(of_avgs, 1 - self.b1)
+        of_grads = lists.add_product(of_grads, grads, of_sqs, 2 * (1 - self.b2))
+        found = [of_grads, lists.multiply(of_avgs, self.b1), lists.multiply(of_sqs, self.b2)]
+        return [[x.to(y.dtype) for x, y in zip(column, like, strict=True)] for column in found]
+
+    def backward_kernel(self, columns: table.Columns) -> list[list[Tensor]]:
+        saved = [column or [] for column in columns[:3]]
+        first, *rest = (column or [] for column in columns[3:])
+        first = first or [torch.zeros_like(g) for g in saved[0]]
+        numbers = (self._corrections(len(first)), self.factor, *self._numbers())
+        return table.split(torch.ops.todist.adam_backward(first, *rest, *saved, *numbers), 3)
+
+    def rest(self, flows: Sequence[Sequence[OptionalTensor]]) -> list[list[OptionalTensor]]:
+        if not self.with_params:
+            return []
+        if self.kept == 1:
+            return [list(flows[0])]
+        return [[None if x is None else x * self.kept for x in flows[0]]]
+
+    def _averages(
+        self,
+        grads: list[Tensor],
+        exp_avgs: list[Tensor],
+        exp_avg_sqs: list[Tensor],
+        inplace: bool = False,
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        exp_avgs = lists.interpolate(exp_avgs, grads, 1 - self.b1, inplace=inplace)
+        exp_avg_sqs = lists.multiply(exp_avg_sqs, self.b2, inplace=inplace)
+        return exp_avgs, lists.add_product(exp_avg_sqs, grads, grads, 1 - self.b2, inplace=inplace)
+
+    def _roots(self, exp_avg_sqs: list[Tensor]) -> list[Tensor]:
+        if isinstance(self.eps_root, Tensor) or self.eps_root != 0:
+            exp_avg_sqs = lists.add_number(exp_avg_sqs, lists.combine(_times, self.left2, self.eps_root))
+        return lists.square_root(exp_avg_sqs)
+
+    def _denominators(self, roots: list[Tensor]) -> list[Tensor]:
+        eps = lists.combine(_times, self.left1, self.eps)
+        return lists.add_number(lists.multiply(roots, self._scale()), eps)
+
+    def _scale(self) -> Factors:
         """What the root is multiplied by, so that only one side of the fraction is corrected."""
         return lists.combine(_over_root, self.left1, self.left2)
 
-    def below_root(self) -> Factors:
-        return lists.combine(_times, self.left2, self.eps_root)
+    def _corrections(self, count: int) -> Tensor:
+        return _corrections(self.left1, self.left2, count)
 
-    def besides_root(self) -> Factors:
-        return lists.combine(_times, self.left1, self.eps)
-
-    def corrections(self, count: int) -> Tensor:
-        """For the kernels: a row a tensor."""
-        columns = (self.left1, self.left2)
-        if not any(isinstance(column, list) for column in columns):
-            return torch.tensor(columns, dtype=torch.float64, device="cpu").expand(count, 2)
-        rows = [column if isinstance(column, list) else [column] * count for column in columns]
-        return torch.tensor(rows, dtype=torch.float64, device="cpu").t()
-
-    def numbers(self) -> tuple[Any, ...]:
+    def _numbers(self) -> tuple[Any, ...]:
         return self.b1, self.b2, self.eps, self.eps_root
 
 
-def _formula(columns: table.Columns, options: _Options, inplace: bool = False) -> list[list[Tensor]]:
-    """The reference: what the rest of this file computes is measured against it."""
-    grads, exp_avgs, exp_avg_sqs, *params = (column or [] for column in columns)
-    exp_avgs, exp_avg_sqs = _averages(grads, exp_avgs, exp_avg_sqs, options, inplace)
-    below = _denominators(_roots(exp_avg_sqs, options), options)
-    moved = lists.divide(exp_avgs, below)
-    if params:
-        old = params[0] if options.kept == 1 else lists.multiply(params[0], options.kept)
-        moved = lists.add(old, moved, options.factor)
-    return [moved, exp_avgs, exp_avg_sqs]
-
-
-def _averages(
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    options: _Options,
-    inplace: bool = False,
-) -> tuple[list[Tensor], list[Tensor]]:
-    exp_avgs = lists.interpolate(exp_avgs, grads, 1 - options.b1, inplace=inplace)
-    exp_avg_sqs = lists.multiply(exp_avg_sqs, options.b2, inplace=inplace)
-    return exp_avgs, lists.add_product(exp_avg_sqs, grads, grads, 1 - options.b2, inplace=inplace)
-
-
-def _roots(exp_avg_sqs: list[Tensor], options: _Options) -> list[Tensor]:
-    if isinstance(options.eps_root, Tensor) or options.eps_root != 0:
-        exp_avg_sqs = lists.add_number(exp_avg_sqs, options.below_root())
-    return lists.square_root(exp_avg_sqs)
-
-
-def _denominators(roots: list[Tensor], options: _Options) -> list[Tensor]:
-    return lists.add_number(lists.multiply(roots, options.scale()), options.besides_root())
+def _corrections(left1: Factors, left2: Factors, count: int) -> Tensor:
+    """For the kernels: a row a tensor."""
+    columns = (left1, left2)
+    if not any(isinstance(column, list) for column in columns):
+        return torch.tensor(columns, dtype=torch.float64, device="cpu").expand(count, 2)
+    rows = [column if isinstance(column, list) else [column] * count for column in columns]
+    return torch.tensor(rows, dtype=torch.float64, device="cpu").t()
 
 
 def _times(x: Factor, y: Factor) -> Factor:
@@ -164,110 +222,6 @@ def _times(x: Factor, y: Factor) -> Factor:
 
 def _over_root(x: Factor, y: Factor) -> Factor:
     return x / y**0.5
-
-
-class _Adam(torch.autograd.Function):
-    """The whole list as one node, for hyper-parameters that are numbers.
-
-    The formula's backward needs the new averages, and is given them. The kernel's makes them again from the old ones,
-    without the rounding to float16 or bfloat16 that they have as results.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, options: _Options, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        columns = table.split(tensors, count)
-        if options.kernel:
-            moved, *averages = _kernel(columns, options)
-            ctx.save_for_backward(*table.join(columns[:3]))
-        else:
-            moved, *averages = _in_portions(_formula, columns, options)
-            ctx.save_for_backward(*columns[0], *averages[0], *averages[1])
-        ctx.options, ctx.with_params = options, count > 3
-        ctx.set_materialize_grads(False)
-        return *moved, *averages[0], *averages[1]
-
-    @staticmethod
-    def backward(ctx: Any, *output_grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved = table.split(ctx.saved_tensors, 3)
-        outer = [
-            table.without_gaps(column, like)
-            for column, like in zip(table.split(output_grads, 3), saved, strict=True)
-        ]
-        if lists.are_batched(output_grads):
-            with lists.in_loops():
-                found = _wide_backward([*saved, *outer], ctx.options)
-        elif torch.is_grad_enabled():
-            found = _wide_backward([*saved, *outer], ctx.options)
-        elif ctx.options.kernel:
-            found = _kernel_backward([*saved, *outer], ctx.options)
-        else:
-            found = _in_portions(_backward, [*saved, *outer], ctx.options)
-        grads: list[Tensor | None] = [*table.join(found)]
-        if ctx.with_params:
-            of_moved, kept = list(output_grads[: len(saved[0])]), ctx.options.kept
-            grads += of_moved if kept == 1 else [None if g is None else g * kept for g in of_moved]
-        return None, None, *grads
-
-
-def _wide_backward(columns: table.Columns, options: _Options) -> list[list[Tensor]]:
-    """:func:`_backward` in float32 at least, from what the node has saved."""
-    like = columns[0] or []
-    grads, exp_avgs, exp_avg_sqs, *outer = (c if c is None else table.widened(c) for c in columns)
-    if options.kernel:
-        averages = _averages(grads or [], exp_avgs or [], exp_avg_sqs or [], options)
-    else:
-        averages = exp_avgs or [], exp_avg_sqs or []
-    found = _backward([grads, *averages, *outer], options)
-    return [[x.to(y.dtype) for x, y in zip(column, like, strict=True)] for column in found]
-
-
-def _backward(columns: table.Columns, options: _Options) -> list[list[Tensor]]:
-    """The gradients with respect to ``g``, ``m`` and ``v``, by operations that can be differentiated again.
-
-    Args:
-        columns: the gradients ``g`` and the new averages; then the gradients with respect to the moved parameters and
-            to the new averages, ``None`` for zeros.
-        options: as in the forward direction.
-    """
-    grads, exp_avgs, exp_avg_sqs = (column or [] for column in columns[:3])
-    of_directions, of_avgs, of_sqs = columns[3:]
-    if of_directions is not None:
-        roots = _roots(exp_avg_sqs, options)
-        below = _denominators(roots, options)
-        over = lists.divide(of_directions, below)
-        if options.factor != 1:
-            over = lists.multiply(over, options.factor)
-        slopes = lists.multiply(lists.slopes_of_roots(roots), options.scale())
-        through = lists.product(lists.product(over, lists.divide(exp_avgs, below)), slopes)
-        of_avgs = over if of_avgs is None else lists.add(of_avgs, over)
-        of_sqs = lists.multiply(through, -1) if of_sqs is None else lists.add(of_sqs, through, -1.0)
-    of_avgs = of_avgs or [torch.zeros_like(g) for g in grads]
-    of_sqs = of_sqs or [torch.zeros_like(g) for g in grads]
-    of_grads = lists.multiply(of_avgs, 1 - options.b1)
-    of_grads = lists.add_product(of_grads, grads, of_sqs, 2 * (1 - options.b2))
-    return [of_grads, lists.multiply(of_avgs, options.b1), lists.multiply(of_sqs, options.b2)]
-
-
-def _in_portions(
-    formula: Callable[..., list[list[Tensor]]], columns: table.Columns, options: _Options
-) -> list[list[Tensor]]:
-    if isinstance(options.left1, list) or isinstance(options.left2, list):  # the tensors' steps differ
-        return formula(columns, options)
-    return table.in_portions(partial(formula, options=options), columns)
-
-
-def _kernel(columns: list[list[Tensor]], options: _Options) -> list[list[Tensor]]:
-    grads, exp_avgs, exp_avg_sqs, *params = columns
-    numbers = (options.corrections(len(grads)), options.factor, options.kept, *options.numbers())
-    return table.split(torch.ops.todist.adam(grads, exp_avgs, exp_avg_sqs, *(params or [[]]), *numbers), 3)
-
-
-def _kernel_backward(columns: table.Columns, options: _Options) -> list[list[Tensor]]:
-    saved = columns[:3]
-    first, *rest = (column or [] for column in columns[3:])
-    first = first or [torch.zeros_like(g) for g in saved[0] or []]
-    numbers = (options.corrections(len(first)), options.factor, *options.numbers())
-    return table.split(torch.ops.todist.adam_backward(first, *rest, *saved, *numbers), 3)
 
 
 def adam_(
@@ -319,7 +273,7 @@ def adam_(
     counts = counting.counts(steps)
     if choice.use_kernel("adam_", params, [*grads, *exp_avgs, *exp_avg_sqs], fused):
         left1, left2 = counting.bias_corrections((b1, b2), counts, ahead=1)
-        corrections = _Options(b1, b2, eps, eps_root, left1, left2, 1.0, 1.0, True).corrections(len(counts))
+        corrections = _corrections(left1, left2, len(counts))
         columns = (list(params), list(grads), list(exp_avgs), list(exp_avg_sqs))
         numbers = (float(lr), b1, b2, eps, eps_root, weight_decay, decoupled, maximize)
         torch.ops.todist.adam_(*columns, corrections, *numbers)

@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from torchopt_dist.ops import library
+from torchopt_dist.ops.lists import Factors
 
-__all__ = ["obstacle", "use_kernel"]
+__all__ = ["obstacle", "sees", "transforms_allow", "use_kernel"]
 
 _DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
@@ -49,10 +50,10 @@ def obstacle(op: str, tensors: Sequence[Tensor], rest: Sequence[Tensor] = ()) ->
     if not torch.compiler.is_compiling():
         for kind in {*map(type, tensors), *map(type, rest)} - _PLAIN:
             return f"the kernel takes plain tensors; got a {kind.__name__}"
-        if torch._C._are_functorch_transforms_active():
-            return "a transformation of `torch.func` is active, and the kernel has no rule for it"
         if forward_ad._current_level >= 0:
             return "forward-mode differentiation is active, and the kernel carries no tangents"
+        if torch._C._are_functorch_transforms_active() and (op.endswith("_") or not transforms_allow()):
+            return "a transformation of `torch.func` is active, and the kernel has no rule for it"
     devices = {tensor.device for tensor in tensors} or {torch.device("cpu")}
     if len(devices) > 1:
         return f"the kernel takes tensors of one device; got {', '.join(sorted(map(str, devices)))}"
@@ -68,3 +69,32 @@ def obstacle(op: str, tensors: Sequence[Tensor], rest: Sequence[Tensor] = ()) ->
     for layout in {tensor.layout for tensor in (*tensors, *rest)} - {torch.strided}:
         return f"the kernel takes dense tensors; got layout {layout}"
     return None
+
+
+def sees(values: Factors, fused: bool | None) -> bool:
+    """Whether a kernel can look at what was made of the steps' counts: not where ``vmap`` runs over them.
+
+    Args:
+        values: as ``counting.values`` gives them.
+        fused: as in :func:`use_kernel`.
+
+    Raises:
+        RuntimeError: ``fused=True`` where it cannot.
+    """
+    batched = isinstance(values, list) and any(isinstance(value, Tensor) for value in values)
+    if not batched or not torch._C._are_functorch_transforms_active():
+        return True
+    if fused:
+        raise RuntimeError(
+            "`fused=True` cannot be kept: the kernel must look at `steps`, which `vmap` runs over"
+        )
+    return False
+
+
+def transforms_allow() -> bool:
+    """Whether no transformation is active but those that a kernel's node has rules for: ``grad``, ``vjp``, ``vmap``."""
+    if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
+        return False
+    functorch = torch._C._functorch
+    kinds = {interpreter.key() for interpreter in functorch.get_interpreter_stack() or ()}
+    return kinds <= {functorch.TransformType.Grad, functorch.TransformType.Vmap}

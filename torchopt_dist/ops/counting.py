@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from functools import partial
 
@@ -46,12 +47,13 @@ def count_up(steps: list[Tensor], *, inplace: bool = False) -> list[Tensor]:
 def values(counts: Sequence[Tensor]) -> Factors:
     """What 0-d tensors hold: a number, if it is the same in all, else numbers.
 
-    Where they cannot be looked at, as in ``vmap``, they come back as float64 tensors.
+    Where they cannot be looked at, as those that ``vmap`` batches, they come back as float64 tensors.
     """
-    if runs_in_a_loop(counts):
-        return [t.to(torch.float64) for t in counts]
-    numbers = [t.item() for t in counts]
-    return numbers[0] if numbers.count(numbers[0]) == len(numbers) else numbers
+    if counts and not torch.compiler.is_compiling():
+        with contextlib.suppress(RuntimeError):
+            numbers = [t.item() for t in counts]
+            return numbers[0] if numbers.count(numbers[0]) == len(numbers) else numbers
+    return [t.to(torch.float64) for t in counts]
 
 
 def bias_correction(decay: Factor, steps: Sequence[Tensor]) -> Factors:

@@ -208,6 +208,12 @@ class _SquareRoot(torch.autograd.Function):
 
 def slopes_of_roots(roots: Sequence[Tensor]) -> list[Tensor]:
     """The derivative of :func:`square_root`, from its results: ``0.5 / root``, and 0 at 0."""
+    if runs_in_a_loop(roots):
+        zeros = [root == 0 for root in roots]
+        return [
+            torch.where(zero, 0.0, 0.5 / torch.where(zero, 1.0, root))
+            for root, zero in zip(roots, zeros, strict=True)
+        ]
     positive = torch._foreach_sign([root.detach() for root in roots])
     instead = torch._foreach_add(torch._foreach_neg(positive), 1.0)  # 1 where the root is 0, else 0
     return list(

@@ -10,14 +10,14 @@ be 0, the limit as the gradient goes to 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchopt_dist.ops import choice, lists, table
+from torchopt_dist.ops import choice, lists, node, table
 from torchopt_dist.ops.lists import Factor
 from torchopt_dist.typing import OptionalTensor
 
@@ -76,22 +76,16 @@ def rmsprop(
     }
     _check_lengths(named, momentum)
     columns = list(named.values())
-    kernel = choice.use_kernel("rmsprop", grads, _joined(columns[1:]), fused)
+    kernel = choice.use_kernel("rmsprop", grads, table.flatten(columns[1:])[1], fused)
     numbers = not any(isinstance(number, Tensor) for number in (alpha, eps, momentum))
     if fused and not numbers:
         raise RuntimeError("`fused=True` cannot be kept: the kernel takes hyper-parameters that are numbers")
     if not kernel:
         table.check_tensors(named)
     factor = 1.0 if params is None else -lr
-    options = _Options(alpha, eps, momentum, nesterov, factor, kernel and numbers)
-    if numbers and not lists.runs_in_a_loop(grads):
-        if torch.is_grad_enabled() and any(x.requires_grad for x in _joined(columns)):
-            apply: Callable[..., tuple[Tensor, ...]] = _RMSprop.apply
-            there = _there(columns)
-            return tuple(table.split(apply(options, there, *_joined(columns)), sum(there[:4])))
-        if options.kernel:
-            return tuple(_kernel(columns, options))
-    return tuple(_formula(columns, options, inplace))
+    there = tuple(column is not None for column in columns)
+    step = _RMSprop(alpha, eps, momentum, nesterov, factor, there, kernel and numbers)
+    return tuple(node.run(step, columns, inplace))
 
 
 def _check_lengths(named: Mapping[str, Sequence[Tensor] | None], momentum: Factor) -> None:
@@ -103,55 +97,117 @@ def _check_lengths(named: Mapping[str, Sequence[Tensor] | None], momentum: Facto
         raise ValueError(f"`momentum_buffers` must be {rule}")
 
 
-class _Options(NamedTuple):
+@dataclass(slots=True, eq=False)
+class _RMSprop(node.Step):
     alpha: Factor
     eps: Factor
     momentum: Factor
     nesterov: bool
     factor: float
-    kernel: bool
+    there: tuple[bool, ...]
+    """Which columns there are: gradients, averages of squares, averages, running sums, parameters."""
+    kernel_runs: bool
 
-    def numbers(self) -> tuple[Any, ...]:
-        """For the kernels."""
+    @property
+    def recorded(self) -> bool:  # type: ignore[override]
+        return not any(isinstance(number, Tensor) for number in (self.alpha, self.eps, self.momentum))
+
+    def at(self, places: Sequence[int]) -> _RMSprop:
+        return self
+
+    def formula(self, columns: table.Columns, inplace: bool = False) -> list[list[Tensor]]:
+        """Halves are computed in float32."""
+        wide = [None if column is None else table.widened(column) for column in columns]
+        grads, _, _, sums, params = wide
+        square_avgs, grad_avgs, below = self._below_root(wide, inplace)
+        moved = lists.divide(grads or [], lists.add_number(lists.square_root(below), self.eps))
+        if sums is not None:
+            directions = moved
+            sums = lists.add(lists.multiply(sums, self.momentum, inplace=inplace), moved, inplace=inplace)
+            if self.nesterov:
+                moved = lists.add(directions, sums, self.momentum)
+            else:
+                moved = sums if params is not None else [b.clone() for b in sums]
+        if params is not None:
+            moved = lists.add(params, moved, self.factor)
+        like = columns[0] if params is None else columns[4]
+        state = [
+            _narrowed(new, old, inplace)
+            for new, old in zip((square_avgs, grad_avgs, sums), columns[1:4], strict=True)
+            if new is not None and old is not None
+        ]
+        return [_narrowed(moved, like or []), *state]
+
+    def kernel(self, columns: table.Columns) -> list[list[Tensor]]:
+        made = torch.ops.todist.rmsprop(*(column or [] for column in columns), *self._numbers())
+        return table.split(made, sum(self.there[:4]))
+
+    def saved(self, given: table.Columns, made: table.Columns) -> table.Columns:
+        """The new averages are made again, without the rounding to float16 or bfloat16 that they have as results."""
+        return given[:3]
+
+    def backward_formula(self, columns: table.Columns) -> list[list[Tensor]]:
+        wide = [None if column is None else table.widened(column) for column in columns]
+        grads, _, _, *flows = wide
+        flows_of = iter(flows)
+        of_moved, of_squares, of_avgs, of_sums = (next(flows_of) if here else None for here in self.there[:4])
+        grads, alpha, momentum = grads or [], self.alpha, self.momentum
+        of_directions = of_moved if of_moved is None else lists.multiply(of_moved, self.factor)
+        if self.there[3]:
+            of_last = of_directions
+            if of_last is not None:
+                ahead = lists.multiply(of_last, momentum) if self.nesterov else of_last
+                of_sums = ahead if of_sums is None else lists.add(of_sums, ahead)
+            of_directions = of_sums
+            if self.nesterov and of_last is not None and of_sums is not None:
+                of_directions = lists.add(of_sums, of_last)
+        of_grads = None
+        if of_directions is not None:
+            _, new_avgs, below = self._below_root(wide)
+            roots = lists.square_root(below)
+            below = lists.add_number(roots, self.eps)
+            of_grads = lists.divide(of_directions, below)
+            through = lists.product(lists.divide(grads, below), lists.slopes_of_roots(roots))
+            through = lists.product(of_grads, through)
+            of_squares = _sum(of_squares, lists.multiply(through, -1))
+            if new_avgs is not None:
+                of_avgs = _sum(of_avgs, lists.multiply(lists.product(new_avgs, through), 2))
+        of_squares = _or_zeros(of_squares, grads)
+        twice = lists.multiply(lists.product(grads, of_squares), 2 * (1 - alpha))
+        found = [_sum(of_grads, twice), lists.multiply(of_squares, alpha)]
+        if self.there[2]:
+            of_avgs = _or_zeros(of_avgs, grads)
+            found[0] = lists.add(found[0], of_avgs, 1 - alpha)
+            found.append(lists.multiply(of_avgs, alpha))
+        if self.there[3]:
+            found.append(lists.multiply(_or_zeros(of_sums, grads), momentum))
+        return [_narrowed(column, columns[0] or []) for column in found]
+
+    def backward_kernel(self, columns: table.Columns) -> list[list[Tensor]]:
+        grads, square_avgs, grad_avgs, *flows = (column or [] for column in columns)
+        flows_of = iter(flows)
+        into = [next(flows_of) if here else [] for here in self.there[:4]]
+        into[0] = _or_zeros(into[0] or None, grads)
+        made = torch.ops.todist.rmsprop_backward(*into, grads, square_avgs, grad_avgs, *self._numbers())
+        return table.split(made, len(made) // len(grads))
+
+    def rest(self, flows: Sequence[Sequence[OptionalTensor]]) -> list[list[OptionalTensor]]:
+        return [list(flows[0])] if self.there[4] else []
+
+    def _below_root(
+        self, columns: table.Columns, inplace: bool = False
+    ) -> tuple[list[Tensor], list[Tensor] | None, list[Tensor]]:
+        """The next averages, and what the root is taken of."""
+        grads, square_avgs, grad_avgs = (column or [] for column in columns[:3])
+        square_avgs = lists.multiply(square_avgs, self.alpha, inplace=inplace)
+        square_avgs = lists.add_product(square_avgs, grads, grads, 1 - self.alpha, inplace=inplace)
+        if columns[2] is None:
+            return square_avgs, None, square_avgs
+        grad_avgs = lists.interpolate(grad_avgs, grads, 1 - self.alpha, inplace=inplace)
+        return square_avgs, grad_avgs, lists.add_product(square_avgs, grad_avgs, grad_avgs, -1.0)
+
+    def _numbers(self) -> tuple[Any, ...]:
         return self.factor, self.alpha, self.eps, self.momentum, self.nesterov
-
-
-def _there(columns: table.Columns) -> tuple[bool, ...]:
-    return tuple(column is not None for column in columns)
-
-
-def _joined(columns: table.Columns) -> list[Tensor]:
-    return table.join(column for column in columns if column is not None)
-
-
-def _apart(tensors: Sequence[Any], there: Sequence[bool]) -> list[list[Any] | None]:
-    """The way back from :func:`_joined`."""
-    columns = iter(table.split(tensors, sum(there)))
-    return [next(columns) if here else None for here in there]
-
-
-def _formula(columns: table.Columns, options: _Options, inplace: bool = False) -> list[list[Tensor]]:
-    """The reference: what the rest of this file computes is measured against it. Halves are computed in float32."""
-    wide = [None if column is None else table.widened(column) for column in columns]
-    grads, _, _, sums, params = wide
-    square_avgs, grad_avgs, below = _below_root(wide, options, inplace)
-    moved = lists.divide(grads or [], lists.add_number(lists.square_root(below), options.eps))
-    if sums is not None:
-        directions = moved
-        sums = lists.add(lists.multiply(sums, options.momentum, inplace=inplace), moved, inplace=inplace)
-        if options.nesterov:
-            moved = lists.add(directions, sums, options.momentum)
-        else:
-            moved = sums if params is not None else [b.clone() for b in sums]
-    if params is not None:
-        moved = lists.add(params, moved, options.factor)
-    like = columns[0] if params is None else columns[4]
-    state = [
-        _narrowed(new, old, inplace)
-        for new, old in zip((square_avgs, grad_avgs, sums), columns[1:4], strict=True)
-        if new is not None and old is not None
-    ]
-    return [_narrowed(moved, like or []), *state]
 
 
 def _narrowed(xs: list[Tensor], like: list[Tensor], inplace: bool = False) -> list[Tensor]:
@@ -162,120 +218,12 @@ def _narrowed(xs: list[Tensor], like: list[Tensor], inplace: bool = False) -> li
     ]
 
 
-def _below_root(
-    columns: table.Columns, options: _Options, inplace: bool = False
-) -> tuple[list[Tensor], list[Tensor] | None, list[Tensor]]:
-    """The next averages, and what the root is taken of."""
-    grads, square_avgs, grad_avgs = (column or [] for column in columns[:3])
-    square_avgs = lists.multiply(square_avgs, options.alpha, inplace=inplace)
-    square_avgs = lists.add_product(square_avgs, grads, grads, 1 - options.alpha, inplace=inplace)
-    if columns[2] is None:
-        return square_avgs, None, square_avgs
-    grad_avgs = lists.interpolate(grad_avgs, grads, 1 - options.alpha, inplace=inplace)
-    return square_avgs, grad_avgs, lists.add_product(square_avgs, grad_avgs, grad_avgs, -1.0)
-
-
-class _RMSprop(torch.autograd.Function):
-    """The whole list as one node, for hyper-parameters that are numbers.
-
-    It saves what came in. The new averages are made again, without the rounding to float16 or bfloat16 that they have
-    as results.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, options: _Options, there: tuple[bool, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
-        columns = _apart(tensors, there)
-        if options.kernel:
-            made = _kernel(columns, options)
-        else:
-            made = table.in_portions(partial(_formula, options=options), columns)
-        ctx.options, ctx.there = options, there
-        ctx.save_for_backward(*_joined(columns[:3]))
-        ctx.set_materialize_grads(False)
-        return tuple(table.join(made))
-
-    @staticmethod
-    def backward(ctx: Any, *output_grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved = _apart(ctx.saved_tensors, ctx.there[:3])
-        flows = _apart(output_grads, ctx.there[:4])
-        like = saved[0] or []
-        columns = [*saved, *(None if flow is None else table.without_gaps(flow, like) for flow in flows)]
-        formula = partial(_backward, options=ctx.options, summed=ctx.there[3])
-        if lists.are_batched(output_grads):
-            with lists.in_loops():
-                found = formula(columns)
-        elif torch.is_grad_enabled():
-            found = formula(columns)
-        elif ctx.options.kernel:
-            found = _kernel_backward(columns, ctx.options)
-        else:
-            found = table.in_portions(formula, columns)
-        of_params: Sequence[OptionalTensor] = (flows[0] or []) if ctx.there[4] else []
-        return None, None, *table.join(found), *of_params
-
-
-def _backward(columns: table.Columns, options: _Options, summed: bool) -> list[list[Tensor]]:
-    """The gradients with respect to all but the parameters, by operations that can be differentiated again.
-
-    Args:
-        columns: the gradients ``g`` and the old averages; then the gradients with respect to the moved parameters, to
-            the new averages and to the new running sums, ``None`` for zeros.
-        options: as in the forward direction.
-        summed: whether there are running sums.
-    """
-    wide = [None if column is None else table.widened(column) for column in columns]
-    grads, (_, of_moved, of_squares, of_avgs, of_sums) = wide[0] or [], wide[2:]
-    alpha, momentum = options.alpha, options.momentum
-    of_directions = of_moved if of_moved is None else lists.multiply(of_moved, options.factor)
-    if summed:
-        of_last = of_directions
-        if of_last is not None:
-            ahead = lists.multiply(of_last, momentum) if options.nesterov else of_last
-            of_sums = ahead if of_sums is None else lists.add(of_sums, ahead)
-        of_directions = of_sums
-        if options.nesterov and of_last is not None and of_sums is not None:
-            of_directions = lists.add(of_sums, of_last)
-    of_grads = None
-    if of_directions is not None:
-        _, new_avgs, below = _below_root(wide, options)
-        roots = lists.square_root(below)
-        below = lists.add_number(roots, options.eps)
-        of_grads = lists.divide(of_directions, below)
-        through = lists.product(lists.divide(grads, below), lists.slopes_of_roots(roots))
-        through = lists.product(of_grads, through)
-        of_squares = _sum(of_squares, lists.multiply(through, -1))
-        if new_avgs is not None:
-            of_avgs = _sum(of_avgs, lists.multiply(lists.product(new_avgs, through), 2))
-    of_squares = _or_zeros(of_squares, grads)
-    twice = lists.multiply(lists.product(grads, of_squares), 2 * (1 - alpha))
-    found = [_sum(of_grads, twice), lists.multiply(of_squares, alpha)]
-    if columns[2] is not None:
-        of_avgs = _or_zeros(of_avgs, grads)
-        found[0] = lists.add(found[0], of_avgs, 1 - alpha)
-        found.append(lists.multiply(of_avgs, alpha))
-    if summed:
-        found.append(lists.multiply(_or_zeros(of_sums, grads), momentum))
-    return [_narrowed(column, columns[0] or []) for column in found]
-
-
 def _sum(xs: list[Tensor] | None, ys: list[Tensor]) -> list[Tensor]:
     return ys if xs is None else lists.add(xs, ys)
 
 
 def _or_zeros(xs: list[Tensor] | None, like: list[Tensor]) -> list[Tensor]:
     return [torch.zeros_like(x) for x in like] if xs is None else xs
-
-
-def _kernel(columns: table.Columns, options: _Options) -> list[list[Tensor]]:
-    made = torch.ops.todist.rmsprop(*(column or [] for column in columns), *options.numbers())
-    return table.split(made, sum(_there(columns[:4])))
-
-
-def _kernel_backward(columns: table.Columns, options: _Options) -> list[list[Tensor]]:
-    grads, square_avgs, grad_avgs, *flows = (column or [] for column in columns)
-    flows[0] = _or_zeros(flows[0] or None, grads)
-    made = torch.ops.todist.rmsprop_backward(*flows, grads, square_avgs, grad_avgs, *options.numbers())
-    return table.split(made, len(made) // len(grads))
 
 
 def rmsprop_(

@@ -11,14 +11,15 @@ All that is linear in gradients, sums and parameters: the derivatives need none 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchopt_dist.ops import choice, counting, lists, table
+from torchopt_dist.ops import choice, counting, lists, node, table
 from torchopt_dist.ops.lists import Factor, Factors
 from torchopt_dist.typing import OptionalTensor
 
@@ -77,22 +78,23 @@ def sgd(
     if not kernel:
         _check_tensors({"grads": grads, **columns}, _is_zero(weight_decay) and not nesterov)
     taken = lists.combine(partial(_taken, dampening), counting.values(counts)) if counts else 1.0
-    options = _Options(
-        lr, momentum, taken, nesterov, weight_decay, maximize, sums is not None, params is not None
+    step = _Sgd(
+        lr,
+        momentum,
+        taken,
+        nesterov,
+        weight_decay,
+        maximize,
+        with_sums=sums is not None,
+        with_params=params is not None,
+        kernel_runs=kernel and numbers and choice.sees(taken, fused),
     )
-    given = [grads, *columns.values()]
-    if kernel and numbers:
-        if torch.is_grad_enabled() and any(x.requires_grad for x in table.join(given)):
-            apply: Callable[..., tuple[Tensor, ...]] = _Sgd.apply
-            made = table.split(apply(options, *table.join(given)), 1 + options.with_sums)
-        else:
-            made = _kernel(given, options)
-    else:
-        made = _formula(given, options)
+    made = node.run(step, [grads, *columns.values()])
     return *made, *([] if counts is None else [counting.count_up(counts)])
 
 
-class _Options(NamedTuple):
+@dataclass(slots=True, eq=False)
+class _Sgd(node.Step):
     lr: Factor
     momentum: Factor
     taken: Factors
@@ -102,132 +104,91 @@ class _Options(NamedTuple):
     maximize: bool
     with_sums: bool
     with_params: bool
+    kernel_runs: bool
 
-    def numbers(self) -> tuple[Any, ...]:
-        return self.lr, self.momentum, self.nesterov, self.weight_decay, self.maximize
+    @property
+    def recorded(self) -> bool:  # type: ignore[override]
+        """Torch's nodes for the formula's few operations are as fast as one for all."""
+        return self.kernel_runs
 
-    def row(self, count: int) -> Tensor:
+    @property
+    def uniform(self) -> bool:  # type: ignore[override]
+        return not isinstance(self.taken, (list, tuple))
+
+    def at(self, places: Sequence[int]) -> _Sgd:
+        if not isinstance(self.taken, (list, tuple)):
+            return self
+        return replace(self, taken=[self.taken[place] for place in places])
+
+    def formula(self, columns: table.Columns, inplace: bool = False) -> list[list[Tensor]]:
+        grads, *rest = (column or [] for column in columns)
+        params = rest.pop() if self.with_params else None
+        if self.maximize:
+            grads = lists.multiply(grads, -1)
+        if params is not None and not _is_zero(self.weight_decay):
+            grads = lists.add(grads, params, self.weight_decay)
+        along, sums = grads, [lists.multiply(column, self.momentum) for column in rest]
+        if self.with_sums:
+            sums = [lists.add(sums[0], _times(grads, self.taken))]
+            along = lists.add(grads, sums[0], self.momentum) if self.nesterov else sums[0]
+        if params is None:
+            return [lists.multiply(along, -self.lr), *sums]
+        return [lists.add(params, along, -self.lr), *sums]
+
+    def kernel(self, columns: table.Columns) -> list[list[Tensor]]:
+        grads, *rest = (column or [] for column in columns)
+        params = rest.pop() if self.with_params else []
+        sums = rest[0] if rest else []
+        made = torch.ops.todist.sgd(grads, sums, params, self._row(len(grads)), *self._numbers())
+        return table.split(made, 1 + self.with_sums)
+
+    def saved(self, given: table.Columns, made: table.Columns) -> table.Columns:
+        return []
+
+    def backward_formula(self, columns: table.Columns) -> list[list[Tensor]]:
+        like = next(column for column in columns if column is not None)
+        of_moved, *of_sums = (None if column is None else table.widened(column) for column in columns)
+        of_steps = None if of_moved is None else lists.multiply(of_moved, -self.lr)
+        to_sums: list[list[Tensor]] = []
+        of_uphill = of_steps or []
+        if self.with_sums:
+            through = of_steps and (lists.multiply(of_steps, self.momentum) if self.nesterov else of_steps)
+            both = lists.add(of_sums[0], through) if of_sums[0] and through else of_sums[0] or through or []
+            to_sums = [lists.multiply(both, self.momentum)]
+            of_uphill = _times(both, self.taken)
+            if self.nesterov and of_steps:
+                of_uphill = lists.add(of_uphill, of_steps)
+        found = [lists.multiply(of_uphill, -1) if self.maximize else of_uphill, *to_sums]
+        if self._decays():
+            decayed = lists.multiply(of_uphill, self.weight_decay)
+            found.append(lists.add(decayed, of_moved) if of_moved else decayed)
+        return [[x.to(y.dtype) for x, y in zip(column, like, strict=True)] for column in found]
+
+    def backward_kernel(self, columns: table.Columns) -> list[list[Tensor]]:
+        first, *of_sums = columns
+        first = first or [torch.zeros_like(x) for x in of_sums[0] or []]
+        row = self._row(len(first))
+        found = torch.ops.todist.sgd_backward(
+            first, of_sums[0] or [] if of_sums else [], row, *self._numbers()
+        )
+        return table.split(found, 1 + self.with_sums + self._decays())
+
+    def rest(self, flows: Sequence[Sequence[OptionalTensor]]) -> list[list[OptionalTensor]]:
+        return [list(flows[0])] if self.with_params and not self._decays() else []
+
+    def _decays(self) -> bool:
+        return self.with_params and not _is_zero(self.weight_decay)
+
+    def _row(self, count: int) -> Tensor:
         """``taken`` for the kernels: a number a tensor, and none without momentum."""
         return _row(self.taken, count if self.with_sums else 0)
 
-
-def _formula(given: Sequence[list[Tensor]], options: _Options) -> list[list[Tensor]]:
-    """The reference: what the rest of this file computes is measured against it."""
-    grads, *rest = given
-    params = rest.pop() if options.with_params else None
-    if options.maximize:
-        grads = lists.multiply(grads, -1)
-    if params is not None and not _is_zero(options.weight_decay):
-        grads = lists.add(grads, params, options.weight_decay)
-    along, sums = grads, [lists.multiply(column, options.momentum) for column in rest]
-    if options.with_sums:
-        sums = [lists.add(sums[0], _times(grads, options.taken))]
-        along = lists.add(grads, sums[0], options.momentum) if options.nesterov else sums[0]
-    if params is None:
-        return [lists.multiply(along, -options.lr), *sums]
-    return [lists.add(params, along, -options.lr), *sums]
+    def _numbers(self) -> tuple[Any, ...]:
+        return self.lr, self.momentum, self.nesterov, self.weight_decay, self.maximize
 
 
 def _times(xs: list[Tensor], factor: Factors) -> list[Tensor]:
     return xs if isinstance(factor, (int, float)) and factor == 1 else lists.multiply(xs, factor)
-
-
-class _Sgd(torch.autograd.Function):
-    """The whole list as one node, by the kernels."""
-
-    @staticmethod
-    def forward(ctx: Any, options: _Options, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.options = options
-        ctx.set_materialize_grads(False)
-        given = table.split(tensors, 1 + options.with_sums + options.with_params)
-        return tuple(table.join(_kernel(given, options)))
-
-    @staticmethod
-    def backward(ctx: Any, *output_grads: OptionalTensor) -> tuple[OptionalTensor, ...]:
-        options: _Options = ctx.options
-        columns = table.split(output_grads, 1 + options.with_sums)
-        length = len(columns[0])
-        places = [place for place in range(length) if any(column[place] is not None for column in columns)]
-        if len(places) < length:
-            columns = [[column[place] for place in places] for column in columns]
-            if isinstance(options.taken, (list, tuple)):
-                options = options._replace(taken=[options.taken[place] for place in places])
-        if not places:
-            return None, *[None] * (length * (len(columns) + options.with_params))
-        outer = [_filled(column, columns) for column in columns]
-        if lists.are_batched(output_grads):
-            with lists.in_loops():
-                found = _backward(outer, options)
-        elif torch.is_grad_enabled():
-            found = _backward(outer, options)
-        else:
-            found = _kernel_backward(outer, options)
-        return None, *table.join(table.put([None] * length, places, column) for column in found)
-
-
-def _filled(column: list[OptionalTensor], columns: list[list[OptionalTensor]]) -> list[Tensor] | None:
-    """Zeros in the places that are ``None``, like another column's tensor there; ``None`` if all are."""
-    present = [x for x in column if x is not None]
-    if len(present) == len(column):
-        return present
-    if not present:
-        return None
-    models = (next(x for x in row if x is not None) for row in zip(*columns, strict=True))
-    return [torch.zeros_like(like) if x is None else x for x, like in zip(column, models, strict=True)]
-
-
-def _backward(outer: table.Columns, options: _Options) -> list[list[Any]]:
-    """What flows out to gradients, sums and parameters, by operations that can be differentiated again.
-
-    Args:
-        outer: what flows into the moved parameters, and into the new sums; ``None`` for zeros.
-        options: as in the forward direction; hyper-parameters are numbers.
-    """
-    like = next(column for column in outer if column is not None)
-    of_moved, *of_sums = (None if column is None else table.widened(column) for column in outer)
-    of_steps = None if of_moved is None else lists.multiply(of_moved, -options.lr)
-    to_sums: list[list[Tensor]] = []
-    of_uphill = of_steps or []
-    if options.with_sums:
-        through = of_steps and (lists.multiply(of_steps, options.momentum) if options.nesterov else of_steps)
-        both = lists.add(of_sums[0], through) if of_sums[0] and through else of_sums[0] or through or []
-        to_sums = [lists.multiply(both, options.momentum)]
-        of_uphill = _times(both, options.taken)
-        if options.nesterov and of_steps:
-            of_uphill = lists.add(of_uphill, of_steps)
-    found = [lists.multiply(of_uphill, -1) if options.maximize else of_uphill, *to_sums]
-    if options.with_params and options.weight_decay != 0:
-        decayed = lists.multiply(of_uphill, options.weight_decay)
-        found.append(lists.add(decayed, of_moved) if of_moved else decayed)
-    found = [[x.to(y.dtype) for x, y in zip(column, like, strict=True)] for column in found]
-    return _with_params(found, outer[0], options)
-
-
-def _with_params(
-    found: list[list[Tensor]], of_moved: list[Tensor] | None, options: _Options
-) -> list[list[Any]]:
-    """Without weight decay, what flows into a moved parameter flows on to the parameter as it is."""
-    if options.with_params and options.weight_decay == 0:
-        return [*found, [None] * len(found[0]) if of_moved is None else of_moved]
-    return found
-
-
-def _kernel(given: Sequence[list[Tensor]], options: _Options) -> list[list[Tensor]]:
-    grads, *rest = given
-    params = rest.pop() if options.with_params else []
-    sums = rest[0] if rest else []
-    made = torch.ops.todist.sgd(grads, sums, params, options.row(len(grads)), *options.numbers())
-    return table.split(made, 1 + options.with_sums)
-
-
-def _kernel_backward(outer: table.Columns, options: _Options) -> list[list[Any]]:
-    of_moved, *of_sums = outer
-    first = of_moved or [torch.zeros_like(x) for x in of_sums[0] or []]
-    decayed = options.with_params and not _is_zero(options.weight_decay)
-    found = torch.ops.todist.sgd_backward(
-        first, of_sums[0] or [] if of_sums else [], options.row(len(first)), *options.numbers()
-    )
-    return _with_params(table.split(found, 1 + options.with_sums + decayed), of_moved, options)
 
 
 def sgd_(

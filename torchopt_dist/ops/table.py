@@ -17,6 +17,7 @@ __all__ = [
     "as_real",
     "check_lengths",
     "check_tensors",
+    "flatten",
     "in_portions",
     "join",
     "pick",
@@ -24,8 +25,8 @@ __all__ = [
     "present",
     "put",
     "split",
+    "unflatten",
     "widened",
-    "without_gaps",
 ]
 
 T = TypeVar("T")
@@ -57,7 +58,7 @@ def pick(leaves: Sequence[OptionalTensor], places: Sequence[int]) -> list[Tensor
 
 
 def put(
-    leaves: Sequence[OptionalTensor], places: Sequence[int], new: Sequence[Tensor]
+    leaves: Sequence[OptionalTensor], places: Sequence[int], new: Sequence[OptionalTensor]
 ) -> list[OptionalTensor]:
     """The list with new tensors at these places; the given list stays as it is."""
     out = list(leaves)
@@ -77,11 +78,16 @@ def split(tensors: Sequence[Any], count: int) -> list[list[Any]]:
     return [list(tensors[place * length : (place + 1) * length]) for place in range(count)]
 
 
-def without_gaps(grads: Sequence[OptionalTensor], like: Sequence[Tensor]) -> list[Tensor] | None:
-    """Zeros in the places that are ``None``; ``None`` if all are."""
-    if all(grad is None for grad in grads):
-        return None
-    return [torch.zeros_like(x) if grad is None else grad for grad, x in zip(grads, like, strict=True)]
+def flatten(columns: Columns) -> tuple[tuple[bool, ...], list[Tensor]]:
+    """Which columns there are, and these one after another."""
+    there = tuple(column is not None for column in columns)
+    return there, join(column for column in columns if column is not None)
+
+
+def unflatten(tensors: Sequence[Tensor], there: Sequence[bool]) -> list[list[Tensor] | None]:
+    """The way back from :func:`flatten`."""
+    columns = iter(split(tensors, sum(there)) if tensors else [[]] * sum(there))
+    return [next(columns) if here else None for here in there]
 
 
 def check_lengths(columns: Mapping[str, Sequence[Any] | None]) -> None:

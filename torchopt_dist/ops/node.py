@@ -1,0 +1,212 @@
+"""A map of lists, with its formula and its kernel → its results, recorded as one node of the graph for all tensors.
+
+It is one in eager mode, under ``torch.func.grad`` and ``vjp``, and in ``torch.func.vmap``, where a batch is more
+elements to a kernel. In forward mode and under ``torch.compile`` the formula runs, operation by operation.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchopt_dist.ops import choice, lists, table
+from torchopt_dist.typing import OptionalTensor
+
+__all__ = ["Map", "Step", "run"]
+
+
+class Map(ABC):
+    """Columns → columns, element by element: element i of a result needs element i of the tensors at its place."""
+
+    kernel_runs: bool
+    """Whether the kernel is to be used, where it can be."""
+    recorded: bool = True
+    """Whether the whole is one node; else each operation of the formula is one."""
+    uniform: bool = True
+    """Whether one set of numbers goes for all places."""
+
+    @abstractmethod
+    def formula(self, columns: table.Columns, inplace: bool = False) -> list[list[Tensor]]:
+        """The reference, by operations that can be differentiated; ``inplace`` is leave to overwrite the state."""
+
+    @abstractmethod
+    def kernel(self, columns: table.Columns) -> list[list[Tensor]]:
+        """The same, by one call that records no graph."""
+
+
+class Step(Map):
+    """A map whose derivative has a kernel, too."""
+
+    @abstractmethod
+    def at(self, places: Sequence[int]) -> Step:
+        """The same, for the tensors at these places."""
+
+    @abstractmethod
+    def saved(self, given: table.Columns, made: table.Columns) -> table.Columns:
+        """What the derivative needs, of what came in and of what came out."""
+
+    @abstractmethod
+    def backward_formula(self, columns: table.Columns) -> list[list[Tensor]]:
+        """What flows out to the columns that came in.
+
+        Args:
+            columns: what was saved, and what flows into each of the results: ``None`` for zeros, but not in all.
+        """
+
+    @abstractmethod
+    def backward_kernel(self, columns: table.Columns) -> list[list[Tensor]]:
+        """The same, by one call."""
+
+    def rest(self, flows: Sequence[Sequence[OptionalTensor]]) -> list[list[OptionalTensor]]:
+        """What flows out to the columns after those, straight from what flows into the results."""
+        return []
+
+
+class _Derivative(Map):
+    """A step's saved columns and what flows into its results → what flows out to what came in."""
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+        self.kernel_runs, self.uniform = step.kernel_runs, step.uniform
+
+    def formula(self, columns: table.Columns, inplace: bool = False) -> list[list[Tensor]]:
+        return self.step.backward_formula(columns)
+
+    def kernel(self, columns: table.Columns) -> list[list[Tensor]]:
+        return self.step.backward_kernel(columns)
+
+
+def run(map: Map, columns: table.Columns, inplace: bool = False) -> list[list[Tensor]]:
+    """Apply a map in the fastest way that records what is to be recorded.
+
+    Args:
+        map: the map.
+        columns: what it is applied to.
+        inplace: leave to overwrite the state, where nothing is recorded.
+    """
+    first = next(column for column in columns if column is not None)
+    if not map.recorded or not first:
+        return map.formula(columns, inplace)
+    if lists.runs_in_a_loop(first):
+        return _as_node(map, columns) if choice.transforms_allow() else map.formula(columns, inplace)
+    if torch.is_grad_enabled() and any(c is not None and any(x.requires_grad for x in c) for c in columns):
+        return _as_node(map, columns) if isinstance(map, Step) else map.formula(columns)
+    if map.kernel_runs:
+        return map.kernel(columns)
+    return map.formula(columns, inplace=True) if inplace else _in_portions(map, columns)
+
+
+def _in_portions(map: Map, columns: table.Columns) -> list[list[Tensor]]:
+    return table.in_portions(map.formula, columns) if map.uniform else map.formula(columns)
+
+
+def _as_node(map: Map, columns: table.Columns) -> list[list[Tensor]]:
+    there, tensors = table.flatten(columns)
+    made = OptimizerStep.apply(map, there, *tensors)
+    return table.split(made, len(made) * sum(there) // len(tensors))
+
+
+class OptimizerStep(torch.autograd.Function):
+    """The node. Its name is what a drawing of a graph shows."""
+
+    @classmethod
+    def apply(cls, *args: Any) -> tuple[Tensor, ...]:
+        """As torch's, which for a class with ``setup_context`` takes 50 µs to look at ``forward``'s signature."""
+        if _SHORTCUT and not torch._C._are_functorch_transforms_active():
+            args = torch._functorch.utils.unwrap_dead_wrappers(args)
+            return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
+        return super().apply(*args)  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def forward(map: Map, there: tuple[bool, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
+        columns = table.unflatten(tensors, there)
+        made = map.kernel(columns) if map.kernel_runs else _in_portions(map, columns)
+        return tuple(table.join(made))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        map, there, *tensors = inputs
+        given = table.unflatten(tensors, there)
+        ctx.map, ctx.there, ctx.length = map, there, len(tensors) // sum(there)
+        made = table.split(output, len(output) // ctx.length)
+        ctx.saved_there, saved = table.flatten(map.saved(given, made) if isinstance(map, Step) else given)
+        ctx.save_for_backward(*saved)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *output_grads: OptionalTensor) -> tuple[OptionalTensor, ...]:
+        map, length = ctx.map, ctx.length
+        flows = table.split(output_grads, len(output_grads) // length)
+        places = [p for p, flow in enumerate(zip(*flows, strict=True)) if any(x is not None for x in flow)]
+        if not places:
+            return None, None, *[None] * (sum(ctx.there) * length)
+        saved = table.unflatten(ctx.saved_tensors, ctx.saved_there)
+        if not isinstance(map, Step):
+            return None, None, *_pulled_back(map, saved, ctx.there, flows)
+        if len(places) < length:
+            map = map.at(places)
+            saved = [column and [column[place] for place in places] for column in saved]
+            flows = [[flow[place] for place in places] for flow in flows]
+        columns = [*saved, *(_filled(flow, flows) for flow in flows)]
+        if lists.are_batched(output_grads) and not torch._C._are_functorch_transforms_active():
+            with lists.in_loops():
+                found = map.backward_formula(columns)
+        else:
+            found = run(_Derivative(map), columns)
+        outward: list[Sequence[OptionalTensor]] = [*found, *map.rest(flows)]
+        return None, None, *table.join(table.put([None] * length, places, column) for column in outward)
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], map: Map, there: tuple[bool, ...], *tensors: Tensor
+    ) -> tuple[Any, Any]:
+        length = len(tensors) // sum(there)
+        dims = in_dims[2:]
+        batched = [any(dim is not None for dim in dims[place::length]) for place in range(length)]
+
+        def with_batch_first(x: Tensor, dim: int | None, place: int) -> Tensor:
+            if dim is not None:
+                return x.movedim(dim, 0)
+            return x.expand(info.batch_size, *x.shape) if batched[place] else x
+
+        tensors = tuple(
+            with_batch_first(x, dim, i % length) for i, (x, dim) in enumerate(zip(tensors, dims, strict=True))
+        )
+        made = OptimizerStep.apply(map, there, *tensors)
+        return made, tuple(0 if batched[i % length] else None for i in range(len(made)))
+
+
+_SHORTCUT = hasattr(torch._C, "_are_functorch_transforms_active") and hasattr(
+    torch._functorch.utils, "unwrap_dead_wrappers"
+)
+
+
+def _filled(
+    column: Sequence[OptionalTensor], columns: Sequence[Sequence[OptionalTensor]]
+) -> list[Tensor] | None:
+    """Zeros in the places that are ``None``, like another column's tensor there; ``None`` if all are."""
+    present = [x for x in column if x is not None]
+    if len(present) == len(column):
+        return present
+    if not present:
+        return None
+    models = (next(x for x in row if x is not None) for row in zip(*columns, strict=True))
+    return [torch.zeros_like(like) if x is None else x for x, like in zip(column, models, strict=True)]
+
+
+def _pulled_back(
+    map: Map, columns: table.Columns, there: tuple[bool, ...], flows: Sequence[Sequence[OptionalTensor]]
+) -> tuple[Tensor, ...]:
+    """What flows out of a map that has a formula, but no derivative of its own."""
+
+    def flat(*tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(table.join(map.formula(table.unflatten(tensors, there))))
+
+    made, pull, *_ = torch.func.vjp(flat, *table.flatten(columns)[1])
+    into = table.join(flows)
+    grads = pull(tuple(torch.zeros_like(y) if x is None else x for x, y in zip(into, made, strict=True)))
+    return tuple(grads)
