@@ -18,6 +18,7 @@ from tests.distributed.programs import (
     data,
     functional_mse,
     gradients,
+    kept_on,
     mlp,
     mse,
     product,
@@ -197,6 +198,71 @@ def test_retain_graph_and_several_backwards(world):
         torch.testing.assert_close(x.grad, 9 * x.detach() ** 2)
         with pytest.raises(RuntimeError, match="second time"):
             out.backward()
+
+    world(2).on_zero(body)
+
+
+def test_each_of_several_results_has_a_backward_of_its_own(world):
+    """As in one process: what shares only leaves is used up apart, and what shares more is not."""
+
+    def body():
+        x, w = vectors()
+        tasks = [(i % 2, (i, x, w), {}) for i in range(6)]
+        losses = todist.remote_sync_call(lambda i, x, w: (x * w).pow(i + 1).sum(), partitioner=lambda: tasks)
+        for loss in losses:
+            loss.backward()
+        mine = [x.grad, w.grad]
+        x.grad = w.grad = None
+        sum((x * w).pow(i + 1).sum() for i in range(6)).backward()
+        torch.testing.assert_close(mine, [x.grad, w.grad])
+        with pytest.raises(RuntimeError, match="second time"):
+            losses[3].backward()
+        assert kept_on(1) == 0
+
+        def two(x):
+            y = x.exp()
+            return y.sum(), (y * y).sum(), x.sum()
+
+        first, second, third = remote(two)(x)
+        first.backward()
+        third.backward()
+        with pytest.raises(RuntimeError, match="second time"):
+            second.backward()
+        del first, second, third
+        assert kept_on(1) == 0
+
+    world(2).on_zero(body)
+
+
+def test_a_recorded_gradient_of_each_of_several_results(world):
+    def body():
+        x, w = vectors()
+
+        def two(x, w):
+            return (x**3 * w).sum(), (x**2 * w**2).sum()
+
+        found = []
+        for function in (remote(two), two):
+            second = 0.0
+            for value in function(x, w):
+                (slope,) = torch.autograd.grad(value, x, create_graph=True)
+                second = second + (slope**2).sum()
+            found.append(torch.autograd.grad(second, (x, w)))
+        torch.testing.assert_close(*found)
+        assert kept_on(1) == 0
+
+    world(2).on_zero(body)
+
+
+def test_an_input_that_is_changed_in_place_before_its_gradient_is_recorded(world):
+    def body():
+        x, w = vectors()
+        y = x * 1.0
+        out = remote(lambda y, w: (y**3 * w).sum())(y, w)
+        with torch.no_grad():
+            y.mul_(2.0)
+        with pytest.raises(RuntimeError, match=r"modified by an inplace operation: .* number 0, of shape"):
+            torch.autograd.grad(out, w, create_graph=True)
 
     world(2).on_zero(body)
 

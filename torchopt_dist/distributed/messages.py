@@ -29,6 +29,12 @@ class Call:
     keep_as: Key | None
 
 
+SECOND_TIME = (
+    "Trying to backward through the graph of a remote call a second time: give retain_graph=True the first"
+)
+"""What both sides say to a backward through what an earlier one has used up."""
+
+
 @dataclass(frozen=True)
 class Backward:
     """Differentiate a graph that was kept.
@@ -36,7 +42,7 @@ class Backward:
     Attributes:
         graph: its key.
         output_grads: the gradient of each of its outputs; ``None`` for an output that took no part.
-        retain_graph: whether it is to be kept for another backward.
+        retain_graph: whether those that take part are to be kept for another backward; the others are.
         keep_as: key under which to keep the graph of this backward, for a higher order; ``None`` to keep none.
     """
 

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from torchopt_dist.distributed.accumulators import hold_accumulators
 from torchopt_dist.distributed.message import Message, pack, unpack
-from torchopt_dist.distributed.messages import Backward, Call, Key, Release, Reply, Request
+from torchopt_dist.distributed.messages import SECOND_TIME, Backward, Call, Key, Release, Reply, Request
 from torchopt_dist.distributed.payload import Payload
 from torchopt_dist.distributed.rpc import current_group, default_timeout
 from torchopt_dist.distributed.transport import RPCTransport, Transport
@@ -102,11 +102,13 @@ def call(
 
 
 class _Ticket(NamedTuple):
-    """A backward under way: the request, its message, and the reply to come; the graph of the backward itself."""
+    """A backward under way: the request's message, the reply to come, and the graph of the backward itself."""
 
     message: Message
     reply: Future[Message]
     graph: _RemoteGraph
+    inputs: list[tuple[Tensor, int]]
+    """Those of the call, and the versions that it was made with."""
 
 
 class _RemoteGraph:
@@ -120,6 +122,8 @@ class _RemoteGraph:
         self.worker_name = group.members[worker].name
         self.key: Key = (group.world.rank, next(_numbers))
         self.under_way: dict[int, _Ticket] = {}
+        self.inputs: list[tuple[Tensor, int]] = []  # as a ticket's; none once every result is used up
+        self.unused: set[int] = set()  # the results that are not
         self._main_by_name = group.same_program(worker)
 
     def __del__(self) -> None:
@@ -145,6 +149,7 @@ class _RemoteGraph:
         self.kept = anchor is not None and bool(message.connected)
         if self.kept:
             outputs = [message.tensors[number].detach() for number in message.connected]
+            self.unused = set(range(len(outputs)))
             with torch.enable_grad():
                 apply: Callable[..., tuple[Tensor, ...]] = _Collect.apply
                 connected = apply(self, anchor, outputs)
@@ -162,53 +167,76 @@ class _RemoteGraph:
         return reply.values
 
     def start_backward(self, output_grads: tuple[Tensor | None, ...]) -> int:
-        """Send the results' gradients; returns the ticket by which :meth:`finish_backward` finds the reply."""
+        """Send the results' gradients; returns the ticket by which :meth:`finish_backward` finds the reply.
+
+        Raises:
+            RuntimeError: one of them is of a result that has been used up. The others can still be used, as in torch.
+        """
         retain_graph, recorded = _engine_keeps_graph(), torch.is_grad_enabled()
+        reached = {number for number, grad in enumerate(output_grads) if grad is not None}
+        if not reached <= self.unused:
+            raise RuntimeError(SECOND_TIME)
         graph = _RemoteGraph(self.worker, self.transport)
         message = graph.pack(Backward(self.key, output_grads, retain_graph, graph.key if recorded else None))
-        self.kept = retain_graph
+        inputs = self.inputs
+        if not retain_graph:
+            self.unused -= reached
+            self.kept = bool(self.unused)
+            self.inputs = inputs if self.kept else []
         graph.kept = recorded
         number = next(_numbers)
         reply = self.transport.send(self.worker, message.detached(), default_timeout())
-        self.under_way[number] = _Ticket(message, reply, graph)
+        self.under_way[number] = _Ticket(message, reply, graph, inputs)
         return number
 
-    def finish_backward(self, number: int, inputs: tuple[Tensor, ...]) -> list[Tensor | None]:
-        """Wait for the inputs' gradients; if recorded, they are connected to the results' and to the inputs."""
-        message, reply, graph = self.under_way.pop(number)
-        anchor = graph.dispatch([*message.inputs(), *inputs]) if torch.is_grad_enabled() else None
-        return graph.collect(anchor, reply.result())
+    def finish_backward(self, number: int) -> list[Tensor | None]:
+        """Wait for the inputs' gradients; if recorded, they are connected to the results' and to the inputs.
+
+        Raises:
+            RuntimeError: they are to be recorded, and an input has been changed in place.
+        """
+        message, reply, graph, inputs = self.under_way.pop(number)
+        tensors = [tensor for tensor, _ in inputs]
+        anchor = None
+        if torch.is_grad_enabled():
+            _check_versions(inputs)
+            anchor = graph.dispatch([*message.inputs(), *tensors])
+        grads = graph.collect(anchor, reply.result())
+        # A worker may have computed on its GPU what came from a CPU.
+        return [g if g is None else g.to(x.device) for g, x in zip(grads, tensors, strict=True)]
+
+
+def _check_versions(inputs: list[tuple[Tensor, int]]) -> None:
+    for place, (tensor, version) in enumerate(inputs):
+        if tensor._version != version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"of the tensors that a remote call differentiates, number {place}, of shape {tuple(tensor.shape)}, "
+                f"is at version {tensor._version}; expected version {version} instead"
+            )
 
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, graph: _RemoteGraph, *inputs: Tensor) -> Tensor:
         ctx.graph = graph
-        ctx.save_for_backward(*inputs)
+        graph.inputs = [(tensor, tensor._version) for tensor in inputs]
         return torch.zeros((), dtype=torch.float64)
 
     @staticmethod
     def backward(ctx: Any, ticket: Tensor) -> tuple[Tensor | None, ...]:
-        inputs = ctx.saved_tensors
-        grads = ctx.graph.finish_backward(int(ticket.item()), inputs)
-        # A worker may have computed on its GPU what came from a CPU.
-        return None, *(
-            grad if grad is None else grad.to(tensor.device)
-            for grad, tensor in zip(grads, inputs, strict=True)
-        )
+        return None, *ctx.graph.finish_backward(int(ticket.item()))
 
 
 class _Collect(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, graph: _RemoteGraph, anchor: Tensor, outputs: list[Tensor]) -> tuple[Tensor, ...]:
         ctx.graph = graph
-        ctx.save_for_backward(anchor)
         ctx.set_materialize_grads(False)
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *output_grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        _ = ctx.saved_tensors  # torch's own error, if the graph has been freed
         ticket = ctx.graph.start_backward(output_grads)
         return None, torch.tensor(ticket, dtype=torch.float64), None
 

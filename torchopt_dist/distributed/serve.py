@@ -15,7 +15,7 @@ import torch
 
 from torchopt_dist.distributed import execute
 from torchopt_dist.distributed.message import Message, pack, unpack
-from torchopt_dist.distributed.messages import Backward, Call, Key, Release, Reply
+from torchopt_dist.distributed.messages import SECOND_TIME, Backward, Call, Key, Release, Reply
 from torchopt_dist.distributed.placement import receiving_device
 from torchopt_dist.errors import SerializationError
 from torchopt_dist.failure import RemoteFailure
@@ -29,13 +29,13 @@ class _Graph:
 
     Attributes:
         inputs: its leaves.
-        outputs: what was sent from it.
+        outputs: what was sent from it; ``None`` for what a backward has used up.
         shared: whether the graph of a recorded backward has nodes in common with it. A backward through one of the two
             must then leave the nodes to the other, whatever their callers say; they go when both are forgotten.
     """
 
     inputs: list[torch.Tensor]
-    outputs: list[torch.Tensor]
+    outputs: list[Any]
     shared: bool = False
 
 
@@ -62,10 +62,16 @@ class _KeptGraphs:
         with self._lock:
             graph = self._graphs.get(key)
         if graph is None:
-            raise RuntimeError(
-                "Trying to backward through the graph of a remote call a second time: give retain_graph=True the first"
-            )
+            raise RuntimeError(SECOND_TIME)
         return graph
+
+    def use_up(self, key: Key, graph: _Graph, places: list[int]) -> None:
+        """Forget some outputs of a graph, and with the last of them the graph."""
+        with self._lock:
+            for place in places:
+                graph.outputs[place] = None
+            if all(output is None for output in graph.outputs):
+                self._graphs.pop(key, None)
 
     def release(self, key: Key) -> None:
         """Forget a graph: what is here, or will be, of a call that took longer than its caller would wait."""
@@ -105,32 +111,23 @@ def _handle(request: Message) -> Message:
         return _reply(execute.run(content.payload), request.inputs(), content.keep_as)
     assert isinstance(content, Backward)
     graph = kept_graphs.find(content.graph)
-    if not content.retain_graph:
-        kept_graphs.release(content.graph)
     recorded = content.keep_as is not None
     graph.shared |= recorded
-    input_grads = _differentiate(graph, content)
-    reply = _reply(input_grads, [*request.inputs(), *graph.inputs], content.keep_as, shared=recorded)
-    reply.used_up = graph
-    return reply
-
-
-def _differentiate(graph: _Graph, request: Backward) -> list[torch.Tensor | None]:
-    reached = [
-        (output, grad)
-        for output, grad in zip(graph.outputs, request.output_grads, strict=True)
-        if grad is not None
-    ]
-    return list(
-        torch.autograd.grad(
-            [output for output, _ in reached],
-            graph.inputs,
-            [grad.to(output.device) for output, grad in reached],  # the caller's may be on a CPU
-            retain_graph=request.retain_graph or graph.shared,
-            create_graph=request.keep_as is not None,
-            allow_unused=True,
-        )
+    reached = {place: grad for place, grad in enumerate(content.output_grads) if grad is not None}
+    outputs = [graph.outputs[place] for place in reached]  # the caller asks for none that is used up
+    if not content.retain_graph:
+        kept_graphs.use_up(content.graph, graph, [*reached])
+    input_grads = torch.autograd.grad(
+        outputs,
+        graph.inputs,
+        [grad.to(y.device) for y, grad in zip(outputs, reached.values(), strict=True)],  # it may be on a CPU
+        retain_graph=content.retain_graph or graph.shared,
+        create_graph=recorded,
+        allow_unused=True,
     )
+    reply = _reply(list(input_grads), [*request.inputs(), *graph.inputs], content.keep_as, shared=recorded)
+    reply.used_up = graph, outputs
+    return reply
 
 
 def _reply(
