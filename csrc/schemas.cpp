@@ -10,11 +10,13 @@ STABLE_TORCH_LIBRARY(todist, library) {
       "bool decoupled, bool maximize) -> ()");
   library.def(
       "adam(Tensor[] grads, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, Tensor[] params, Tensor corrections, "
-      "float factor, float kept, float b1, float b2, float eps, float eps_root) -> Tensor[]");
+      "float factor, float kept, float b1, float b2, float eps, float eps_root, float weight_decay, "
+      "bool maximize) -> Tensor[]");
   library.def(
       "adam_backward(Tensor[] moved_grads, Tensor[] exp_avg_grads, Tensor[] exp_avg_sq_grads, "
-      "Tensor[] grads, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, Tensor corrections, "
-      "float factor, float b1, float b2, float eps, float eps_root) -> Tensor[]");
+      "Tensor[] grads, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, Tensor[] params, Tensor corrections, "
+      "float factor, float kept, float b1, float b2, float eps, float eps_root, float weight_decay, "
+      "bool maximize) -> Tensor[]");
 
   library.def(
       "sgd_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] momentum_buffers, Tensor taken, "

@@ -89,6 +89,34 @@ struct AdamDirection {
   }
 };
 
+// The same, going up: of the opposite gradient.
+template <class A>
+struct AdamDirectionUp {
+  AdamDirection<A> down;
+
+  explicit AdamDirectionUp(const AdamNumbers& n) : down(n) {}
+
+  C10_HOST_DEVICE inline void operator()(A& moved, A& new_exp_avg, A& new_exp_avg_sq, A grad, A exp_avg, A exp_avg_sq,
+                                         A param) const {
+    down(moved, new_exp_avg, new_exp_avg_sq, -grad, exp_avg, exp_avg_sq, param);
+  }
+};
+
+// The same, down or up, with so much of the parameter added to the gradient.
+template <class A>
+struct AdamDirectionDecayed {
+  AdamDirection<A> plain;
+  A sign, weight_decay;
+
+  explicit AdamDirectionDecayed(const AdamNumbers& n)
+      : plain(n), sign(n.maximize ? -1 : 1), weight_decay(static_cast<A>(n.weight_decay)) {}
+
+  C10_HOST_DEVICE inline void operator()(A& moved, A& new_exp_avg, A& new_exp_avg_sq, A grad, A exp_avg, A exp_avg_sq,
+                                         A param) const {
+    plain(moved, new_exp_avg, new_exp_avg_sq, sign * grad + weight_decay * param, exp_avg, exp_avg_sq, param);
+  }
+};
+
 // What flows into AdamDirection's three results -> what flows out to its grad and to its averages. The derivative of the
 // root at 0 is taken to be 0, its limit as the gradient goes to 0. The new averages are made again: as results they are
 // rounded to the tensors' dtype, and where one of float16 has become 0, the derivative would be that of another point.
@@ -118,6 +146,44 @@ struct AdamBackward {
     to_grad = averages.rest1 * of_exp_avg + 2 * averages.rest2 * grad * of_exp_avg_sq;
     to_exp_avg = b1 * of_exp_avg;
     to_exp_avg_sq = averages.b2 * of_exp_avg_sq;
+  }
+};
+
+// The same for AdamDirectionUp.
+template <class A>
+struct AdamBackwardUp {
+  AdamBackward<A> down;
+
+  explicit AdamBackwardUp(const AdamNumbers& n) : down(n) {}
+
+  C10_HOST_DEVICE inline void operator()(A& to_grad, A& to_exp_avg, A& to_exp_avg_sq, A of_moved, A of_exp_avg,
+                                         A of_exp_avg_sq, A grad, A exp_avg, A exp_avg_sq) const {
+    down(to_grad, to_exp_avg, to_exp_avg_sq, of_moved, of_exp_avg, of_exp_avg_sq, -grad, exp_avg, exp_avg_sq);
+    to_grad = -to_grad;
+  }
+};
+
+// The same for AdamDirectionDecayed, and what flows out to its parameter: without this decay that is no more than `kept`
+// times what flows into `moved`, and not made here.
+template <class A>
+struct AdamBackwardDecayed {
+  AdamBackward<A> plain;
+  A sign, weight_decay, kept;
+
+  explicit AdamBackwardDecayed(const AdamNumbers& n)
+      : plain(n),
+        sign(n.maximize ? -1 : 1),
+        weight_decay(static_cast<A>(n.weight_decay)),
+        kept(static_cast<A>(n.kept)) {}
+
+  C10_HOST_DEVICE inline void operator()(A& to_grad, A& to_exp_avg, A& to_exp_avg_sq, A& to_param, A of_moved,
+                                         A of_exp_avg, A of_exp_avg_sq, A grad, A exp_avg, A exp_avg_sq,
+                                         A param) const {
+    A to_sum;
+    plain(to_sum, to_exp_avg, to_exp_avg_sq, of_moved, of_exp_avg, of_exp_avg_sq, sign * grad + weight_decay * param,
+          exp_avg, exp_avg_sq);
+    to_grad = sign * to_sum;
+    to_param = kept * of_moved + weight_decay * to_sum;
   }
 };
 

@@ -19,6 +19,7 @@ struct StepOp {
   using Formula = AdamStep<A>;
 };
 
+template <template <class> class F>
 struct DirectionOp {
   static constexpr const char* kName = "adam";
   static constexpr std::array<Argument, 7> kArguments{{{"moved", Role::kNew, 4},
@@ -30,9 +31,10 @@ struct DirectionOp {
                                                        {"params", Role::kOptional}}};
   using Numbers = AdamNumbers;
   template <class A>
-  using Formula = AdamDirection<A>;
+  using Formula = F<A>;
 };
 
+template <template <class> class F>
 struct BackwardOp {
   static constexpr const char* kName = "adam_backward";
   static constexpr std::array<Argument, 9> kArguments{{{"to_grads", Role::kNew, 6},
@@ -46,7 +48,25 @@ struct BackwardOp {
                                                        {"exp_avg_sqs", Role::kRead}}};
   using Numbers = AdamNumbers;
   template <class A>
-  using Formula = AdamBackward<A>;
+  using Formula = F<A>;
+};
+
+struct DecayedBackwardOp {
+  static constexpr const char* kName = "adam_backward";
+  static constexpr std::array<Argument, 11> kArguments{{{"to_grads", Role::kNew, 7},
+                                                        {"to_exp_avgs", Role::kNew, 8},
+                                                        {"to_exp_avg_sqs", Role::kNew, 9},
+                                                        {"to_params", Role::kNew, 10},
+                                                        {"moved_grads", Role::kRead},
+                                                        {"exp_avg_grads", Role::kOptional},
+                                                        {"exp_avg_sq_grads", Role::kOptional},
+                                                        {"grads", Role::kRead},
+                                                        {"exp_avgs", Role::kRead},
+                                                        {"exp_avg_sqs", Role::kRead},
+                                                        {"params", Role::kRead}}};
+  using Numbers = AdamNumbers;
+  template <class A>
+  using Formula = AdamBackwardDecayed<A>;
 };
 
 // Row i of `corrections` completes what all tensors have in common.
@@ -80,23 +100,45 @@ void adam_(const List& params, const List& grads, const List& exp_avgs, const Li
 
 StableIValue adam(const List& grads, const List& exp_avgs, const List& exp_avg_sqs, const List& params,
                   const Tensor& corrections, double factor, double kept, double b1, double b2, double eps,
-                  double eps_root) {
+                  double eps_root, double weight_decay, bool maximize) {
   const Arguments arguments{&grads, &exp_avgs, &exp_avg_sqs, &params};
+  const std::array<const List*, 4> lists{&grads, &exp_avgs, &exp_avg_sqs, &params};
   AdamNumbers numbers = numbers_of(b1, b2, eps, eps_root);
   numbers.factor = factor;
   numbers.kept = kept;
-  return run_with<DirectionOp>({&grads, &exp_avgs, &exp_avg_sqs, &params}, numbers, corrections);
+  numbers.weight_decay = weight_decay;
+  numbers.maximize = maximize;
+  TODIST_CHECK(weight_decay == 0 || params.size() == grads.size(), "adam",
+               ": `params` must have the length of `grads` where `weight_decay` is not 0, ", grads.size(), "; got ",
+               params.size());
+  if (weight_decay != 0) {
+    return run_with<DirectionOp<AdamDirectionDecayed>>(lists, numbers, corrections);
+  }
+  return maximize ? run_with<DirectionOp<AdamDirectionUp>>(lists, numbers, corrections)
+                  : run_with<DirectionOp<AdamDirection>>(lists, numbers, corrections);
 }
 
 StableIValue adam_backward(const List& moved_grads, const List& exp_avg_grads, const List& exp_avg_sq_grads,
-                           const List& grads, const List& exp_avgs, const List& exp_avg_sqs,
-                           const Tensor& corrections, double factor, double b1, double b2, double eps,
-                           double eps_root) {
-  const Arguments arguments{&moved_grads, &exp_avg_grads, &exp_avg_sq_grads, &grads, &exp_avgs, &exp_avg_sqs};
+                           const List& grads, const List& exp_avgs, const List& exp_avg_sqs, const List& params,
+                           const Tensor& corrections, double factor, double kept, double b1, double b2, double eps,
+                           double eps_root, double weight_decay, bool maximize) {
+  const Arguments arguments{&moved_grads, &exp_avg_grads, &exp_avg_sq_grads, &grads,
+                            &exp_avgs,    &exp_avg_sqs,   &params};
   AdamNumbers numbers = numbers_of(b1, b2, eps, eps_root);
   numbers.factor = factor;
-  return run_with<BackwardOp>(
-      {&moved_grads, &exp_avg_grads, &exp_avg_sq_grads, &grads, &exp_avgs, &exp_avg_sqs}, numbers, corrections);
+  numbers.kept = kept;
+  numbers.weight_decay = weight_decay;
+  numbers.maximize = maximize;
+  if (weight_decay != 0) {
+    return run_with<DecayedBackwardOp>(
+        {&moved_grads, &exp_avg_grads, &exp_avg_sq_grads, &grads, &exp_avgs, &exp_avg_sqs, &params}, numbers,
+        corrections);
+  }
+  check_empty("adam_backward", "params", params.size(), "`weight_decay` is 0");
+  const std::array<const List*, 6> lists{&moved_grads, &exp_avg_grads, &exp_avg_sq_grads,
+                                         &grads,       &exp_avgs,      &exp_avg_sqs};
+  return maximize ? run_with<BackwardOp<AdamBackwardUp>>(lists, numbers, corrections)
+                  : run_with<BackwardOp<AdamBackward>>(lists, numbers, corrections);
 }
 
 }  // namespace

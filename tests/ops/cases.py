@@ -115,26 +115,27 @@ def case(op: str, rng: random.Random, shapes: list[list[int]], dtypes: list[torc
         )
         return Case(op, lists, (corrections, *numbers), expected, ["params", "exp_avgs", "exp_avg_sqs"])
     if op == "adam":
-        settings = (lr, rng.choice([1.0, 0.9]), b1, b2, eps, rng.choice([0.0, 1e-3]))
+        settings = (lr, rng.choice([1.0, 0.9]), b1, b2, eps, rng.choice([0.0, 1e-3]), weight_decay, maximize)
         lists = {
             "grads": g,
             "exp_avgs": make(),
             "exp_avg_sqs": make(positive=True),
-            "params": rng.choice([[], make(expand=True)]),
+            "params": make() if weight_decay else rng.choice([[], make(expand=True)]),
         }
         expected = rows(
             lambda *x: formulas.adam(*x, *settings), *map(wide, lists.values()), list(corrections)
         )
         return Case(op, lists, (corrections, *settings), expected)
     if op == "adam_backward":
-        settings = (lr, b1, b2, eps, rng.choice([0.0, 1e-3]))
+        settings = (lr, rng.choice([1.0, 0.9]), b1, b2, eps, rng.choice([0.0, 1e-3]), weight_decay, maximize)
         lists = {
             "moved_grads": make(expand=True),
             "exp_avg_grads": rng.choice([[], make(expand=True)]),
             "exp_avg_sq_grads": rng.choice([[], make(expand=True)]),
             "grads": g,
-            "new_exp_avgs": make(),
-            "new_exp_avg_sqs": make(positive=True),
+            "exp_avgs": make(),
+            "exp_avg_sqs": make(positive=True),
+            "params": make(expand=True) if weight_decay else [],
         }
         expected = rows(
             lambda *x: formulas.adam_gradients(*x, *settings), *map(wide, lists.values()), list(corrections)

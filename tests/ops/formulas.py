@@ -12,7 +12,9 @@ def root(x: Tensor) -> Tensor:
     return torch.where(zero, 0.0, torch.where(zero, 1.0, x).sqrt())
 
 
-def adam(g, m, v, p, c, factor, kept, b1, b2, eps, eps_root):
+def adam(g, m, v, p, c, factor, kept, b1, b2, eps, eps_root, weight_decay=0.0, maximize=False):
+    g = -g if maximize else g
+    g = g + weight_decay * p if weight_decay else g
     m, v = m + (1 - b1) * (g - m), b2 * v + (1 - b2) * g * g
     u = factor * (m / c[0]) / (root(v / c[1] + eps_root) + eps)
     return u if p is None else kept * p + u, m, v
@@ -67,15 +69,20 @@ def rmsprop_(p, g, v, a, b, lr, alpha, eps, momentum, nesterov, weight_decay, ma
     return rmsprop(g, v, a, b, p, -lr, alpha, eps, momentum, nesterov)
 
 
-def adam_gradients(du, dm, dv, g, m, v, c, factor, b1, b2, eps, eps_root):
-    """What autograd makes of the formula; the averages are the old ones."""
+def adam_gradients(
+    du, dm, dv, g, m, v, p, c, factor, kept, b1, b2, eps, eps_root, weight_decay=0.0, maximize=False
+):
+    """What autograd makes of the formula, of its parameter only with this decay; the averages are the old ones."""
+    sign = -1 if maximize else 1
+    g = sign * g + weight_decay * p if weight_decay else sign * g
     m, v = m + (1 - b1) * (g - m), b2 * v + (1 - b2) * g * g
     m, v = m.detach().requires_grad_(), v.detach().requires_grad_()
     with torch.enable_grad():
         u = factor * (m / c[0]) / (root(v / c[1] + eps_root) + eps)
         to_m, to_v = torch.autograd.grad(u, (m, v), du)
     to_m, to_v = to_m + (0 if dm is None else dm), to_v + (0 if dv is None else dv)
-    return (1 - b1) * to_m + 2 * (1 - b2) * g * to_v, b1 * to_m, b2 * to_v
+    to_g = (1 - b1) * to_m + 2 * (1 - b2) * g * to_v
+    return sign * to_g, b1 * to_m, b2 * to_v, kept * du + weight_decay * to_g if weight_decay else None
 
 
 def rmsprop_gradients(dp, dv, da, db, g, v, a, *settings):

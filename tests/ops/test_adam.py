@@ -107,13 +107,16 @@ def test_infinities_and_denormals_are_as_in_the_formula(fused):
 
 
 @pytest.mark.parametrize("fused", FUSED)
-def test_in_place_equals_the_recorded_step(fused):
+@pytest.mark.parametrize("decoupled", [False, True])
+@pytest.mark.parametrize("maximize", [False, True])
+def test_in_place_equals_the_recorded_step(fused, decoupled, maximize):
     g, m, v, p = (tensors((5,), (2, 3)) for _ in range(4))
     v = [x.square() for x in v]
     counts = [torch.tensor(3.0), torch.tensor(7.0)]
-    numbers = {**NUMBERS, "lr": 0.3, "weight_decay": 0.1, "fused": fused}
+    numbers = {**NUMBERS, "lr": 0.3, "weight_decay": 0.1, "decoupled": decoupled, "fused": fused}
+    numbers["maximize"] = maximize
     want = adam(g, m, v, counts, p, **numbers)
-    adam_(p, g, m, v, counts, **numbers, decoupled=True)
+    adam_(p, g, m, v, counts, **numbers)
     for column, expected in zip((p, m, v, counts), want, strict=True):
         torch.testing.assert_close(column, expected)
 

@@ -57,10 +57,10 @@ def test_adam_backward_at_the_edges_is_autograd(eps_root):
     du, g, m, v = edges(4)
     keep = ~(v < 0)
     du, g, m, v = du[keep], g[keep], m[keep], v[keep]
-    c, settings = torch.tensor([[0.1, 0.01]], dtype=torch.float64), (1.0, 0.9, 0.99, 1e-8, eps_root)
-    got = kernels.adam_backward([du], [], [], [g], [m], [v], c, *settings)
-    expected = adam_gradients(du, None, None, g, m, v, c[0], *settings)
-    assert_same_edges(got[1:], expected[1:])
+    c, settings = torch.tensor([[0.1, 0.01]], dtype=torch.float64), (1.0, 1.0, 0.9, 0.99, 1e-8, eps_root)
+    got = kernels.adam_backward([du], [], [], [g], [m], [v], [], c, *settings, 0.0, False)
+    expected = adam_gradients(du, None, None, g, m, v, None, c[0], *settings)
+    assert_same_edges(got[1:], expected[1:3])
     # A large gradient moves both averages so that the direction stays: the two terms cancel, and are the measure.
     terms = (expected[1] * 0.1 / 0.9).abs() + (expected[2] * 0.01 / 0.99 * 2 * g).abs()
     assert torch.equal(got[0].isfinite(), expected[0].isfinite())
@@ -88,7 +88,8 @@ def test_a_gradient_of_zero_gives_no_nan():
     zero, two = torch.zeros(3, dtype=torch.float64), torch.full((3,), 2.0, dtype=torch.float64)
     c = torch.tensor([[0.1, 0.01]], dtype=torch.float64)
     for eps in (1e-8, 1.0):
-        got = kernels.adam_backward([two], [two], [two], [zero], [zero], [zero], c, 1.0, 0.9, 0.99, eps, 0.0)
+        lists = ([two], [two], [two], [zero], [zero], [zero], [])
+        got = kernels.adam_backward(*lists, c, 1.0, 1.0, 0.9, 0.99, eps, 0.0, 0.0, False)
         to_m = 2 + 2 / 0.1 / eps
         for tensor, value in zip(got, (0.1 * to_m, 0.9 * to_m, 0.99 * 2), strict=True):
             torch.testing.assert_close(tensor, torch.full_like(zero, value))
@@ -107,13 +108,13 @@ def test_the_whole_of_forward_and_backward_is_autograd(op):
     if op == "adam":
         g, v, m = inputs
         c = torch.tensor([0.3, 0.2], dtype=torch.float64)
-        settings = (-0.3, 0.9, 0.99, 1e-8, 1e-3)
+        settings = (-0.3, 0.8, 0.9, 0.99, 1e-8, 1e-3, 0.0, False)
         p = torch.randn(50, dtype=torch.float64)
-        results = adam(g, m, v, p, c, settings[0], 0.8, *settings[1:])
+        results = adam(g, m, v, p, c, *settings)
         expected = torch.autograd.grad(results, (g, m, v), flows)
         with torch.no_grad():
-            made = kernels.adam([g], [m], [v], [p], c[None], settings[0], 0.8, *settings[1:])
-            got = kernels.adam_backward(*([f] for f in flows), [g], [m], [v], c[None], *settings)
+            made = kernels.adam([g], [m], [v], [p], c[None], *settings)
+            got = kernels.adam_backward(*([f] for f in flows), [g], [m], [v], [], c[None], *settings)
     else:
         settings = (-0.3, 0.9, 1e-8, 0.0, False)
         results = rmsprop(*inputs, None, None, *settings)[:3]

@@ -113,12 +113,14 @@ def test_zeros_in_the_averages_leave_no_neighbour_out():
     corrections = torch.full((1, 2), 0.5, dtype=torch.float64)
     spoil_free_memory()
     given = [[tensor.to(DEVICE)] for tensor in (grads, avgs, squares)]
-    moves, new_avgs, new_squares = kernels.adam(*given, [], corrections, 1.0, 1.0, 0.5, 0.5, 0.0, 0.25)
+    numbers = (1.0, 1.0, 0.5, 0.5, 0.0, 0.25, 0.0, False)
+    moves, new_avgs, new_squares = kernels.adam(*given, [], corrections, *numbers)
     assert torch.equal(new_avgs.cpu(), grads * 0.5)
     assert torch.equal(new_squares.cpu(), grads * 0.5)
     torch.testing.assert_close(moves.cpu(), grads / 1.25**0.5)
     ones = torch.ones(n, device=DEVICE)
-    found = kernels.adam_backward([ones], [], [], *given, corrections, 1.0, 0.5, 0.5, 1.0, 0.0)
+    numbers = (1.0, 1.0, 0.5, 0.5, 1.0, 0.0, 0.0, False)
+    found = kernels.adam_backward([ones], [], [], *given, [], corrections, *numbers)
     assert all(tensor.isfinite().all() for tensor in found)
     assert torch.equal(found[1].cpu()[5::7], torch.full((n,), 1.0)[5::7])  # 0.5 * (1 / 0.5) / (0 + 1)
 

@@ -96,6 +96,8 @@ def test_new_tensors_keep_the_strides_that_leave_no_gaps():
         0.9,
         0.1,
         0.0,
+        0.0,
+        False,
     )
     assert [tensor.stride() for tensor in out] == [(1, 4), (3, 1), (1, 4), (3, 1), (3, 1), (3, 1)]
 

@@ -75,7 +75,9 @@ def test_any_strides_are_taken_as_torch_takes_them():
         x = torch.zeros(1000).as_strided(shape, strides)
         moved, new = kernels.sgd([x], [x], [x], TAKEN, 0.1, 0.9, True, 0.1, True)
         back = kernels.sgd_backward([x], [x], TAKEN, 0.1, 0.9, True, 0.1, True)
-        averages = kernels.adam([x], [x], [x], [x], CORRECTIONS, 0.1, 1.0, 0.9, 0.9, 1e-8, 0.0)
+        numbers = (0.1, 1.0, 0.9, 0.9, 1e-8, 0.0, 0.1, True)
+        averages = kernels.adam([x], [x], [x], [x], CORRECTIONS, *numbers)
+        back += kernels.adam_backward([x], [x], [x], [x], [x], [x], [x], CORRECTIONS, *numbers)
         for tensor in (moved, new, *back, *averages):
             assert tensor.stride() == torch.empty_like(x).stride(), (shape, strides)
 

@@ -26,8 +26,15 @@ def way(fused, eps):
 
 
 def adams(x, y, fused):
-    numbers = {"b1": 0.9, "b2": 0.99, "eps_root": 1e-3, "lr": 0.3, "weight_decay": 0.1, **way(fused, 1e-2)}
-    return adam([x, x[0]], [x * y, y[1]], [y * y, y[0] ** 2], steps(), [x + y, y[2]], **numbers)[:3]
+    numbers = {"b1": 0.9, "b2": 0.99, "eps_root": 1e-3, "lr": 0.3, "maximize": True, **way(fused, 1e-2)}
+    columns = [x, x[0]], [x * y, y[1]], [y * y, y[0] ** 2], steps(), [x + y, y[2]]
+    return adam(*columns, weight_decay=0.1, **numbers)[:3]
+
+
+def adamws(x, y, fused):
+    numbers = {"b1": 0.9, "b2": 0.99, "eps_root": 0.0, "lr": 0.3, "decoupled": True, **way(fused, 1e-2)}
+    columns = [x, x[0]], [x * y, y[1]], [y * y, y[0] ** 2], steps(), [x + y, y[2]]
+    return adam(*columns, weight_decay=0.1, **numbers)[:3]
 
 
 def directions(x, y, fused):
@@ -45,7 +52,7 @@ def sgds(x, y, fused):
     return sgd([x * y, x[0]], [y, y[1]], steps(), [x, x[1]], lr=0.3, **options, fused=fused or False)[:2]
 
 
-STEPS = [adams, directions, rmsprops, sgds]
+STEPS = [adams, adamws, directions, rmsprops, sgds]
 every_step = pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
 each_way = pytest.mark.parametrize("fused", [False, pytest.param(True, marks=needs_kernels)])
 

@@ -18,4 +18,4 @@ LD_PRELOAD="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libstdc++.
     "$python" -c 'import os, pytest, sys, torchopt_dist
 assert torchopt_dist.__file__.startswith(os.getcwd()), torchopt_dist.__file__
 sys.exit(pytest.main(sys.argv[1:]))' -q -p no:cacheprovider --timeout=600 \
-    tests/ops/test_{kernels,bad_lists,backward,layouts,adam,sgd_refused}.py
+    tests/ops/test_{kernels,bad_lists,backward,layouts,adam,adam_options,sgd_refused}.py

@@ -38,6 +38,8 @@ def adam(
     eps_root: Factor,
     lr: float = 0.0,
     weight_decay: float = 0.0,
+    decoupled: bool = False,
+    maximize: bool = False,
     fused: bool | None = None,
     inplace: bool = False,
 ) -> tuple[list[Tensor], ...]:
@@ -56,7 +58,10 @@ def adam(
         eps: added to the root.
         eps_root: added below the root.
         lr: learning rate, for ``params``.
-        weight_decay: ``lr`` times how much of a parameter is taken off it (decoupled), for ``params``.
+        weight_decay: how much of a parameter is added to its gradient; or, if ``decoupled``, ``lr`` times which is
+            taken off the parameter. It needs ``params``.
+        decoupled: AdamW's weight decay.
+        maximize: go up, not down.
         fused: None uses a kernel where there is one, False uses the formulas here, True demands the kernel, which has
             no derivatives for hyper-parameters that are tensors.
         inplace: leave to overwrite ``exp_avgs``, ``exp_avg_sqs`` and ``steps``.
@@ -66,9 +71,11 @@ def adam(
 
     Raises:
         TypeError: a list holds something else than dense tensors.
-        ValueError: the lists' lengths differ, or the shapes of tensors that belong together.
+        ValueError: the lists' lengths differ, or the shapes of tensors that belong together; or ``params`` are missing.
         RuntimeError: ``fused=True`` where there is no kernel for these arguments; the message says why.
     """
+    if params is None and weight_decay != 0:
+        raise ValueError(f"`params` must be given where `weight_decay` is not 0, got {weight_decay}")
     named = {"grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs, "params": params}
     table.check_lengths({**named, "steps": steps})
     columns = [column for column in named.values() if column is not None]
@@ -81,8 +88,20 @@ def adam(
     counts = counting.counts(steps)
     left1, left2 = counting.bias_corrections((b1, b2), counts, ahead=1)
     kernel = kernel and numbers and choice.sees(left1, fused)
-    move = (1.0, 1.0) if params is None else (-lr, 1 - lr * weight_decay)
-    step = _Adam(b1, b2, eps, eps_root, left1, left2, *move, params is not None, kernel)
+    step = _Adam(
+        b1,
+        b2,
+        eps,
+        eps_root,
+        left1,
+        left2,
+        factor=1.0 if params is None else -lr,
+        kept=1 - lr * weight_decay if decoupled else 1.0,
+        decay=0.0 if decoupled else weight_decay,
+        maximize=maximize,
+        with_params=params is not None,
+        kernel_runs=kernel,
+    )
     return *node.run(step, columns, inplace), counting.count_up(counts, inplace=inplace)
 
 
@@ -97,7 +116,12 @@ class _Adam(node.Step):
     left2: Factors
     """``1 - b2**t``."""
     factor: float
+    """What the direction is multiplied by before it is added to the parameter."""
     kept: float
+    """How much of the parameter stays."""
+    decay: float
+    """How much of it is added to the gradient."""
+    maximize: bool
     with_params: bool
     kernel_runs: bool
 
@@ -116,6 +140,7 @@ class _Adam(node.Step):
 
     def formula(self, columns: table.Columns, inplace: bool = False) -> list[list[Tensor]]:
         grads, exp_avgs, exp_avg_sqs, *params = (column or [] for column in columns)
+        grads = self._penalized(grads, params)
         exp_avgs, exp_avg_sqs = self._averages(grads, exp_avgs, exp_avg_sqs, inplace)
         moved = lists.divide(exp_avgs, self._denominators(self._roots(exp_avg_sqs)))
         if params:
@@ -125,10 +150,10 @@ class _Adam(node.Step):
 
     def kernel(self, columns: table.Columns) -> list[list[Tensor]]:
         grads, exp_avgs, exp_avg_sqs, *params = (column or [] for column in columns)
-        numbers = (self._corrections(len(grads)), self.factor, self.kept, *self._numbers())
-        return table.split(
-            torch.ops.todist.adam(grads, exp_avgs, exp_avg_sqs, *(params or [[]]), *numbers), 3
+        made = torch.ops.todist.adam(
+            grads, exp_avgs, exp_avg_sqs, *(params or [[]]), *self._arguments(len(grads))
         )
+        return table.split(made, 3)
 
     def saved(self, given: table.Columns, made: table.Columns) -> table.Columns:
         """The formula's derivative needs the new averages, and is given them.
@@ -136,12 +161,14 @@ class _Adam(node.Step):
         The kernel's makes them again from the old ones, without the rounding to float16 or bfloat16 that they have as
         results.
         """
-        return given[:3] if self.kernel_runs else [given[0], *made[1:]]
+        averages = given[1:3] if self.kernel_runs else made[1:]
+        return [given[0], *averages, given[3] if self.decay != 0 else None]
 
     def backward_formula(self, columns: table.Columns) -> list[list[Tensor]]:
         like = columns[0] or []
-        grads, exp_avgs, exp_avg_sqs, *flows = (c if c is None else table.widened(c) for c in columns)
+        grads, exp_avgs, exp_avg_sqs, params, *flows = (c if c is None else table.widened(c) for c in columns)
         grads, exp_avgs, exp_avg_sqs = grads or [], exp_avgs or [], exp_avg_sqs or []
+        grads = self._penalized(grads, [params] if params else [])
         if self.kernel_runs:
             exp_avgs, exp_avg_sqs = self._averages(grads, exp_avgs, exp_avg_sqs)
         of_directions, of_avgs, of_sqs = flows
@@ -160,21 +187,32 @@ class _Adam(node.Step):
         of_grads = lists.multiply(of_avgs, 1 - self.b1)
         of_grads = lists.add_product(of_grads, grads, of_sqs, 2 * (1 - self.b2))
         found = [of_grads, lists.multiply(of_avgs, self.b1), lists.multiply(of_sqs, self.b2)]
+        if self.maximize:
+            found[0] = lists.multiply(of_grads, -1)
+        if self.decay != 0:
+            decayed = lists.multiply(of_grads, self.decay)
+            found.append(decayed if flows[0] is None else lists.add(decayed, flows[0], self.kept))
         return [[x.to(y.dtype) for x, y in zip(column, like, strict=True)] for column in found]
 
     def backward_kernel(self, columns: table.Columns) -> list[list[Tensor]]:
-        saved = [column or [] for column in columns[:3]]
-        first, *rest = (column or [] for column in columns[3:])
+        saved = [column or [] for column in columns[:4]]
+        first, *rest = (column or [] for column in columns[4:])
         first = first or [torch.zeros_like(g) for g in saved[0]]
-        numbers = (self._corrections(len(first)), self.factor, *self._numbers())
-        return table.split(torch.ops.todist.adam_backward(first, *rest, *saved, *numbers), 3)
+        made = torch.ops.todist.adam_backward(first, *rest, *saved, *self._arguments(len(first)))
+        return table.split(made, 3 + (self.decay != 0))
 
     def rest(self, flows: Sequence[Sequence[OptionalTensor]]) -> list[list[OptionalTensor]]:
-        if not self.with_params:
+        if not self.with_params or self.decay != 0:
             return []
         if self.kept == 1:
             return [list(flows[0])]
         return [[None if x is None else x * self.kept for x in flows[0]]]
+
+    def _penalized(self, grads: list[Tensor], params: list[list[Tensor]]) -> list[Tensor]:
+        """The gradients downhill, and with the weight decay that goes through the averages."""
+        if self.maximize:
+            grads = lists.multiply(grads, -1)
+        return lists.add(grads, params[0], self.decay) if self.decay != 0 else grads
 
     def _averages(
         self,
@@ -200,11 +238,13 @@ class _Adam(node.Step):
         """What the root is multiplied by, so that only one side of the fraction is corrected."""
         return lists.combine(_over_root, self.left1, self.left2)
 
-    def _corrections(self, count: int) -> Tensor:
-        return _corrections(self.left1, self.left2, count)
-
-    def _numbers(self) -> tuple[Any, ...]:
+    def _numbers(self) -> tuple[Factor, ...]:
         return self.b1, self.b2, self.eps, self.eps_root
+
+    def _arguments(self, count: int) -> tuple[Any, ...]:
+        """For the kernels."""
+        move = (_corrections(self.left1, self.left2, count), self.factor, self.kept)
+        return *move, *self._numbers(), self.decay, self.maximize
 
 
 def _corrections(left1: Factors, left2: Factors, count: int) -> Tensor:

@@ -23,8 +23,8 @@ def _moved(grads: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor
 
 
 def _adam_backward(*args: Any) -> list[Tensor]:
-    grads, exp_avgs, exp_avg_sqs = args[3:6]
-    return _like(grads, exp_avgs, exp_avg_sqs)
+    grads, exp_avgs, exp_avg_sqs, params = args[3:7]  # the parameters only with weight decay
+    return _like(grads, exp_avgs, exp_avg_sqs, params)
 
 
 def _rmsprop(

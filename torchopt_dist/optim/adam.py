@@ -12,7 +12,6 @@ from torchopt_dist.transform.base import ChainedGradientTransformation, Gradient
 from torchopt_dist.transform.hyperparameters import (
     HyperParameter,
     check_decays,
-    is_zero,
     one_of_two_names,
 )
 from torchopt_dist.transform.scale import scale_by_learning_rate
@@ -67,24 +66,22 @@ def adam(
     check_decays("betas", betas, 2)
     fused = one_of_two_names(fused, use_accelerated_op)
     b1, b2 = betas
-    whole = recorded(adam_op, ScaleByAdamState, lr=lr, b1=b1, b2=b2, eps=eps, eps_root=eps_root, fused=fused)
+    options = {
+        "lr": lr,
+        "b1": b1,
+        "b2": b2,
+        "eps": eps,
+        "eps_root": eps_root,
+        "weight_decay": weight_decay,
+        "maximize": maximize,
+        "fused": fused,
+    }
     return ChainedGradientTransformation(
         *penalized(weight_decay, maximize),
         scale_by_adam(b1, b2, eps, eps_root, moment_requires_grad, fused=fused),
         scale_by_learning_rate(lr),
-        in_place=in_place(
-            adam_,
-            lr=lr,
-            b1=b1,
-            b2=b2,
-            eps=eps,
-            eps_root=eps_root,
-            weight_decay=weight_decay,
-            decoupled=False,
-            maximize=maximize,
-            fused=fused,
-        ),
-        recorded=whole if is_zero(weight_decay) and not maximize else None,
+        in_place=in_place(adam_, **options),
+        recorded=recorded(adam_op, ScaleByAdamState, **options),
     )
 
 

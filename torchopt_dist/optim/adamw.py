@@ -68,36 +68,24 @@ def adamw(
     check_decays("betas", betas, 2)
     fused = one_of_two_names(fused, use_accelerated_op)
     b1, b2 = betas
-    whole = in_place(
-        adam_,
-        lr=lr,
-        b1=b1,
-        b2=b2,
-        eps=eps,
-        eps_root=eps_root,
-        weight_decay=weight_decay,
-        decoupled=True,
-        maximize=maximize,
-        fused=fused,
-    )
-    differentiably = recorded(
-        adam_op,
-        ScaleByAdamState,
-        lr=lr,
-        weight_decay=weight_decay,
-        b1=b1,
-        b2=b2,
-        eps=eps,
-        eps_root=eps_root,
-        fused=fused,
-    )
+    options = {
+        "lr": lr,
+        "b1": b1,
+        "b2": b2,
+        "eps": eps,
+        "eps_root": eps_root,
+        "weight_decay": weight_decay,
+        "decoupled": True,
+        "maximize": maximize,
+        "fused": fused,
+    }
     return ChainedGradientTransformation(
         *penalized(0.0, maximize),
         scale_by_adam(b1, b2, eps, eps_root, moment_requires_grad, fused=fused),
         add_decayed_weights(weight_decay, mask),
         scale_by_learning_rate(lr),
-        in_place=whole if mask is None else None,
-        recorded=differentiably if mask is None and not maximize else None,
+        in_place=in_place(adam_, **options) if mask is None else None,
+        recorded=recorded(adam_op, ScaleByAdamState, **options) if mask is None else None,
     )
 
 
