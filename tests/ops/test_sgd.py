@@ -55,7 +55,7 @@ def flat(options, *, params=True, fused=False, shapes=SHAPES):
         rest = [list(leaves[i : i + n]) for i in range(n, len(leaves), n)]
         given = rest.pop(0) if sums else None
         made = sgd(list(leaves[:n]), given, steps, *rest, lr=0.3, **options, fused=fused)
-        return tuple(x for column in made[: 1 + bool(sums)] for x in column)
+        return tuple(x for column in made[: 2 if sums else 1] for x in column)
 
     return compute, leaves
 

@@ -121,25 +121,25 @@ class _Sgd(node.Step):
         return replace(self, taken=[self.taken[place] for place in places])
 
     def formula(self, columns: table.Columns, inplace: bool = False) -> list[list[Tensor]]:
-        grads, *rest = (column or [] for column in columns)
-        params = rest.pop() if self.with_params else None
+        given = [column or [] for column in columns]
+        grads, params = given[0], given[-1] if self.with_params else None
         if self.maximize:
             grads = lists.multiply(grads, -1)
         if params is not None and not _is_zero(self.weight_decay):
             grads = lists.add(grads, params, self.weight_decay)
-        along, sums = grads, [lists.multiply(column, self.momentum) for column in rest]
+        along, sums = grads, []
         if self.with_sums:
-            sums = [lists.add(sums[0], _times(grads, self.taken))]
+            sums = [lists.add(lists.multiply(given[1], self.momentum), _times(grads, self.taken))]
             along = lists.add(grads, sums[0], self.momentum) if self.nesterov else sums[0]
         if params is None:
             return [lists.multiply(along, -self.lr), *sums]
         return [lists.add(params, along, -self.lr), *sums]
 
     def kernel(self, columns: table.Columns) -> list[list[Tensor]]:
-        grads, *rest = (column or [] for column in columns)
-        params = rest.pop() if self.with_params else []
-        sums = rest[0] if rest else []
-        made = torch.ops.todist.sgd(grads, sums, params, self._row(len(grads)), *self._numbers())
+        given = [column or [] for column in columns]
+        sums = given[1] if self.with_sums else []
+        params = given[-1] if self.with_params else []
+        made = torch.ops.todist.sgd(given[0], sums, params, self._row(len(given[0])), *self._numbers())
         return table.split(made, 1 + self.with_sums)
 
     def saved(self, given: table.Columns, made: table.Columns) -> table.Columns:

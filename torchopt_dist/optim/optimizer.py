@@ -210,14 +210,14 @@ class Optimizer(torch.optim.Optimizer):
     def _refuse_options_of_a_group(self, group: dict[str, Any]) -> None:
         if self.transformation is not None:
             return
-        for name in sorted(group.keys() - _NO_OPTIONS):
+        for name in sorted(set(group) - _NO_OPTIONS):
             if not isinstance(group[name], str):  # a label
                 raise ValueError(
                     f"`{name}` must not be set for a group, as `impl` has its options already, got {group[name]!r}"
                 )
 
     def _refuse_options_of_torch(self, group: dict[str, Any]) -> None:
-        for name in sorted(_options_of_twin(type(self)) - self.defaults.keys() - _NO_OPTIONS):
+        for name in sorted(_options_of_twin(type(self)) - set(self.defaults) - _NO_OPTIONS):
             if group.get(name):
                 raise ValueError(
                     f"`{name}` must be off, as this {type(self).__name__} has no such option, got {group[name]!r}"
@@ -256,7 +256,7 @@ class Optimizer(torch.optim.Optimizer):
         own = {key for key in layout.keys if key is not None}
         for p in params if _COUNT in own else ():
             state = self.state[p]
-            lacking = sorted(own - state.keys() - {_COUNT})
+            lacking = sorted(own - set(state) - {_COUNT})
             if state and lacking:
                 raise ValueError(
                     f"`state` of a parameter must have all that this {type(self).__name__} keeps, or nothing: it "
