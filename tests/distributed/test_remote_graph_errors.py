@@ -46,6 +46,12 @@ def test_what_cannot_be_connected_is_an_error(world):
             remote(cube)(torch.eye(3).to_sparse().requires_grad_())
         with pytest.raises(todist.SerializationError, match=r"torch\.func"):
             torch.func.grad(remote(cube))(x)
+        with pytest.raises(todist.SerializationError, match=r"inside a torch\.func transform"):
+            torch.func.vmap(remote(cube))(torch.ones(2, 3))
+        rows = torch.randn(2, 3)
+        torch.testing.assert_close(
+            torch.func.vmap(remote(cube, worker=0))(rows), (rows**3).sum(1)
+        )  # sent nowhere
         with (
             torch.autograd.forward_ad.dual_level(),
             pytest.raises(todist.SerializationError, match="forward-mode"),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
+from torch._functorch import pyfunctorch
 
 __all__ = ["CallerState", "draw_seed", "seeded"]
 
@@ -56,7 +57,14 @@ class CallerState:
 
 def draw_seed() -> int:
     """A number from the caller's default generator, from which the seeds of a call's tasks are derived."""
-    return int(torch.randint(2**62, ()).item())
+    with _outside_of_transforms():
+        return int(torch.randint(2**62, ()).item())
+
+
+def _outside_of_transforms() -> AbstractContextManager[object]:
+    """Inside ``vmap`` torch refuses to draw numbers, which this one is not among: no result depends on its batch."""
+    # Private in torch: without it, a call inside `vmap` fails with what torch says about random numbers.
+    return getattr(pyfunctorch, "temporarily_clear_interpreter_stack", nullcontext)()
 
 
 @contextmanager
