@@ -1,4 +1,5 @@
-// A storage type -> the type that its arithmetic is done in; and what a loop tells the compiler about itself.
+// A storage type -> the type that its arithmetic is done in, and that of a choice in it; and what a loop tells the compiler
+// about itself.
 #pragma once
 
 #include <type_traits>
@@ -7,6 +8,16 @@ namespace todist {
 
 template <class T>
 using arithmetic_t = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+// A choice that all elements share. On the CPU it is as wide as what it chooses from: one of another width keeps the
+// compiler from making vectors of a loop over float16 or bfloat16. On CUDA that would take registers.
+#ifdef __CUDACC__
+template <class A>
+using Choice = bool;
+#else
+template <class A>
+using Choice = A;
+#endif
 
 }  // namespace todist
 

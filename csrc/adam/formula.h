@@ -2,6 +2,8 @@
 // Kingma and Ba 2015, algorithm 1; `eps_root` as in optax; the decoupled decay is Loshchilov and Hutter 2019, algorithm 2.
 #pragma once
 
+#include "../numeric.h"
+
 #include <torch/headeronly/macros/Macros.h>
 
 #include <cmath>
@@ -43,7 +45,7 @@ template <class A>
 struct AdamStep {
   AdamAverages<A> averages;
   A step, over_root2, below, eps, weight_decay, kept;
-  bool coupled, decoupled, maximize;
+  Choice<A> coupled, decoupled, maximize;
 
   explicit AdamStep(const AdamNumbers& n)
       : averages(n),
@@ -58,9 +60,9 @@ struct AdamStep {
         maximize(n.maximize) {}
 
   C10_HOST_DEVICE inline void operator()(A& param, A grad, A& exp_avg, A& exp_avg_sq) const {
-    grad = maximize ? -grad : grad;
-    grad = coupled ? grad + weight_decay * param : grad;
-    param = decoupled ? param * kept : param;
+    grad = maximize != 0 ? -grad : grad;
+    grad = coupled != 0 ? grad + weight_decay * param : grad;
+    param = decoupled != 0 ? param * kept : param;
     averages(grad, exp_avg, exp_avg_sq);
     param = param - step * exp_avg / (std::sqrt(exp_avg_sq + below) * over_root2 + eps);
   }

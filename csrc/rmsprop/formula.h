@@ -2,6 +2,8 @@
 // Tieleman and Hinton 2012, lecture 6.5; centered: Graves 2013, equations 38 to 45.
 #pragma once
 
+#include "../numeric.h"
+
 #include <torch/headeronly/macros/Macros.h>
 
 #include <cmath>
@@ -77,7 +79,7 @@ template <class A, bool kCentered, Momentum kMomentum>
 struct RmspropStep {
   RmspropMove<A, kCentered, kMomentum> move;
   A lr, weight_decay;
-  bool decays, maximize;
+  Choice<A> decays, maximize;
 
   explicit RmspropStep(const RmspropNumbers& n)
       : move(n),
@@ -88,8 +90,8 @@ struct RmspropStep {
 
   template <class... State>
   C10_HOST_DEVICE inline void operator()(A& param, A grad, State&... state) const {
-    grad = maximize ? -grad : grad;
-    grad = decays ? grad + weight_decay * param : grad;
+    grad = maximize != 0 ? -grad : grad;
+    grad = decays != 0 ? grad + weight_decay * param : grad;
     param = param - lr * move(grad, state...);
   }
 };

@@ -2,6 +2,8 @@
 // The running sum is Sutskever et al. 2013, equations 1 and 2, without the learning rate inside, as torch has it.
 #pragma once
 
+#include "../numeric.h"
+
 #include <torch/headeronly/macros/Macros.h>
 
 namespace todist {
@@ -19,7 +21,7 @@ struct SgdNumbers {
 template <class A>
 struct SgdStep {
   A lr, momentum, weight_decay, taken;
-  bool decays, nesterov, maximize;
+  Choice<A> decays, nesterov, maximize;
 
   explicit SgdStep(const SgdNumbers& n)
       : lr(static_cast<A>(n.lr)),
@@ -31,8 +33,8 @@ struct SgdStep {
         maximize(n.maximize) {}
 
   C10_HOST_DEVICE inline A uphill(A param, A grad) const {
-    grad = maximize ? -grad : grad;
-    return decays ? grad + weight_decay * param : grad;
+    grad = maximize != 0 ? -grad : grad;
+    return decays != 0 ? grad + weight_decay * param : grad;
   }
 
   C10_HOST_DEVICE inline void operator()(A& param, A grad) const { param = param - lr * uphill(param, grad); }
@@ -40,7 +42,7 @@ struct SgdStep {
   C10_HOST_DEVICE inline void operator()(A& param, A grad, A& sum) const {
     grad = uphill(param, grad);
     sum = momentum * sum + taken * grad;
-    param = param - lr * (nesterov ? grad + momentum * sum : sum);
+    param = param - lr * (nesterov != 0 ? grad + momentum * sum : sum);
   }
 };
 
@@ -68,7 +70,7 @@ struct SgdMove {
 template <class A>
 struct SgdBackward {
   A lr, momentum, weight_decay, taken;
-  bool nesterov, maximize;
+  Choice<A> nesterov, maximize;
 
   explicit SgdBackward(const SgdNumbers& n)
       : lr(static_cast<A>(n.lr)),
@@ -80,25 +82,25 @@ struct SgdBackward {
 
   C10_HOST_DEVICE inline void operator()(A& to_grad, A of_moved) const {
     const A of_uphill = -lr * of_moved;
-    to_grad = maximize ? -of_uphill : of_uphill;
+    to_grad = maximize != 0 ? -of_uphill : of_uphill;
   }
 
   C10_HOST_DEVICE inline void operator()(A& to_grad, A& to_param, A of_moved) const {
     (*this)(to_grad, of_moved);
-    to_param = of_moved + weight_decay * (maximize ? -to_grad : to_grad);
+    to_param = of_moved + weight_decay * (maximize != 0 ? -to_grad : to_grad);
   }
 
   C10_HOST_DEVICE inline void operator()(A& to_grad, A& to_sum, A of_moved, A of_sum) const {
     const A of_step = -lr * of_moved;
-    of_sum = of_sum + (nesterov ? momentum * of_step : of_step);
-    const A of_uphill = nesterov ? taken * of_sum + of_step : taken * of_sum;
+    of_sum = of_sum + (nesterov != 0 ? momentum * of_step : of_step);
+    const A of_uphill = nesterov != 0 ? taken * of_sum + of_step : taken * of_sum;
     to_sum = momentum * of_sum;
-    to_grad = maximize ? -of_uphill : of_uphill;
+    to_grad = maximize != 0 ? -of_uphill : of_uphill;
   }
 
   C10_HOST_DEVICE inline void operator()(A& to_grad, A& to_sum, A& to_param, A of_moved, A of_sum) const {
     (*this)(to_grad, to_sum, of_moved, of_sum);
-    to_param = of_moved + weight_decay * (maximize ? -to_grad : to_grad);
+    to_param = of_moved + weight_decay * (maximize != 0 ? -to_grad : to_grad);
   }
 };
 
