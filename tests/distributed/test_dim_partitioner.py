@@ -7,6 +7,7 @@ import pickle
 from itertools import pairwise
 
 import cloudpickle
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -111,7 +112,9 @@ def test_exclusive_tasks_are_spread_in_blocks():
     assert [part.size for part in parts] == [1] * 7
 
 
-@pytest.mark.parametrize("chosen", [[2, 0], ("worker2", "worker0"), ["worker2", 0]])
+@pytest.mark.parametrize(
+    "chosen", [[2, 0], ("worker2", "worker0"), ["worker2", 0], [np.int64(2), np.int32(0)]]
+)
 def test_the_workers_can_be_chosen_and_ordered(chosen):
     parts = split(todist.dim_partitioner(0, workers=chosen), torch.arange(3))
     assert parts == [(2, ([0, 1],), {}), (0, ([2],), {})]

@@ -6,6 +6,7 @@ import copy
 import pickle
 
 import cloudpickle
+import numpy as np
 import pytest
 import torch
 
@@ -51,9 +52,10 @@ def test_marks_come_off_wherever_they_are():
 
 def test_a_worker_alone_gets_all():
     args, kwargs = (torch.arange(3), 1), {"a": None}
-    for worker in (2, "worker2"):
+    for worker in (2, "worker2", np.int64(2)):
         (part,) = partition(worker, args, kwargs)
         assert part.worker == 2
+        assert type(part.worker) is int
         assert part.args is args
         assert part.kwargs is kwargs
         assert part.size == 1
@@ -70,15 +72,22 @@ def test_a_function_may_return_triplets_of_any_kind():
             (0, [x], None),
             (1, None, {}),
             todist.Partition("worker1", (x,), None, size=9),
+            (np.int64(1), (x,), {}),
         ]
 
     parts = partition(own, ("x",), {"y": "y"})
-    assert parts == [(2, ("x",), {"y": "y"}), (0, ("x",), {}), (1, (), {}), (1, ("x",), {})]
-    assert [part.size for part in parts] == [1, 1, 1, 9]
-    assert [type(part.args) for part in parts] == [tuple] * 4
+    assert parts == [
+        (2, ("x",), {"y": "y"}),
+        (0, ("x",), {}),
+        (1, (), {}),
+        (1, ("x",), {}),
+        (1, ("x",), {}),
+    ]
+    assert [part.size for part in parts] == [1, 1, 1, 9, 1]
+    assert [type(part.args) for part in parts] == [tuple] * 5
 
 
-@pytest.mark.parametrize("bad", [1.5, True, [0], ("worker0", 1), {"worker0": 1}])
+@pytest.mark.parametrize("bad", [1.5, True, np.True_, [0], ("worker0", 1), {"worker0": 1}])
 def test_what_is_no_partitioner_is_told(bad):
     with pytest.raises(TypeError, match=f"partitioner must be .* got {type(bad).__name__}"):
         partition(bad, (torch.ones(3),), {})

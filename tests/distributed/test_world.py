@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -132,6 +133,8 @@ def test_a_worker_is_found_by_name_by_rank_or_as_oneself(place, three_workers):
         2,
     ]
     assert todist.get_worker_id() == 2
+    found = todist.get_worker_id(np.int64(1))
+    assert (found, type(found)) == (1, int)
 
 
 @pytest.mark.parametrize(
@@ -187,6 +190,7 @@ def ranks_that_run(place, decorator, world_size=4):
     [
         (todist.on_rank(0), [0]),
         (todist.on_rank(1, 3), [1, 3]),
+        (todist.on_rank(np.int64(1)), [1]),
         (todist.on_rank(3, 3, 7), [3]),
         (todist.not_on_rank(0), [1, 2, 3]),
         (todist.not_on_rank(1, 2), [0, 3]),

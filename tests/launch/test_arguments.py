@@ -50,6 +50,8 @@ def test_every_option_is_an_argument_of_the_launcher(tmp_path):
         "start_timeout": 5.0,
         "stop_timeout": 0.5,
         "agent_timeout": 2.5,
+        "exit_timeout": 1.5,
+        "halted_timeout": 4.5,
     }
     line = []
     for name, value in given.items():
@@ -59,11 +61,12 @@ def test_every_option_is_an_argument_of_the_launcher(tmp_path):
     assert {name: getattr(launcher, name) for name in given} == given
     options = {action.dest for action in parser()._actions} - {"help", "lr"}
     assert options == set(given)
-    assert options <= {field.name for field in dataclasses.fields(Launcher)}
+    assert options == {field.name for field in dataclasses.fields(Launcher)} - {"env", "handlers"}
     for text in ("auto", "cpu", "gpu", "gpu:2"):
         assert parser().parse_args(["--nproc-per-host", text]).nproc_per_host == text
     for text in ("auto", "slurm"):
         assert parser().parse_args(["--hosts", text]).hosts == text
+    assert parser().parse_args(["--halted-timeout", "none"]).halted_timeout is None
 
 
 def test_a_parser_made_of_dataclasses_takes_a_launcher(tmp_path):
@@ -107,7 +110,7 @@ def main():
     if "--raise" in sys.argv and todist.get_rank() == 1:
         raise ValueError("of the script")
     if "--kill" in sys.argv and todist.get_rank() == 1:
-        os.kill(os.getpid(), 9)
+        os.kill(os.getpid(), int(sys.argv[-1]))
     if "--exit" in sys.argv:
         sys.exit(int(sys.argv[-1]))
 
@@ -144,7 +147,8 @@ def test_a_module_runs_too(script, capsys, monkeypatch):
     ("arguments", "code", "said"),
     [
         (("--raise",), 1, "ValueError: of the script"),
-        (("--kill",), 128 + 9, "rank 1 on localhost was ended by SIGKILL"),
+        (("--kill", "9"), 128 + 9, "rank 1 on localhost was ended by SIGKILL"),
+        (("--kill", "40"), 128 + 40, "rank 1 on localhost was ended by signal 40"),
         (("--exit", "3"), 3, "called sys.exit(3)"),
         (("--exit", "0"), 0, ""),
     ],
@@ -163,6 +167,8 @@ def test_the_exit_code_tells_how_it_ended(script, capsys, arguments, code, said)
         (("--nproc-per-host", 2, "none.py"), "argument script: must be a file, got 'none.py'"),
         (("--max-restarts", "x", "train.py"), "argument --max-restarts: invalid int value: 'x'"),
         ((), "the following arguments are required: script"),
+        (("--hosts", "a", "b", "train.py"), "take all words that follow: write `--` before the script"),
+        (("--hosts", "a", "train.py", "--lr", "3"), "take all words that follow: write `--` before"),
     ],
 )
 def test_a_wrong_command_line_is_told(script, capsys, monkeypatch, arguments, message):
@@ -194,3 +200,14 @@ def test_ctrl_c_ends_the_command(tmp_path):
     out, err = job.communicate(timeout=20)
     assert (job.returncode, out, err) == (130, "", "")
     assert time.monotonic() - started < 5
+
+
+def test_words_of_an_option_end_at_two_dashes(script, capsys):
+    assert run_main("--nproc-per-host", 1, "--hosts", "localhost", "localhost", "--", script, "--lr") == 0
+    assert "SAID 9 True" in capsys.readouterr().out
+
+
+def test_an_environment_file_that_is_no_text_is_told(script, capsys, tmp_path):
+    (tmp_path / "binary").write_bytes(b"A=\xff")
+    assert run_main("--env-file", tmp_path / "binary", "--nproc-per-host", 1, script) == 2
+    assert f"`env_file` must be text in UTF-8, got {tmp_path}/binary" in capsys.readouterr().err

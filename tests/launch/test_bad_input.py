@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
+import logging
 import os
 import socket
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import torchopt_dist as todist
-from torchopt_dist.launch import Launcher, launch
+from torchopt_dist.launch import Launcher, LaunchResult, add_launcher_args, launch, on_ranks, options
 from torchopt_dist.launch.environment import read_env_file
 
 pytestmark = pytest.mark.timeout(60)
@@ -24,7 +28,7 @@ def my_rank():
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
+    ("given", "error", "message"),
     [
         ({"nproc_per_host": 0}, ValueError, "`nproc_per_host` must be at least 1, got 0"),
         ({"nproc_per_host": True}, TypeError, "`nproc_per_host` must be .*, got bool True"),
@@ -40,29 +44,63 @@ def my_rank():
         ({"agent_timeout": 0}, ValueError, "`agent_timeout` must be a positive, finite number .* got 0"),
         ({"agent_timeout": 1}, ValueError, "`agent_timeout` must be at least 2 s, .* got 1"),
         ({"min_hosts": 0}, ValueError, "`min_hosts` must be at least 1, got 0"),
-        ({"max_hosts": "2"}, TypeError, "`max_hosts` must be an integer or None, got '2'"),
+        ({"max_hosts": "2"}, TypeError, "`max_hosts` must be an integer or None, got str '2'"),
         (
             {"min_hosts": 2},
             ValueError,
             "`min_hosts` must be at most the number of hosts that take part, 1, got 2",
         ),
-        ({"halted_timeout": "x"}, TypeError, "`halted_timeout` must be a number of seconds, got 'x'"),
+        (
+            {"halted_timeout": "x"},
+            TypeError,
+            "`halted_timeout` must be a number of seconds, or None, got str 'x'",
+        ),
         ({"hosts": [3]}, TypeError, "`hosts` must hold names, got int 3"),
         ({"max_restarts": -1}, ValueError, "`max_restarts` must be at least 0, got -1"),
-        ({"max_restarts": "1"}, TypeError, "`max_restarts` must be an integer, got '1'"),
+        ({"max_restarts": "1"}, TypeError, "`max_restarts` must be an integer, got str '1'"),
         ({"master_port": 1 << 16}, ValueError, r"`master_port` must be a port, in \[0, 65536\), got 65536"),
         ({"timeout": 0}, ValueError, "`timeout` must be a positive, finite number of seconds, got 0"),
         ({"timeout": float("nan")}, ValueError, "`timeout` must be a positive, finite number .* got nan"),
-        ({"start_timeout": None}, TypeError, "`start_timeout` must be a number of seconds, got None"),
-        ({"handlers": ["x"]}, TypeError, "`handlers` must hold logging.Handler objects, got 'x'"),
+        (
+            {"start_timeout": None},
+            TypeError,
+            "`start_timeout` must be a number of seconds, got NoneType None",
+        ),
+        ({"handlers": ["x"]}, TypeError, "`handlers` must hold logging.Handler objects, got str 'x'"),
+        ({"handlers": 5}, TypeError, "`handlers` must be a list of logging handlers, or None, got int 5"),
+        ({"handlers": logging.NullHandler()}, TypeError, "`handlers` must be a list .* got NullHandler"),
+        ({"handlers": (h for h in ())}, TypeError, "`handlers` must be a list .* got generator"),
+        ({"master_port": "x"}, TypeError, "`master_port` must be an integer, got str 'x'"),
+        ({"master_port": None}, TypeError, "`master_port` must be an integer, got NoneType None"),
+        ({"master_port": 1.5}, TypeError, "`master_port` must be an integer, got float 1.5"),
+        ({"master_port": True}, TypeError, "`master_port` must be an integer, got bool True"),
+        ({"rpc": "no"}, TypeError, "`rpc` must be True or False, got str 'no'"),
+        ({"hosts": None}, TypeError, '`hosts` must be "auto", "slurm" or a list of names, got NoneType None'),
+        ({"hosts": 5}, TypeError, "`hosts` must be .* got int 5"),
+        ({"hosts": ["node1:0"]}, ValueError, r"ports are in \[1, 65536\), got 'node1:0'"),
+        ({"hosts": ["node1:99999"]}, ValueError, r"ports are in \[1, 65536\), got 'node1:99999'"),
+        ({"nproc_per_host": None}, TypeError, "`nproc_per_host` must be an integer, .* got NoneType None"),
+        ({"nproc_per_host": 2.5}, TypeError, "`nproc_per_host` must be an integer, .* got float 2.5"),
+        ({"nproc_per_host": [None]}, TypeError, "`nproc_per_host` must be an integer, .* got NoneType None"),
+        ({"copy_env": None}, TypeError, "`copy_env` must be a list of patterns, got NoneType None"),
+        ({"copy_env": [1]}, TypeError, r"`copy_env` must be a list of patterns, got \[1\]"),
+        ({"log_dir": 5}, TypeError, '`log_dir` must be a folder, "auto" or None, got int 5'),
+        ({"log_dir": ""}, ValueError, '`log_dir` must be a folder, "auto" or None, got an empty string'),
+        ({"env_file": 5}, TypeError, "`env_file` must be a path or None, got int 5"),
+        ({"python": 5}, TypeError, "`python` must be a string or None, got int 5"),
+        ({"ssh_config": 5}, TypeError, "`ssh_config` must be a path or None, got int 5"),
+        ({"env": ["A"]}, TypeError, r"`env` must be a dictionary or None, got list \['A'\]"),
+        ({"env": {"A=B": ""}}, ValueError, "`env` must have names .* without `=`, .* got 'A=B': ''"),
+        ({"env": {"": "x"}}, ValueError, "`env` must have names that are not empty .* got '': 'x'"),
+        ({"env": {"A": "x\0y"}}, ValueError, r"`env` must have .* no null characters, got 'A': 'x\\x00y'"),
         ({"env": {"A": 1}}, TypeError, "`env` must map strings to strings, got 'A': 1"),
         ({"env_file": "/no/such/file"}, FileNotFoundError, "/no/such/file"),
         ({"log_dir": "/dev/null/logs"}, OSError, "/dev/null/logs"),
     ],
 )
-def test_options_that_are_wrong_are_named(options, error, message):
+def test_options_that_are_wrong_are_named(given, error, message):
     with pytest.raises(error, match=message):
-        launch(my_rank, **{"nproc_per_host": 1, **options})
+        launch(my_rank, **{"nproc_per_host": 1, **given})
 
 
 def test_more_gpus_than_there_are(monkeypatch):
@@ -101,6 +139,56 @@ def test_what_cannot_be_pickled_is_named():
         ON_TWO.run(3)
     with pytest.raises(TypeError, match="`args` must be a tuple of arguments, got str 'ab'"):
         launch(print, "ab")
+    with pytest.raises(TypeError, match=r"`kwargs` must map names to values, got list \['a'\]"):
+        launch(print, kwargs=["a"])
+    with pytest.raises(TypeError, match=r"`kwargs` must map names to values, got dict {1: 2}"):
+        launch(print, kwargs={1: 2})
+
+
+def test_numbers_of_numpy_are_numbers():
+    launcher = Launcher(
+        nproc_per_host=np.int64(1), max_restarts=np.int32(1), timeout=np.float32(60), handlers=[]
+    )
+    result = launcher.run(my_rank)
+    assert result.results == {"localhost": [0]}
+    assert result.rank(np.int64(0)) == result.index("localhost", np.int64(0)) == 0
+    assert Launcher(nproc_per_host=np.array([1]), handlers=[]).run(my_rank).results == {"localhost": [0]}
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: on_ranks("x"), "`handler` must be a logging.Handler, got str 'x'"),
+        (lambda: on_ranks(logging.NullHandler(), 1), "`ranks` must be a list of integers, got int 1"),
+        (lambda: on_ranks(logging.NullHandler(), "01"), "`ranks` must be a list of integers, got str '01'"),
+        (lambda: on_ranks(logging.NullHandler(), ["0"]), "`ranks` must hold integers, got str '0'"),
+        (lambda: LaunchResult({"a": [1, 2]}).rank("0"), "`i` must be an integer, got str '0'"),
+        (lambda: LaunchResult({"a": [1, 2]}).index("a", "0"), "`local_rank` must be an integer, got str '0'"),
+        (lambda: LaunchResult({"a": [1, 2]}).index("a", True), "`local_rank` must be an integer, got bool"),
+        (lambda: LaunchResult({"a": [1, 2]}).index([], 0), r"`host` must be a name, got list \[\]"),
+        (lambda: Launcher.from_args(3), "`args` must be what a parser has parsed, got int 3"),
+        (lambda: Launcher.from_args({"rpc": True}), "`args` must be what a parser has parsed, got dict"),
+        (lambda: Launcher.from_args(argparse.Namespace(rpc="no")), "`rpc` must be True or False"),
+        (lambda: add_launcher_args("x"), "`parser` must be an argparse.ArgumentParser, got str 'x'"),
+    ],
+)
+def test_arguments_of_other_functions_that_are_wrong_are_named(call, message):
+    with pytest.raises(TypeError, match=message):
+        call()
+
+
+def test_every_option_of_a_launcher_is_checked():
+    assert set(options.TYPES) == {field.name for field in dataclasses.fields(Launcher)}
+
+
+def test_a_working_folder_that_was_deleted_is_told(tmp_path, monkeypatch):
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    for log_dir in (None, "auto"):
+        with pytest.raises(FileNotFoundError, match=r"the working folder, .*, has been deleted"):
+            launch(my_rank, nproc_per_host=1, log_dir=log_dir)
 
 
 class OnlyHere:
@@ -144,3 +232,17 @@ def test_an_environment_file_with_a_line_that_is_none(tmp_path):
         ValueError, match=r"`env_file` must hold lines NAME=value, got 'what is this' in line 2"
     ):
         read_env_file(Path(file))
+    file.write_bytes(b"A=\xff\n")
+    with pytest.raises(
+        ValueError, match=f"`env_file` must be text in UTF-8, got {file}: .* 0xff in position 2"
+    ):
+        read_env_file(file)
+    file.write_bytes(b"A=a\0b\n")
+    with pytest.raises(ValueError, match=r"`env_file` must have .* no null characters"):
+        read_env_file(file)
+
+
+def test_comments_in_an_environment_file(tmp_path):
+    file = tmp_path / "env"
+    file.write_text("A=   # nothing\nB= x # c\nC=#x\nD=\nE =  'a # b'  # c\nF=x#y\n")
+    assert read_env_file(file) == {"A": "", "B": "x", "C": "#x", "D": "", "E": "a # b", "F": "x#y"}

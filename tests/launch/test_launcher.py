@@ -18,7 +18,7 @@ from tests.distributed.bare import soon
 from tests.launch.descriptors import no_new_descriptors
 from tests.launch.two import ON_TWO, my_rank
 from tests.seeds import torchrun
-from torchopt_dist.launch import Launcher, LaunchResult, launch
+from torchopt_dist.launch import Launcher, LaunchResult, forkserver, launch
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -218,6 +218,18 @@ def test_a_variable_that_libraries_read_when_imported_makes_a_new_server():
     assert not psutil.pid_exists(first)
 
 
+def test_variables_that_make_a_new_server():
+    """Those of the compiler too, which a server imports when it is idle; compiling itself sets the last one."""
+    given = (
+        "TORCH_LOGS",
+        "TORCHDYNAMO_VERBOSE",
+        "TORCHINDUCTOR_MAX_AUTOTUNE",
+        "HOME",
+        "TORCHINDUCTOR_CACHE_DIR",
+    )
+    assert list(forkserver._read_on_import(dict.fromkeys(given, "1"))) == list(given[:3])
+
+
 def test_a_server_that_died_is_replaced():
     def main():
         return psutil.Process(os.getppid()).ppid()
@@ -250,3 +262,15 @@ def test_workers_are_started_again_as_often_as_asked(tmp_path, caplog):
     assert said[1].startswith("restart 2 of 2: rank 1 on localhost was ended by SIGKILL")
     with pytest.raises(todist.RemoteError, match="the first time"):
         Launcher(nproc_per_host=2, handlers=[]).run(main, tmp_path)
+
+
+def test_a_timeout_is_for_all_attempts():
+    def fail():
+        time.sleep(0.5)
+        raise ValueError("again")
+
+    launcher = Launcher(nproc_per_host=1, timeout=2, max_restarts=100, handlers=[])
+    started = time.monotonic()
+    with pytest.raises(todist.CallTimeoutError, match="did not return within `timeout`, 2 s"):
+        launcher.run(fail)
+    assert time.monotonic() - started < soon(4)

@@ -175,6 +175,8 @@ def workers(nproc_per_host, hosts="slurm"):
         ("4(x3)", [64, 64]),
         ("", [64, 64]),
         ("many", [64, 64]),
+        ("0(x2)", [64, 64]),  # no core is no answer
+        ("0,4", [64, 64]),
         (None, [64, 64]),
     ],
 )
@@ -182,6 +184,16 @@ def test_cores_are_those_of_the_job(job, scontrol, variable, expected):
     job(**({} if variable is None else {"SLURM_JOB_CPUS_PER_NODE": variable}))
     scontrol()
     assert workers("cpu") == expected
+
+
+def test_what_a_job_s_variables_say_is_nothing_outside_of_one(monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_CPUS_PER_NODE", "3")
+    monkeypatch.setenv("SLURM_GPUS_PER_NODE", "1")
+    assert slurm.cpus_per_host(1) == slurm.gpus_per_host(1) == [None]
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert (slurm.cpus_per_host(1), slurm.gpus_per_host(1)) == ([3], [1])
+    monkeypatch.setenv("SLURM_JOB_CPUS_PER_NODE", "0")
+    assert len(Launcher(nproc_per_host="cpu", handlers=[]).run(os.getpid).results["localhost"]) > 0
 
 
 def test_cores_of_uneven_hosts(job, scontrol):

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import torchopt_dist as todist
+from tests.launch.families import start_program
 from tests.launch.two import ON_TWO, my_rank
 from tests.seeds import torchrun
 from torchopt_dist.launch import Launcher
@@ -171,3 +172,38 @@ def test_the_store_is_on_loopback_only():
         }
 
     assert ON_TWO.run(main).rank(0) == {"127.0.0.1"}
+
+
+def test_cores_and_the_mask_of_modes_are_those_of_the_launcher():
+    """As they are at the launch, and not as they were when the server was started."""
+
+    def main():
+        mask = os.umask(0)
+        return os.sched_getaffinity(0), mask, torch.get_num_threads()
+
+    launcher = Launcher(nproc_per_host="cpu", handlers=[], env={"OMP_NUM_THREADS": ""})
+    cores = os.sched_getaffinity(0)
+    assert launcher.run(main).rank(0)[0] == cores
+    one = {min(cores)}
+    before = os.umask(0o037)
+    try:
+        os.sched_setaffinity(0, one)
+        assert launcher.run(main).results == {"localhost": [(one, 0o037, 1)]}
+    finally:
+        os.umask(before)
+        os.sched_setaffinity(0, cores)
+    assert launcher.run(main).rank(0)[:2] == (cores, before)
+
+
+PATH_IN_PATH = """
+import sys
+from pathlib import Path
+from torchopt_dist.launch import launch
+sys.path[:0] = [Path("/nowhere"), None]
+print(launch(lambda: [type(entry).__name__ for entry in sys.path], nproc_per_host=1, log_dir=None).rank(0))
+"""
+
+
+def test_an_entry_of_the_path_that_is_no_string_is_passed_over():
+    out, err = start_program(PATH_IN_PATH).communicate(timeout=50)
+    assert set(eval(out)) == {"str"}, err

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, NamedTuple, Self, TypeAlias, TypeVar, cast
 
 import optree
@@ -104,7 +105,7 @@ def partition(partitioner: Partitioner | None, args: Args, kwargs: KwArgs) -> li
     check_partitioner(partitioner)
     if partitioner is None:
         partitioner = batch_partitioner
-    if isinstance(partitioner, (int, str)):
+    if not callable(partitioner):
         return [Partition(get_worker_id(partitioner), unwrap(args), unwrap(kwargs))]
     triplets = partitioner(*args, **kwargs)
     if not isinstance(triplets, Sequence) or isinstance(triplets, (str, tuple)):
@@ -120,7 +121,7 @@ def partition(partitioner: Partitioner | None, args: Args, kwargs: KwArgs) -> li
 def check_partitioner(partitioner: Partitioner | None) -> None:
     """Raise :class:`TypeError` unless it is a rank, a name, a function or ``None``."""
     if isinstance(partitioner, bool) or not (
-        partitioner is None or isinstance(partitioner, (int, str)) or callable(partitioner)
+        partitioner is None or isinstance(partitioner, (Integral, str)) or callable(partitioner)
     ):
         raise TypeError(
             "partitioner must be a worker's rank or name, or a function returning triplets "
@@ -192,7 +193,7 @@ class TensorDimensionPartitioner:
     ) -> None:
         if isinstance(dim, bool) or not isinstance(dim, int):
             raise TypeError(f"dim must be an integer, got {type(dim).__name__} {dim!r}")
-        if workers is not None and (isinstance(workers, (str, int)) or not isinstance(workers, Sequence)):
+        if workers is not None and (isinstance(workers, str) or not isinstance(workers, Sequence)):
             raise TypeError(f"workers must be a sequence of ranks and names, got {workers!r}")
         if workers is not None and not workers:
             raise ValueError("workers must name at least one worker, got an empty sequence")

@@ -10,6 +10,7 @@ import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, ParamSpec, TypeVar
 
 from torchopt_dist.errors import InitializationError, NotInitializedError
@@ -185,11 +186,11 @@ def get_worker_id(id: str | int | None = None) -> int:
         if id not in names:
             raise ValueError(f"no worker is named {id!r}; the workers are {', '.join(names)}")
         return names.index(id)
-    if isinstance(id, bool) or not isinstance(id, int):
+    if isinstance(id, bool) or not isinstance(id, (int, Integral)):
         raise TypeError(f"a worker is given by its name or its rank, got {type(id).__name__} {id!r}")
     if not 0 <= id < len(names):
         raise ValueError(f"a worker's rank must be in [0, {len(names)}), got {id}")
-    return id
+    return int(id)
 
 
 def on_rank(*ranks: int) -> Callable[[Callable[P, T]], Callable[P, T | None]]:
@@ -247,7 +248,7 @@ def _check_ranks(decorator: str, ranks: tuple[Any, ...]) -> None:
     for rank in ranks:
         if callable(rank):
             raise TypeError(f"{decorator} needs ranks: write `@{decorator}(0)`, not `@{decorator}`")
-        if isinstance(rank, bool) or not isinstance(rank, int):
+        if isinstance(rank, bool) or not isinstance(rank, (int, Integral)):
             raise TypeError(f"{decorator}: a rank is an integer, got {type(rank).__name__} {rank!r}")
         if rank < 0:
             raise ValueError(f"{decorator}: a rank must be at least 0, got {rank}")

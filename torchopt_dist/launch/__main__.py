@@ -6,6 +6,7 @@ import argparse
 import os
 import signal
 import sys
+from typing import NoReturn
 
 from torchopt_dist.errors import RemoteError, TodistError, WorkerFailedError
 from torchopt_dist.launch.arguments import add_launcher_args
@@ -25,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
         0, or the exit code of the worker that failed first, 128 and the number if a signal ended it, 1 if it raised,
         and 2 if the command line is wrong.
     """
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="python -m torchopt_dist.launch",
         description="Run a script on several workers, each with the environment variables that torchrun sets.",
     )
@@ -43,13 +44,26 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     except WorkerFailedError as error:
         print(error, file=sys.stderr)
-        return error.exit_code or (128 + signal.Signals[error.signal] if error.signal else 1)
+        return error.exit_code or (128 + _number(error.signal) if error.signal else 1)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except (TodistError, ValueError, TypeError, OSError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _number(name: str) -> int:
+    """A signal's; real-time signals are called by it, as in ``signal 40``."""
+    return int(signal.Signals[name]) if name in signal.Signals.__members__ else int(name.rpartition(" ")[2])
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Say it, and why the script may not have been seen."""
+        if "required: script" in message or "unrecognized" in message:
+            message += " (--hosts and --copy-env take all words that follow: write `--` before the script)"
+        super().error(message)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 import psutil
@@ -44,7 +44,7 @@ JANITOR_SECONDS = 0.5
 JANITORS = ("multiprocessing.resource_tracker", "torch_shm_manager")
 """Programs that unlink shared memory when those who used it have ended, and then end themselves."""
 ORPHANED_GRACE = 1.0
-"""Seconds that workers have after SIGTERM if the launcher has died."""
+"""Seconds that workers have after SIGTERM when the launcher has ended and not waited for them, at most."""
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -84,7 +84,7 @@ def serve(control: socket.socket, launcher_pid: int) -> None:
             continue
         received = receive(control) if launcher not in ready else None
         if received is None:
-            _end(list(ranks), ORPHANED_GRACE)
+            _end(list(ranks), ORPHANED_GRACE, ())
             return
         message, descriptors = received
         if isinstance(message, StartWorker):
@@ -98,7 +98,7 @@ def serve(control: socket.socket, launcher_pid: int) -> None:
             with contextlib.suppress(OSError):  # the launcher's end is seen above
                 send(control, Started(message.rank, pid))
         elif isinstance(message, Stop):
-            _end(list(ranks), message.grace)
+            _end(list(ranks), message.grace, (control, launcher))
             return
 
 
@@ -166,13 +166,19 @@ def _changes(ranks: dict[int, int]) -> Iterator[Exited | Halted]:
                 yield Exited(ranks.pop(pid), os.waitstatus_to_exitcode(status))
 
 
-def _end(workers: list[int], grace: float) -> None:
-    """End the workers, gently first, and then everything that is left below this process."""
+def _end(workers: list[int], grace: float, launcher: Sequence[socket.socket | int]) -> None:
+    """End the workers, gently first, and then everything that is left below this process.
+
+    Args:
+        workers: their processes.
+        grace: seconds that they have after SIGTERM.
+        launcher: what can be read when the launcher has ended; who does not wait for the workers gives them less time.
+    """
     if grace > 0 and workers:
         for pid in workers:
             _signal(pid, signal.SIGTERM)
             _signal(pid, signal.SIGCONT)  # should it have been stopped
-        _wait_until_ended(set(workers), grace)
+        _wait_until_ended(set(workers), grace, launcher)
     deadline = time.monotonic() + KILL_SECONDS
     janitors_until = time.monotonic() + JANITOR_SECONDS
     while time.monotonic() < deadline:
@@ -193,11 +199,12 @@ def end_tree(root: psutil.Process, and_janitors: bool) -> None:
                 _signal(process.pid, signal.SIGKILL)
 
 
-def _wait_until_ended(pids: set[int], seconds: float) -> None:
+def _wait_until_ended(pids: set[int], seconds: float, launcher: Sequence[socket.socket | int]) -> None:
     deadline = time.monotonic() + seconds
     while pids and time.monotonic() < deadline:
         pids.difference_update(pid for pid, _ in reap())
-        time.sleep(0.002)
+        if select.select(launcher, [], [], 0.002)[0]:
+            launcher, deadline = (), min(deadline, time.monotonic() + ORPHANED_GRACE)
 
 
 def _is_janitor(process: psutil.Process) -> bool:

@@ -5,12 +5,17 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-__all__ = ["add_launcher_args", "parse_nproc"]
+__all__ = ["add_launcher_args"]
 
 
-def parse_nproc(text: str) -> int | str:
+def _nproc(text: str) -> int | str:
     """A number of workers as it is written on a command line."""
     return int(text) if text.lstrip("-").isdecimal() else text
+
+
+def _seconds(text: str) -> float | None:
+    """A number of seconds, or ``none``."""
+    return None if text == "none" else float(text)
 
 
 class _Hosts(argparse.Action):
@@ -40,6 +45,10 @@ def add_launcher_args(parser: argparse.ArgumentParser) -> None:
         >>> launcher.nproc_per_host, launcher.rpc
         (2, True)
     """
+    if not isinstance(parser, argparse.ArgumentParser):
+        raise TypeError(
+            f"`parser` must be an argparse.ArgumentParser, got {type(parser).__name__} {parser!r:.200}"
+        )
     group = parser.add_argument_group("launch", "where the workers run, and how many", argument_default=None)
 
     def add(name: str, **options: Any) -> None:
@@ -48,7 +57,7 @@ def add_launcher_args(parser: argparse.ArgumentParser) -> None:
     add("--hosts", nargs="+", action=_Hosts, metavar="HOST", help="hosts, or slurm; the default is auto")
     add(
         "--nproc-per-host",
-        type=parse_nproc,
+        type=_nproc,
         metavar="N",
         help="workers on each host: a number, auto, cpu, gpu or gpu:<number>; the default is auto",
     )
@@ -94,4 +103,16 @@ def add_launcher_args(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="SECONDS",
         help="for a sign of life of a host; the default is 5",
+    )
+    add(
+        "--exit-timeout",
+        type=float,
+        metavar="SECONDS",
+        help="for processes to end after the function; the default is 10",
+    )
+    add(
+        "--halted-timeout",
+        type=_seconds,
+        metavar="SECONDS",
+        help="for a stopped worker to go on; none: as long as it takes; the default is 5",
     )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 from torchopt_dist.launch import remote, slurm, ssh
 from torchopt_dist.launch.machine import Machine, ThisMachine, is_this_machine
 
-__all__ = ["Host", "find_hosts", "name_hosts"]
+__all__ = ["Host", "find_hosts"]
 
 Reach = Callable[[Sequence[str]], dict[str, Machine]]
 
@@ -41,11 +42,11 @@ def name_hosts(hosts: str | Sequence[str]) -> list[str]:
         ValueError: there is no host, a name has another form, or the hosts of a SLURM job cannot be told.
         TypeError: a name is no string.
     """
-    if hosts == "slurm" or (hosts == "auto" and slurm.has_several_hosts()):
-        return slurm.hosts_of_job()
-    if hosts == "auto":
-        return ["localhost"]
     if isinstance(hosts, str):
+        if hosts == "slurm" or (hosts == "auto" and slurm.has_several_hosts()):
+            return slurm.hosts_of_job()
+        if hosts == "auto":
+            return ["localhost"]
         raise TypeError(
             f'`hosts` must be "auto", "slurm" or a list of names, got {hosts!r}: write [{hosts!r}]'
         )
@@ -76,16 +77,14 @@ def find_hosts(
         InitializationError: a host cannot be reached.
     """
     names = name_hosts(hosts)
-    if isinstance(nproc_per_host, (int, str)):
-        numbers: list[int | str] = [nproc_per_host] * len(names)
-    else:
-        numbers = list(nproc_per_host)
+    if isinstance(nproc_per_host, Collection) and not isinstance(nproc_per_host, str):
+        numbers = [_checked(number) for number in nproc_per_host]
         if len(numbers) != len(names):
             raise ValueError(
                 f"`nproc_per_host` must have a number for each of the {len(names)} hosts, got {numbers}"
             )
-    for number in numbers:
-        _check_number(number)
+    else:
+        numbers = [_checked(nproc_per_host)] * len(names)
     machines = _machines(names, reach or _by_ssh)
     of_job = isinstance(hosts, str)  # and not named by the user
     cpus = slurm.cpus_per_host(len(names)) if of_job else [None] * len(names)
@@ -121,18 +120,20 @@ def _least(there: int, of_job: int | None) -> int:
 RULE = '`nproc_per_host` must be an integer, "auto", "cpu", "gpu" or "gpu:<number>", or a list of these'
 
 
-def _check_number(number: int | str) -> None:
-    if isinstance(number, bool) or not isinstance(number, (int, str)):
+def _checked(number: object) -> int | str:
+    """What asks for workers of one host; integers may be numpy's."""
+    if isinstance(number, bool) or not isinstance(number, (Integral, str)):
         raise TypeError(f"{RULE}, got {type(number).__name__} {number!r}")
-    if isinstance(number, int):
-        if number < 1:
+    if isinstance(number, Integral):
+        if int(number) < 1:
             raise ValueError(f"`nproc_per_host` must be at least 1, got {number}")
-        return
+        return int(number)
     kind, _, asked = number.partition(":")
     if kind not in ("auto", "cpu", "gpu") or (asked and (kind != "gpu" or not asked.isdecimal())):
         raise ValueError(f"{RULE}, got {number!r}")
     if asked and int(asked) < 1:
         raise ValueError(f"`nproc_per_host` must ask for at least one GPU, got {number!r}")
+    return number
 
 
 def _workers(number: int | str, name: str, cores: int, gpus: int) -> int:

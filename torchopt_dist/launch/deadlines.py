@@ -41,7 +41,7 @@ class Deadlines:
         if not all(worker.running for worker in self._workers):
             ends.append(self._started + self._times.start)
         if self._times.whole is not None:
-            ends.append(self._started + self._times.whole)
+            ends.append(self._times.begun + self._times.whole)
         ends += [self._silent_at(agent) for agent in self._agents if agent.heard < math.inf]
         if self._times.halted is not None:
             ends += [worker.halted[0] + self._times.halted for worker in self._workers if worker.halted]
@@ -61,7 +61,7 @@ class Deadlines:
             )
         whole = self._times.whole
         waiting = [worker for worker in self._workers if worker.result is None]
-        if waiting and whole is not None and now > self._started + whole:
+        if waiting and whole is not None and now > self._times.begun + whole:
             raise CallTimeoutError(
                 f"{', '.join(map(str, waiting))} did not return within `timeout`, {whole:g} s"
             )

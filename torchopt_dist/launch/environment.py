@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torchopt_dist.launch.cluster import Host
 
-__all__ = ["COPIED", "chosen_by", "read_env_file", "torchrun_variables"]
+__all__ = ["COPIED", "check_variables", "chosen_by", "import_path", "read_env_file", "torchrun_variables"]
 
 COPIED = (
     "PATH",
@@ -32,7 +33,7 @@ COPIED = (
 )
 """Variables that go to other hosts, unless others are asked for."""
 
-LINE = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)\s*=\s*(.*)")
+LINE = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)\s*=(.*)")
 
 
 def torchrun_variables(
@@ -99,11 +100,15 @@ def read_env_file(path: str | os.PathLike[str]) -> dict[str, str]:
     """Read lines ``NAME=value``; ``export``, quotes around the value, empty lines and ``#`` comments are allowed.
 
     Raises:
-        ValueError: a line is none of these.
+        ValueError: a line is none of these, or the file is no text.
         OSError: the file cannot be read.
     """
     variables = {}
-    for number, text in enumerate(Path(path).read_text("utf-8").splitlines(), 1):
+    try:
+        lines = Path(path).read_text("utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"`env_file` must be text in UTF-8, got {path}: {error}") from None
+    for number, text in enumerate(lines, 1):
         line = text.strip()
         if not line or line.startswith("#"):
             continue
@@ -113,6 +118,33 @@ def read_env_file(path: str | os.PathLike[str]) -> dict[str, str]:
                 f"`env_file` must hold lines NAME=value, got {text!r} in line {number} of {path}"
             )
         name, value = match.groups()
-        quoted = re.match(r"""(["'])(.*?)\1\s*(?:#.*)?$""", value)
-        variables[name] = quoted[2] if quoted else re.sub(r"\s+#.*", "", value)
+        quoted = re.match(r"""\s*(["'])(.*?)\1\s*(?:#.*)?$""", value)
+        variables[name] = quoted[2] if quoted else re.sub(r"\s+#.*", "", value).lstrip()
+    check_variables("env_file", variables)
     return variables
+
+
+def check_variables(option: str, variables: Mapping[str, str]) -> None:
+    """Hold variables to what an environment can have.
+
+    Args:
+        option: the launcher's, by which they were given.
+        variables: the variables.
+
+    Raises:
+        TypeError: a name or a value is no string.
+        ValueError: a system has no place for it.
+    """
+    for name, value in variables.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise TypeError(f"`{option}` must map strings to strings, got {name!r}: {value!r}")
+        if not name or "=" in name or "\0" in name + value:
+            raise ValueError(
+                f"`{option}` must have names that are not empty and without `=`, and no null characters, "
+                f"got {name!r}: {value!r}"
+            )
+
+
+def import_path() -> list[str]:
+    """``sys.path`` as Python goes through it: what is no string in it, such as a ``Path``, does nothing."""
+    return [entry for entry in sys.path if isinstance(entry, str)]

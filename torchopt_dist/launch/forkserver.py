@@ -12,6 +12,7 @@ import contextlib
 import gc
 import importlib
 import os
+import re
 import select
 import signal
 import socket
@@ -22,14 +23,16 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing import util
+from pathlib import Path
 from typing import NoReturn
 
 import psutil
 
 from torchopt_dist.launch import agent
+from torchopt_dist.launch.environment import import_path
 from torchopt_dist.launch.messages import ForkAgent, pair, receive, send
 
-__all__ = ["PRELOAD", "fork_server", "inherit", "request_agent", "serve"]
+__all__ = ["PRELOAD", "fork_server", "request_agent", "serve"]
 
 PRELOAD = ("numpy.random", "torch", "torch.distributed.rpc", "setproctitle", "psutil", "torchopt_dist")
 PRELOAD_WHEN_IDLE = "torch._dynamo"
@@ -45,11 +48,14 @@ READ_ON_IMPORT = (
     "NUMEXPR_",
     "LD_",
     "TORCH_",
+    "TORCHDYNAMO_",
+    "TORCHINDUCTOR_",
     "PYTORCH_",
     "ATEN_",
 )
-SET_LATER = ("OMP_NUM_THREADS", "TORCH_NCCL_")
-"""Of these, workers take the value that they are given, whenever they are forked."""
+SET_LATER = ("OMP_NUM_THREADS", "TORCH_NCCL_", "TORCHINDUCTOR_CACHE_DIR")
+"""Of these, workers take the value that they are given, whenever they are forked. Compiling sets the last one."""
+UMASK = re.compile(r"^Umask:\s*([0-7]+)$", re.MULTILINE)
 
 
 @dataclass
@@ -67,10 +73,10 @@ class _Server:
     process: subprocess.Popen[bytes] | None = None
 
     def stop(self) -> None:
-        """End the server. The agents that it has forked go on."""
+        """End the server, which has nothing to put in order. The agents that it has forked go on."""
         self.requests.close()
         if self.process is not None:
-            self.process.terminate()
+            self.process.kill()  # since one that has been stopped does not see SIGTERM
             self.process.wait()
 
 
@@ -100,7 +106,8 @@ def request_agent(env: Mapping[str, str]) -> socket.socket:
             try:
                 with theirs:
                     ends = (theirs.fileno(), server.requests.fileno())
-                    send(server.requests, ForkAgent(os.getpid()), *ends)
+                    request = ForkAgent(os.getpid(), os.sched_getaffinity(0), _umask())
+                    send(server.requests, request, *ends)
                 return ours
             except OSError:  # the server has ended
                 ours.close()
@@ -147,11 +154,17 @@ def _read_on_import(env: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+def _umask() -> int | None:
+    """This process's, which cannot be asked for without setting it."""
+    found = UMASK.search(Path("/proc/self/status").read_text("utf-8", "replace"))
+    return int(found[1], 8) if found else None
+
+
 def _start(env: Mapping[str, str]) -> _Server:
     ours, theirs = pair()
     with theirs:
         program = (
-            f"import sys; sys.path[:] = {sys.path!r}\n"
+            f"import sys; sys.path[:] = {import_path()!r}\n"
             f"from torchopt_dist.launch.forkserver import serve; serve({theirs.fileno()}, {os.getpid()})"
         )
         process = subprocess.Popen(
@@ -236,6 +249,9 @@ def _become_agent(message: ForkAgent, control: int, requests: int, of_server: tu
         for descriptor in of_server:
             os.close(descriptor)
         inherit(socket.socket(fileno=requests))
+        os.sched_setaffinity(0, message.cores)
+        if message.umask is not None:
+            os.umask(message.umask)
         channel = socket.socket(fileno=control)  # closed by the exit, so that the launcher sees that
         agent.serve(channel, message.launcher_pid)
         code = 0

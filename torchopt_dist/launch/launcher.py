@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import linecache
 import logging
-import math
 import os
 import sys
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -23,21 +23,21 @@ from torchopt_dist.errors import SerializationError
 from torchopt_dist.launch.attempts import run_attempts
 from torchopt_dist.launch.cluster import find_hosts
 from torchopt_dist.launch.elastic import reach_some, run_elastic
-from torchopt_dist.launch.environment import COPIED, chosen_by, read_env_file
-from torchopt_dist.launch.groups import check_backend, in_groups
+from torchopt_dist.launch.environment import COPIED, chosen_by, import_path, read_env_file
+from torchopt_dist.launch.groups import in_groups
 from torchopt_dist.launch.logs import TerminalHandler, WorkerLogs, log_folder
 from torchopt_dist.launch.machine import Machine, allow_many_files
 from torchopt_dist.launch.messages import Header, pack
+from torchopt_dist.launch.options import check_options
 from torchopt_dist.launch.plan import Orders, Plan, Times
 from torchopt_dist.launch.remote import PATIENCE, START_SECONDS, SshOptions, connect
 from torchopt_dist.launch.result import LaunchResult
+from torchopt_dist.launch.termination import ended_in_order
 
 __all__ = ["Launcher", "launch"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-LEAST_AGENT_TIMEOUT = 2.0
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,10 @@ class Launcher:
             torch and torchopt_dist, and there must be the same working folder.
         ssh_config: SSH's configuration file; ``None``: ``~/.ssh/config``.
         master_port: the port at which workers meet; 0: a free one.
-        timeout: seconds after which the launch is given up. ``None``: never.
+        timeout: seconds after which the launch is given up, restarts included. ``None``: never.
         start_timeout: seconds for all workers to reach the function.
-        stop_timeout: seconds for workers to end after SIGTERM, when another has failed, before they are killed.
+        stop_timeout: seconds for workers to end after SIGTERM, when another has failed or the launch is interrupted or
+            terminated, before they are killed.
         exit_timeout: seconds for processes to end when all functions have returned, before they are killed.
         agent_timeout: seconds without a sign of life of a host, before it counts as lost. If it is the launcher that is
             not heard of, its workers on other hosts are ended.
@@ -119,40 +120,7 @@ class Launcher:
     halted_timeout: float | None = 5.0
 
     def __post_init__(self) -> None:
-        check_backend(self.backend)
-        if isinstance(self.max_restarts, bool) or not isinstance(self.max_restarts, int):
-            raise TypeError(f"`max_restarts` must be an integer, got {self.max_restarts!r}")
-        if self.max_restarts < 0:
-            raise ValueError(f"`max_restarts` must be at least 0, got {self.max_restarts}")
-        for name in ("min_hosts", "max_hosts"):
-            number = getattr(self, name)
-            if number is not None and (isinstance(number, bool) or not isinstance(number, int)):
-                raise TypeError(f"`{name}` must be an integer or None, got {number!r}")
-            if number is not None and number < 1:
-                raise ValueError(f"`{name}` must be at least 1, got {number}")
-        if not 0 <= self.master_port < 1 << 16:
-            raise ValueError(f"`master_port` must be a port, in [0, 65536), got {self.master_port}")
-        for name in (field.name for field in fields(self) if field.name.endswith("timeout")):
-            seconds = getattr(self, name)
-            if seconds is None and name in ("timeout", "halted_timeout"):
-                continue
-            if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
-                raise TypeError(f"`{name}` must be a number of seconds, got {seconds!r}")
-            if not 0 <= seconds < math.inf or (seconds == 0 and name != "stop_timeout"):
-                raise ValueError(f"`{name}` must be a positive, finite number of seconds, got {seconds}")
-        if self.agent_timeout < LEAST_AGENT_TIMEOUT:
-            raise ValueError(
-                f"`agent_timeout` must be at least {LEAST_AGENT_TIMEOUT:g} s, since signs of life come every second, "
-                f"got {self.agent_timeout}"
-            )
-        for handler in self.handlers or ():
-            if not isinstance(handler, logging.Handler):
-                raise TypeError(f"`handlers` must hold logging.Handler objects, got {handler!r}")
-        for variable, value in (self.env or {}).items():
-            if not isinstance(variable, str) or not isinstance(value, str):
-                raise TypeError(f"`env` must map strings to strings, got {variable!r}: {value!r}")
-        if isinstance(self.copy_env, str) or not all(isinstance(pattern, str) for pattern in self.copy_env):
-            raise TypeError(f"`copy_env` must be a list of patterns, got {self.copy_env!r}")
+        check_options(vars(self))
 
     @classmethod
     def from_args(cls, args: Any) -> Launcher:
@@ -161,8 +129,17 @@ class Launcher:
         Args:
             args: what a parser with ``torchopt_dist.launch.add_launcher_args`` has parsed, or any object that has
                 attributes of these names; others are left alone.
+
+        Raises:
+            TypeError: ``args`` is no such object, or an option is of the wrong type.
+            ValueError: an option is out of range.
         """
-        given = vars(args)
+        try:
+            given = vars(args)
+        except TypeError:
+            raise TypeError(
+                f"`args` must be what a parser has parsed, got {type(args).__name__} {args!r:.200}"
+            ) from None
         return cls(**{field.name: given[field.name] for field in fields(cls) if field.name in given})
 
     def run(self, func: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> LaunchResult[T]:
@@ -186,12 +163,13 @@ class Launcher:
             InitializationError: ``start_timeout`` has passed, or ``master_port`` is taken.
             SerializationError: ``func``, an argument or a result cannot be sent.
             ValueError: ``hosts`` or ``nproc_per_host`` ask for what is not there.
-            OSError: this system lacks what a launch needs.
+            OSError: this system lacks what a launch needs, or the working folder has been deleted.
         """
         if not callable(func):
             raise TypeError(f"`func` must be callable, got {type(func).__name__} {func!r}")
         if not hasattr(os, "pidfd_open") or not hasattr(os, "memfd_create"):
             raise OSError(f"launching workers needs Linux 5.3 or later, got {sys.platform}")
+        begun, folder = time.monotonic(), _working_folder()
         allow_many_files()
         elastic = self.min_hosts is not None or self.max_hosts is not None
         hosts = find_hosts(
@@ -201,6 +179,7 @@ class Launcher:
         added = {} if self.env_file is None else read_env_file(self.env_file)
         added.update(self.env or {})
         with contextlib.ExitStack() as afterwards:
+            afterwards.enter_context(ended_in_order())
             task = _pack_task(in_groups(func, self.backend, self.rpc), args, kwargs)
             afterwards.callback(os.close, task)
             logs = WorkerLogs(
@@ -213,11 +192,12 @@ class Launcher:
             afterwards.callback(logs.close)
             plan = Plan(
                 hosts=hosts,
-                orders=lambda machine: self._orders(machine, added),
+                orders=lambda machine: self._orders(machine, folder, added),
                 task=task,
                 port=self.master_port,
                 logs=logs,
                 times=Times(
+                    begun=begun,
                     whole=self.timeout,
                     start=self.start_timeout,
                     stop=self.stop_timeout,
@@ -246,15 +226,15 @@ class Launcher:
         options = SshOptions(self.python or sys.executable, config, self.agent_timeout)
         return dict(connect(names, options, self.start_timeout))
 
-    def _orders(self, machine: Machine, added: Mapping[str, str]) -> Orders:
+    def _orders(self, machine: Machine, folder: str, added: Mapping[str, str]) -> Orders:
         """What workers on a machine take over."""
         if machine.here:
-            env, path = {**os.environ, **added}, list(sys.path)
+            env, path = {**os.environ, **added}, import_path()
         else:
             env = {**machine.env, **chosen_by(self.copy_env, os.environ), **added}
-            ours = [os.path.abspath(entry) for entry in sys.path]  # that of the script is the first
+            ours = [os.path.abspath(entry) for entry in import_path()]  # that of the script is the first
             path = list(dict.fromkeys([*ours[:1], *machine.path, *ours]))
-        return Orders(env, pack(Header(env, path, list(sys.argv), os.getcwd(), _sources())))
+        return Orders(env, pack(Header(env, path, list(sys.argv), folder, _sources())))
 
 
 def launch(
@@ -284,7 +264,19 @@ def launch(
     """
     if isinstance(args, (str, bytes)) or not isinstance(args, Sequence):
         raise TypeError(f"`args` must be a tuple of arguments, got {type(args).__name__} {args!r:.200}")
-    return Launcher(**options).run(func, *args, **(kwargs or {}))
+    kwargs = {} if kwargs is None else kwargs
+    if not isinstance(kwargs, Mapping) or not all(isinstance(name, str) for name in kwargs):
+        raise TypeError(f"`kwargs` must map names to values, got {type(kwargs).__name__} {kwargs!r:.200}")
+    return Launcher(**options).run(func, *args, **kwargs)
+
+
+def _working_folder() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            "the working folder, in which workers would start, has been deleted: change to another one"
+        ) from None
 
 
 def _sources() -> dict[str, Any]:

@@ -15,6 +15,8 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Protocol
 
+from torchopt_dist.launch.options import check_line_filter
+
 __all__ = ["LineReader", "Lines", "TerminalHandler", "WorkerLogs", "log_folder", "on_ranks"]
 
 log = logging.getLogger(__package__)
@@ -65,6 +67,7 @@ def on_ranks(
     """
     if stream not in (None, *LEVELS):
         raise ValueError(f'`stream` must be "stdout", "stderr" or None, got {stream!r}')
+    check_line_filter(handler, ranks)
     chosen = None if ranks is None else frozenset(ranks)
 
     def wanted(record: logging.LogRecord) -> bool:

@@ -15,7 +15,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -24,6 +23,7 @@ import psutil
 import torch.distributed as dist
 
 from torchopt_dist.errors import AgentFailedError, InitializationError
+from torchopt_dist.launch.at_once import at_once
 from torchopt_dist.launch.messages import Held, Hold, Listen, Listening, Reach, Reached, receive, send
 
 if TYPE_CHECKING:
@@ -90,8 +90,7 @@ def _agree(first: Machine, others: list[Machine], channel: socket.socket, port: 
         known = [other.launcher_address for other in others] if first.here else [first.address]
         likely = [address for address in known if address in where.addresses]
         where = replace(where, addresses=tuple(dict.fromkeys((*likely, *where.addresses[1:]))))
-        with ThreadPoolExecutor(len(others)) as pool:
-            reached = list(pool.map(lambda other: _try(other, where), others))
+        reached = at_once(lambda other: _try(other, where), others)
         common = [address for address in where.addresses if all(address in found for found in reached)]
         if not common:
             raise InitializationError(_why_apart(first, others, reached, where))
@@ -237,8 +236,7 @@ def _reach(where: Listening, seconds: float) -> frozenset[str]:
         except OSError:
             return False
 
-    with ThreadPoolExecutor(max(len(where.addresses), 1)) as pool:
-        found = list(pool.map(reaches, where.addresses))
+    found = at_once(reaches, where.addresses)
     return frozenset(address for address, there in zip(where.addresses, found, strict=True) if there)
 
 

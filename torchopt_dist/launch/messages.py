@@ -61,9 +61,13 @@ class ForkAgent:
 
     Attributes:
         launcher_pid: the agent ends itself and all its workers when this process has ended.
+        cores: those that this process may use, and so its workers.
+        umask: its mask for the modes of new files; ``None`` if the system does not tell.
     """
 
     launcher_pid: int
+    cores: set[int]
+    umask: int | None
 
 
 @dataclass(frozen=True)

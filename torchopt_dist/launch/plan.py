@@ -30,7 +30,8 @@ class Times:
     """How long a launch waits, in seconds.
 
     Attributes:
-        whole: for all functions to return; ``None`` means as long as it takes.
+        begun: when the launch has begun, by ``time.monotonic``.
+        whole: for all functions to return, since then; ``None`` means as long as it takes.
         start: for all workers to be about to call their functions.
         stop: for workers that are told to stop, before they are killed.
         exit: for processes whose function has returned to end.
@@ -38,6 +39,7 @@ class Times:
         halted: for a worker that a signal has stopped to go on; ``None`` means as long as it takes.
     """
 
+    begun: float
     whole: float | None
     start: float
     stop: float

@@ -10,23 +10,22 @@ import pickle
 import re
 import shlex
 import socket
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from torchopt_dist.errors import InitializationError
-from torchopt_dist.launch.environment import chosen_by
+from torchopt_dist.launch.at_once import at_once
+from torchopt_dist.launch.environment import chosen_by, import_path
 from torchopt_dist.launch.ferry import NO_LIFE, Ferry
 from torchopt_dist.launch.machine import Machine
 from torchopt_dist.launch.messages import KillAgent, OpenAgent, OpenMeeting
 from torchopt_dist.launch.relay import MARK, PROGRAM, versions
 from torchopt_dist.launch.ssh import SshProcess
 
-__all__ = ["PATIENCE", "START_SECONDS", "RemoteMachine", "SshOptions", "connect"]
+__all__ = ["PATIENCE", "START_SECONDS", "SshOptions", "connect"]
 
 MOST_BEFORE_GREETING = 1 << 20
 CHUNK = 1 << 16
@@ -75,7 +74,7 @@ class RemoteMachine(Machine):
         try:
             start: dict[str, Any] = {
                 "env": chosen_by(COPY_ON_START, os.environ),
-                "path": [os.path.abspath(entry) for entry in sys.path],
+                "path": [os.path.abspath(entry) for entry in import_path()],
                 "folder": os.getcwd(),
                 "launcher": f"{socket.gethostname()}:{os.getpid()}",
                 "patience": options.patience,
@@ -172,7 +171,6 @@ class RemoteMachine(Machine):
 
 
 _machines: dict[tuple[int, str, SshOptions], RemoteMachine] = {}
-_lock = threading.Lock()
 
 
 def connect(names: Sequence[str], options: SshOptions, seconds: float) -> dict[str, RemoteMachine]:
@@ -186,37 +184,40 @@ def connect(names: Sequence[str], options: SshOptions, seconds: float) -> dict[s
     Raises:
         InitializationError: some host cannot be reached, or lacks what a launch needs.
     """
+    keys = {name: (os.getpid(), name, options) for name in names}
+    for key, machine in list(_machines.items()):
+        if machine.why_lost() is not None:
+            _machines.pop(key, None)
+    there = {name: _machines[key] for name, key in keys.items() if key in _machines}
 
     def reach(name: str) -> RemoteMachine | InitializationError:
         try:
-            return RemoteMachine(name, options, seconds)
+            machine = RemoteMachine(name, options, seconds)
         except InitializationError as error:
             return error
+        # It is kept though the launch may have been interrupted; another launch may have reached the host meanwhile.
+        kept = _machines.setdefault(keys[name], machine)
+        if kept is not machine:
+            machine.close()
+        return kept
 
-    with _lock:
-        keys = {name: (os.getpid(), name, options) for name in names}
-        for key, machine in list(_machines.items()):
-            if machine.why_lost() is not None:
-                del _machines[key]
-        new = [name for name, key in keys.items() if key not in _machines]
-        errors = []
-        if new:
-            with ThreadPoolExecutor(len(new)) as pool:
-                for name, found in zip(new, pool.map(reach, new), strict=True):
-                    if isinstance(found, InitializationError):
-                        errors.append(found)
-                    else:
-                        _machines[keys[name]] = found
-        if len(errors) == 1:
-            raise errors[0]
-        if errors:
-            raise InitializationError("\n".join(map(str, errors))) from errors[0]
-        return {name: _machines[key] for name, key in keys.items()}
+    new = [name for name in keys if name not in there]
+    errors = []
+    for name, found in zip(new, at_once(reach, new), strict=True):
+        if isinstance(found, InitializationError):
+            errors.append(found)
+        else:
+            there[name] = found
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise InitializationError("\n".join(map(str, errors))) from errors[0]
+    return {name: there[name] for name in keys}
 
 
 @atexit.register
 def _close_all() -> None:
-    mine = [machine for (pid, _, _), machine in _machines.items() if pid == os.getpid()]
+    mine = [machine for (pid, _, _), machine in list(_machines.items()) if pid == os.getpid()]
     _machines.clear()
     for machine in mine:
         machine.close()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from torchopt_dist.launch.options import check_integer
+
 __all__ = ["LaunchResult"]
 
 T = TypeVar("T")
@@ -31,10 +33,10 @@ class LaunchResult(Generic[T]):
 
         Raises:
             IndexError: there is no such rank.
+            TypeError: ``i`` is no integer.
         """
         values = [value for values in self.results.values() for value in values]
-        if isinstance(i, bool) or not isinstance(i, int):
-            raise TypeError(f"`i` must be an integer, got {type(i).__name__} {i!r}")
+        check_integer("i", i)
         if not 0 <= i < len(values):
             raise IndexError(f"`i` must be a rank, in [0, {len(values)}), got {i}")
         return values[i]
@@ -45,7 +47,11 @@ class LaunchResult(Generic[T]):
         Raises:
             KeyError: there is no such host.
             IndexError: it has no such worker.
+            TypeError: ``host`` is no name, or ``local_rank`` no integer.
         """
+        if not isinstance(host, str):
+            raise TypeError(f"`host` must be a name, got {type(host).__name__} {host!r:.200}")
+        check_integer("local_rank", local_rank)
         if host not in self.results:
             raise KeyError(f"`host` must be one of {', '.join(self.results)}, got {host!r}")
         values = self.results[host]

@@ -56,12 +56,12 @@ def cpus_per_host(number: int, env: Mapping[str, str] = os.environ) -> list[int 
     """How many processor cores the job has on each of its ``number`` hosts; ``None`` where SLURM does not say.
 
     Example:
-        >>> cpus_per_host(3, {"SLURM_JOB_CPUS_PER_NODE": "8(x2),4"})
+        >>> cpus_per_host(3, {"SLURM_JOB_ID": "7", "SLURM_JOB_CPUS_PER_NODE": "8(x2),4"})
         [8, 8, 4]
     """
     cpus: list[int | None] = []
-    for part in env.get("SLURM_JOB_CPUS_PER_NODE", "").split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+    for part in _of_job("SLURM_JOB_CPUS_PER_NODE", env).split(","):
+        match = re.fullmatch(r"0*([1-9]\d*)(?:\(x(\d+)\))?", part)
         if match:
             cpus += [int(match[1])] * int(match[2] or 1)
     return cpus if len(cpus) == number else [None] * number
@@ -71,8 +71,13 @@ def gpus_per_host(number: int, env: Mapping[str, str] = os.environ) -> list[int 
     """How many GPUs the job has on each of its ``number`` hosts; ``None`` where SLURM does not say.
 
     Example:
-        >>> gpus_per_host(2, {"SLURM_GPUS_PER_NODE": "a100:4"})
+        >>> gpus_per_host(2, {"SLURM_JOB_ID": "7", "SLURM_GPUS_PER_NODE": "a100:4"})
         [4, 4]
     """
-    parts = [part.rpartition(":")[2] for part in env.get("SLURM_GPUS_PER_NODE", "").split(",")]
+    parts = [part.rpartition(":")[2] for part in _of_job("SLURM_GPUS_PER_NODE", env).split(",")]
     return [sum(map(int, parts)) if all(part.isdecimal() for part in parts) else None] * number
+
+
+def _of_job(name: str, env: Mapping[str, str]) -> str:
+    """A variable of the job; outside of one it is left from elsewhere."""
+    return env.get(name, "") if "SLURM_JOB_ID" in env else ""

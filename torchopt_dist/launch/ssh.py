@@ -44,8 +44,11 @@ def check_name(name: str) -> None:
     Raises:
         ValueError: it has another form.
     """
-    if not NAME.fullmatch(name):
+    match = NAME.fullmatch(name)
+    if match is None:
         raise ValueError(f"`hosts` must hold names of the form [user@]host[:port], got {name!r}")
+    if match["port"] and not 0 < int(match["port"]) < 1 << 16:
+        raise ValueError(f"`hosts` must hold names whose ports are in [1, 65536), got {name!r}")
 
 
 class SshProcess:

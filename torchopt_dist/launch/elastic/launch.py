@@ -168,7 +168,7 @@ class _Launch:
 
     def _raise_if_late(self, now: float) -> None:
         whole = self._times.whole
-        if whole is not None and now > self._started + whole:
+        if whole is not None and now > self._times.begun + whole:
             waiting = [member.name for member in self._members if member.done is None]
             raise CallTimeoutError(f"{', '.join(waiting)} did not return within `timeout`, {whole:g} s")
 

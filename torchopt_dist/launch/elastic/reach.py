@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from torchopt_dist.errors import InitializationError
+from torchopt_dist.launch.at_once import at_once
 from torchopt_dist.launch.cluster import Reach
 from torchopt_dist.launch.machine import Machine
 
-__all__ = ["Unreached", "reach_some"]
+__all__ = ["reach_some"]
 
 
 def reach_some(reach: Reach) -> Reach:
@@ -27,8 +27,7 @@ def reach_some(reach: Reach) -> Reach:
             except InitializationError as error:
                 return Unreached(name, str(error))
 
-        with ThreadPoolExecutor(max(1, len(names))) as pool:
-            return dict(zip(names, pool.map(one, names), strict=True))
+        return dict(zip(names, at_once(one, names), strict=True))
 
     return reach_each
 
