@@ -196,6 +196,16 @@ def test_a_line_without_end_is_cut(monkeypatch):
     assert lines_of(b"x" * 11, b"y" * 3) == ["x" * 11, "yyy"]
 
 
+@pytest.mark.parametrize("letter", ["é", "漢", "😀"])
+@pytest.mark.parametrize("before", range(4))
+def test_a_line_without_end_is_cut_between_characters(monkeypatch, letter, before):
+    monkeypatch.setattr(sys.modules["torchopt_dist.launch.logs"], "LONGEST_LINE", 10)
+    text = "x" * before + letter * 20
+    lines = lines_of(*(text.encode()[start : start + 3] for start in range(0, len(text.encode()), 3)))
+    assert "".join(lines) == text
+    assert len(lines) > 2
+
+
 def test_a_notebook_sees_the_lines_in_its_cell():
     # A notebook replaces `sys.stdout`, and file descriptor 1 is not the cell's.
     program = (

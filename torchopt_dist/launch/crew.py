@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import select
 import socket
 from dataclasses import dataclass, field
@@ -10,10 +12,10 @@ from typing import Any
 
 from torchopt_dist.errors import SerializationError
 from torchopt_dist.launch.cluster import Host
-from torchopt_dist.launch.logs import LineReader
-from torchopt_dist.launch.messages import unpack
+from torchopt_dist.launch.logs import LineReader, WorkerLogs
+from torchopt_dist.launch.messages import TOO_MANY_FILES, pair, unpack
 
-__all__ = ["Agent", "Worker"]
+__all__ = ["Agent", "Worker", "open_worker"]
 
 
 @dataclass(eq=False)
@@ -38,7 +40,7 @@ class Worker:
     local_rank: int
     host: str
     channel: socket.socket
-    output: tuple[LineReader, LineReader]
+    output: tuple[LineReader, ...]
     pid: int | None = None
     running: bool = False
     result: int | None = None
@@ -81,6 +83,34 @@ class Worker:
             reader.close()
 
 
+def open_worker(rank: int, local_rank: int, host: str, logs: WorkerLogs) -> tuple[Worker, socket.socket]:
+    """A worker that has not been forked yet, and its own end of its channel.
+
+    Args:
+        rank: its rank.
+        local_rank: its rank on its host.
+        host: the name of that.
+        logs: where its lines go.
+
+    Raises:
+        OSError: this process has too many open files.
+    """
+    with contextlib.ExitStack() as opened:
+        try:
+            channel, for_worker = pair()
+            opened.callback(channel.close)
+            opened.callback(for_worker.close)
+            output = []
+            for stream in ("stdout", "stderr"):
+                output.append(LineReader(logs, rank, local_rank, host, stream))
+                opened.callback(output[-1].close)
+                opened.callback(os.close, output[-1].for_worker)
+        except OSError as error:
+            raise OSError(error.errno, TOO_MANY_FILES) from error
+        opened.pop_all()
+    return Worker(rank, local_rank, host, channel, tuple(output)), for_worker
+
+
 @dataclass(eq=False)
 class Agent:
     """What is known of one agent.
@@ -91,6 +121,7 @@ class Agent:
         workers: those that it was told to fork.
         pid: its process, once that is known.
         heard: when it last gave a sign of life.
+        told_to_stop: whether it is to end.
         ended: whether it has ended, or counts as such.
     """
 
@@ -99,6 +130,7 @@ class Agent:
     workers: list[Worker] = field(default_factory=list)
     pid: int | None = None
     heard: float = math.inf
+    told_to_stop: bool = False
     ended: bool = False
 
     @property

@@ -10,7 +10,10 @@ from torchopt_dist.errors import CallTimeoutError, InitializationError
 from torchopt_dist.launch.crew import Agent, Worker
 from torchopt_dist.launch.plan import Times
 
-__all__ = ["Deadlines"]
+__all__ = ["LONGEST_WAIT", "Deadlines"]
+
+LONGEST_WAIT = 86400.0
+"""Seconds that one call waits, at most: the kernel's calls know no more than 24 days."""
 
 SILENT_THERE = 1.5
 """What is given to agents on other machines: if nothing at all is heard of a machine, that is known before."""
@@ -82,4 +85,6 @@ class Deadlines:
 
     def _silent_at(self, agent: Agent) -> float:
         """When an agent counts as lost."""
-        return agent.heard + self._times.agent * (1.0 if agent.host.machine.here else SILENT_THERE)
+        machine = agent.host.machine
+        heard = max(agent.heard, machine.held_up_at)  # what it says waits behind output that is not taken
+        return heard + self._times.agent * (1.0 if machine.here else SILENT_THERE)

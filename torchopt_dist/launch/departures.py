@@ -10,7 +10,7 @@ import stat
 from collections.abc import Iterable
 
 from torchopt_dist.launch.frames import Frames, Kind
-from torchopt_dist.launch.messages import LARGEST, MOST_DESCRIPTORS
+from torchopt_dist.launch.messages import receive_data
 from torchopt_dist.launch.ports import Channel, Port, Ports, Sink, Source
 
 __all__ = ["Departures"]
@@ -62,9 +62,7 @@ class Departures:
         if channel.number not in self._ports:
             return False
         try:
-            data, descriptors, _, _ = socket.recv_fds(
-                channel.socket, LARGEST, MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
-            )
+            data, descriptors = receive_data(channel.socket)
         except BlockingIOError:
             return False
         except ConnectionError:

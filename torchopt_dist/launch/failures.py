@@ -21,7 +21,8 @@ __all__ = ["EXIT_SECONDS", "Failures", "death", "halt", "may_be_an_echo", "reviv
 
 ECHO_SECONDS, EXIT_SECONDS = 1.0, 0.25
 """How long an error waits for another one that may have caused it: one of a broken connection, and an exit."""
-LINES_IN_MESSAGE = 10
+LINES_IN_MESSAGE, LONGEST_IN_MESSAGE = 10, 1000
+"""The last lines of a log, and the first characters of each."""
 BROKEN = re.compile(
     "connection (was )?(closed|reset|refused|aborted)|broken pipe|socket closed", re.IGNORECASE
 )
@@ -138,4 +139,9 @@ def _signal_name(number: int) -> str:
 def _said(log: tuple[str, ...]) -> str:
     if not log:
         return "; its log is empty"
-    return "; the last lines of its log:\n" + "\n".join(f"    {line}" for line in log[-LINES_IN_MESSAGE:])
+    lines = []
+    for line in log[-LINES_IN_MESSAGE:]:
+        more = len(line) - LONGEST_IN_MESSAGE
+        cut = f"{line[:LONGEST_IN_MESSAGE]} ... and {more} more characters" if more > 0 else line
+        lines.append(f"    {cut}")
+    return "; the last lines of its log:\n" + "\n".join(lines)

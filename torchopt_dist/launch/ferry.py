@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import math
 import os
 import selectors
 import socket
@@ -46,6 +47,9 @@ class Ferry:
         patience: seconds without a byte from the other end after which it counts as lost; the same at both ends.
         opener: answers :meth:`open` of the other end: payload → our end of a new channel. It may take its time.
         early: bytes that have been read from ``into`` already.
+
+    Attributes:
+        held_up_at: when the other end last had to wait, since something could not be handed over yet.
     """
 
     def __init__(
@@ -68,6 +72,7 @@ class Ferry:
         self._lock = threading.Lock()
         self._woken, self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._heard = time.monotonic()
+        self.held_up_at = -math.inf
         self._end: str | None = None
         self._closed = False
 
@@ -149,9 +154,11 @@ class Ferry:
         now = time.monotonic()
         if now - self._frames.spoke >= self._interval and not self._frames.to_send:
             self._frames.put(Kind.ALIVE, 0)
-        if heard or not reading:
+        if heard:
             self._heard = now
-        elif now - self._heard > self._patience:
+        if not reading:
+            self.held_up_at = now
+        if now - max(self._heard, self.held_up_at) > self._patience:
             self._finish(f"{NO_LIFE} for {self._patience:g} s")
 
     def _until_sign(self) -> float:

@@ -13,13 +13,14 @@ import logging
 import math
 import os
 import selectors
+import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torchopt_dist.errors import AgentFailedError, InitializationError, WorkerFailedError
-from torchopt_dist.launch.crew import Agent, Worker
-from torchopt_dist.launch.deadlines import Deadlines
+from torchopt_dist.launch.crew import Agent, Worker, open_worker
+from torchopt_dist.launch.deadlines import LONGEST_WAIT, Deadlines
 from torchopt_dist.launch.environment import torchrun_variables
 from torchopt_dist.launch.failures import EXIT_SECONDS, Failures, death, halt, revive
 from torchopt_dist.launch.logs import LineReader
@@ -35,7 +36,6 @@ from torchopt_dist.launch.messages import (
     Started,
     StartWorker,
     Stop,
-    pair,
     receive,
     send,
     unpack,
@@ -46,8 +46,8 @@ __all__ = ["Job"]
 
 log = logging.getLogger(__package__)
 
-AGENT_SECONDS = 5.0
-"""For an agent to end, beside what workers are given."""
+AGENT_SECONDS, KILLED_SECONDS = 5.0, 1.0
+"""For an agent to end, beside what workers are given; and when it has been killed."""
 
 
 class Job:
@@ -66,6 +66,7 @@ class Job:
         self._workers: list[Worker] = []
         self._deadlines = Deadlines(self._times, self._agents, self._workers)
         self._failures = Failures()
+        self._kept: Exception | None = None
         self._selector = selectors.DefaultSelector()
 
     def run(self) -> list[Any]:
@@ -78,19 +79,23 @@ class Job:
             CallTimeoutError: the functions have not returned in time.
             InitializationError: the workers have not started in time, or the port is taken.
             SerializationError: a value cannot be read here.
+            OSError: this process has too many open files.
         """
-        meeting = Meeting([host.machine for host in self._plan.hosts], self._plan.port)
         grace = self._times.stop
         try:
-            try:
-                for index in range(len(self._plan.hosts)):
-                    self._start_host(index, meeting)
-                self._watch()
-                grace = 0.0
-                self._tell_bad_exits()
-            finally:
-                self._end(grace)
-                meeting.close()
+            with contextlib.closing(
+                Meeting([host.machine for host in self._plan.hosts], self._plan.port)
+            ) as meeting:
+                try:
+                    for index in range(len(self._plan.hosts)):
+                        self._start_host(index, meeting)
+                    self._watch()
+                    grace = 0.0
+                    self._tell_bad_exits()
+                finally:
+                    self._end(grace)
+            if self._kept is not None:
+                raise self._kept
             return [worker.take_value() for worker in self._workers]
         finally:
             for worker in self._workers:
@@ -121,10 +126,8 @@ class Job:
 
     def _start_worker(self, agent: Agent, local_rank: int, variables: dict[str, str]) -> None:
         rank, host = agent.host.first_rank + local_rank, agent.host.name
-        channel, for_worker = pair()
-        place = (rank, local_rank, host)
-        output = (LineReader(self._logs, *place, "stdout"), LineReader(self._logs, *place, "stderr"))
-        worker = Worker(rank, local_rank, host, channel, output)
+        worker, for_worker = open_worker(rank, local_rank, host, self._logs)
+        channel, output = worker.channel, worker.output
         agent.workers.append(worker)
         self._workers.append(worker)
         channel.setblocking(False)
@@ -133,7 +136,7 @@ class Job:
             self._selector.register(reader, selectors.EVENT_READ, functools.partial(self._read, reader))
         try:
             with for_worker, contextlib.suppress(ConnectionError):  # noticed by the agent's channel
-                agent.control.settimeout(self._times.start)
+                agent.control.settimeout(min(self._times.start, LONGEST_WAIT))
                 send(
                     agent.control,
                     StartWorker(rank, variables),
@@ -181,7 +184,7 @@ class Job:
     def _patience(self, now: float, returned_at: float | None) -> float | None:
         """Seconds until time alone changes something."""
         ends = self._failures.times() + self._deadlines.ahead(returned_at)
-        return max(0.0, min(ends) - now) + 1e-3 if ends else None
+        return min(max(0.0, min(ends) - now) + 1e-3, LONGEST_WAIT) if ends else None
 
     def _notice_silence(self) -> None:
         """Of agents that have nothing to say, not even that they live, and of workers that have been stopped."""
@@ -266,6 +269,13 @@ class Job:
             if agent.host.machine.here and worker.pid is not None and worker.status is None:
                 kill(worker.pid)
             worker.halted = None
+            if worker.status is None:
+                worker.status = -signal.SIGKILL
+        if agent.told_to_stop:
+            return
+        if all(worker.result is not None for worker in agent.workers):
+            log.warning("the agent on %s %s, after its workers had returned", agent.host.name, how)
+            return
         error = AgentFailedError(
             f"the agent on {agent.host.name} {how}; {', '.join(map(str, left)) or 'no worker'} was ended with it"
             if any(worker.pid for worker in agent.workers)
@@ -288,23 +298,41 @@ class Job:
         try:
             for agent in self._agents:
                 if not agent.ended:
-                    with contextlib.suppress(OSError):
-                        agent.control.setblocking(True)
-                        send(agent.control, Stop(grace))
-                        agent.control.setblocking(False)
-            deadline = time.monotonic() + grace + AGENT_SECONDS
+                    self._tell_to_stop(agent, grace)
             self._failures.clear()
-            while not all(agent.ended for agent in self._agents):
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    break
-                for key, _ in self._selector.select(left):
-                    key.data()
+            self._wait_for_agents(grace + AGENT_SECONDS)
+            for agent in self._agents:
+                if not agent.ended and agent.pid is not None:
+                    self._attempt(functools.partial(agent.host.machine.kill_agent, agent.pid))
+            self._wait_for_agents(KILLED_SECONDS)
             for worker in self._workers:
-                worker.drain()
+                self._attempt(worker.drain)
         finally:
             self._selector.close()
             for agent in self._agents:
                 agent.control.close()
             for worker in self._workers:
                 worker.close()
+
+    def _tell_to_stop(self, agent: Agent, grace: float) -> None:
+        agent.told_to_stop = True
+        with contextlib.suppress(OSError):  # it has ended, or takes no orders
+            agent.control.settimeout(AGENT_SECONDS)
+            send(agent.control, Stop(grace))
+        agent.control.setblocking(False)
+
+    def _wait_for_agents(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not all(agent.ended for agent in self._agents):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return
+            for key, _ in self._selector.select(min(left, LONGEST_WAIT)):
+                self._attempt(key.data)
+
+    def _attempt(self, step: Callable[[], object]) -> None:
+        """Take a step of the end, which goes on though a handler of ``logging`` raises, say."""
+        try:
+            step()
+        except Exception as error:
+            self._kept = self._kept or error

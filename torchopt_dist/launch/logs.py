@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import collections
+import contextlib
+import fcntl
 import logging
 import os
 import re
 import secrets
 import select
 import sys
+import threading
 import time
 from collections.abc import Sequence
-from io import TextIOWrapper
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TextIO
 
 from torchopt_dist.launch.options import check_line_filter
 
-__all__ = ["LineReader", "Lines", "TerminalHandler", "WorkerLogs", "log_folder", "on_ranks"]
+__all__ = ["LineReader", "TerminalHandler", "WorkerLogs", "log_folder", "on_ranks"]
 
 log = logging.getLogger(__package__)
 
@@ -27,10 +29,17 @@ LONGEST_LINE = 1 << 20
 TAIL_LINES = 100
 LEVELS = {"stdout": logging.INFO, "stderr": logging.WARNING}
 LINE_END = re.compile(rb"\r\n|\n|\r(?!\n|\Z)")
+UNFINISHED = re.compile(rb"(?:[\xc0-\xff][\x80-\xbf]{0,2})?\Z")
+"""A character of UTF-8 of which more may come, or nothing."""
 
 
 class TerminalHandler(logging.Handler):
     """Writes each line to the launcher's own standard output or error, after the worker's rank in brackets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._gone: set[str] = set()
+        """Streams that nobody reads any more."""
 
     @classmethod
     def of_ranks(cls, ranks: Sequence[int]) -> logging.Handler:
@@ -38,11 +47,20 @@ class TerminalHandler(logging.Handler):
         return on_ranks(cls(), ranks)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a worker's line."""
-        stream = sys.stdout if getattr(record, "stream", "") == "stdout" else sys.stderr
+        """Write a worker's line, if there is somebody to read it."""
+        name = "stdout" if getattr(record, "stream", "") == "stdout" else "stderr"
+        stream = getattr(sys, name)
+        if stream is None or name in self._gone:
+            return
+        line = f"[rank {getattr(record, 'rank', '?')}] {record.getMessage()}\n"
         try:
-            stream.write(f"[rank {getattr(record, 'rank', '?')}] {record.getMessage()}\n")
+            try:
+                stream.write(line)
+            except UnicodeEncodeError:  # the terminal knows fewer characters than the worker
+                stream.write(line.encode(stream.encoding, "backslashreplace").decode(stream.encoding))
             stream.flush()
+        except BrokenPipeError:  # as of `| head`
+            self._gone.add(name)
         except Exception:  # as every handler does: a broken terminal does not end the work
             self.handleError(record)
 
@@ -97,19 +115,48 @@ def log_folder(asked: str | Path | None) -> Path | None:
     return root / f"{time.strftime('%Y-%m-%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
-class _File(logging.FileHandler):
-    """A file that is made, and its folder with it, when there is a first line."""
+class _File:
+    """A file that is made, and its folder with it, when there is a first line.
+
+    That it cannot be written, since the disk is full say, is told once, and is no reason to end the work.
+    """
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path, encoding="utf-8", delay=True)
+        self._path = path.absolute()
+        self._file: TextIO | None = None
+        self._given_up = False
+        self._lock = threading.Lock()
+        """In an elastic launch a rank may move to another host, each of which has a thread here."""
 
-    def _open(self) -> TextIOWrapper:
+    def write(self, line: str) -> None:
+        """Write a line, at once."""
+        with self._lock:
+            if self._given_up:
+                return
+            try:
+                if self._file is None:
+                    self._path.parent.mkdir(parents=True, exist_ok=True)
+                    self._file = self._path.open("a", encoding="utf-8", buffering=1)
+                self._file.write(f"{line}\n")
+            except OSError as error:
+                self._give_up(error)
+
+    def close(self) -> None:
+        """Close it, if it was made."""
         try:
-            os.makedirs(os.path.dirname(self.baseFilename), exist_ok=True)
-            return super()._open()
-        except OSError as error:  # which is no reason to end the work
-            log.warning("there will be no %s: %s", self.baseFilename, error.strerror)
-            return open(os.devnull, "w", encoding="utf-8")
+            if self._file is not None:
+                self._file.close()
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        self._given_up = True
+        if self._file is None:
+            log.warning("there will be no %s: %s", self._path, error.strerror)
+            return
+        log.warning("%s is not complete: %s", self._path, error.strerror)
+        with contextlib.suppress(OSError):
+            self._file.close()
 
 
 class WorkerLogs:
@@ -123,7 +170,7 @@ class WorkerLogs:
 
     def __init__(self, handlers: Sequence[logging.Handler], folder: Path | None, ranks: range) -> None:
         self._handlers = tuple(handlers)
-        self._files: dict[int, logging.Handler] = {}
+        self._files: dict[int, _File] = {}
         self._tails: dict[int, collections.deque[str]] = {
             rank: collections.deque(maxlen=TAIL_LINES) for rank in ranks
         }
@@ -133,10 +180,13 @@ class WorkerLogs:
     def write(self, line: str, rank: int, local_rank: int, host: str, stream: str) -> None:
         """Hand on one line."""
         self._tails[rank].append(line)
+        if rank in self._files:
+            self._files[rank].write(line)
+        if not self._handlers:
+            return
         record = logging.LogRecord(__package__, LEVELS[stream], "", 0, line, None, None)
         vars(record).update(rank=rank, local_rank=local_rank, host=host, stream=stream)
-        file = self._files.get(rank)
-        for handler in (*self._handlers, *([file] if file else [])):
+        for handler in self._handlers:
             if record.levelno >= handler.level:
                 handler.handle(record)
 
@@ -186,17 +236,22 @@ class LineReader:
             return True
         *lines, self._part = LINE_END.split(self._part + data)
         if len(self._part) > LONGEST_LINE:
-            lines, self._part = [*lines, self._part], b""
+            end = len(self._part) - len(UNFINISHED.findall(self._part[-3:])[0])
+            lines, self._part = [*lines, self._part[:end]], self._part[end:]
         for line in lines:
             self._write(line)
         return bool(data)
 
     def drain(self) -> None:
-        """Hand on all that is there, an unfinished line included."""
+        """Hand on all that has been written up to now, an unfinished line included.
+
+        Others may write on: no more is read than the pipe can hold.
+        """
         ready = select.poll()  # not `select`, which knows the first 1024 descriptors only
         ready.register(self.end, select.POLLIN)
-        while ready.poll(0) and self.read():
-            pass
+        for _ in range(fcntl.fcntl(self.end, fcntl.F_GETPIPE_SZ) // CHUNK + 1):
+            if not ready.poll(0) or not self.read():
+                break
         if self._part:
             self._write(self._part.rstrip(b"\r"))
             self._part = b""

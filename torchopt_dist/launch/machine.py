@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import resource
 import signal
@@ -63,6 +64,14 @@ class Machine(ABC):
     @abstractmethod
     def kill_agent(self, pid: int) -> None:
         """End an agent that gives no sign of life. Its workers are ended with it."""
+
+    @property
+    def held_up_at(self) -> float:
+        """When something that came from there, and all that came after it, was last held up here.
+
+        By ``time.monotonic``: there has been no silence before.
+        """
+        return -math.inf
 
     def why_lost(self) -> str | None:
         """Why it cannot be reached any more; ``None`` while it can."""

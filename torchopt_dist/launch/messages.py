@@ -7,6 +7,7 @@ whose descriptor travels with the message; it has no name, so nothing of it is l
 
 from __future__ import annotations
 
+import errno
 import io
 import mmap
 import os
@@ -18,6 +19,7 @@ from typing import Any
 import cloudpickle
 
 __all__ = [
+    "TOO_MANY_FILES",
     "Alive",
     "Exited",
     "ForkAgent",
@@ -28,7 +30,6 @@ __all__ = [
     "KillAgent",
     "Listen",
     "Listening",
-    "Message",
     "OpenAgent",
     "OpenMeeting",
     "Raised",
@@ -42,6 +43,7 @@ __all__ = [
     "pack",
     "pair",
     "receive",
+    "receive_data",
     "send",
     "send_at_once",
     "unpack",
@@ -50,6 +52,7 @@ __all__ = [
 LARGEST = 1 << 17
 """Bytes of the largest message."""
 MOST_DESCRIPTORS = 8
+TOO_MANY_FILES = "too many open files: raise `ulimit -n`, or lower `nproc_per_host`"
 
 
 @dataclass(frozen=True)
@@ -333,12 +336,23 @@ def receive(channel: socket.socket) -> tuple[Any, list[int]] | None:
 
     Raises:
         BlockingIOError: the channel does not block, and there is no message now.
+        OSError: this process has too many open files to take the descriptors.
     """
     try:
-        data, descriptors, _, _ = socket.recv_fds(channel, LARGEST, MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
+        data, descriptors = receive_data(channel)
     except ConnectionError:
         return None
     return (pickle.loads(data), descriptors) if data else None
+
+
+def receive_data(channel: socket.socket) -> tuple[bytes, list[int]]:
+    """As :func:`receive`, but the message as it was sent; at the end it has no bytes, or raises ``ConnectionError``."""
+    data, descriptors, flags, _ = socket.recv_fds(channel, LARGEST, MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
+    if flags & socket.MSG_CTRUNC:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise OSError(errno.EMFILE, TOO_MANY_FILES)
+    return data, descriptors
 
 
 def pack(value: object) -> int:

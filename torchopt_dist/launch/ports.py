@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from torchopt_dist.launch.frames import Frames, Kind
 
-__all__ = ["Channel", "Pipe", "Port", "Ports", "Sink", "Source", "watch"]
+__all__ = ["Channel", "Port", "Ports", "Sink", "Source", "watch"]
 
 
 @dataclass(eq=False)

@@ -107,6 +107,11 @@ class RemoteMachine(Machine):
         """Have the relay kill an agent."""
         self._ferry.open(pickle.dumps(KillAgent(pid))).close()
 
+    @property
+    def held_up_at(self) -> float:
+        """When what came from there was last held up here."""
+        return self._ferry.held_up_at
+
     def why_lost(self) -> str | None:
         """Why the connection has ended, if it has."""
         if not self._ferry.ended:

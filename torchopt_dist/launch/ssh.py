@@ -30,6 +30,9 @@ NAME = re.compile(
     r"(?:(?P<user>[^@\s]+)@)?(?P<host>[^@:\s\[\]]+|\[[0-9a-fA-F:.%\w]+\])(?::(?P<port>\d{1,5}))?"
 )
 CHUNK = 1 << 18
+ALL_THAT_HAS_COME = 1 << 22
+"""Bytes, more than SSH's window. asyncssh opens the whole window again for each part of it that is read, so reading a
+part at a time would fill the memory with what a fast writer writes."""
 LAST_LINES = 30
 CLOSE_SECONDS = 2.0
 
@@ -116,7 +119,7 @@ class SshProcess:
             process.stdin.write_eof()
 
         async def back() -> None:
-            while data := await process.stdout.read(CHUNK):
+            while data := await process.stdout.read(ALL_THAT_HAS_COME):
                 await loop.sock_sendall(self._theirs, data)
 
         async def listen() -> None:

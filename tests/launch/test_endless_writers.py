@@ -1,0 +1,140 @@
+"""A worker, or a program that it has left behind, writes faster than the launcher takes it, or without end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+import torchopt_dist as todist
+from tests.distributed.bare import say, soon, watch
+from tests.launch.families import assert_gone
+from tests.launch.sshd import NEEDS_SSHD
+from tests.launch.two import ON_TWO
+from torchopt_dist.launch.failures import death
+from torchopt_dist.launch.ssh import SshProcess
+
+pytestmark = pytest.mark.timeout(60)
+
+
+DEATHS = {
+    "os._exit": (lambda: os._exit(3), "exited with code 3"),
+    "sys.exit": (lambda: sys.exit(3), r"called sys.exit\(3\)"),
+    "stopped": (lambda: os.kill(os.getpid(), 19), "was stopped by SIGSTOP"),
+}
+
+
+def leave_a_writer(folder, die):
+    print("before")
+    if os.environ["RANK"] != "0":
+        time.sleep(60)
+    writer = subprocess.Popen(["yes"])
+    time.sleep(0.2)
+    say(folder / "died", f"{writer.pid} {time.monotonic()}")
+    die()
+
+
+@pytest.mark.parametrize("name", DEATHS)
+def test_a_program_that_writes_on_does_not_hold_up_the_error_of_its_worker(tmp_path, name):
+    die, how = DEATHS[name]
+    with pytest.raises(todist.WorkerFailedError, match=f"rank 0 on localhost {how}") as caught:
+        todist.Launcher(nproc_per_host=2, handlers=[], log_dir=None, halted_timeout=0.1).run(
+            leave_a_writer, tmp_path, die
+        )
+    writer, then = (tmp_path / "died").read_text().split()
+    assert time.monotonic() - float(then) < soon(4.0)  # a worker that is stopped has a second to be woken
+    assert caught.value.log == ("y",) * 100
+    assert_gone([int(writer)])
+
+
+def test_all_that_was_written_before_the_end_is_read_though_more_follows():
+    lines = []
+
+    class Keep(logging.Handler):
+        def emit(self, record):
+            lines.append(record.getMessage())
+
+    def work():
+        for number in range(20000):
+            print("line", number)
+        subprocess.Popen(["yes"])
+        os._exit(3)
+
+    with pytest.raises(todist.WorkerFailedError):
+        todist.Launcher(nproc_per_host=1, handlers=[Keep()], log_dir=None).run(work)
+    assert [line for line in lines if line.strip("y")] == [f"line {number}" for number in range(20000)]
+
+
+@NEEDS_SSHD
+def test_a_program_that_writes_on_elsewhere_does_not_hold_it_up_either(launcher, tmp_path):
+    launcher(log_dir=None).run(int)
+    with pytest.raises(todist.WorkerFailedError, match="rank 0 on node1 exited with code 3"):
+        launcher(log_dir=None).run(leave_a_writer, tmp_path, lambda: os._exit(3))
+    writer, then = (tmp_path / "died").read_text().split()
+    assert time.monotonic() - float(then) < soon(8.0)
+    assert_gone([int(writer)])
+
+
+class Slow(logging.Handler):
+    def emit(self, record):
+        time.sleep(0.001)
+
+
+@NEEDS_SSHD
+def test_a_worker_elsewhere_is_not_lost_since_its_lines_are_taken_slowly(launcher):
+    """What its agent says, that it lives, waits behind them for longer than is given to a silent agent."""
+
+    def work():
+        for _ in range(6000):
+            print("x" * 100)
+        return "done"
+
+    start = time.monotonic()
+    assert launcher(handlers=[Slow()], log_dir=None, agent_timeout=2).run(work).rank(0) == "done"
+    assert time.monotonic() - start > 6.0
+
+
+@NEEDS_SSHD
+def test_what_is_not_read_here_makes_the_writer_elsewhere_wait(sshd, tmp_path):
+    """And it does not fill the memory."""
+    write = (
+        "import os, sys\n"
+        "written, told = 0, os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY)\n"
+        "while True:\n"
+        "    written += os.write(1, bytes(1 << 16))\n"
+        "    os.pwrite(told, b'%12d' % written, 0)\n"
+    )
+    (tmp_path / "write.py").write_text(write)
+    command = f"exec {sys.executable} -S {tmp_path}/write.py {tmp_path}/written"
+    stream = SshProcess("node1", command, str(sshd.config), 10).stream
+    stream.settimeout(10)
+    assert watch(tmp_path / "written")
+    read = 0
+    while read < 10_000_000:
+        time.sleep(0.01)  # so that more than is read has come
+        read += len(stream.recv(1 << 16))
+    ahead = int((tmp_path / "written").read_text()) - read
+    stream.close()
+    assert ahead < 20_000_000  # what pipes, sockets and SSH hold
+
+
+def test_long_lines_are_cut_in_the_message_and_whole_in_the_log():
+    log = ("short", "x" * 5000)
+    error = death(0, "here", 1, log, asked=False)
+    assert str(error).splitlines()[1:] == ["    short", f"    {'x' * 1000} ... and 4000 more characters"]
+    assert error.log == log
+
+
+def test_a_megabyte_without_an_end_of_line_makes_no_long_message():
+    def work():
+        os.write(1, b"x" * (3 << 20))
+        os._exit(1)
+
+    with pytest.raises(todist.WorkerFailedError) as caught:
+        ON_TWO.run(work)
+    assert len(str(caught.value)) < 5000
+    assert len("".join(caught.value.log)) == 3 << 20
