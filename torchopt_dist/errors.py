@@ -20,6 +20,8 @@ what was got.
 from __future__ import annotations
 
 import contextlib
+import inspect
+from types import MemberDescriptorType
 from typing import Any
 
 __all__ = [
@@ -60,8 +62,8 @@ class RemoteError(TodistError):
     original's; its cause shows the traceback on the worker.
 
     Attributes:
-        worker: name of the worker that raised.
-        remote_traceback: the traceback on that worker, as text.
+        worker: name of the worker that raised, unless the original has an attribute of that name.
+        remote_traceback: the traceback on that worker, as text; likewise.
     """
 
     worker: str = ""
@@ -85,7 +87,13 @@ class RemoteError(TodistError):
         ):  # sets what lives in C, such as the bounds of a UnicodeDecodeError
             builtin.__init__(error, *init_args)
         BaseException.__setattr__(error, "args", args)
-        vars(error).update(attributes, worker=worker, remote_traceback=trace)
+        own = {"worker": worker, "remote_traceback": trace, **attributes}
+        for name, value in own.items():
+            slot = inspect.getattr_static(both, name, None)
+            if isinstance(slot, MemberDescriptorType):
+                slot.__set__(error, value)
+            else:
+                _dict_of(error)[name] = value
         cause = _RemoteTraceback(f"on {worker}:\n\n{trace.rstrip()}")
         BaseException.__setattr__(error, "__cause__", cause)
         return error
@@ -103,14 +111,40 @@ class _RemoteTraceback(Exception):  # noqa: N818 - its name is what a user reads
     """Shows the worker's traceback above the caller's."""
 
 
+def attributes_of(error: BaseException) -> dict[str, Any]:
+    """What an exception has besides its arguments, slots included."""
+    found = dict(_dict_of(error))
+    for base in type(error).__mro__:
+        if "__slots__" in vars(base):
+            for name, slot in vars(base).items():
+                if isinstance(slot, MemberDescriptorType):
+                    with contextlib.suppress(AttributeError):  # it holds nothing
+                        found[name] = slot.__get__(error)
+    return found
+
+
+def _dict_of(error: BaseException) -> dict[str, Any]:
+    """Its ``__dict__``, past a ``__getattribute__`` of its own."""
+    found: dict[str, Any] = vars(BaseException)["__dict__"].__get__(error)
+    return found
+
+
 _classes: dict[type[Exception], type[Exception]] = {}
 
 
 def _with_remote_error(kind: type[Exception]) -> type[Exception]:
-    if issubclass(kind, RemoteError) or kind in _classes:
-        return _classes.get(kind, kind)
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "_revived": kind}
-    return _classes.setdefault(kind, type(kind.__name__, (RemoteError, kind), names))
+    """A class that is a ``RemoteError`` and a ``kind``, or the nearest base of ``kind`` that admits that."""
+    if issubclass(kind, RemoteError):
+        return kind
+    if kind not in _classes:
+        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "_revived": kind}
+        try:
+            both = type(kind.__name__, (RemoteError, kind), names)
+        except Exception:  # it has rules of its own for subclasses
+            base: Any = kind.__base__
+            both = _with_remote_error(base)
+        _classes.setdefault(kind, both)
+    return _classes[kind]
 
 
 class WorkerLostError(TodistError, ConnectionError):

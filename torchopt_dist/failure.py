@@ -9,12 +9,25 @@ from typing import Any
 
 import cloudpickle
 
-from torchopt_dist.errors import RemoteError, builtin_base
+from torchopt_dist.errors import RemoteError, attributes_of, builtin_base
 
-__all__ = ["RemoteFailure"]
+__all__ = ["RemoteFailure", "told"]
 
 USERS_CALLERS = ("torchopt_dist.distributed", "torchopt_dist.launch")
 """The rooms that run a user's function; their frames above it are left out of its traceback."""
+
+
+def told(value: Any, by: Callable[[Any], str] = repr) -> str:
+    """``by(value)``, or that it raises: it runs the value's own code.
+
+    Args:
+        value: any object.
+        by: ``repr`` or ``str``.
+    """
+    try:
+        return by(value)
+    except Exception as error:
+        return f"<{type(value).__name__}, whose {by.__name__} raises {type(error).__name__}>"
 
 
 @dataclass(frozen=True)
@@ -38,17 +51,29 @@ class RemoteFailure:
     @classmethod
     def of(cls, error: BaseException) -> RemoteFailure:
         """Describe ``error``."""
-        text = "".join(traceback.format_exception(type(error), error, _users_frames(error)))
-        if not isinstance(error, Exception):  # `sys.exit()` in a function must not end its caller
-            told = (f"{type(error).__name__}: {_told(error, str)}",)
-            return cls(RemoteError, told, told, {}, text)
+        text = _traceback(error)
+        if isinstance(error, Exception):  # `sys.exit()` in a function must not end its caller
+            try:
+                return cls._of(error, text)
+            except Exception:  # looking at it runs its own code, which raises what it likes
+                pass
+        words = (f"{type(error).__name__}: {told(error, str)}",)
+        return cls(RemoteError, words, words, {}, text)
+
+    @classmethod
+    def _of(cls, error: Exception, text: str) -> RemoteFailure:
         # An error that came from a third worker is of a class made for it, which knows the original one.
         kinds = vars(type(error)).get("_revived", type(error)).__mro__
+        ours = RemoteError.__annotations__ if isinstance(error, RemoteError) else ()
         return cls(
             next(kind for kind in kinds if _can_be_sent(kind)),
             _sendable(builtin_base(type(error)).__reduce__(error)[1]),
             _sendable(error.args),
-            {name: value for name, value in vars(error).items() if _can_be_sent(value)},
+            {
+                name: value
+                for name, value in attributes_of(error).items()
+                if name not in ours and _can_be_sent(value)
+            },
             text,
         )
 
@@ -61,9 +86,16 @@ class RemoteFailure:
     def in_words(self) -> RemoteFailure:
         """The same without the objects that it holds: their ``repr`` only, for where these turn out not to travel."""
         if issubclass(self.kind, BaseExceptionGroup):
-            words = (_told(self.args),)
+            words = (told(self.args),)
             return RemoteFailure(RemoteError, words, words, {}, self.traceback)
         return replace(self, init_args=_in_words(self.init_args), args=_in_words(self.args), attributes={})
+
+
+def _traceback(error: BaseException) -> str:
+    try:
+        return "".join(traceback.format_exception(type(error), error, _users_frames(error)))
+    except Exception as other:  # likewise
+        return f"{type(error).__name__}, whose traceback cannot be told, for that raises {type(other).__name__}\n"
 
 
 def _users_frames(error: BaseException) -> Any:
@@ -84,20 +116,13 @@ def _sendable(args: Any) -> tuple[Any, ...]:
 def _replaced(arg: Any) -> Any:
     """What is sent in the place of ``arg``; the exceptions of a group must stay exceptions."""
     if isinstance(arg, (list, tuple)) and arg and all(isinstance(part, Exception) for part in arg):
-        return [part if _can_be_sent(part) else RemoteError(_told(part)) for part in arg]
-    return _told(arg)
+        return [part if _can_be_sent(part) else RemoteError(told(part)) for part in arg]
+    return told(arg)
 
 
 def _in_words(args: tuple[Any, ...]) -> tuple[Any, ...]:
     plain = (str, bytes, int, float, bool, type(None))
-    return tuple(arg if type(arg) in plain else _told(arg) for arg in args)
-
-
-def _told(value: Any, by: Callable[[Any], str] = repr) -> str:
-    try:
-        return by(value)
-    except Exception as error:  # runs the value's own code, which raises what it likes
-        return f"<{type(value).__name__}, whose {by.__name__} raises {type(error).__name__}>"
+    return tuple(arg if type(arg) in plain else told(arg) for arg in args)
 
 
 def _can_be_sent(value: Any) -> bool:

@@ -138,7 +138,7 @@ def test_a_port_that_is_taken_at_another_address_is_taken():
 
 def test_a_free_port_is_free_at_all_addresses(monkeypatch):
     """A port that the first address has free may be in use at another."""
-    listen, tried = meeting._listen, []
+    listen, tried = meeting.listen, []
 
     def listen_later(address, port):
         if address == "127.0.0.3" and len(tried) < 3:
@@ -147,7 +147,7 @@ def test_a_free_port_is_free_at_all_addresses(monkeypatch):
                 return listen(address, port)
         return listen(address, port)
 
-    monkeypatch.setattr(meeting, "_listen", listen_later)
+    monkeypatch.setattr(meeting, "listen", listen_later)
     place = Meeting([Fake("a"), Fake("b", reaches=("127.0.0.3",))], 0)
     assert place.address == "127.0.0.3"
     assert len(tried) == 3

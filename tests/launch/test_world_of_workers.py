@@ -134,6 +134,19 @@ def test_workers_start_afresh():
     assert "LEFT_BEHIND" not in os.environ
 
 
+@pytest.mark.parametrize("kind", [{}, {"min_hosts": 1}], ids=["plain", "elastic"])
+def test_arguments_that_are_no_text_arrive_and_are_in_the_title(monkeypatch, kind):
+    argv = ["train.py", "caf\udce9.txt", Path("/data")]
+    monkeypatch.setattr(sys, "argv", argv)
+
+    def main():
+        return sys.argv, psutil.Process().cmdline()[0]
+
+    seen, title = Launcher(nproc_per_host=1, handlers=[], log_dir=None, **kind).run(main).rank(0)
+    assert seen == argv
+    assert title == r"todist: rank 0 of 1: train.py caf\udce9.txt /data"
+
+
 def test_the_environment_the_folder_and_the_path_are_those_of_the_launcher(tmp_path, monkeypatch):
     (tmp_path / "only_here_now.py").write_text("def f():\n    return 'found'\n")
     (tmp_path / ".env").write_text(

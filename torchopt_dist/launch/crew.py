@@ -10,10 +10,10 @@ import socket
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchopt_dist.errors import SerializationError
 from torchopt_dist.launch.cluster import Host
+from torchopt_dist.launch.duties import read_value
 from torchopt_dist.launch.logs import LineReader, WorkerLogs
-from torchopt_dist.launch.messages import TOO_MANY_FILES, pair, unpack
+from torchopt_dist.launch.messages import TOO_MANY_FILES, pair
 
 __all__ = ["Agent", "Worker", "open_worker"]
 
@@ -64,12 +64,7 @@ class Worker:
         """
         assert self.result is not None
         descriptor, self.result = self.result, None
-        try:
-            return unpack(descriptor)
-        except Exception as error:
-            raise SerializationError(
-                f"what {self} returned cannot be read by the launcher: {type(error).__name__}: {error}"
-            ) from error
+        return read_value(descriptor, str(self))
 
     def drain(self) -> None:
         """Hand on all that it has written."""

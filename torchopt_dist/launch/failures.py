@@ -15,7 +15,7 @@ from torchopt_dist.errors import (
     WorkerFailedError,
     WorkerLostError,
 )
-from torchopt_dist.failure import RemoteFailure
+from torchopt_dist.failure import RemoteFailure, told
 
 __all__ = ["EXIT_SECONDS", "Failures", "death", "halt", "may_be_an_echo", "revive"]
 
@@ -65,7 +65,7 @@ def may_be_an_echo(error: Exception) -> bool:
     """Whether the error may follow from another worker's: somebody hung up."""
     if isinstance(error, (PeerFailedError, WorkerLostError, ConnectionError, dist.DistError)):
         return True
-    return isinstance(error, RuntimeError) and bool(BROKEN.search(str(error)))
+    return isinstance(error, RuntimeError) and bool(BROKEN.search(told(error, str)))
 
 
 def revive(text: str, pickled: bytes, worker: str) -> Exception:
@@ -78,10 +78,10 @@ def revive(text: str, pickled: bytes, worker: str) -> Exception:
     """
     try:
         failure: RemoteFailure = pickle.loads(pickled)
-    except Exception:  # its class is known on the worker only
-        told = (text.strip().rpartition("\n")[2],)
-        failure = RemoteFailure(RemoteError, told, told, {}, text)
-    return failure.to_error(worker)
+        return failure.to_error(worker)
+    except Exception:  # its class is known on the worker only, or does not admit to be made here
+        words = (text.strip().rpartition("\n")[2],)
+        return RemoteFailure(RemoteError, words, words, {}, text).to_error(worker)
 
 
 def death(rank: int, host: str, status: int, log: tuple[str, ...], *, asked: bool) -> WorkerFailedError:

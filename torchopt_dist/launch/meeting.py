@@ -29,9 +29,9 @@ from torchopt_dist.launch.messages import Held, Hold, Listen, Listening, Reach, 
 if TYPE_CHECKING:
     from torchopt_dist.launch.machine import Machine
 
-__all__ = ["LOOPBACK", "Meeting", "serve"]
+__all__ = ["EVERYWHERE", "LOOPBACK", "Meeting", "listen", "serve", "store_at"]
 
-LOOPBACK = "127.0.0.1"
+LOOPBACK, EVERYWHERE = "127.0.0.1", "0.0.0.0"
 STORE_SECONDS = 60
 REACH_SECONDS = 5.0
 ANSWER_SECONDS = 20.0
@@ -61,9 +61,9 @@ class Meeting:
         self._store: dist.TCPStore | None = None
         self._channel: socket.socket | None = None
         if first.here and not others:
-            listener = _listen(LOOPBACK, port)
+            listener = listen(LOOPBACK, port)
             self.address, self.port = LOOPBACK, listener.getsockname()[1]
-            self._store = _open_store(listener)
+            self._store = store_at(listener)
             return
         self._channel = first.open_meeting()
         try:
@@ -149,8 +149,9 @@ def serve(channel: socket.socket) -> None:
                     send(channel, Reached(_reach(question.where, question.seconds)))
                 elif isinstance(question, Hold):
                     assert door is not None
-                    store = _open_store(door.close_all_but(question.address))
-                    door = None
+                    listener = door.close_all_but(question.address)
+                    assert listener is not None
+                    store, door = store_at(listener), None
                     send(channel, Held())
     if door is not None:
         door.close_all_but(None)
@@ -196,7 +197,7 @@ def _listen_everywhere(port: int) -> dict[str, socket.socket]:
         taken, chosen = False, port
         for address in _own_addresses():
             try:
-                listeners[address] = _listen(address, chosen)
+                listeners[address] = listen(address, chosen)
             except InitializationError as error:
                 in_use = isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE
                 if not listeners or (in_use and port):
@@ -240,7 +241,12 @@ def _reach(where: Listening, seconds: float) -> frozenset[str]:
     return frozenset(address for address, there in zip(where.addresses, found, strict=True) if there)
 
 
-def _listen(address: str, port: int) -> socket.socket:
+def listen(address: str, port: int) -> socket.socket:
+    """A listener at one address of this machine, and at no other; at a free port, if it is 0.
+
+    Raises:
+        InitializationError: the port is taken.
+    """
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -254,8 +260,8 @@ def _listen(address: str, port: int) -> socket.socket:
     return listener
 
 
-def _open_store(listener: socket.socket | None) -> dist.TCPStore:
-    assert listener is not None
+def store_at(listener: socket.socket) -> dist.TCPStore:
+    """A store that listens there; it is closed with the last reference to it."""
     address, port = listener.getsockname()[:2]
     return dist.TCPStore(
         address,

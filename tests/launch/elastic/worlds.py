@@ -26,6 +26,7 @@ def launch(
     timeout=40.0,
     start_timeout=20.0,
     stop_timeout=1.0,
+    exit_timeout=10.0,
     port=0,
     halted_timeout=5.0,
 ):
@@ -42,6 +43,7 @@ def launch(
         timeout=timeout,
         start_timeout=start_timeout,
         stop_timeout=stop_timeout,
+        exit_timeout=exit_timeout,
         master_port=port,
         halted_timeout=halted_timeout,
     )

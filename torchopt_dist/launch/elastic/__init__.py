@@ -5,7 +5,8 @@ On the launcher: ``launch.py`` takes what is known of the hosts (``members.py``)
 host's loss. The store of torch's rendezvous is there too (``store.py``), so that it is not lost with a host.
 
 On each host: ``host.py`` is torch's elastic agent, ``rendezvous.py`` its way into a world, ``worker.py`` what it
-starts, and ``output.py`` how the launcher hears of all that. What both sides tell each other is in ``records.py``.
+starts, ``watch.py`` what looks after these, and ``output.py`` how the launcher hears of all that. What both sides tell
+each other is in ``records.py``.
 """
 
 from torchopt_dist.launch.elastic.launch import run_elastic

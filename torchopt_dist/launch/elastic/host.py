@@ -7,7 +7,6 @@ a failure is a restart, since it alone knows of all hosts.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import signal
@@ -15,12 +14,12 @@ import time
 from datetime import timedelta
 from typing import Any
 
-import psutil
 import setproctitle
 import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from torchopt_dist.launch.elastic.output import Output
 from torchopt_dist.launch.elastic.records import (
@@ -34,11 +33,13 @@ from torchopt_dist.launch.elastic.records import (
     WorkerFailure,
     verdict_key,
 )
-from torchopt_dist.launch.elastic.rendezvous import Rendezvous, open_world_store
-from torchopt_dist.launch.elastic.worker import Work
+from torchopt_dist.launch.elastic.rendezvous import Rendezvous
+from torchopt_dist.launch.elastic.watch import Watch
+from torchopt_dist.launch.elastic.worker import State, Work
+from torchopt_dist.launch.meeting import listen, store_at
 from torchopt_dist.network import local_address
 
-__all__ = ["Agent", "serve"]
+__all__ = ["serve"]
 
 MONITOR_SECONDS = 0.1
 LONGEST_TEXT = 1000
@@ -72,6 +73,9 @@ def serve(place: Place, task: bytes) -> Done | Failed:
 
 class Agent(LocalElasticAgent):
     """Torch's, with a store for each world, a judge of failures, and an end that all hosts agree on.
+
+    Workers say what came of them, and then end as a program does; torch would take their answers, and then wait for
+    their ends without a bound.
 
     Args:
         place: which host this is.
@@ -117,7 +121,7 @@ class Agent(LocalElasticAgent):
                 if self._rank == 0:
                     if self._place.here and self._launcher.check([HERE]):
                         self._address = self._launcher.get(HERE).decode()  # as other machines know this one
-                    self._master = open_world_store(self._address)
+                    self._master = store_at(listen(self._address, 0))
                     self._meeting.set("todist/master", f"{self._master.port} {self._address}")
                 port, group.master_addr = self._meeting.get("todist/master").decode().split(" ")
                 group.master_port = int(port)
@@ -130,8 +134,8 @@ class Agent(LocalElasticAgent):
         self._world = self._handler.world
         self._remaining_restarts = worker_group.spec.max_restarts - self._world
         self._result = None
-        self._halted: dict[int, float] = {}
-        """Since when workers have been stopped, by local rank."""
+        self._told_late = self._told_returned = False
+        self._all_returned_at: float | None = None
         self._work.forget()
         self._output.tell(
             news="world",
@@ -139,7 +143,9 @@ class Agent(LocalElasticAgent):
             size=self._size,
             workers=worker_group.workers[0].world_size,
         )
-        return super()._start_workers(worker_group)
+        pids = super()._start_workers(worker_group)
+        self._watch = Watch(self._place, self._work, pids)
+        return pids
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         if self._pcontext is not None:  # `_shutdown` of torch 2.11 knows no time-out
@@ -147,9 +153,8 @@ class Agent(LocalElasticAgent):
         self._shutdown()
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        result = self._result or super()._monitor_workers(worker_group)
+        result = self._result or self._see(worker_group)
         if result.state == WorkerState.HEALTHY:
-            self._notice_halted()
             return result
         if result.state == WorkerState.SUCCEEDED:
             if self._result is None:
@@ -161,19 +166,57 @@ class Agent(LocalElasticAgent):
         self._judge(worker_group, result)
         return result
 
-    def _notice_halted(self) -> None:
-        """End workers that a signal has stopped, and that do not go on."""
-        seconds = self._place.halted_timeout
-        if seconds is None:
-            return
-        for worker in self.get_worker_group().workers:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if psutil.Process(worker.id).status() != psutil.STATUS_STOPPED:
-                    self._halted.pop(worker.local_rank, None)
-                elif (
-                    time.monotonic() > self._halted.setdefault(worker.local_rank, time.monotonic()) + seconds
-                ):
-                    os.kill(worker.id, signal.SIGKILL)
+    def _see(self, worker_group: WorkerGroup) -> RunResult:
+        """How the workers are: what they say counts, and torch is asked for those that end without a word."""
+        ended = self._watch.ended()
+        result = super()._monitor_workers(worker_group)
+        states = self._work.states
+        if all(state == State.RETURNED for state in states):
+            return self._see_them_end(worker_group, ended, result)
+        if result.state != WorkerState.HEALTHY:
+            return result
+        silent = {  # torch does not mind an exit with 0, nor sees an end while a child holds a pipe of the worker's
+            worker.global_rank: ProcessFailure(
+                worker.local_rank, worker.id, ended[worker.local_rank], os.devnull
+            )
+            for worker in worker_group.workers
+            if worker.local_rank in ended and states[worker.local_rank] < State.RETURNED
+        }
+        if silent or State.RAISED in states:
+            return RunResult(state=WorkerState.FAILED, failures=silent)
+        self._watch.end_halted()
+        late = self._watch.late_to_start()
+        if late and not self._told_late:
+            self._told_late = True
+            self._output.tell(news="late", ranks=[worker_group.workers[i].global_rank for i in late])
+        return result
+
+    def _see_them_end(self, worker_group: WorkerGroup, ended: dict[int, int], result: RunResult) -> RunResult:
+        """All functions here have returned, and processes may take a while to end once all others have."""
+        returned = self._meeting.add("todist/returned", 0 if self._told_returned else 1)
+        self._told_returned = True
+        if self._all_returned_at is None and returned == self._size:
+            self._all_returned_at = time.monotonic()
+        until = (
+            math.inf if self._all_returned_at is None else self._all_returned_at + self._place.exit_timeout
+        )
+        left = [worker.global_rank for worker in worker_group.workers if worker.local_rank not in ended]
+        if left and result.state == WorkerState.HEALTHY and time.monotonic() < until:
+            return result
+        statuses = {worker_group.workers[i].global_rank: status for i, status in ended.items()}
+        statuses.update({rank: failure.exitcode for rank, failure in result.failures.items()})
+        for rank, status in statuses.items():
+            if status:
+                self._output.tell(news="bad exit", rank=rank, how=f"then ended with status {status}")
+        for rank in left if result.state == WorkerState.HEALTHY else ():
+            late = f"did not end within `exit_timeout`, {self._place.exit_timeout:g} s"
+            self._output.tell(news="bad exit", rank=rank, how=late)
+        if self._pcontext is not None:
+            self._pcontext.close(signal.SIGKILL)
+        return RunResult(
+            state=WorkerState.SUCCEEDED,
+            return_values={worker.global_rank: None for worker in worker_group.workers},
+        )
 
     def _leave(self) -> bool:
         """Whether this host may leave the world: not if all have done their work."""
@@ -222,11 +265,9 @@ class Agent(LocalElasticAgent):
             elif worker.local_rank in statuses:
                 status = statuses[worker.local_rank]
                 how = f"was ended by signal {-status}" if status < 0 else f"exited with code {status}"
-                halted = time.monotonic() - self._halted.get(worker.local_rank, math.inf)
-                how = f"was stopped for {halted:.1f} s" if halted > 0 else how
-                found.append(
-                    WorkerFailure(worker.global_rank, status, False, None, status >= 0, how, max(halted, 0.0))
-                )
+                halted = self._watch.halted_for(worker.local_rank)
+                how = f"was stopped for {halted:.1f} s" if halted else how
+                found.append(WorkerFailure(worker.global_rank, status, False, None, status >= 0, how, halted))
         return found or [WorkerFailure(worker_group.workers[0].global_rank, 1, False, None, True, "unknown")]
 
     def done(self, result: RunResult) -> Done:

@@ -19,7 +19,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torchopt_dist.errors import AgentFailedError, InitializationError, RemoteError, WorkerFailedError
 from torchopt_dist.launch.cluster import Host
 from torchopt_dist.launch.elastic.host import serve
-from torchopt_dist.launch.elastic.records import MARK, Done, Failed, Place
+from torchopt_dist.launch.elastic.records import Done, Failed, Place
 from torchopt_dist.launch.elastic.store import RendezvousStore
 from torchopt_dist.launch.job import Job
 from torchopt_dist.launch.logs import WorkerLogs
@@ -27,7 +27,7 @@ from torchopt_dist.launch.machine import Machine
 from torchopt_dist.launch.messages import pack
 from torchopt_dist.launch.plan import Orders, Plan
 
-__all__ = ["PATIENCE", "HostJob", "HostJobs", "Stopped", "is_loss"]
+__all__ = ["PATIENCE", "HandlerError", "HostJob", "HostJobs", "Stopped", "is_loss"]
 
 log = logging.getLogger("torchopt_dist.launch")
 
@@ -38,6 +38,18 @@ OWN_WORDS = 30
 
 class Stopped(BaseException):
     """Raised in a host's job that is told to stop."""
+
+
+class HandlerError(Exception):
+    """A handler of ``logging`` has raised: that ends the launch, and tells nothing of a host.
+
+    Args:
+        error: what it has raised.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
 
 
 class HostJob(Job):
@@ -106,7 +118,7 @@ class HostJobs:
                 hosts=[dataclasses.replace(host, workers=1, first_rank=0)],
                 task=task,
                 port=0,
-                logs=_HostLogs(self.plan.logs, tell),
+                logs=_HostLogs(self.plan.logs, place.mark, tell),
                 times=dataclasses.replace(self.plan.times, whole=None),
                 max_restarts=0,
             )
@@ -124,23 +136,27 @@ def is_loss(event: object) -> bool:
 class _HostLogs(WorkerLogs):
     """A host's lines → its workers' lines, and its news."""
 
-    def __init__(self, logs: WorkerLogs, tell: Callable[[dict[str, Any]], None]) -> None:
-        self._logs, self._tell = logs, tell
+    def __init__(self, logs: WorkerLogs, mark: str, tell: Callable[[dict[str, Any]], None]) -> None:
+        self._logs, self._mark, self._tell = logs, mark, tell
         self._own: collections.deque[str] = collections.deque(maxlen=OWN_WORDS)
 
     def write(self, line: str, rank: int, local_rank: int, host: str, stream: str) -> None:
         """Hand on one line."""
-        if not line.startswith(MARK):
+        if not line.startswith(self._mark):
             self._own.append(line)
             log.debug("%s: %s", host, line)
             return
-        kind, text = line[1], line[2:]
+        said = line.removeprefix(self._mark)
+        kind, text = said[0], said[1:]
         if kind == "!":
             self._tell(json.loads(text))
             return
         of_rank, of_local_rank, said = text.split(" ", 2)
         stream = "stdout" if kind == "o" else "stderr"
-        self._logs.write(said, int(of_rank), int(of_local_rank), host, stream)
+        try:
+            self._logs.write(said, int(of_rank), int(of_local_rank), host, stream)
+        except Exception as error:
+            raise HandlerError(error) from error
 
     def tail(self, rank: int) -> tuple[str, ...]:
         """The last words of the host itself."""

@@ -10,14 +10,14 @@ import queue
 import time
 from typing import Any
 
-from torchopt_dist.errors import AgentFailedError, CallTimeoutError, InitializationError, SerializationError
+from torchopt_dist.errors import AgentFailedError, CallTimeoutError, InitializationError
 from torchopt_dist.launch.cluster import Reach
-from torchopt_dist.launch.elastic.host_job import PATIENCE, HostJobs, is_loss
+from torchopt_dist.launch.duties import read_value
+from torchopt_dist.launch.elastic.host_job import PATIENCE, HandlerError, HostJobs, is_loss
 from torchopt_dist.launch.elastic.members import Member, Members
-from torchopt_dist.launch.elastic.records import GO, Done, Failed, Place
+from torchopt_dist.launch.elastic.records import GO, Done, Failed, Place, new_mark
 from torchopt_dist.launch.elastic.store import open_store
 from torchopt_dist.launch.elastic.verdict import Verdicts
-from torchopt_dist.launch.messages import unpack
 from torchopt_dist.launch.plan import Plan
 
 __all__ = ["run_elastic"]
@@ -46,7 +46,8 @@ def run_elastic(plan: Plan, min_hosts: int, max_hosts: int, reach: Reach) -> dic
         WorkerFailedError: a worker ended before its function returned.
         AgentFailedError: there were fewer than ``min_hosts`` for too long.
         CallTimeoutError: the functions have not returned in time.
-        InitializationError: the port is taken, or it cannot be told how many workers a host has.
+        InitializationError: workers have not started in time, the port is taken, or it cannot be told how many workers
+            a host has.
         SerializationError: a value cannot be read here.
     """
     for host in plan.hosts:
@@ -66,6 +67,9 @@ def run_elastic(plan: Plan, min_hosts: int, max_hosts: int, reach: Reach) -> dic
             min_hosts=min_hosts,
             max_hosts=max_hosts,
             max_restarts=plan.max_restarts,
+            mark=new_mark(),
+            start_timeout=plan.times.start,
+            exit_timeout=plan.times.exit,
             stop_timeout=plan.times.stop,
             agent_timeout=plan.times.agent,
             halted_timeout=plan.times.halted,
@@ -138,7 +142,7 @@ class _Launch:
                 self._verdicts.take_loss(member.world)
             self._members.lose(member, str(event))
         elif isinstance(event, BaseException):
-            raise event
+            raise event.error if isinstance(event, HandlerError) else event
 
     def _take_news(self, member: Member, news: dict[str, Any]) -> None:
         world = news.get("world", -1)
@@ -154,6 +158,11 @@ class _Launch:
             self._verdicts.take_loss(world)
         elif news["news"] == "failed":
             self._verdicts.take_failure(member.name, news)
+        elif news["news"] == "late":
+            late = ", ".join(f"rank {rank} on {member.name}" for rank in news["ranks"])
+            raise InitializationError(f"{late} did not start within `start_timeout`, {self._times.start:g} s")
+        elif news["news"] == "bad exit":
+            log.warning("rank %d on %s returned its value, but %s", news["rank"], member.name, news["how"])
 
     def _gather(self, now: float) -> None:
         """Let the hosts begin when all have come, or enough have waited for the others."""
@@ -206,9 +215,4 @@ def _value(data: bytes, name: str) -> Any:
     descriptor = os.memfd_create("todist", os.MFD_CLOEXEC)
     with open(descriptor, "wb", closefd=False) as file:
         file.write(data)
-    try:
-        return unpack(descriptor)
-    except Exception as error:
-        raise SerializationError(
-            f"what {name} returned cannot be read by the launcher: {type(error).__name__}: {error}"
-        ) from error
+    return read_value(descriptor, name)

@@ -8,7 +8,7 @@ import selectors
 import threading
 from typing import Self
 
-from torchopt_dist.launch.elastic.records import MARK, Place
+from torchopt_dist.launch.elastic.records import Place
 from torchopt_dist.launch.logs import LineReader
 
 __all__ = ["Output"]
@@ -41,7 +41,7 @@ class Output:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._stopped)
+        os.write(self._stopped, b"\n")  # closing it would not do: what workers have forked holds it too
         self._thread.join()
         for reader in self._readers.values():
             reader.drain()
@@ -54,21 +54,23 @@ class Output:
         """In a worker: write into its pipes, whose first line is its rank."""
         for descriptor, stream in ((1, "stdout"), (2, "stderr")):
             end = self._readers[local_rank, stream].for_worker
-            os.write(end, f"{MARK}{rank}\n".encode())
+            os.write(end, f"{self._place.mark}{rank}\n".encode())
             os.dup2(end, descriptor)
 
     def write(self, line: str, rank: int, local_rank: int, host: str, stream: str) -> None:
         """Hand on a worker's line: what a :class:`LineReader` calls."""
         del rank, host
-        if line.startswith(MARK):
-            self._ranks[local_rank, stream] = int(line.removeprefix(MARK))
-        else:
+        begun, mark, new_rank = line.rpartition(self._place.mark)
+        if not mark or begun:  # which an earlier world's worker has not finished
             place = f"{stream[3]}{self._ranks.get((local_rank, stream), 0)} {local_rank}"
-            for start in range(0, max(len(line), 1), LONGEST_PART):
-                self._say(f"{place} {line[start : start + LONGEST_PART]}")
+            text = begun if mark else line
+            for start in range(0, max(len(text), 1), LONGEST_PART):
+                self._say(f"{place} {text[start : start + LONGEST_PART]}")
+        if mark:
+            self._ranks[local_rank, stream] = int(new_rank)
 
     def _say(self, text: str) -> None:
-        data = memoryview(f"{MARK}{text}\n".encode("utf-8", "replace"))
+        data = memoryview(f"{self._place.mark}{text}\n".encode("utf-8", "replace"))
         with self._lock:
             while data:
                 data = data[os.write(1, data) :]

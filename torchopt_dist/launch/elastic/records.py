@@ -1,8 +1,8 @@
 """Launcher → host: a :class:`Place`, and answers in a store; host → launcher: news, and how it ended.
 
 A host is given its :class:`Place`, and ends with :class:`Done` or :class:`Failed`. In between it tells news, which
-are lines of its standard output that start with ``MARK``; the launcher answers in the store of the rendezvous. The
-news are:
+are lines of its standard output that start with the launch's mark; the launcher answers in the store of the rendezvous.
+The news are:
 
 ``here``
     The host is ready. The answer, for all hosts, is the key ``GO``.
@@ -12,10 +12,15 @@ news are:
     Workers have failed, in one line. The answer is the world's verdict, ``AGAIN`` or ``END``.
 ``missing``
     A host of the world is gone, which may be behind such a failure.
+``late``
+    The functions of some ranks have not been called within ``start_timeout``.
+``bad exit``
+    A worker has returned, but then not ended as it should.
 """
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass
 
 __all__ = [
@@ -23,24 +28,29 @@ __all__ = [
     "END",
     "GO",
     "HERE",
-    "MARK",
     "STORE_SECONDS",
     "Done",
     "Failed",
     "Place",
     "WorkerFailure",
+    "new_mark",
     "verdict_key",
 ]
 
-MARK = "\x1e"
-"""Starts a line that is not the host's own word. It is followed by ``o`` or ``e``, a worker's ranks and its line, or by
-``!`` and news."""
 STORE_SECONDS = 20.0
 """For the hosts of a world to tell each other their ranks."""
 GO, HERE = "go", "here"
 """Keys of the store: that the hosts may begin, and the address by which other machines know the launcher's."""
 AGAIN, END = "again", "end"
 """Verdicts on a world that has failed: its workers are started again, or the launch ends."""
+
+
+def new_mark() -> str:
+    """What starts a line that is not the host's own word, and no line that a program would write.
+
+    It is followed by ``o`` or ``e``, a worker's ranks and its line, or by ``!`` and news.
+    """
+    return f"\x1e{secrets.token_hex(8)}"
 
 
 def verdict_key(world: int) -> str:
@@ -61,6 +71,9 @@ class Place:
         min_hosts: how many make a world.
         max_hosts: how many can take part.
         max_restarts: how often workers may fail.
+        mark: see :func:`new_mark`.
+        start_timeout: seconds for the workers to reach their function.
+        exit_timeout: seconds for processes whose function has returned to end.
         stop_timeout: seconds between SIGTERM and SIGKILL.
         agent_timeout: seconds without a sign of life after which a host counts as gone.
         here: whether it is the launcher's machine.
@@ -75,6 +88,9 @@ class Place:
     min_hosts: int
     max_hosts: int
     max_restarts: int
+    mark: str
+    start_timeout: float
+    exit_timeout: float
     stop_timeout: float
     agent_timeout: float
     halted_timeout: float | None

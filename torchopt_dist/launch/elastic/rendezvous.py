@@ -1,4 +1,4 @@
-"""Hosts → the world that they form, by torch's rendezvous, and a store of its own for each world.
+"""Hosts → the world that they form, by torch's rendezvous.
 
 Added to torch's is that a host that has gone is noticed, and not only one that comes.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import socket
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Self
@@ -23,7 +22,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from torchopt_dist.launch.elastic.records import Place
 
-__all__ = ["Rendezvous", "open_world_store"]
+__all__ = ["Rendezvous"]
 
 HEARTBEAT_SECONDS = 1
 """Between signs of life of a host."""
@@ -93,22 +92,6 @@ class Rendezvous(DynamicRendezvousHandler):
         """How many hosts have come or gone; none if the world's work is done."""
         changed = super().num_nodes_waiting() + self.missing()
         return changed if changed and self.may_leave() else 0
-
-
-def open_world_store(address: str) -> dist.TCPStore:
-    """A store that listens at this address of this machine, and at no other."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family) as listener:
-        listener.bind((address, 0))
-        listener.listen(1024)
-        return dist.TCPStore(
-            address,
-            listener.getsockname()[1],
-            None,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
 
 
 @contextlib.contextmanager

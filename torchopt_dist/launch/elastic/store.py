@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import socket
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from torchopt_dist.errors import InitializationError
 from torchopt_dist.launch.cluster import Host
 from torchopt_dist.launch.elastic.records import HERE, STORE_SECONDS
 from torchopt_dist.launch.machine import Machine, ThisMachine
-from torchopt_dist.launch.meeting import LOOPBACK, Meeting
+from torchopt_dist.launch.meeting import EVERYWHERE, LOOPBACK, Meeting, listen, store_at
 
 __all__ = ["RendezvousStore", "open_store"]
 
@@ -84,24 +82,9 @@ class _Door(RendezvousStore):
     """The same, at all addresses, since it is not known yet which of them other machines will reach."""
 
     def __init__(self, port: int) -> None:
-        with socket.socket() as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                listener.bind(("", port))
-            except OSError as error:
-                raise InitializationError(
-                    f"`master_port` must be free, or 0 for any free port, got {port}: {error.strerror}"
-                ) from error
-            listener.listen(1024)
-            self.port = int(listener.getsockname()[1])
-            self._server: dist.TCPStore | None = dist.TCPStore(
-                LOOPBACK,
-                self.port,
-                None,
-                is_master=True,
-                wait_for_workers=False,
-                master_listen_fd=listener.detach(),
-            )
+        listener = listen(EVERYWHERE, port)
+        self.port = listener.getsockname()[1]
+        self._server: dist.TCPStore | None = store_at(listener)
 
     def address_for(self, machine: Machine) -> str:
         """Where a machine finds the store."""

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-import atexit
-import contextlib
-import importlib
+import mmap
 import os
 import signal
-import sys
-from collections.abc import Callable
+from collections.abc import Sequence
+from enum import IntEnum
 from typing import Any, NoReturn
 
 import cloudpickle
-import setproctitle
 
-from torchopt_dist.errors import SerializationError
-from torchopt_dist.failure import RemoteFailure
+from torchopt_dist.failure import told
 from torchopt_dist.launch.agent import PR_SET_PDEATHSIG, libc
+from torchopt_dist.launch.duties import asked_to_exit, describe, leave, read_task, settle, write_value
 from torchopt_dist.launch.elastic.output import Output
 from torchopt_dist.launch.failures import may_be_an_echo
 from torchopt_dist.launch.messages import unpack
 
-__all__ = ["Work"]
+__all__ = ["State", "Work"]
+
+
+class State(IntEnum):
+    """How far a worker is: its function is about to be called, and then has ended, one way or the other."""
+
+    STARTING = 0
+    RUNNING = 1
+    RETURNED = 2
+    RAISED = 3
 
 
 class Work:
@@ -36,11 +42,18 @@ class Work:
     def __init__(self, task: bytes, workers: int, output: Output) -> None:
         self._task, self._output = task, output
         self._answers = [os.memfd_create("todist", os.MFD_CLOEXEC) for _ in range(workers)]
+        self._states = mmap.mmap(-1, workers)  # which forked processes share
 
     def forget(self) -> None:
         """The workers are about to be started again."""
-        for answer in self._answers:
+        for local_rank, answer in enumerate(self._answers):
             os.ftruncate(answer, 0)
+            self._states[local_rank] = State.STARTING
+
+    @property
+    def states(self) -> Sequence[State]:
+        """Those of the workers, by local rank."""
+        return [State(state) for state in self._states[:]]
 
     def said(self, local_rank: int) -> Any:
         """What a worker has said, if it came to that.
@@ -57,29 +70,36 @@ class Work:
         except Exception:  # it was ended while it spoke
             return None
 
-    def run(self) -> None:
+    def run(self) -> NoReturn:
         """The life of a worker, in a process forked by torch."""
         local_rank = int(os.environ["LOCAL_RANK"])
         rank = int(os.environ["RANK"])
-        _become_worker(self._output, local_rank, rank)
-        answer = self._answers[local_rank]
+        code = 0
         try:
-            function, args, kwargs = _load(self._task)
+            _become_worker(self._output, local_rank, rank)
+            function, args, kwargs = read_task(self._task, cloudpickle.loads)
+            self._states[local_rank] = State.RUNNING
             value = function(*args, **kwargs)
-            _write(answer, (True, _dump(value, rank)))
+            self._say(local_rank, State.RETURNED, (True, write_value(value, rank, cloudpickle.dumps)))
             del function, args, kwargs, value
         except BaseException as error:
-            code: object = error.code if isinstance(error, SystemExit) else 1
-            status = code if isinstance(code, int) else int(code is not None)
-            asked = isinstance(error, SystemExit)
+            asked = asked_to_exit(error)
+            code = 1 if asked is None else asked
             echo = isinstance(error, Exception) and may_be_an_echo(error)
-            text = f"called sys.exit({status})" if asked else f"{type(error).__name__}: {error}"
-            told = None if asked else _describe(error)
-            _write(answer, (False, asked, status, told, echo, text))
-            _leave(status or 1)
-        with contextlib.suppress(Exception):
-            atexit._run_exitfuncs()
-        _flush()
+            text = (
+                f"called sys.exit({code})"
+                if asked is not None
+                else f"{type(error).__name__}: {told(error, str)}"
+            )
+            failure = describe(error) if asked is None else None
+            self._say(local_rank, State.RAISED, (False, asked is not None, code, failure, echo, text))
+        leave(code)
+
+    def _say(self, local_rank: int, state: State, said: tuple[Any, ...]) -> None:
+        with open(self._answers[local_rank], "wb", closefd=False) as file:
+            file.seek(0)
+            cloudpickle.dump(said, file)
+        self._states[local_rank] = state
 
 
 def _become_worker(output: Output, local_rank: int, rank: int) -> None:
@@ -88,58 +108,4 @@ def _become_worker(output: Output, local_rank: int, rank: int) -> None:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     output.become_worker(local_rank, rank)
-    setproctitle.setproctitle(f"todist: rank {rank} of {os.environ['WORLD_SIZE']}: {' '.join(sys.argv)}")
-    threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    count = int(threads) if threads.isdecimal() and int(threads) else len(os.sched_getaffinity(0))
-    importlib.import_module("torch").set_num_threads(count)
-    importlib.import_module("numpy.random").seed()
-
-
-def _load(task: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    try:
-        loaded: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] = cloudpickle.loads(task)
-    except Exception as error:
-        raise SerializationError(
-            f"the function or its arguments cannot be read on the worker: {type(error).__name__}: {error}"
-        ) from error
-    return loaded
-
-
-def _dump(value: object, rank: int) -> bytes:
-    try:
-        dumped: bytes = cloudpickle.dumps(value)
-    except Exception as error:
-        raise SerializationError(
-            f"rank {rank} returned {type(value).__name__} {value!r:.200}, which cannot be sent to the launcher: "
-            f"{type(error).__name__}: {error}"
-        ) from None
-    return dumped
-
-
-def _describe(error: BaseException) -> tuple[str, bytes]:
-    failure = RemoteFailure.of(error)
-    try:
-        return failure.traceback, cloudpickle.dumps(failure)
-    except Exception:  # its parts can be sent one by one, and yet not together
-        return failure.traceback, b""
-
-
-def _write(answer: int, said: tuple[Any, ...]) -> None:
-    with open(answer, "wb", closefd=False) as file:
-        file.seek(0)
-        cloudpickle.dump(said, file)
-
-
-def _leave(status: int) -> NoReturn:
-    """A worker that has failed ends as a program does, but for what torch would write on its standard error."""
-    try:
-        atexit._run_exitfuncs()
-    finally:
-        _flush()
-        os._exit(status)
-
-
-def _flush() -> None:
-    with contextlib.suppress(Exception):
-        sys.stdout.flush()
-        sys.stderr.flush()
+    settle(rank)

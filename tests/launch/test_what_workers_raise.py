@@ -1,0 +1,113 @@
+"""However an exception is made, its class or nearest base, its text and its traceback come to the launcher."""
+
+from __future__ import annotations
+
+import cloudpickle
+import pytest
+
+import torchopt_dist as todist
+from tests.launch import exceptions
+from tests.launch.exceptions import MoreSlots, Mute, NoArgs, NoDict, Own, Picked, WithMeta
+from torchopt_dist.failure import RemoteFailure
+from torchopt_dist.launch import launch
+from torchopt_dist.launch.failures import revive
+
+pytestmark = pytest.mark.timeout(60)
+
+KINDS = {"plain": {}, "elastic": {"min_hosts": 1}}
+AWKWARD = {
+    Picked: (LookupError, ("text",)),
+    WithMeta: (ValueError, ("text",)),
+    NoDict: (NoDict, ("text",)),
+    NoArgs: (todist.RemoteError, ("NoArgs: text",)),
+    Mute: (Mute, ("text",)),
+}
+
+
+def caught(error):
+    try:
+        raise error
+    except Exception as raised:
+        return raised
+
+
+def there_and_back(error):
+    failure = RemoteFailure.of(caught(error))
+    return revive(failure.traceback, cloudpickle.dumps(failure), "rank 3")
+
+
+@pytest.mark.parametrize("kind", AWKWARD)
+def test_a_class_with_rules_of_its_own_arrives_as_far_as_these_let_it(kind):
+    base, args = AWKWARD[kind]
+    got = there_and_back(kind("text"))
+    assert isinstance(got, todist.RemoteError)
+    assert isinstance(got, base)
+    assert got.args == args
+    assert got.worker == "rank 3"
+    assert f"{kind.__name__}" in got.remote_traceback
+    assert "raise error" in got.remote_traceback
+
+
+@pytest.mark.parametrize("launches", KINDS)
+@pytest.mark.parametrize("kind", [WithMeta, NoArgs, Mute])
+def test_such_an_exception_comes_through_a_launch(kind, launches):
+    def raise_it():
+        raise kind("text")
+
+    base, args = AWKWARD[kind]
+    with pytest.raises(base) as raised:
+        launch(raise_it, nproc_per_host=1, handlers=[], log_dir=None, **KINDS[launches])
+    assert raised.value.args == args
+    assert "in raise_it" in raised.value.remote_traceback
+    assert kind.__name__ in raised.value.remote_traceback
+
+
+def test_a_class_that_can_be_told_only_here_is_told_in_words(monkeypatch):
+    failure = RemoteFailure.of(caught(NoDict("text")))
+    pickled = cloudpickle.dumps(failure)
+    monkeypatch.setattr(RemoteFailure, "to_error", lambda failure, worker: ValueError(worker, failure.args))
+    assert revive(failure.traceback, pickled, "rank 3").args == ("rank 3", ("text",))
+    monkeypatch.delattr(exceptions, "NoDict")
+    (worker, (told,)) = revive(failure.traceback, pickled, "rank 3").args
+    assert worker == "rank 3"
+    assert told.endswith("NoDict: text")
+
+
+def test_slots_arrive():
+    error = MoreSlots(5)
+    error.more, error.other = [1], 2
+    got = there_and_back(error)
+    assert (got.code, got.hidden, got.more, got.other) == (5, -5, [1], 2)
+    assert not hasattr(got, "unset")
+    again = there_and_back(got)  # of a class that was made for it
+    assert isinstance(again, MoreSlots)
+    assert (again.code, again.hidden, again.more, again.other) == (5, -5, [1], 2)
+
+
+def test_an_attribute_of_the_exception_s_own_is_left():
+    got = there_and_back(Own())
+    assert (got.worker, got.remote_traceback) == (("mine",), "mine too")
+    assert "on rank 3" in str(got.__cause__)
+    assert "Own: own" in str(got.__cause__)
+
+
+class NoWords:
+    def __repr__(self):
+        raise RuntimeError("no repr")
+
+    def __reduce__(self):
+        raise NoWordsError
+
+
+class NoWordsError(Exception):
+    def __str__(self):
+        raise RuntimeError("no str")
+
+
+@pytest.mark.parametrize("launches", KINDS)
+def test_what_can_neither_be_pickled_nor_told_is_a_serialization_error(launches):
+    told = r"NoWords <NoWords, whose repr raises RuntimeError>.*NoWordsError: <NoWordsError, whose str raises"
+    with pytest.raises(todist.SerializationError, match=rf"`args\[0\]` must be something .* got {told}"):
+        launch(print, (NoWords(),), nproc_per_host=1, **KINDS[launches])
+    with pytest.raises(todist.SerializationError, match=f"rank 0 returned {told}"):
+        launch(NoWords, nproc_per_host=1, handlers=[], log_dir=None, **KINDS[launches])
