@@ -141,24 +141,18 @@ class OptimizerStep(torch.autograd.Function):
     def backward(ctx: Any, *output_grads: OptionalTensor) -> tuple[OptionalTensor, ...]:
         map, length = ctx.map, ctx.length
         flows = table.split(output_grads, len(output_grads) // length)
-        places = [p for p, flow in enumerate(zip(*flows, strict=True)) if any(x is not None for x in flow)]
-        if not places:
-            return None, None, *[None] * (sum(ctx.there) * length)
         saved = table.unflatten(ctx.saved_tensors, ctx.saved_there)
         if not isinstance(map, Step):
             return None, None, *_pulled_back(map, saved, ctx.there, flows)
-        if len(places) < length:
-            map = map.at(places)
-            saved = [column and [column[place] for place in places] for column in saved]
-            flows = [[flow[place] for place in places] for flow in flows]
-        columns = [*saved, *(_filled(flow, flows) for flow in flows)]
-        if lists.are_batched(output_grads) and not torch._C._are_functorch_transforms_active():
-            with lists.in_loops():
-                found = map.backward_formula(columns)
-        else:
-            found = run(_Derivative(map), columns)
-        outward: list[Sequence[OptionalTensor]] = [*found, *map.rest(flows)]
-        return None, None, *table.join(table.put([None] * length, places, column) for column in outward)
+        if any(all(x is not None for x in column) for column in flows):
+            return None, None, *table.join(_flow_back(map, saved, flows))
+        places = [p for p, flow in enumerate(zip(*flows, strict=True)) if any(x is not None for x in flow)]
+        if not places:
+            return None, None, *[None] * (sum(ctx.there) * length)
+        saved = [column and [column[place] for place in places] for column in saved]
+        flows = [[column[place] for place in places] for column in flows]
+        found = _flow_back(map.at(places), saved, flows)
+        return None, None, *table.join(table.put([None] * length, places, column) for column in found)
 
     @staticmethod
     def vmap(
@@ -183,6 +177,19 @@ class OptimizerStep(torch.autograd.Function):
 _SHORTCUT = hasattr(torch._C, "_are_functorch_transforms_active") and hasattr(
     torch._functorch.utils, "unwrap_dead_wrappers"
 )
+
+
+def _flow_back(
+    step: Step, saved: table.Columns, flows: Sequence[Sequence[OptionalTensor]]
+) -> list[Sequence[OptionalTensor]]:
+    """What flows out to each column that came in; at each place something flows into one of the results."""
+    columns = [*saved, *(_filled(flow, flows) for flow in flows)]
+    if not torch._C._are_functorch_transforms_active() and any(map(lists.are_batched, flows)):
+        with lists.in_loops():
+            found = step.backward_formula(columns)
+    else:
+        found = run(_Derivative(step), columns)
+    return [*found, *step.rest(flows)]
 
 
 def _filled(
