@@ -126,12 +126,12 @@ class _Adam(node.Step):
     kernel_runs: bool
 
     @property
-    def recorded(self) -> bool:  # type: ignore[override]
+    def recorded(self) -> bool:
         numbers = not any(isinstance(number, Tensor) for number in self._numbers())
         return numbers and choice.sees(self.left1, None)
 
     @property
-    def uniform(self) -> bool:  # type: ignore[override]
+    def uniform(self) -> bool:
         return not isinstance(self.left1, list) and not isinstance(self.left2, list)
 
     def at(self, places: Sequence[int]) -> _Adam:

@@ -24,10 +24,16 @@ class Map(ABC):
 
     kernel_runs: bool
     """Whether the kernel is to be used, where it can be."""
-    recorded: bool = True
-    """Whether the whole is one node; else each operation of the formula is one."""
-    uniform: bool = True
-    """Whether one set of numbers goes for all places."""
+
+    @property
+    def recorded(self) -> bool:
+        """Whether the whole is one node; else each operation of the formula is one."""
+        return True
+
+    @property
+    def uniform(self) -> bool:
+        """Whether one set of numbers goes for all places."""
+        return True
 
     @abstractmethod
     def formula(self, columns: table.Columns, inplace: bool = False) -> list[list[Tensor]]:
@@ -70,8 +76,11 @@ class _Derivative(Map):
     """A step's saved columns and what flows into its results → what flows out to what came in."""
 
     def __init__(self, step: Step) -> None:
-        self.step = step
-        self.kernel_runs, self.uniform = step.kernel_runs, step.uniform
+        self.step, self.kernel_runs = step, step.kernel_runs
+
+    @property
+    def uniform(self) -> bool:
+        return self.step.uniform
 
     def formula(self, columns: table.Columns, inplace: bool = False) -> list[list[Tensor]]:
         return self.step.backward_formula(columns)

@@ -109,7 +109,7 @@ class _RMSprop(node.Step):
     kernel_runs: bool
 
     @property
-    def recorded(self) -> bool:  # type: ignore[override]
+    def recorded(self) -> bool:
         return not any(isinstance(number, Tensor) for number in (self.alpha, self.eps, self.momentum))
 
     def at(self, places: Sequence[int]) -> _RMSprop:

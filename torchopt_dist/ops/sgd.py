@@ -107,12 +107,12 @@ class _Sgd(node.Step):
     kernel_runs: bool
 
     @property
-    def recorded(self) -> bool:  # type: ignore[override]
+    def recorded(self) -> bool:
         """Torch's nodes for the formula's few operations are as fast as one for all."""
         return self.kernel_runs
 
     @property
-    def uniform(self) -> bool:  # type: ignore[override]
+    def uniform(self) -> bool:
         return not isinstance(self.taken, (list, tuple))
 
     def at(self, places: Sequence[int]) -> _Sgd:
