@@ -225,6 +225,8 @@ def test_each_of_several_results_has_a_backward_of_its_own(world):
 
         first, second, third = remote(two)(x)
         first.backward()
+        with pytest.raises(RuntimeError, match="second time: give retain_graph=True"):
+            first.backward()  # though the others can still be used
         third.backward()
         with pytest.raises(RuntimeError, match="second time"):
             second.backward()
