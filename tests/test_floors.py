@@ -1,8 +1,13 @@
-"""Every import inside ``torchopt_dist`` goes down: from a room to the floors below it, never up or across."""
+"""Every import inside ``torchopt_dist`` goes down: from a room to the floors below it, never up or across.
+
+Between the files of a room there is no circle either, and an import in a string is an import.
+"""
 
 from __future__ import annotations
 
 import ast
+import graphlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,6 +48,46 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
         for name in names:
             if name.split(".")[0] == "torchopt_dist":
                 yield node.lineno, name.partition(".")[2]
+
+
+def hidden_imports(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and name of everything of the package that a file imports by a string.
+
+    Such are names for ``importlib.import_module`` or ``__import__``, and programs for another interpreter.
+    """
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        strings: list[str] = []
+        if isinstance(node, ast.Call):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called in {"import_module", "__import__"}:
+                strings = [f"import {a.value}" for a in node.args if isinstance(a, ast.Constant)]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            strings = [node.value]
+        for text in strings:
+            for name in re.findall(r"(?:^|;) *(?:from|import) torchopt_dist\b([\w.]*)", text, re.MULTILINE):
+                yield node.lineno, name.removeprefix(".")
+
+
+def file_of(name: str) -> Path:
+    """A dotted name inside the package → the file that an import of it reads."""
+    parts = name.split(".") if name else []
+    while parts:
+        path = PACKAGE.joinpath(*parts)
+        for file in (path.with_suffix(".py"), path / "__init__.py"):
+            if file.is_file():
+                return file
+        parts.pop()
+    return PACKAGE / "__init__.py"
+
+
+def circle() -> list[str]:
+    """Files that import each other in a circle; imports in functions and for type checkers count."""
+    graph = {path: {file_of(name) for _, name in imports(path)} - {path} for path in PACKAGE.rglob("*.py")}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return [path.relative_to(PACKAGE).as_posix() for path in error.args[1]]
+    return []
 
 
 def allowed(room: str, name: str) -> bool:
@@ -110,6 +155,49 @@ def test_imports_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         (6, "room.other"),
         (7, "errors"),
     ]
+
+
+def test_files_import_each_other_in_no_circle() -> None:
+    # The files of `launch` still do. Whoever mends that writes `assert circle() == []` here.
+    assert all(file.startswith("launch/") for file in circle())
+    assert circle()
+
+
+def test_circles_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "PACKAGE", tmp_path)
+    (tmp_path / "room").mkdir()
+    (tmp_path / "__init__.py").write_text("from torchopt_dist.room.a import f\n")
+    (tmp_path / "room" / "__init__.py").write_text("from torchopt_dist.room.a import f\n")
+    (tmp_path / "room" / "a.py").write_text("from torchopt_dist.room import b\n")
+    (tmp_path / "room" / "b.py").write_text("import torch\n")
+    assert circle() == []
+    (tmp_path / "room" / "b.py").write_text("def g():\n    from torchopt_dist.room.a import f\n")
+    assert sorted(set(circle())) == ["room/a.py", "room/b.py"]
+
+
+def test_no_import_in_a_string_goes_up() -> None:
+    # `launch` still has these two: whoever mends them writes `assert not hidden` here.
+    hidden = [
+        f"{path.relative_to(ROOT)}:{line} imports `torchopt_dist.{name}`, which its floor does not offer"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if (room := path.relative_to(PACKAGE).parts[0].removesuffix(".py")) not in ROOF
+        for line, name in hidden_imports(path)
+        if not name or not allowed(room, name)
+    ]
+    assert {entry.split(":")[0] for entry in hidden} == {
+        "torchopt_dist/launch/groups.py",
+        "torchopt_dist/launch/relay.py",
+    }
+
+
+def test_hidden_imports_are_found(tmp_path: Path) -> None:
+    file = tmp_path / "file.py"
+    file.write_text(
+        'import importlib\nimportlib.import_module("torchopt_dist.optim")\nimportlib.import_module("torch")\n'
+        'PROGRAM = "import sys; from torchopt_dist.launch import relay"\n__import__("torchopt_dist")\n'
+        'def f():\n    """See torchopt_dist.\n\n    >>> import torchopt_dist\n    """\n'
+    )
+    assert sorted(hidden_imports(file)) == [(2, "optim"), (4, "launch"), (5, "")]
 
 
 def test_no_file_is_called_utils_or_helpers() -> None:
