@@ -7,6 +7,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 NPROC ?= 2
 ARGS ?=
+PROGRAMS ?= 2000
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -17,7 +18,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test examples lint types docs clean
+.PHONY: help demo test fuzz examples lint types docs clean
 
 help: ## show these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -36,6 +37,9 @@ demo: $(STAMP) ## install, then MAML on handwritten digits on two worker process
 
 test: $(STAMP) ## install, then all tests
 	$(BIN)/python -m pytest $(ARGS)
+
+fuzz: $(STAMP) ## random distributed programs against one process: PROGRAMS=2000
+	TODIST_FUZZ_PROGRAMS=$(PROGRAMS) $(BIN)/python -m pytest -s tests/distributed/test_random_programs.py $(ARGS)
 
 examples: $(STAMP) ## the tests that run the examples
 	$(BIN)/python -m pytest tests/examples $(ARGS)
