@@ -14,6 +14,7 @@ import math
 import os
 import selectors
 import signal
+import socket
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -42,12 +43,16 @@ from torchopt_dist.launch.messages import (
 )
 from torchopt_dist.launch.plan import Orders, Plan
 
-__all__ = ["Job"]
+__all__ = ["Job", "StoppedError"]
 
 log = logging.getLogger(__package__)
 
 AGENT_SECONDS, KILLED_SECONDS = 5.0, 1.0
 """For an agent to end, beside what workers are given; and when it has been killed."""
+
+
+class StoppedError(Exception):
+    """Raised by a job that was told to stop before all functions had returned."""
 
 
 class Job:
@@ -57,10 +62,22 @@ class Job:
         plan: what is to be done.
         orders: for each machine, what its workers take over.
         restarts: how many attempts there have been before.
+        stop: the job ends its workers when there is something to read from this socket.
+
+    Attributes:
+        lost: the names of the hosts that were lost → why. It is complete when :meth:`run` has ended.
     """
 
-    def __init__(self, plan: Plan, orders: Mapping[Machine, Orders], restarts: int = 0) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        orders: Mapping[Machine, Orders],
+        restarts: int = 0,
+        stop: socket.socket | None = None,
+    ) -> None:
         self._plan, self._orders, self._restarts = plan, orders, restarts
+        self._stop, self._told_to_stop = stop, False
+        self.lost: dict[str, str] = {}
         self._logs, self._times = plan.logs, plan.times
         self._agents: list[Agent] = []
         self._workers: list[Worker] = []
@@ -74,6 +91,7 @@ class Job:
 
         Raises:
             Exception: what a worker's function raised; also a :class:`~torchopt_dist.errors.RemoteError`.
+            StoppedError: the job was told to stop.
             WorkerFailedError: a worker ended before its function returned.
             AgentFailedError: an agent died.
             CallTimeoutError: the functions have not returned in time.
@@ -156,6 +174,8 @@ class Job:
 
     def _watch(self) -> None:
         """Return when all workers have returned and ended; raise when one will not."""
+        if self._stop is not None:
+            self._selector.register(self._stop, selectors.EVENT_READ, self._note_stop)
         returned_at = None
         while True:
             now = time.monotonic()
@@ -165,10 +185,19 @@ class Job:
                 late = [worker for worker in self._workers if worker.status is None]
                 if not late or now > returned_at + self._times.exit:
                     return
+            elif self._told_to_stop:
+                raise StoppedError
             self._deadlines.raise_if_late(now)
             for key, _ in self._selector.select(self._patience(now, returned_at)):
                 key.data()
             self._notice_silence()
+
+    def _note_stop(self) -> None:
+        assert self._stop is not None
+        self._selector.unregister(self._stop)
+        self._told_to_stop = True
+        for worker in self._workers:
+            self._hear_worker(worker)  # it may have returned just now
 
     def _tell_bad_exits(self) -> None:
         for worker in self._workers:
@@ -273,6 +302,7 @@ class Job:
                 worker.status = -signal.SIGKILL
         if agent.told_to_stop:
             return
+        self.lost[agent.host.name] = f"its agent {how}"
         if all(worker.result is not None for worker in agent.workers):
             log.warning("the agent on %s %s, after its workers had returned", agent.host.name, how)
             return
@@ -302,8 +332,10 @@ class Job:
             self._failures.clear()
             self._wait_for_agents(grace + AGENT_SECONDS)
             for agent in self._agents:
-                if not agent.ended and agent.pid is not None:
-                    self._attempt(functools.partial(agent.host.machine.kill_agent, agent.pid))
+                if not agent.ended:
+                    self.lost[agent.host.name] = "its agent did not end when it was told to"
+                    if agent.pid is not None:
+                        self._attempt(functools.partial(agent.host.machine.kill_agent, agent.pid))
             self._wait_for_agents(KILLED_SECONDS)
             for worker in self._workers:
                 self._attempt(worker.drain)
