@@ -76,7 +76,7 @@ class Job:
         stop: socket.socket | None = None,
     ) -> None:
         self._plan, self._orders, self._restarts = plan, orders, restarts
-        self._stop, self._told_to_stop = stop, False
+        self._stop_channel, self._told_to_stop = stop, False
         self.lost: dict[str, str] = {}
         self._logs, self._times = plan.logs, plan.times
         self._agents: list[Agent] = []
@@ -174,8 +174,8 @@ class Job:
 
     def _watch(self) -> None:
         """Return when all workers have returned and ended; raise when one will not."""
-        if self._stop is not None:
-            self._selector.register(self._stop, selectors.EVENT_READ, self._note_stop)
+        if self._stop_channel is not None:
+            self._selector.register(self._stop_channel, selectors.EVENT_READ, self._note_stop)
         returned_at = None
         while True:
             now = time.monotonic()
@@ -193,8 +193,8 @@ class Job:
             self._notice_silence()
 
     def _note_stop(self) -> None:
-        assert self._stop is not None
-        self._selector.unregister(self._stop)
+        assert self._stop_channel is not None
+        self._selector.unregister(self._stop_channel)
         self._told_to_stop = True
         for worker in self._workers:
             self._hear_worker(worker)  # it may have returned just now
