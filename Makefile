@@ -38,8 +38,9 @@ demo: $(STAMP) ## install, then MAML on handwritten digits on two worker process
 test: $(STAMP) ## install, then all tests
 	$(BIN)/python -m pytest $(ARGS)
 
-fuzz: $(STAMP) ## random distributed programs against one process: PROGRAMS=2000
-	TODIST_FUZZ_PROGRAMS=$(PROGRAMS) $(BIN)/python -m pytest -s tests/distributed/test_random_programs.py $(ARGS)
+fuzz: $(STAMP) ## random programs of calls, and random chains, against loops by hand: PROGRAMS=2000 of each
+	TODIST_FUZZ_PROGRAMS=$(PROGRAMS) TODIST_FUZZ_CHAINS=$(PROGRAMS) $(BIN)/python -m pytest \
+		tests/distributed/test_random_programs.py tests/transform/test_random_chains.py $(ARGS)
 
 examples: $(STAMP) ## the tests that run the examples
 	$(BIN)/python -m pytest tests/examples $(ARGS)
