@@ -2,9 +2,9 @@
 #pragma once
 
 #include "check.h"
-#include "fresh.h"
+#include "empty_like.h"
 #include "handle.h"
-#include "memory.h"
+#include "overlap.h"
 #include "numeric.h"
 
 #include <torch/headeronly/macros/Macros.h>

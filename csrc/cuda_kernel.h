@@ -223,7 +223,7 @@ void launch_entries(const std::vector<CudaEntry<Op>>& entries, size_t begin, siz
   table.flush();
 }
 
-// As `run` in kernel.h. Nothing waits for the device: numbers come from the CPU, and the next use of what is written
+// As `run` in cpu_kernel.h. Nothing waits for the device: numbers come from the CPU, and the next use of what is written
 // follows on the same stream.
 template <class Op, class NumbersOf>
 StableIValue run(const Lists<Op>& lists, const NumbersOf& numbers_of) {

@@ -1,5 +1,5 @@
 // params, updates, alpha -> params[i] += alpha * updates[i], in place.
-// `run` is that of the file which includes this one: kernel.h on the CPU, cuda_kernel.h on CUDA.
+// `run` is that of the file which includes this one: cpu_kernel.h on the CPU, cuda_kernel.h on CUDA.
 #pragma once
 
 #include "../arguments.h"

@@ -1,5 +1,5 @@
 // Lists of gradients, the state -> RMSprop's step in place; moved parameters and the next state; or their derivatives.
-// `run` is that of the file which includes this one: kernel.h on the CPU, cuda_kernel.h on CUDA.
+// `run` is that of the file which includes this one: cpu_kernel.h on the CPU, cuda_kernel.h on CUDA.
 #pragma once
 
 #include "../arguments.h"

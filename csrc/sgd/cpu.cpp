@@ -1,5 +1,5 @@
 // The ops of op.h -> torch.ops.todist, on the CPU.
-#include "../kernel.h"
+#include "../cpu_kernel.h"
 #include "op.h"
 
 #include <torch/csrc/stable/library.h>

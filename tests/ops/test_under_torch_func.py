@@ -220,9 +220,9 @@ def test_what_has_no_rule_is_for_the_formula(given):
 def test_a_network_s_inner_loop_runs_by_the_kernels(monkeypatch):
     """Two steps on each of four tasks, and the gradient through them."""
     torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1))
+    net = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1)).double()
     names, params = zip(*net.named_parameters(), strict=True)
-    tasks = torch.randn(4, 6, 5)
+    tasks = torch.randn(4, 6, 5, dtype=torch.float64)
 
     def loss(params, x):
         return functional_call(net, dict(zip(names, params, strict=True)), x).square().mean()
@@ -252,7 +252,7 @@ def test_a_network_s_inner_loop_runs_by_the_kernels(monkeypatch):
 
     want = outer(False)
     for got, right in zip(outer(None), want, strict=True):
-        torch.testing.assert_close(got, right, rtol=1e-3, atol=1e-6)
+        torch.testing.assert_close(got, right, rtol=1e-9, atol=1e-12)
     called = []
     monkeypatch.setattr(
         ops.adam._Adam,

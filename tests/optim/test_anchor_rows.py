@@ -29,7 +29,7 @@ ROWS = {
     ),
     "AdamW mask and groups": ("optim/test_particulars.py", "test_adamw_mask_and_groups"),
     "torch's argument names": (
-        "optim/test_faces.py",
+        "optim/test_signatures.py",
         "test_the_three_faces_share_one_signature_and_one_text",
     ),
     "all travel": ("optim/test_states.py", "test_transformations_and_optimizers_travel"),

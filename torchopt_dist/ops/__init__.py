@@ -1,10 +1,10 @@
 """Tensors → tensors by fused kernels: the reference formula in Python, and the choice of what runs."""
 
-from torchopt_dist.ops import fake
+from torchopt_dist.ops import _fake_kernels
 from torchopt_dist.ops.adam_op import AdamOp
 from torchopt_dist.ops.add_scaled import add_scaled_
 from torchopt_dist.ops.library import accelerated_op_available, is_available, why_not
 
 __all__ = ["AdamOp", "accelerated_op_available", "add_scaled_", "is_available", "why_not"]
 
-fake.register()
+_fake_kernels.register()

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchopt_dist.ops import choice, counting, lists, node, table
-from torchopt_dist.ops.lists import Factor, Factors
+from torchopt_dist.ops import bias_correction, dispatch, foreach, node
+from torchopt_dist.ops.columns import Columns, check_lengths, check_tensors, join, portions, split, widened
+from torchopt_dist.ops.foreach import Factor, Factors
 from torchopt_dist.typing import OptionalTensor
 
 __all__ = ["adam", "adam_"]
@@ -77,17 +78,17 @@ def adam(
     if params is None and weight_decay != 0:
         raise ValueError(f"`params` must be given where `weight_decay` is not 0, got {weight_decay}")
     named = {"grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs, "params": params}
-    table.check_lengths({**named, "steps": steps})
+    check_lengths({**named, "steps": steps})
     columns = [column for column in named.values() if column is not None]
-    kernel = choice.use_kernel("adam", grads, table.join(columns[1:]), fused)
+    kernel = dispatch.use_kernel("adam", grads, join(columns[1:]), fused)
     numbers = not any(isinstance(number, Tensor) for number in (b1, b2, eps, eps_root))
     if fused and not numbers:
         raise RuntimeError("`fused=True` cannot be kept: the kernel takes hyper-parameters that are numbers")
     if not kernel:
-        table.check_tensors(named)
-    counts = counting.counts(steps)
-    left1, left2 = counting.bias_corrections((b1, b2), counts, ahead=1)
-    kernel = kernel and numbers and choice.sees(left1, fused)
+        check_tensors(named)
+    counts = bias_correction.counts(steps)
+    left1, left2 = bias_correction.bias_corrections((b1, b2), counts, ahead=1)
+    kernel = kernel and numbers and dispatch.sees(left1, fused)
     step = _Adam(
         b1,
         b2,
@@ -102,7 +103,7 @@ def adam(
         with_params=params is not None,
         kernel_runs=kernel,
     )
-    return *node.run(step, columns, inplace), counting.count_up(counts, inplace=inplace)
+    return *node.run(step, columns, inplace), bias_correction.count_up(counts, inplace=inplace)
 
 
 @dataclass(slots=True, eq=False)
@@ -128,7 +129,7 @@ class _Adam(node.Step):
     @property
     def recorded(self) -> bool:
         numbers = not any(isinstance(number, Tensor) for number in self._numbers())
-        return numbers and choice.sees(self.left1, None)
+        return numbers and dispatch.sees(self.left1, None)
 
     @property
     def uniform(self) -> bool:
@@ -138,24 +139,24 @@ class _Adam(node.Step):
         lefts = [x if not isinstance(x, list) else [x[p] for p in places] for x in (self.left1, self.left2)]
         return replace(self, left1=lefts[0], left2=lefts[1])
 
-    def formula(self, columns: table.Columns, inplace: bool = False) -> list[list[Tensor]]:
+    def formula(self, columns: Columns, inplace: bool = False) -> list[list[Tensor]]:
         grads, exp_avgs, exp_avg_sqs, *params = (column or [] for column in columns)
         grads = self._penalized(grads, params)
         exp_avgs, exp_avg_sqs = self._averages(grads, exp_avgs, exp_avg_sqs, inplace)
-        moved = lists.divide(exp_avgs, self._denominators(self._roots(exp_avg_sqs)))
+        moved = foreach.divide(exp_avgs, self._denominators(self._roots(exp_avg_sqs)))
         if params:
-            old = params[0] if self.kept == 1 else lists.multiply(params[0], self.kept)
-            moved = lists.add(old, moved, self.factor)
+            old = params[0] if self.kept == 1 else foreach.multiply(params[0], self.kept)
+            moved = foreach.add(old, moved, self.factor)
         return [moved, exp_avgs, exp_avg_sqs]
 
-    def kernel(self, columns: table.Columns) -> list[list[Tensor]]:
+    def kernel(self, columns: Columns) -> list[list[Tensor]]:
         grads, exp_avgs, exp_avg_sqs, *params = (column or [] for column in columns)
         made = torch.ops.todist.adam(
             grads, exp_avgs, exp_avg_sqs, *(params or [[]]), *self._arguments(len(grads))
         )
-        return table.split(made, 3)
+        return split(made, 3)
 
-    def saved(self, given: table.Columns, made: table.Columns) -> table.Columns:
+    def saved(self, given: Columns, made: Columns) -> Columns:
         """The formula's derivative needs the new averages, and is given them.
 
         The kernel's makes them again from the old ones, without the rounding to float16 or bfloat16 that they have as
@@ -164,9 +165,9 @@ class _Adam(node.Step):
         averages = given[1:3] if self.kernel_runs else made[1:]
         return [given[0], *averages, given[3] if self.decay != 0 else None]
 
-    def backward_formula(self, columns: table.Columns) -> list[list[Tensor]]:
+    def backward_formula(self, columns: Columns) -> list[list[Tensor]]:
         like = columns[0] or []
-        grads, exp_avgs, exp_avg_sqs, params, *flows = (c if c is None else table.widened(c) for c in columns)
+        grads, exp_avgs, exp_avg_sqs, params, *flows = (c if c is None else widened(c) for c in columns)
         grads, exp_avgs, exp_avg_sqs = grads or [], exp_avgs or [], exp_avg_sqs or []
         grads = self._penalized(grads, [params] if params else [])
         if self.kernel_runs:
@@ -175,31 +176,31 @@ class _Adam(node.Step):
         if of_directions is not None:
             roots = self._roots(exp_avg_sqs)
             below = self._denominators(roots)
-            over = lists.divide(of_directions, below)
+            over = foreach.divide(of_directions, below)
             if self.factor != 1:
-                over = lists.multiply(over, self.factor)
-            slopes = lists.multiply(lists.slopes_of_roots(roots), self._scale())
-            through = lists.product(lists.product(over, lists.divide(exp_avgs, below)), slopes)
-            of_avgs = over if of_avgs is None else lists.add(of_avgs, over)
-            of_sqs = lists.multiply(through, -1) if of_sqs is None else lists.add(of_sqs, through, -1.0)
+                over = foreach.multiply(over, self.factor)
+            slopes = foreach.multiply(foreach.slopes_of_roots(roots), self._scale())
+            through = foreach.product(foreach.product(over, foreach.divide(exp_avgs, below)), slopes)
+            of_avgs = over if of_avgs is None else foreach.add(of_avgs, over)
+            of_sqs = foreach.multiply(through, -1) if of_sqs is None else foreach.add(of_sqs, through, -1.0)
         of_avgs = of_avgs or [torch.zeros_like(g) for g in grads]
         of_sqs = of_sqs or [torch.zeros_like(g) for g in grads]
-        of_grads = lists.multiply(of_avgs, 1 - self.b1)
-        of_grads = lists.add_product(of_grads, grads, of_sqs, 2 * (1 - self.b2))
-        found = [of_grads, lists.multiply(of_avgs, self.b1), lists.multiply(of_sqs, self.b2)]
+        of_grads = foreach.multiply(of_avgs, 1 - self.b1)
+        of_grads = foreach.add_product(of_grads, grads, of_sqs, 2 * (1 - self.b2))
+        found = [of_grads, foreach.multiply(of_avgs, self.b1), foreach.multiply(of_sqs, self.b2)]
         if self.maximize:
-            found[0] = lists.multiply(of_grads, -1)
+            found[0] = foreach.multiply(of_grads, -1)
         if self.decay != 0:
-            decayed = lists.multiply(of_grads, self.decay)
-            found.append(decayed if flows[0] is None else lists.add(decayed, flows[0], self.kept))
+            decayed = foreach.multiply(of_grads, self.decay)
+            found.append(decayed if flows[0] is None else foreach.add(decayed, flows[0], self.kept))
         return [[x.to(y.dtype) for x, y in zip(column, like, strict=True)] for column in found]
 
-    def backward_kernel(self, columns: table.Columns) -> list[list[Tensor]]:
+    def backward_kernel(self, columns: Columns) -> list[list[Tensor]]:
         saved = [column or [] for column in columns[:4]]
         first, *rest = (column or [] for column in columns[4:])
         first = first or [torch.zeros_like(g) for g in saved[0]]
         made = torch.ops.todist.adam_backward(first, *rest, *saved, *self._arguments(len(first)))
-        return table.split(made, 3 + (self.decay != 0))
+        return split(made, 3 + (self.decay != 0))
 
     def rest(self, flows: Sequence[Sequence[OptionalTensor]]) -> list[list[OptionalTensor]]:
         if not self.with_params or self.decay != 0:
@@ -211,8 +212,8 @@ class _Adam(node.Step):
     def _penalized(self, grads: list[Tensor], params: list[list[Tensor]]) -> list[Tensor]:
         """The gradients downhill, and with the weight decay that goes through the averages."""
         if self.maximize:
-            grads = lists.multiply(grads, -1)
-        return lists.add(grads, params[0], self.decay) if self.decay != 0 else grads
+            grads = foreach.multiply(grads, -1)
+        return foreach.add(grads, params[0], self.decay) if self.decay != 0 else grads
 
     def _averages(
         self,
@@ -221,22 +222,22 @@ class _Adam(node.Step):
         exp_avg_sqs: list[Tensor],
         inplace: bool = False,
     ) -> tuple[list[Tensor], list[Tensor]]:
-        exp_avgs = lists.interpolate(exp_avgs, grads, 1 - self.b1, inplace=inplace)
-        exp_avg_sqs = lists.multiply(exp_avg_sqs, self.b2, inplace=inplace)
-        return exp_avgs, lists.add_product(exp_avg_sqs, grads, grads, 1 - self.b2, inplace=inplace)
+        exp_avgs = foreach.interpolate(exp_avgs, grads, 1 - self.b1, inplace=inplace)
+        exp_avg_sqs = foreach.multiply(exp_avg_sqs, self.b2, inplace=inplace)
+        return exp_avgs, foreach.add_product(exp_avg_sqs, grads, grads, 1 - self.b2, inplace=inplace)
 
     def _roots(self, exp_avg_sqs: list[Tensor]) -> list[Tensor]:
         if isinstance(self.eps_root, Tensor) or self.eps_root != 0:
-            exp_avg_sqs = lists.add_number(exp_avg_sqs, lists.combine(_times, self.left2, self.eps_root))
-        return lists.square_root(exp_avg_sqs)
+            exp_avg_sqs = foreach.add_number(exp_avg_sqs, foreach.combine(_times, self.left2, self.eps_root))
+        return foreach.square_root(exp_avg_sqs)
 
     def _denominators(self, roots: list[Tensor]) -> list[Tensor]:
-        eps = lists.combine(_times, self.left1, self.eps)
-        return lists.add_number(lists.multiply(roots, self._scale()), eps)
+        eps = foreach.combine(_times, self.left1, self.eps)
+        return foreach.add_number(foreach.multiply(roots, self._scale()), eps)
 
     def _scale(self) -> Factors:
         """What the root is multiplied by, so that only one side of the fraction is corrected."""
-        return lists.combine(_over_root, self.left1, self.left2)
+        return foreach.combine(_over_root, self.left1, self.left2)
 
     def _numbers(self) -> tuple[Factor, ...]:
         return self.b1, self.b2, self.eps, self.eps_root
@@ -309,39 +310,39 @@ def adam_(
         RuntimeError: likewise.
     """
     named = {"params": params, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
-    table.check_lengths({**named, "steps": steps})
-    counts = counting.counts(steps)
-    if choice.use_kernel("adam_", params, [*grads, *exp_avgs, *exp_avg_sqs], fused):
-        left1, left2 = counting.bias_corrections((b1, b2), counts, ahead=1)
+    check_lengths({**named, "steps": steps})
+    counts = bias_correction.counts(steps)
+    if dispatch.use_kernel("adam_", params, [*grads, *exp_avgs, *exp_avg_sqs], fused):
+        left1, left2 = bias_correction.bias_corrections((b1, b2), counts, ahead=1)
         corrections = _corrections(left1, left2, len(counts))
         columns = (list(params), list(grads), list(exp_avgs), list(exp_avg_sqs))
         numbers = (float(lr), b1, b2, eps, eps_root, weight_decay, decoupled, maximize)
         torch.ops.todist.adam_(*columns, corrections, *numbers)
         torch.autograd.graph.increment_version([*params, *exp_avgs, *exp_avg_sqs])
-        counting.count_up_(counts)  # a step that the kernel has refused is none
+        bias_correction.count_up_(counts)  # a step that the kernel has refused is none
         return
-    table.check_tensors(named)
+    check_tensors(named)
     with torch.no_grad():
-        for part in table.portions(params):
+        for part in portions(params):
             p, g, m, v, t = (
                 list(tensors[part]) for tensors in (params, grads, exp_avgs, exp_avg_sqs, counts)
             )
             if maximize:
-                g = lists.multiply(g, -1)
+                g = foreach.multiply(g, -1)
             if weight_decay != 0 and not decoupled:
-                g = lists.add(g, p, weight_decay)
+                g = foreach.add(g, p, weight_decay)
             elif weight_decay != 0:
-                lists.multiply(p, 1 - lr * weight_decay, inplace=True)
-            counting.count_up_(t)
-            lists.interpolate(m, g, 1 - b1, inplace=True)
-            lists.multiply(v, b2, inplace=True)
-            lists.add_product(v, g, g, 1 - b2, inplace=True)
-            left1, left2 = counting.bias_corrections((b1, b2), t)
-            below = v if eps_root == 0 else lists.add_number(v, lists.combine(_times, left2, eps_root))
-            roots = lists.square_root(below)
-            lists.divide_(roots, lists.combine(_root, left2))
-            lists.add_number(roots, eps, inplace=True)
-            lists.add_quotient_(p, m, roots, lists.combine(partial(_step_size, lr), left1))
+                foreach.multiply(p, 1 - lr * weight_decay, inplace=True)
+            bias_correction.count_up_(t)
+            foreach.interpolate(m, g, 1 - b1, inplace=True)
+            foreach.multiply(v, b2, inplace=True)
+            foreach.add_product(v, g, g, 1 - b2, inplace=True)
+            left1, left2 = bias_correction.bias_corrections((b1, b2), t)
+            below = v if eps_root == 0 else foreach.add_number(v, foreach.combine(_times, left2, eps_root))
+            roots = foreach.square_root(below)
+            foreach.divide_(roots, foreach.combine(_root, left2))
+            foreach.add_number(roots, eps, inplace=True)
+            foreach.add_quotient_(p, m, roots, foreach.combine(partial(_step_size, lr), left1))
 
 
 def _root(x: Factor) -> Factor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchopt_dist.ops import lists
+from torchopt_dist.ops import foreach
 from torchopt_dist.ops.adam import adam
 from torchopt_dist.typing import OptionalTensor
 
@@ -71,7 +71,7 @@ class AdamOp:
             before = count.detach().to("cpu", torch.float32).reshape(()) - 1
         else:
             before = torch.tensor(count - 1, dtype=torch.float32, device="cpu")
-        if not lists.runs_in_a_loop([before]) and before < 0:  # in there nobody can look at it
+        if not foreach.runs_in_a_loop([before]) and before < 0:  # in there nobody can look at it
             raise ValueError(f"`count` must be at least 1, got {int(count)}")
         directions, mus, nus, _ = adam(
             [updates],

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torchopt_dist.ops import choice
+from torchopt_dist.ops import dispatch
 from torchopt_dist.typing import Tensor
 
 __all__ = ["add_scaled_"]
@@ -83,7 +83,7 @@ def _helps(params: list[Tensor]) -> bool:
 
 def _obstacle(params: list[Tensor], updates: list[Tensor]) -> str | None:
     """Say what keeps the kernel from being used for these arguments, if anything does."""
-    reason = choice.obstacle("add_scaled_", params + updates)
+    reason = dispatch.obstacle("add_scaled_", params + updates)
     if reason is None and torch.is_grad_enabled() and any(t.requires_grad for t in params + updates):
         return "a graph is to be recorded, and the kernel records none; use `torch.no_grad()`"
     return reason

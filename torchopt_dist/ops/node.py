@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchopt_dist.ops import choice, lists, table
+from torchopt_dist.ops import dispatch, foreach
+from torchopt_dist.ops.columns import Columns, flatten, in_portions, join, put, split, unflatten
 from torchopt_dist.typing import OptionalTensor
 
 __all__ = ["Map", "Step", "run"]
@@ -36,11 +37,11 @@ class Map(ABC):
         return True
 
     @abstractmethod
-    def formula(self, columns: table.Columns, inplace: bool = False) -> list[list[Tensor]]:
+    def formula(self, columns: Columns, inplace: bool = False) -> list[list[Tensor]]:
         """The reference, by operations that can be differentiated; ``inplace`` is leave to overwrite the state."""
 
     @abstractmethod
-    def kernel(self, columns: table.Columns) -> list[list[Tensor]]:
+    def kernel(self, columns: Columns) -> list[list[Tensor]]:
         """The same, by one call that records no graph."""
 
 
@@ -52,11 +53,11 @@ class Step(Map):
         """The same, for the tensors at these places."""
 
     @abstractmethod
-    def saved(self, given: table.Columns, made: table.Columns) -> table.Columns:
+    def saved(self, given: Columns, made: Columns) -> Columns:
         """What the derivative needs, of what came in and of what came out."""
 
     @abstractmethod
-    def backward_formula(self, columns: table.Columns) -> list[list[Tensor]]:
+    def backward_formula(self, columns: Columns) -> list[list[Tensor]]:
         """What flows out to the columns that came in.
 
         Args:
@@ -64,7 +65,7 @@ class Step(Map):
         """
 
     @abstractmethod
-    def backward_kernel(self, columns: table.Columns) -> list[list[Tensor]]:
+    def backward_kernel(self, columns: Columns) -> list[list[Tensor]]:
         """The same, by one call."""
 
     def rest(self, flows: Sequence[Sequence[OptionalTensor]]) -> list[list[OptionalTensor]]:
@@ -82,14 +83,14 @@ class _Derivative(Map):
     def uniform(self) -> bool:
         return self.step.uniform
 
-    def formula(self, columns: table.Columns, inplace: bool = False) -> list[list[Tensor]]:
+    def formula(self, columns: Columns, inplace: bool = False) -> list[list[Tensor]]:
         return self.step.backward_formula(columns)
 
-    def kernel(self, columns: table.Columns) -> list[list[Tensor]]:
+    def kernel(self, columns: Columns) -> list[list[Tensor]]:
         return self.step.backward_kernel(columns)
 
 
-def run(map: Map, columns: table.Columns, inplace: bool = False) -> list[list[Tensor]]:
+def run(map: Map, columns: Columns, inplace: bool = False) -> list[list[Tensor]]:
     """Apply a map in the fastest way that records what is to be recorded.
 
     Args:
@@ -100,8 +101,8 @@ def run(map: Map, columns: table.Columns, inplace: bool = False) -> list[list[Te
     first = next(column for column in columns if column is not None)
     if not map.recorded or not first:
         return map.formula(columns, inplace)
-    if lists.runs_in_a_loop(first):
-        return _as_node(map, columns) if choice.transforms_allow() else map.formula(columns, inplace)
+    if foreach.runs_in_a_loop(first):
+        return _as_node(map, columns) if dispatch.transforms_allow() else map.formula(columns, inplace)
     if torch.is_grad_enabled() and any(c is not None and any(x.requires_grad for x in c) for c in columns):
         return _as_node(map, columns) if isinstance(map, Step) else map.formula(columns)
     if map.kernel_runs:
@@ -109,14 +110,14 @@ def run(map: Map, columns: table.Columns, inplace: bool = False) -> list[list[Te
     return map.formula(columns, inplace=True) if inplace else _in_portions(map, columns)
 
 
-def _in_portions(map: Map, columns: table.Columns) -> list[list[Tensor]]:
-    return table.in_portions(map.formula, columns) if map.uniform else map.formula(columns)
+def _in_portions(map: Map, columns: Columns) -> list[list[Tensor]]:
+    return in_portions(map.formula, columns) if map.uniform else map.formula(columns)
 
 
-def _as_node(map: Map, columns: table.Columns) -> list[list[Tensor]]:
-    there, tensors = table.flatten(columns)
+def _as_node(map: Map, columns: Columns) -> list[list[Tensor]]:
+    there, tensors = flatten(columns)
     made = OptimizerStep.apply(map, there, *tensors)
-    return table.split(made, len(made) * sum(there) // len(tensors))
+    return split(made, len(made) * sum(there) // len(tensors))
 
 
 class OptimizerStep(torch.autograd.Function):
@@ -132,36 +133,36 @@ class OptimizerStep(torch.autograd.Function):
 
     @staticmethod
     def forward(map: Map, there: tuple[bool, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
-        columns = table.unflatten(tensors, there)
+        columns = unflatten(tensors, there)
         made = map.kernel(columns) if map.kernel_runs else _in_portions(map, columns)
-        return tuple(table.join(made))
+        return tuple(join(made))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         map, there, *tensors = inputs
-        given = table.unflatten(tensors, there)
+        given = unflatten(tensors, there)
         ctx.map, ctx.there, ctx.length = map, there, len(tensors) // sum(there)
-        made = table.split(output, len(output) // ctx.length)
-        ctx.saved_there, saved = table.flatten(map.saved(given, made) if isinstance(map, Step) else given)
+        made = split(output, len(output) // ctx.length)
+        ctx.saved_there, saved = flatten(map.saved(given, made) if isinstance(map, Step) else given)
         ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *output_grads: OptionalTensor) -> tuple[OptionalTensor, ...]:
         map, length = ctx.map, ctx.length
-        flows = table.split(output_grads, len(output_grads) // length)
-        saved = table.unflatten(ctx.saved_tensors, ctx.saved_there)
+        flows = split(output_grads, len(output_grads) // length)
+        saved = unflatten(ctx.saved_tensors, ctx.saved_there)
         if not isinstance(map, Step):
             return None, None, *_pulled_back(map, saved, ctx.there, flows)
         if any(all(x is not None for x in column) for column in flows):
-            return None, None, *table.join(_flow_back(map, saved, flows))
+            return None, None, *join(_flow_back(map, saved, flows))
         places = [p for p, flow in enumerate(zip(*flows, strict=True)) if any(x is not None for x in flow)]
         if not places:
             return None, None, *[None] * (sum(ctx.there) * length)
         saved = [column and [column[place] for place in places] for column in saved]
         flows = [[column[place] for place in places] for column in flows]
         found = _flow_back(map.at(places), saved, flows)
-        return None, None, *table.join(table.put([None] * length, places, column) for column in found)
+        return None, None, *join(put([None] * length, places, column) for column in found)
 
     @staticmethod
     def vmap(
@@ -189,12 +190,12 @@ _SHORTCUT = hasattr(torch._C, "_are_functorch_transforms_active") and hasattr(
 
 
 def _flow_back(
-    step: Step, saved: table.Columns, flows: Sequence[Sequence[OptionalTensor]]
+    step: Step, saved: Columns, flows: Sequence[Sequence[OptionalTensor]]
 ) -> list[Sequence[OptionalTensor]]:
     """What flows out to each column that came in; at each place something flows into one of the results."""
     columns = [*saved, *(_filled(flow, flows) for flow in flows)]
-    if not torch._C._are_functorch_transforms_active() and any(map(lists.are_batched, flows)):
-        with lists.in_loops():
+    if not torch._C._are_functorch_transforms_active() and any(map(foreach.are_batched, flows)):
+        with foreach.in_loops():
             found = step.backward_formula(columns)
     else:
         found = run(_Derivative(step), columns)
@@ -215,14 +216,14 @@ def _filled(
 
 
 def _pulled_back(
-    map: Map, columns: table.Columns, there: tuple[bool, ...], flows: Sequence[Sequence[OptionalTensor]]
+    map: Map, columns: Columns, there: tuple[bool, ...], flows: Sequence[Sequence[OptionalTensor]]
 ) -> tuple[Tensor, ...]:
     """What flows out of a map that has a formula, but no derivative of its own."""
 
     def flat(*tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(table.join(map.formula(table.unflatten(tensors, there))))
+        return tuple(join(map.formula(unflatten(tensors, there))))
 
-    made, pull, *_ = torch.func.vjp(flat, *table.flatten(columns)[1])
-    into = table.join(flows)
+    made, pull, *_ = torch.func.vjp(flat, *flatten(columns)[1])
+    into = join(flows)
     grads = pull(tuple(torch.zeros_like(y) if x is None else x for x, y in zip(into, made, strict=True)))
     return tuple(grads)

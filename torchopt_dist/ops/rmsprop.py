@@ -17,8 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchopt_dist.ops import choice, lists, node, table
-from torchopt_dist.ops.lists import Factor
+from torchopt_dist.ops import dispatch, foreach, node
+from torchopt_dist.ops.columns import (
+    Columns,
+    check_lengths,
+    check_tensors,
+    flatten,
+    join,
+    portions,
+    split,
+    widened,
+)
+from torchopt_dist.ops.foreach import Factor
 from torchopt_dist.typing import OptionalTensor
 
 __all__ = ["rmsprop", "rmsprop_"]
@@ -76,12 +86,12 @@ def rmsprop(
     }
     _check_lengths(named, momentum)
     columns = list(named.values())
-    kernel = choice.use_kernel("rmsprop", grads, table.flatten(columns[1:])[1], fused)
+    kernel = dispatch.use_kernel("rmsprop", grads, flatten(columns[1:])[1], fused)
     numbers = not any(isinstance(number, Tensor) for number in (alpha, eps, momentum))
     if fused and not numbers:
         raise RuntimeError("`fused=True` cannot be kept: the kernel takes hyper-parameters that are numbers")
     if not kernel:
-        table.check_tensors(named)
+        check_tensors(named)
     factor = 1.0 if params is None else -lr
     there = tuple(column is not None for column in columns)
     step = _RMSprop(alpha, eps, momentum, nesterov, factor, there, kernel and numbers)
@@ -90,7 +100,7 @@ def rmsprop(
 
 def _check_lengths(named: Mapping[str, Sequence[Tensor] | None], momentum: Factor) -> None:
     """Demand lists of one length, and running sums where there is a momentum, and only there."""
-    table.check_lengths(named)
+    check_lengths(named)
     given = named["momentum_buffers"] is not None
     if named["grads"] and given != (isinstance(momentum, Tensor) or momentum != 0):
         rule = "left out where `momentum` is 0" if given else f"given: `momentum` is {momentum}"
@@ -115,21 +125,21 @@ class _RMSprop(node.Step):
     def at(self, places: Sequence[int]) -> _RMSprop:
         return self
 
-    def formula(self, columns: table.Columns, inplace: bool = False) -> list[list[Tensor]]:
+    def formula(self, columns: Columns, inplace: bool = False) -> list[list[Tensor]]:
         """Halves are computed in float32."""
-        wide = [None if column is None else table.widened(column) for column in columns]
+        wide = [None if column is None else widened(column) for column in columns]
         grads, _, _, sums, params = wide
         square_avgs, grad_avgs, below = self._below_root(wide, inplace)
-        moved = lists.divide(grads or [], lists.add_number(lists.square_root(below), self.eps))
+        moved = foreach.divide(grads or [], foreach.add_number(foreach.square_root(below), self.eps))
         if sums is not None:
             directions = moved
-            sums = lists.add(lists.multiply(sums, self.momentum, inplace=inplace), moved, inplace=inplace)
+            sums = foreach.add(foreach.multiply(sums, self.momentum, inplace=inplace), moved, inplace=inplace)
             if self.nesterov:
-                moved = lists.add(directions, sums, self.momentum)
+                moved = foreach.add(directions, sums, self.momentum)
             else:
                 moved = sums if params is not None else [b.clone() for b in sums]
         if params is not None:
-            moved = lists.add(params, moved, self.factor)
+            moved = foreach.add(params, moved, self.factor)
         like = columns[0] if params is None else columns[4]
         state = [
             _narrowed(new, old, inplace)
@@ -138,80 +148,80 @@ class _RMSprop(node.Step):
         ]
         return [_narrowed(moved, like or []), *state]
 
-    def kernel(self, columns: table.Columns) -> list[list[Tensor]]:
+    def kernel(self, columns: Columns) -> list[list[Tensor]]:
         made = torch.ops.todist.rmsprop(*(column or [] for column in columns), *self._numbers())
-        return table.split(made, sum(self.there[:4]))
+        return split(made, sum(self.there[:4]))
 
-    def saved(self, given: table.Columns, made: table.Columns) -> table.Columns:
+    def saved(self, given: Columns, made: Columns) -> Columns:
         """The new averages are made again, without the rounding to float16 or bfloat16 that they have as results."""
         return given[:3]
 
-    def backward_formula(self, columns: table.Columns) -> list[list[Tensor]]:
-        wide = [None if column is None else table.widened(column) for column in columns]
+    def backward_formula(self, columns: Columns) -> list[list[Tensor]]:
+        wide = [None if column is None else widened(column) for column in columns]
         grads, _, _, *flows = wide
         flows_of = iter(flows)
         of_moved, of_squares, of_avgs, of_sums = (next(flows_of) if here else None for here in self.there[:4])
         grads, alpha, momentum = grads or [], self.alpha, self.momentum
-        of_directions = of_moved if of_moved is None else lists.multiply(of_moved, self.factor)
+        of_directions = of_moved if of_moved is None else foreach.multiply(of_moved, self.factor)
         if self.there[3]:
             of_last = of_directions
             if of_last is not None:
-                ahead = lists.multiply(of_last, momentum) if self.nesterov else of_last
-                of_sums = ahead if of_sums is None else lists.add(of_sums, ahead)
+                ahead = foreach.multiply(of_last, momentum) if self.nesterov else of_last
+                of_sums = ahead if of_sums is None else foreach.add(of_sums, ahead)
             of_directions = of_sums
             if self.nesterov and of_last is not None and of_sums is not None:
-                of_directions = lists.add(of_sums, of_last)
+                of_directions = foreach.add(of_sums, of_last)
         of_grads = None
         if of_directions is not None:
             _, new_avgs, below = self._below_root(wide)
-            roots = lists.square_root(below)
-            below = lists.add_number(roots, self.eps)
-            of_grads = lists.divide(of_directions, below)
-            through = lists.product(lists.divide(grads, below), lists.slopes_of_roots(roots))
-            through = lists.product(of_grads, through)
-            of_squares = _sum(of_squares, lists.multiply(through, -1))
+            roots = foreach.square_root(below)
+            below = foreach.add_number(roots, self.eps)
+            of_grads = foreach.divide(of_directions, below)
+            through = foreach.product(foreach.divide(grads, below), foreach.slopes_of_roots(roots))
+            through = foreach.product(of_grads, through)
+            of_squares = _sum(of_squares, foreach.multiply(through, -1))
             if new_avgs is not None:
-                of_avgs = _sum(of_avgs, lists.multiply(lists.product(new_avgs, through), 2))
+                of_avgs = _sum(of_avgs, foreach.multiply(foreach.product(new_avgs, through), 2))
         of_squares = _or_zeros(of_squares, grads)
-        twice = lists.multiply(lists.product(grads, of_squares), 2 * (1 - alpha))
-        found = [_sum(of_grads, twice), lists.multiply(of_squares, alpha)]
+        twice = foreach.multiply(foreach.product(grads, of_squares), 2 * (1 - alpha))
+        found = [_sum(of_grads, twice), foreach.multiply(of_squares, alpha)]
         if self.there[2]:
             of_avgs = _or_zeros(of_avgs, grads)
-            found[0] = lists.add(found[0], of_avgs, 1 - alpha)
-            found.append(lists.multiply(of_avgs, alpha))
+            found[0] = foreach.add(found[0], of_avgs, 1 - alpha)
+            found.append(foreach.multiply(of_avgs, alpha))
         if self.there[3]:
-            found.append(lists.multiply(_or_zeros(of_sums, grads), momentum))
+            found.append(foreach.multiply(_or_zeros(of_sums, grads), momentum))
         return [_narrowed(column, columns[0] or []) for column in found]
 
-    def backward_kernel(self, columns: table.Columns) -> list[list[Tensor]]:
+    def backward_kernel(self, columns: Columns) -> list[list[Tensor]]:
         grads, square_avgs, grad_avgs, *flows = (column or [] for column in columns)
         flows_of = iter(flows)
         into = [next(flows_of) if here else [] for here in self.there[:4]]
         into[0] = _or_zeros(into[0] or None, grads)
         made = torch.ops.todist.rmsprop_backward(*into, grads, square_avgs, grad_avgs, *self._numbers())
-        return table.split(made, len(made) // len(grads))
+        return split(made, len(made) // len(grads))
 
     def rest(self, flows: Sequence[Sequence[OptionalTensor]]) -> list[list[OptionalTensor]]:
         return [list(flows[0])] if self.there[4] else []
 
     def _below_root(
-        self, columns: table.Columns, inplace: bool = False
+        self, columns: Columns, inplace: bool = False
     ) -> tuple[list[Tensor], list[Tensor] | None, list[Tensor]]:
         """The next averages, and what the root is taken of."""
         grads, square_avgs, grad_avgs = (column or [] for column in columns[:3])
-        square_avgs = lists.multiply(square_avgs, self.alpha, inplace=inplace)
-        square_avgs = lists.add_product(square_avgs, grads, grads, 1 - self.alpha, inplace=inplace)
+        square_avgs = foreach.multiply(square_avgs, self.alpha, inplace=inplace)
+        square_avgs = foreach.add_product(square_avgs, grads, grads, 1 - self.alpha, inplace=inplace)
         if columns[2] is None:
             return square_avgs, None, square_avgs
-        grad_avgs = lists.interpolate(grad_avgs, grads, 1 - self.alpha, inplace=inplace)
-        return square_avgs, grad_avgs, lists.add_product(square_avgs, grad_avgs, grad_avgs, -1.0)
+        grad_avgs = foreach.interpolate(grad_avgs, grads, 1 - self.alpha, inplace=inplace)
+        return square_avgs, grad_avgs, foreach.add_product(square_avgs, grad_avgs, grad_avgs, -1.0)
 
     def _numbers(self) -> tuple[Any, ...]:
         return self.factor, self.alpha, self.eps, self.momentum, self.nesterov
 
 
 def _narrowed(xs: list[Tensor], like: list[Tensor], inplace: bool = False) -> list[Tensor]:
-    """The way back from :func:`table.widened`, into the tensors of ``like`` if ``inplace``."""
+    """The way back from :func:`columns.widened`, into the tensors of ``like`` if ``inplace``."""
     return [
         x if x.dtype == y.dtype else y.copy_(x) if inplace else x.to(y.dtype)
         for x, y in zip(xs, like, strict=True)
@@ -219,7 +229,7 @@ def _narrowed(xs: list[Tensor], like: list[Tensor], inplace: bool = False) -> li
 
 
 def _sum(xs: list[Tensor] | None, ys: list[Tensor]) -> list[Tensor]:
-    return ys if xs is None else lists.add(xs, ys)
+    return ys if xs is None else foreach.add(xs, ys)
 
 
 def _or_zeros(xs: list[Tensor] | None, like: list[Tensor]) -> list[Tensor]:
@@ -275,33 +285,33 @@ def rmsprop_(
     }
     _check_lengths(named, momentum)
     columns = [column or () for column in named.values()]
-    if choice.use_kernel("rmsprop_", params, table.join(columns[1:]), fused):
+    if dispatch.use_kernel("rmsprop_", params, join(columns[1:]), fused):
         if params:  # without a tensor, torch has no device to choose a kernel by
             numbers = (lr, alpha, eps, momentum, nesterov, weight_decay, maximize)
             torch.ops.todist.rmsprop_(*map(list, columns), *numbers)
         torch.autograd.graph.increment_version([*params, *square_avgs, *grad_avgs, *momentum_buffers])
         return
-    table.check_tensors(named)
+    check_tensors(named)
     with torch.no_grad():
-        for part in table.portions(params):
+        for part in portions(params):
             p, g, v, a, b = (list(column[part]) for column in columns)
             if maximize:
-                g = lists.multiply(g, -1)
+                g = foreach.multiply(g, -1)
             if weight_decay != 0:
-                g = lists.add(g, p, weight_decay)
-            lists.multiply(v, alpha, inplace=True)
-            lists.add_product(v, g, g, 1 - alpha, inplace=True)
+                g = foreach.add(g, p, weight_decay)
+            foreach.multiply(v, alpha, inplace=True)
+            foreach.add_product(v, g, g, 1 - alpha, inplace=True)
             below = v
             if a:
-                lists.interpolate(a, g, 1 - alpha, inplace=True)
-                below = lists.add_product(v, a, a, -1.0)
-            roots = lists.square_root(below)
-            lists.add_number(roots, eps, inplace=True)
+                foreach.interpolate(a, g, 1 - alpha, inplace=True)
+                below = foreach.add_product(v, a, a, -1.0)
+            roots = foreach.square_root(below)
+            foreach.add_number(roots, eps, inplace=True)
             if not b:
-                lists.add_quotient_(p, g, roots, -lr)
+                foreach.add_quotient_(p, g, roots, -lr)
                 continue
-            lists.multiply(b, momentum, inplace=True)
-            lists.add_quotient_(b, g, roots, 1.0)
+            foreach.multiply(b, momentum, inplace=True)
+            foreach.add_quotient_(b, g, roots, 1.0)
             if nesterov:
-                lists.add_quotient_(p, g, roots, -lr)
-            lists.add(p, b, -lr * momentum if nesterov else -lr, inplace=True)
+                foreach.add_quotient_(p, g, roots, -lr)
+            foreach.add(p, b, -lr * momentum if nesterov else -lr, inplace=True)

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchopt_dist.ops import choice, counting, lists, node, table
-from torchopt_dist.ops.lists import Factor, Factors
+from torchopt_dist.ops import bias_correction, dispatch, foreach, node
+from torchopt_dist.ops.columns import Columns, check_lengths, check_tensors, join, portions, split, widened
+from torchopt_dist.ops.foreach import Factor, Factors
 from torchopt_dist.typing import OptionalTensor
 
 __all__ = ["sgd", "sgd_"]
@@ -71,13 +72,13 @@ def sgd(
     if fused is None and _is_zero(momentum) and _is_zero(weight_decay) and not maximize:
         fused = False  # the formula is one addition, and torch's own node for it is as fast
     counts, sums = columns.pop("steps", None), columns.get("momentum_buffers")
-    kernel = choice.use_kernel("sgd", grads, table.join(columns.values()), fused)
+    kernel = dispatch.use_kernel("sgd", grads, join(columns.values()), fused)
     numbers = not any(isinstance(number, Tensor) for number in (lr, momentum, dampening, weight_decay))
     if fused and not numbers:
         raise RuntimeError("`fused=True` cannot be kept: the kernel takes hyper-parameters that are numbers")
     if not kernel:
         _check_tensors({"grads": grads, **columns}, _is_zero(weight_decay) and not nesterov)
-    taken = lists.combine(partial(_taken, dampening), counting.values(counts)) if counts else 1.0
+    taken = foreach.combine(partial(_taken, dampening), bias_correction.values(counts)) if counts else 1.0
     step = _Sgd(
         lr,
         momentum,
@@ -87,10 +88,10 @@ def sgd(
         maximize,
         with_sums=sums is not None,
         with_params=params is not None,
-        kernel_runs=kernel and numbers and choice.sees(taken, fused),
+        kernel_runs=kernel and numbers and dispatch.sees(taken, fused),
     )
     made = node.run(step, [grads, *columns.values()])
-    return *made, *([] if counts is None else [counting.count_up(counts)])
+    return *made, *([] if counts is None else [bias_correction.count_up(counts)])
 
 
 @dataclass(slots=True, eq=False)
@@ -120,58 +121,58 @@ class _Sgd(node.Step):
             return self
         return replace(self, taken=[self.taken[place] for place in places])
 
-    def formula(self, columns: table.Columns, inplace: bool = False) -> list[list[Tensor]]:
+    def formula(self, columns: Columns, inplace: bool = False) -> list[list[Tensor]]:
         given = [column or [] for column in columns]
         grads, params = given[0], given[-1] if self.with_params else None
         if self.maximize:
-            grads = lists.multiply(grads, -1)
+            grads = foreach.multiply(grads, -1)
         if params is not None and not _is_zero(self.weight_decay):
-            grads = lists.add(grads, params, self.weight_decay)
+            grads = foreach.add(grads, params, self.weight_decay)
         along, sums = grads, []
         if self.with_sums:
-            sums = [lists.add(lists.multiply(given[1], self.momentum), _times(grads, self.taken))]
-            along = lists.add(grads, sums[0], self.momentum) if self.nesterov else sums[0]
+            sums = [foreach.add(foreach.multiply(given[1], self.momentum), _times(grads, self.taken))]
+            along = foreach.add(grads, sums[0], self.momentum) if self.nesterov else sums[0]
         if params is None:
-            return [lists.multiply(along, -self.lr), *sums]
-        return [lists.add(params, along, -self.lr), *sums]
+            return [foreach.multiply(along, -self.lr), *sums]
+        return [foreach.add(params, along, -self.lr), *sums]
 
-    def kernel(self, columns: table.Columns) -> list[list[Tensor]]:
+    def kernel(self, columns: Columns) -> list[list[Tensor]]:
         given = [column or [] for column in columns]
         sums = given[1] if self.with_sums else []
         params = given[-1] if self.with_params else []
         made = torch.ops.todist.sgd(given[0], sums, params, self._row(len(given[0])), *self._numbers())
-        return table.split(made, 1 + self.with_sums)
+        return split(made, 1 + self.with_sums)
 
-    def saved(self, given: table.Columns, made: table.Columns) -> table.Columns:
+    def saved(self, given: Columns, made: Columns) -> Columns:
         return []
 
-    def backward_formula(self, columns: table.Columns) -> list[list[Tensor]]:
+    def backward_formula(self, columns: Columns) -> list[list[Tensor]]:
         like = next(column for column in columns if column is not None)
-        of_moved, *of_sums = (None if column is None else table.widened(column) for column in columns)
-        of_steps = None if of_moved is None else lists.multiply(of_moved, -self.lr)
+        of_moved, *of_sums = (None if column is None else widened(column) for column in columns)
+        of_steps = None if of_moved is None else foreach.multiply(of_moved, -self.lr)
         to_sums: list[list[Tensor]] = []
         of_uphill = of_steps or []
         if self.with_sums:
-            through = of_steps and (lists.multiply(of_steps, self.momentum) if self.nesterov else of_steps)
-            both = lists.add(of_sums[0], through) if of_sums[0] and through else of_sums[0] or through or []
-            to_sums = [lists.multiply(both, self.momentum)]
+            through = of_steps and (foreach.multiply(of_steps, self.momentum) if self.nesterov else of_steps)
+            both = foreach.add(of_sums[0], through) if of_sums[0] and through else of_sums[0] or through or []
+            to_sums = [foreach.multiply(both, self.momentum)]
             of_uphill = _times(both, self.taken)
             if self.nesterov and of_steps:
-                of_uphill = lists.add(of_uphill, of_steps)
-        found = [lists.multiply(of_uphill, -1) if self.maximize else of_uphill, *to_sums]
+                of_uphill = foreach.add(of_uphill, of_steps)
+        found = [foreach.multiply(of_uphill, -1) if self.maximize else of_uphill, *to_sums]
         if self._decays():
-            decayed = lists.multiply(of_uphill, self.weight_decay)
-            found.append(lists.add(decayed, of_moved) if of_moved else decayed)
+            decayed = foreach.multiply(of_uphill, self.weight_decay)
+            found.append(foreach.add(decayed, of_moved) if of_moved else decayed)
         return [[x.to(y.dtype) for x, y in zip(column, like, strict=True)] for column in found]
 
-    def backward_kernel(self, columns: table.Columns) -> list[list[Tensor]]:
+    def backward_kernel(self, columns: Columns) -> list[list[Tensor]]:
         first, *of_sums = columns
         first = first or [torch.zeros_like(x) for x in of_sums[0] or []]
         row = self._row(len(first))
         found = torch.ops.todist.sgd_backward(
             first, of_sums[0] or [] if of_sums else [], row, *self._numbers()
         )
-        return table.split(found, 1 + self.with_sums + self._decays())
+        return split(found, 1 + self.with_sums + self._decays())
 
     def rest(self, flows: Sequence[Sequence[OptionalTensor]]) -> list[list[OptionalTensor]]:
         return [list(flows[0])] if self.with_params and not self._decays() else []
@@ -188,7 +189,7 @@ class _Sgd(node.Step):
 
 
 def _times(xs: list[Tensor], factor: Factors) -> list[Tensor]:
-    return xs if isinstance(factor, (int, float)) and factor == 1 else lists.multiply(xs, factor)
+    return xs if isinstance(factor, (int, float)) and factor == 1 else foreach.multiply(xs, factor)
 
 
 def sgd_(
@@ -229,42 +230,42 @@ def sgd_(
     """
     columns = _checked("params", params, {"grads": grads}, momentum_buffers, steps, momentum, dampening)
     counts, sums = columns.pop("steps", []), columns.get("momentum_buffers", [])
-    if choice.use_kernel("sgd_", params, table.join(columns.values()), fused):
-        taken = lists.combine(partial(_taken, dampening), counting.values(counts)) if counts else 1.0
+    if dispatch.use_kernel("sgd_", params, join(columns.values()), fused):
+        taken = foreach.combine(partial(_taken, dampening), bias_correction.values(counts)) if counts else 1.0
         row = _row(taken, len(sums))
         torch.ops.todist.sgd_(
             list(params), list(grads), sums, row, lr, momentum, nesterov, weight_decay, maximize
         )
         torch.autograd.graph.increment_version([*params, *sums])
         if counts:
-            counting.count_up_(counts)
+            bias_correction.count_up_(counts)
         return
     _check_tensors({"params": params, **columns}, weight_decay == 0 and not nesterov)
     with torch.no_grad():
-        for part in table.portions(params):
+        for part in portions(params):
             p, g, b, t = (list(column[part]) for column in (params, grads, sums, counts))
             if maximize:
-                g = lists.multiply(g, -1)
+                g = foreach.multiply(g, -1)
             if weight_decay != 0:
-                g = lists.add(g, p, weight_decay)
+                g = foreach.add(g, p, weight_decay)
             if b:
                 _sum_up_(b, g, t, momentum, dampening)
-                g = lists.add(g, b, momentum) if nesterov else b
-            lists.add(p, g, -lr, inplace=True)
+                g = foreach.add(g, b, momentum) if nesterov else b
+            foreach.add(p, g, -lr, inplace=True)
             if t:
-                counting.count_up_(t)
+                bias_correction.count_up_(t)
 
 
 def _sum_up_(
     sums: list[Tensor], grads: list[Tensor], steps: list[Tensor], momentum: float, dampening: float
 ) -> None:
-    taken = lists.combine(partial(_taken, dampening), counting.values(steps)) if steps else 1.0
-    lists.multiply(sums, momentum, inplace=True)
+    taken = foreach.combine(partial(_taken, dampening), bias_correction.values(steps)) if steps else 1.0
+    foreach.multiply(sums, momentum, inplace=True)
     if isinstance(taken, (int, float)):
-        lists.add(sums, grads, taken, inplace=True)
+        foreach.add(sums, grads, taken, inplace=True)
     else:
         for total, grad, part in zip(sums, grads, taken, strict=True):
-            lists.add([total], [grad], part, inplace=True)
+            foreach.add([total], [grad], part, inplace=True)
 
 
 def _taken(dampening: Factor, before: Factor) -> Factor:
@@ -298,17 +299,17 @@ def _checked(
     if wanted:
         columns = {"momentum_buffers": momentum_buffers or [], **columns}
     if wanted and not _is_zero(dampening):
-        columns["steps"] = counting.counts(steps or [])
-    table.check_lengths({name: first, **columns})
+        columns["steps"] = bias_correction.counts(steps or [])
+    check_lengths({name: first, **columns})
     return {name: list(column) for name, column in columns.items() if column is not None}
 
 
 def _check_tensors(columns: dict[str, Sequence[Tensor]], may_be_sparse: bool) -> None:
-    """As ``table.check_tensors``; but a gradient that is only added to what is dense may be sparse."""
+    """As ``columns.check_tensors``; but a gradient that is only added to what is dense may be sparse."""
     if may_be_sparse and any(isinstance(g, Tensor) and g.is_sparse for g in columns["grads"]):
         dense = [_dense(g) for g in columns["grads"]]
         columns = {**columns, "grads": dense}
-    table.check_tensors(columns)
+    check_tensors(columns)
 
 
 def _dense(grad: Tensor) -> Tensor:

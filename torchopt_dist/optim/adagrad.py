@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from torchopt_dist.ops import counting, lists
+from torchopt_dist.ops import bias_correction, foreach
 from torchopt_dist.optim.meta_optimizer import MetaOptimizer
 from torchopt_dist.optim.optimizer import Optimizer
 from torchopt_dist.transform.add_decayed_weights import penalized
@@ -81,8 +81,8 @@ def _init(params: Params, /) -> DecayState:
 def _decay(
     updates: list[Tensor], steps: list[Tensor], *, lr_decay: HyperParameter, inplace: bool
 ) -> tuple[list[Tensor], ...]:
-    factor = lists.combine(partial(_factor, lr_decay), counting.values(steps))
-    return lists.multiply(updates, factor), lists.add_number(steps, 1, inplace=inplace)
+    factor = foreach.combine(partial(_factor, lr_decay), bias_correction.values(steps))
+    return foreach.multiply(updates, factor), foreach.add_number(steps, 1, inplace=inplace)
 
 
 def _factor(lr_decay: HyperParameter, before: HyperParameter) -> HyperParameter:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torchopt_dist.ops.adam import adam as adam_op
 from torchopt_dist.ops.adam import adam_
+from torchopt_dist.optim.fused_step import in_place, recorded
 from torchopt_dist.optim.meta_optimizer import MetaOptimizer
 from torchopt_dist.optim.optimizer import Optimizer
-from torchopt_dist.optim.whole_step import in_place, recorded
 from torchopt_dist.transform.add_decayed_weights import penalized
 from torchopt_dist.transform.base import ChainedGradientTransformation, GradientTransformation
 from torchopt_dist.transform.hyperparameters import (

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torchopt_dist.ops.adam import adam as adam_op
 from torchopt_dist.ops.adam import adam_
+from torchopt_dist.optim.fused_step import in_place, recorded
 from torchopt_dist.optim.meta_optimizer import MetaOptimizer
 from torchopt_dist.optim.optimizer import Optimizer
-from torchopt_dist.optim.whole_step import in_place, recorded
 from torchopt_dist.transform.add_decayed_weights import add_decayed_weights, penalized
 from torchopt_dist.transform.base import ChainedGradientTransformation, GradientTransformation
 from torchopt_dist.transform.hyperparameters import HyperParameter, check_decays, one_of_two_names
-from torchopt_dist.transform.mask import Mask
+from torchopt_dist.transform.masked import Mask
 from torchopt_dist.transform.scale import scale_by_learning_rate
 from torchopt_dist.transform.scale_by_adam import ScaleByAdamState, scale_by_adam
 from torchopt_dist.typing import ScalarOrSchedule

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import ops, pytree
-from torchopt_dist.ops import lists, table
+from torchopt_dist.ops import foreach
+from torchopt_dist.ops.columns import pick, present, put
 from torchopt_dist.transform.base import ChainedGradientTransformation, GradientTransformation
 from torchopt_dist.transform.scale import split_factor
 from torchopt_dist.typing import OptionalTensor, OptState, Params, Updates
@@ -42,20 +43,20 @@ def apply_updates(params: Params, updates: Updates, *, inplace: bool = True) -> 
         _check_apart(leaves, steps)
         move_(leaves, steps)
         return params
-    places = table.present(steps)
+    places = present(steps)
     old, step = _pairs(leaves, steps, places)
-    return pytree.unflatten(spec, table.put(leaves, places, lists.add(old, step)))
+    return pytree.unflatten(spec, put(leaves, places, foreach.add(old, step)))
 
 
 def move_(params: list[OptionalTensor], updates: list[OptionalTensor], factor: float = 1.0) -> None:
     """Add ``factor`` times the updates to the parameters in place, in one pass over the memory."""
-    old, step = _pairs(params, updates, table.present(updates))
+    old, step = _pairs(params, updates, present(updates))
     with torch.no_grad():
         # With a factor the kernel rounds once where torch rounds twice, and `Optimizer` is torch's bit for bit.
         if factor == 1.0 and all(p.dtype == u.dtype for p, u in zip(old, step, strict=True)):
             ops.add_scaled_(old, step)
         else:
-            lists.add(old, step, factor, inplace=True)
+            foreach.add(old, step, factor, inplace=True)
 
 
 def step_(
@@ -72,7 +73,7 @@ def step_(
         if (
             isinstance(impl, ChainedGradientTransformation)
             and impl.in_place is not None
-            and not lists.runs_in_a_loop(table.pick(params, table.present(grads)))
+            and not foreach.runs_in_a_loop(pick(params, present(grads)))
         ):
             impl.in_place(params, grads, state)
             return None
@@ -100,7 +101,7 @@ def _check_apart(params: list[OptionalTensor], updates: list[OptionalTensor]) ->
     if torch.compiler.is_compiling():
         return
     seen: dict[int, int] = {}
-    for place in table.present(updates):
+    for place in present(updates):
         first = seen.setdefault(id(params[place]), place)
         if first != place and params[place] is not None:
             raise ValueError(
@@ -112,7 +113,7 @@ def _check_apart(params: list[OptionalTensor], updates: list[OptionalTensor]) ->
 def _pairs(
     params: list[OptionalTensor], updates: list[OptionalTensor], places: list[int]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    old, step = table.pick(params, places), table.pick(updates, places)
+    old, step = pick(params, places), pick(updates, places)
     for place, p, u in zip(places, old, step, strict=True):
         if p.shape != u.shape:
             raise ValueError(

@@ -1,7 +1,7 @@
 """A torch optimizer class, a module → an optimizer that moves the module's parameters differentiably.
 
 The formula is torch's own: a step makes an instance of the class over clones of the parameters, gives it the
-gradients and clones of the state, and runs its ``step``; ``recorded.py`` keeps the graph whole in that.
+gradients and clones of the state, and runs its ``step``; ``_recording_mode.py`` keeps the graph whole in that.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from torchopt_dist import pytree
-from torchopt_dist.optim import recorded
+from torchopt_dist.optim import _recording_mode
 from torchopt_dist.optim.checkpoint import flatten_with_keys, restore_state
 from torchopt_dist.optim.meta_optimizer import MetaOptimizer
 from torchopt_dist.typing import OptionalTensor, OptState
@@ -152,9 +152,9 @@ class _Formula:
             moved = [p.clone() for p in params]
             for tensor, grad in zip(moved, grads, strict=True):
                 tensor.grad = grad.clone()
-            options = pytree.map_tensors(recorded.option, self.options)
+            options = pytree.map_tensors(_recording_mode.option, self.options)
             plain = {name: False for name in ("foreach", "fused") if _takes(self.optimizer_class, name)}
-            with recorded.Recorded():
+            with _recording_mode.RecordingMode():
                 make: Callable[..., torch.optim.Optimizer] = self.optimizer_class
                 engine = make(moved, differentiable=True, **plain, **options)
                 for group in engine.param_groups:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torchopt_dist import pytree
 from torchopt_dist.nn import containers
 from torchopt_dist.nn.copier import TensorCopier
-from torchopt_dist.optim import faces
+from torchopt_dist.optim import signatures
 from torchopt_dist.optim.apply_updates import recorded_step
 from torchopt_dist.optim.checkpoint import flatten_state, restore_state
 from torchopt_dist.optim.gradients import gradients
@@ -57,10 +57,12 @@ class MetaOptimizer:
         (tensor([[0.5000]]),)
     """
 
-    transformation: ClassVar[faces.Constructor | None] = None
-    _face: ClassVar[inspect.Signature] = inspect.signature(lambda module, impl: ...)
+    transformation: ClassVar[signatures.Constructor | None] = None
+    _signature: ClassVar[inspect.Signature] = inspect.signature(lambda module, impl: ...)
 
-    def __init_subclass__(cls, *, transformation: faces.Constructor | None = None, **defaults: Any) -> None:
+    def __init_subclass__(
+        cls, *, transformation: signatures.Constructor | None = None, **defaults: Any
+    ) -> None:
         """Make a class from a function: ``class MetaSGD(MetaOptimizer, transformation=sgd)``.
 
         Args:
@@ -70,16 +72,16 @@ class MetaOptimizer:
         super().__init_subclass__()
         if transformation is not None:
             cls.transformation = staticmethod(transformation)
-            cls._face = faces.signature(transformation, "module", defaults)
-            cls.__signature__ = cls._face  # type: ignore[attr-defined]
-            cls.__doc__ = faces.docstring(cls, transformation, _MODULE_TEXT)
+            cls._signature = signatures.signature(transformation, "module", defaults)
+            cls.__signature__ = cls._signature  # type: ignore[attr-defined]
+            cls.__doc__ = signatures.docstring(cls, transformation, _MODULE_TEXT)
 
     def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         cls = type(self)
         if self.transformation is None:
-            self.impl = faces.only_transformation(cls, self._face, module, args, kwargs)
+            self.impl = signatures.only_transformation(cls, self._signature, module, args, kwargs)
         else:
-            self.impl = self.transformation(**faces.bind(cls, self._face, module, args, kwargs))
+            self.impl = self.transformation(**signatures.bind(cls, self._signature, module, args, kwargs))
         self.modules: list[nn.Module] = []
         self._states: list[OptState] = []
         self.add_param_group(module)

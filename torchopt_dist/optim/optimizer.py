@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
-from torchopt_dist.optim import faces
+from torchopt_dist.optim import signatures
 from torchopt_dist.optim.apply_updates import step_
 from torchopt_dist.optim.checkpoint import flatten_with_keys
 from torchopt_dist.transform.base import GradientTransformation
@@ -66,10 +66,12 @@ class Optimizer(torch.optim.Optimizer):
         tensor([0.5000, 0.5000], requires_grad=True)
     """
 
-    transformation: ClassVar[faces.Constructor | None] = None
-    _face: ClassVar[inspect.Signature] = inspect.signature(lambda params, impl: ...)
+    transformation: ClassVar[signatures.Constructor | None] = None
+    _signature: ClassVar[inspect.Signature] = inspect.signature(lambda params, impl: ...)
 
-    def __init_subclass__(cls, *, transformation: faces.Constructor | None = None, **defaults: Any) -> None:
+    def __init_subclass__(
+        cls, *, transformation: signatures.Constructor | None = None, **defaults: Any
+    ) -> None:
         """Make a class from a function: ``class SGD(Optimizer, transformation=sgd)``.
 
         Args:
@@ -79,18 +81,18 @@ class Optimizer(torch.optim.Optimizer):
         super().__init_subclass__()
         if transformation is not None:
             cls.transformation = staticmethod(transformation)
-            cls._face = faces.signature(transformation, "params", defaults, _WITHOUT)
-            cls.__signature__ = cls._face  # type: ignore[attr-defined]
-            cls.__doc__ = faces.docstring(cls, transformation, _PARAMS_TEXT, _WITHOUT)
+            cls._signature = signatures.signature(transformation, "params", defaults, _WITHOUT)
+            cls.__signature__ = cls._signature  # type: ignore[attr-defined]
+            cls.__doc__ = signatures.docstring(cls, transformation, _PARAMS_TEXT, _WITHOUT)
 
     def __init__(self, params: Iterable[Any], *args: Any, **kwargs: Any) -> None:
         self._layouts: dict[int, tuple[Any, _Layout]] = {}
         self._impl: GradientTransformation | None = None
         options: dict[str, Any] = {}
         if self.transformation is None:
-            self._impl = faces.only_transformation(type(self), self._face, params, args, kwargs)
+            self._impl = signatures.only_transformation(type(self), self._signature, params, args, kwargs)
         else:
-            options = faces.bind(type(self), self._face, params, args, kwargs)
+            options = signatures.bind(type(self), self._signature, params, args, kwargs)
         super().__init__(params, options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -205,7 +207,7 @@ class Optimizer(torch.optim.Optimizer):
         if self.transformation is None:
             assert self._impl is not None
             return self._impl
-        return self.transformation(**{name: group[name] for name in list(self._face.parameters)[1:]})
+        return self.transformation(**{name: group[name] for name in list(self._signature.parameters)[1:]})
 
     def _refuse_options_of_a_group(self, group: dict[str, Any]) -> None:
         if self.transformation is not None:

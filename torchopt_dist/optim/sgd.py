@@ -6,9 +6,9 @@ from typing import Any
 
 from torchopt_dist.ops.sgd import sgd as sgd_op
 from torchopt_dist.ops.sgd import sgd_
+from torchopt_dist.optim.fused_step import in_place, recorded
 from torchopt_dist.optim.meta_optimizer import MetaOptimizer
 from torchopt_dist.optim.optimizer import Optimizer
-from torchopt_dist.optim.whole_step import in_place, recorded
 from torchopt_dist.transform.add_decayed_weights import penalized
 from torchopt_dist.transform.base import ChainedGradientTransformation, GradientTransformation
 from torchopt_dist.transform.hyperparameters import HyperParameter, is_number, is_zero

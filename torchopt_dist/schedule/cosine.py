@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from functools import partial
 
-from torchopt_dist.schedule.arguments import check_steps, check_value
+from torchopt_dist.schedule._numeric import between, cosine, fall, progress, scalar
+from torchopt_dist.schedule._validation import check_steps, check_value
 from torchopt_dist.schedule.join import join_schedules
-from torchopt_dist.schedule.numeric import between, cosine, fall, progress, scalar
 from torchopt_dist.schedule.polynomial import linear_schedule
 from torchopt_dist.typing import Numeric, Schedule
 

@@ -9,8 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from torchopt_dist.schedule.arguments import check_steps
-from torchopt_dist.schedule.numeric import clamp
+from torchopt_dist.schedule._numeric import clamp
+from torchopt_dist.schedule._validation import check_steps
 from torchopt_dist.typing import Numeric, Schedule
 
 __all__ = ["join_schedules"]

@@ -5,11 +5,12 @@ from __future__ import annotations
 from functools import partial
 
 from torchopt_dist import pytree
-from torchopt_dist.ops import lists, table
+from torchopt_dist.ops import foreach
+from torchopt_dist.ops.columns import pick, present, put
 from torchopt_dist.transform.base import EmptyState, GradientTransformation, identity, stateless
 from torchopt_dist.transform.elementwise import check_dense
 from torchopt_dist.transform.hyperparameters import HyperParameter, check_at_least_zero, is_zero
-from torchopt_dist.transform.mask import Mask, choices_of
+from torchopt_dist.transform.masked import Mask, choices_of
 from torchopt_dist.transform.scale import scale
 from torchopt_dist.typing import OptState, Params, Updates
 
@@ -64,11 +65,11 @@ def _update(
         raise ValueError("`params` must be given to `update`: weight decay looks at the parameters, got None")
     leaves, spec = pytree.flatten(updates)
     weights = pytree.flatten_like(spec, params, "params", "updates")
-    places = table.present(leaves)
+    places = present(leaves)
     if mask is not None:
         chosen = choices_of(spec, mask, params)
         places = [place for place in places if chosen[place]]
-    grads = table.pick(leaves, places)
+    grads = pick(leaves, places)
     check_dense(grads)
-    decayed = lists.add(grads, table.pick(weights, places), weight_decay)
-    return pytree.unflatten(spec, table.put(leaves, places, decayed)), state
+    decayed = foreach.add(grads, pick(weights, places), weight_decay)
+    return pytree.unflatten(spec, put(leaves, places, decayed)), state

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
-from torchopt_dist.ops import lists, table
+from torchopt_dist.ops import foreach
+from torchopt_dist.ops.columns import pick, present, put
 from torchopt_dist.transform.base import EmptyState, GradientTransformation, stateless
 from torchopt_dist.transform.elementwise import check_dense
 from torchopt_dist.transform.hyperparameters import HyperParameter, check_at_least_zero
@@ -102,15 +103,15 @@ def _norm_update(
     inplace: bool = True,
 ) -> tuple[Updates, OptState]:
     leaves, spec = pytree.flatten(updates)
-    places = table.present(leaves)
-    grads = table.pick(leaves, places)
+    places = present(leaves)
+    grads = pick(leaves, places)
     check_dense(grads)
     measured = [grad for grad in grads if grad.numel() > 0]
     if not measured:
         return updates, state
     factor = _factor(max_norm, _total_norm(measured, order, error_if_nonfinite))
     clipped = [(grad * factor.to(grad.device)).to(grad.dtype) for grad in grads]
-    return pytree.unflatten(spec, table.put(leaves, places, clipped)), state
+    return pytree.unflatten(spec, put(leaves, places, clipped)), state
 
 
 def _factor(max_norm: HyperParameter, norm: Tensor) -> Tensor:
@@ -128,8 +129,8 @@ def _total_norm(grads: list[Tensor], order: float, error_if_nonfinite: bool) -> 
     torch's own is NaN in the second order as soon as one gradient is all zeros.
     """
     sizes = [grad.detach().abs() if grad.is_complex() else grad.detach() for grad in grads]
-    foreach = False if lists.runs_in_a_loop(grads) else None
-    value = torch.nn.utils.get_total_norm(sizes, order, error_if_nonfinite, foreach)
+    use_foreach = False if foreach.runs_in_a_loop(grads) else None
+    value = torch.nn.utils.get_total_norm(sizes, order, error_if_nonfinite, use_foreach)
     if order == 0 or not torch.is_grad_enabled():
         return value
     usable = (value > 0) & value.isfinite()
@@ -179,11 +180,11 @@ def _value_update(
     inplace: bool = True,
 ) -> tuple[Updates, OptState]:
     leaves, spec = pytree.flatten(updates)
-    places = table.present(leaves)
-    grads = table.pick(leaves, places)
+    places = present(leaves)
+    grads = pick(leaves, places)
     check_dense(grads)
     clipped = [_clamp(grad, clip_value) for grad in grads]
-    return pytree.unflatten(spec, table.put(leaves, places, clipped)), state
+    return pytree.unflatten(spec, put(leaves, places, clipped)), state
 
 
 def _clamp(grad: Tensor, limit: HyperParameter) -> Tensor:

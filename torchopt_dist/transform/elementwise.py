@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
-from torchopt_dist.ops import table
+from torchopt_dist.ops.columns import as_complex, as_real, check_tensors, pick, present, put
 from torchopt_dist.transform.base import GradientTransformation
 from torchopt_dist.typing import OptState, Params, TensorTree, Updates
 
@@ -73,7 +73,7 @@ def check_dense(grads: list[Tensor]) -> None:
         TypeError: one is sparse.
     """
     if any(grad.layout is not torch.strided for grad in grads):
-        table.check_tensors({"grads": grads})
+        check_tensors({"grads": grads})
 
 
 def _update(
@@ -88,8 +88,8 @@ def _update(
 ) -> tuple[Updates, OptState]:
     _check_state(state, state_type)
     leaves, spec = pytree.flatten(updates)
-    places = table.present(leaves)
-    grads = table.pick(leaves, places)
+    places = present(leaves)
+    grads = pick(leaves, places)
     if not sparse:
         check_dense(grads)
     fields = {
@@ -97,18 +97,18 @@ def _update(
         for name, tree in zip(state._fields, state, strict=True)
         if not _is_left_out(tree, spec)
     }
-    old = [table.pick(field, places) for field in fields.values()]
+    old = [pick(field, places) for field in fields.values()]
     _check_shapes(places, grads, dict(zip(fields, old, strict=True)))
     moved, *new = formula(
-        table.as_real(grads),
-        *(table.as_real(field) for field in old),
+        as_real(grads),
+        *(as_real(field) for field in old),
         inplace=inplace and not torch.is_grad_enabled(),
     )
     for (name, field), before, after in zip(fields.items(), old, new, strict=True):
-        fields[name] = table.put(field, places, table.as_complex(after, before))
+        fields[name] = put(field, places, as_complex(after, before))
     changed = {name: pytree.unflatten(spec, field) for name, field in fields.items()}
     return (
-        pytree.unflatten(spec, table.put(leaves, places, table.as_complex(moved, grads))),
+        pytree.unflatten(spec, put(leaves, places, as_complex(moved, grads))),
         # not `_replace`, which gives an empty tuple where torch 2.11 compiles it
         state_type(**{**state._asdict(), **changed}),
     )

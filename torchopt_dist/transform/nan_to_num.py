@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
-from torchopt_dist.ops import table
+from torchopt_dist.ops.columns import as_complex, as_real
 from torchopt_dist.transform.base import EmptyState, GradientTransformation, stateless
 from torchopt_dist.typing import OptState, Params, Updates
 
@@ -59,9 +59,9 @@ def check_replacements(nan: Any, posinf: Any, neginf: Any) -> None:
 
 def replace_nonfinite(nan: float, posinf: float | None, neginf: float | None, x: Tensor) -> Tensor:
     """``torch.nan_to_num``, and for complex tensors too with a derivative, which torch has not."""
-    parts = table.as_real([x])
+    parts = as_real([x])
     replaced = [torch.nan_to_num(part, nan, posinf, neginf) for part in parts]
-    return table.as_complex(replaced, [x])[0]
+    return as_complex(replaced, [x])[0]
 
 
 def _update(

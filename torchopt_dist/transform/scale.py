@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
-from torchopt_dist.ops import lists, table
+from torchopt_dist.ops import foreach
+from torchopt_dist.ops.columns import pick, present, put
 from torchopt_dist.transform.base import (
     ChainedGradientTransformation,
     EmptyState,
@@ -121,9 +122,9 @@ def _scale_update(
     inplace: bool = True,
 ) -> tuple[Updates, OptState]:
     leaves, spec = pytree.flatten(updates)
-    places = table.present(leaves)
-    scaled = lists.multiply(table.pick(leaves, places), sign * step_size)
-    return pytree.unflatten(spec, table.put(leaves, places, scaled)), state
+    places = present(leaves)
+    scaled = foreach.multiply(pick(leaves, places), sign * step_size)
+    return pytree.unflatten(spec, put(leaves, places, scaled)), state
 
 
 def _schedule_init(params: Params, /) -> ScaleByScheduleState:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from torchopt_dist.ops import lists
+from torchopt_dist.ops import foreach
 from torchopt_dist.transform.base import GradientTransformation
 from torchopt_dist.transform.elementwise import elementwise, filled
 from torchopt_dist.transform.hyperparameters import HyperParameter, check_at_least_zero, check_decay
@@ -73,11 +73,11 @@ def _formula(
     eps: HyperParameter,
     inplace: bool,
 ) -> tuple[list[Tensor], ...]:
-    square_avgs = lists.multiply(square_avgs, rho, inplace=inplace)
-    square_avgs = lists.add_product(square_avgs, grads, grads, 1 - rho, inplace=inplace)
-    below = lists.square_root(lists.add_number(square_avgs, eps))
-    above = lists.square_root(lists.add_number(acc_deltas, eps))
-    deltas = lists.product(lists.divide(above, below), grads)
-    acc_deltas = lists.multiply(acc_deltas, rho, inplace=inplace)
-    acc_deltas = lists.add_product(acc_deltas, deltas, deltas, 1 - rho, inplace=inplace)
+    square_avgs = foreach.multiply(square_avgs, rho, inplace=inplace)
+    square_avgs = foreach.add_product(square_avgs, grads, grads, 1 - rho, inplace=inplace)
+    below = foreach.square_root(foreach.add_number(square_avgs, eps))
+    above = foreach.square_root(foreach.add_number(acc_deltas, eps))
+    deltas = foreach.product(foreach.divide(above, below), grads)
+    acc_deltas = foreach.multiply(acc_deltas, rho, inplace=inplace)
+    acc_deltas = foreach.add_product(acc_deltas, deltas, deltas, 1 - rho, inplace=inplace)
     return deltas, square_avgs, acc_deltas

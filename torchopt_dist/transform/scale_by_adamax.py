@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from torchopt_dist.ops import counting, lists
+from torchopt_dist.ops import bias_correction, foreach
 from torchopt_dist.transform.base import GradientTransformation
 from torchopt_dist.transform.elementwise import counts, elementwise, filled
 from torchopt_dist.transform.hyperparameters import HyperParameter, check_at_least_zero, check_decay
@@ -83,12 +83,12 @@ def _formula(
     eps: HyperParameter,
     inplace: bool,
 ) -> tuple[list[Tensor], ...]:
-    steps = lists.add_number(steps, 1, inplace=inplace)
-    exp_avgs = lists.interpolate(exp_avgs, grads, 1 - b1, inplace=inplace)
-    decayed = lists.multiply(exp_infs, b2, inplace=inplace)
-    exp_infs = lists.maximum(decayed, lists.add_number(lists.absolute(grads), eps))
-    factor = lists.combine(_inverse, counting.bias_correction(b1, steps))
-    return lists.multiply(lists.divide(exp_avgs, exp_infs), factor), exp_avgs, exp_infs, steps
+    steps = foreach.add_number(steps, 1, inplace=inplace)
+    exp_avgs = foreach.interpolate(exp_avgs, grads, 1 - b1, inplace=inplace)
+    decayed = foreach.multiply(exp_infs, b2, inplace=inplace)
+    exp_infs = foreach.maximum(decayed, foreach.add_number(foreach.absolute(grads), eps))
+    factor = foreach.combine(_inverse, bias_correction.bias_correction(b1, steps))
+    return foreach.multiply(foreach.divide(exp_avgs, exp_infs), factor), exp_avgs, exp_infs, steps
 
 
 def _inverse(x: HyperParameter) -> HyperParameter:

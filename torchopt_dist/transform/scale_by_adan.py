@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchopt_dist.ops import counting, lists
+from torchopt_dist.ops import bias_correction, foreach
 from torchopt_dist.transform.base import GradientTransformation
 from torchopt_dist.transform.elementwise import counts, elementwise, filled
 from torchopt_dist.transform.hyperparameters import HyperParameter, check_at_least_zero, check_decay
@@ -94,22 +94,22 @@ def _formula(
     eps: HyperParameter,
     inplace: bool,
 ) -> tuple[list[Tensor], ...]:
-    changed = lists.combine(_changed, counting.values(steps))
-    steps = lists.add_number(steps, 1, inplace=inplace)
-    changes = lists.multiply(lists.add(grads, last_grads, -1.0), changed)
-    ahead = lists.add(grads, changes, b2)
-    exp_avgs = lists.interpolate(exp_avgs, grads, 1 - b1, inplace=inplace)
-    exp_avg_diffs = lists.interpolate(exp_avg_diffs, changes, 1 - b2, inplace=inplace)
-    exp_avg_sqs = lists.multiply(exp_avg_sqs, b3, inplace=inplace)
-    exp_avg_sqs = lists.add_product(exp_avg_sqs, ahead, ahead, 1 - b3, inplace=inplace)
+    changed = foreach.combine(_changed, bias_correction.values(steps))
+    steps = foreach.add_number(steps, 1, inplace=inplace)
+    changes = foreach.multiply(foreach.add(grads, last_grads, -1.0), changed)
+    ahead = foreach.add(grads, changes, b2)
+    exp_avgs = foreach.interpolate(exp_avgs, grads, 1 - b1, inplace=inplace)
+    exp_avg_diffs = foreach.interpolate(exp_avg_diffs, changes, 1 - b2, inplace=inplace)
+    exp_avg_sqs = foreach.multiply(exp_avg_sqs, b3, inplace=inplace)
+    exp_avg_sqs = foreach.add_product(exp_avg_sqs, ahead, ahead, 1 - b3, inplace=inplace)
 
-    left1, left2, left3 = (counting.bias_correction(b, steps) for b in (b1, b2, b3))
-    above = lists.add(
-        lists.multiply(exp_avgs, lists.combine(_inverse, left1)),
-        lists.multiply(exp_avg_diffs, lists.combine(partial(_over, b2), left2)),
+    left1, left2, left3 = (bias_correction.bias_correction(b, steps) for b in (b1, b2, b3))
+    above = foreach.add(
+        foreach.multiply(exp_avgs, foreach.combine(_inverse, left1)),
+        foreach.multiply(exp_avg_diffs, foreach.combine(partial(_over, b2), left2)),
     )
-    roots = lists.multiply(lists.square_root(exp_avg_sqs), lists.combine(_inverse_root, left3))
-    moved = lists.divide(above, lists.add_number(roots, eps))
+    roots = foreach.multiply(foreach.square_root(exp_avg_sqs), foreach.combine(_inverse_root, left3))
+    moved = foreach.divide(above, foreach.add_number(roots, eps))
     last = [_own(g) for g in grads]
     return moved, exp_avgs, exp_avg_diffs, exp_avg_sqs, last, steps
 

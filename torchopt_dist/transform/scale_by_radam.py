@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchopt_dist.ops import counting, lists
+from torchopt_dist.ops import bias_correction, foreach
 from torchopt_dist.transform.base import GradientTransformation
 from torchopt_dist.transform.elementwise import counts, elementwise, filled
 from torchopt_dist.transform.hyperparameters import (
@@ -95,20 +95,20 @@ def _formula(
     eps: HyperParameter,
     inplace: bool,
 ) -> tuple[list[Tensor], ...]:
-    steps = lists.add_number(steps, 1, inplace=inplace)
-    exp_avgs = lists.interpolate(exp_avgs, grads, 1 - b1, inplace=inplace)
-    exp_avg_sqs = lists.multiply(exp_avg_sqs, b2, inplace=inplace)
-    exp_avg_sqs = lists.add_product(exp_avg_sqs, grads, grads, 1 - b2, inplace=inplace)
-    left1, left2 = counting.bias_correction(b1, steps), counting.bias_correction(b2, steps)
-    t = counting.values(steps)
-    plain = lists.combine(partial(_plain, b2), t, left1, left2)
-    adaptive = lists.combine(partial(_adaptive, b2), t, left1, left2)
+    steps = foreach.add_number(steps, 1, inplace=inplace)
+    exp_avgs = foreach.interpolate(exp_avgs, grads, 1 - b1, inplace=inplace)
+    exp_avg_sqs = foreach.multiply(exp_avg_sqs, b2, inplace=inplace)
+    exp_avg_sqs = foreach.add_product(exp_avg_sqs, grads, grads, 1 - b2, inplace=inplace)
+    left1, left2 = bias_correction.bias_correction(b1, steps), bias_correction.bias_correction(b2, steps)
+    t = bias_correction.values(steps)
+    plain = foreach.combine(partial(_plain, b2), t, left1, left2)
+    adaptive = foreach.combine(partial(_adaptive, b2), t, left1, left2)
     if is_number(adaptive) and adaptive == 0:
-        return lists.multiply(exp_avgs, plain), exp_avgs, exp_avg_sqs, steps
-    below = lists.add_number(lists.square_root(exp_avg_sqs), eps)
-    moved = lists.multiply(lists.divide(exp_avgs, below), adaptive)
+        return foreach.multiply(exp_avgs, plain), exp_avgs, exp_avg_sqs, steps
+    below = foreach.add_number(foreach.square_root(exp_avg_sqs), eps)
+    moved = foreach.multiply(foreach.divide(exp_avgs, below), adaptive)
     if not (is_number(plain) and plain == 0):
-        moved = lists.add(moved, lists.multiply(exp_avgs, plain))
+        moved = foreach.add(moved, foreach.multiply(exp_avgs, plain))
     return moved, exp_avgs, exp_avg_sqs, steps
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from torchopt_dist.ops import lists
+from torchopt_dist.ops import foreach
 from torchopt_dist.transform.base import GradientTransformation
 from torchopt_dist.transform.elementwise import elementwise, filled
 from torchopt_dist.transform.hyperparameters import HyperParameter, check_at_least_zero
@@ -63,5 +63,5 @@ def _init(value: float, requires_grad: bool, params: Params, /) -> ScaleByRssSta
 def _formula(
     grads: list[Tensor], sums: list[Tensor], *, eps: HyperParameter, inplace: bool
 ) -> tuple[list[Tensor], ...]:
-    sums = lists.add_product(sums, grads, grads, inplace=inplace)
-    return lists.divide(grads, lists.add_number(lists.square_root(sums), eps)), sums
+    sums = foreach.add_product(sums, grads, grads, inplace=inplace)
+    return foreach.divide(grads, foreach.add_number(foreach.square_root(sums), eps)), sums

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchopt_dist.ops import counting, lists
+from torchopt_dist.ops import bias_correction, foreach
 from torchopt_dist.transform.base import GradientTransformation, identity
 from torchopt_dist.transform.elementwise import counts, elementwise, filled
 from torchopt_dist.transform.hyperparameters import HyperParameter, check_at_least_zero, is_zero
@@ -97,14 +97,14 @@ def _formula(
     nesterov: bool,
     inplace: bool,
 ) -> tuple[list[Tensor], ...]:
-    sums = lists.multiply(sums, momentum, inplace=inplace)
+    sums = foreach.multiply(sums, momentum, inplace=inplace)
     if steps:  # there is dampening, and the first gradient is not dampened
-        taken = lists.combine(partial(_taken, dampening), counting.values(steps[0]))
-        sums = lists.add(sums, lists.multiply(grads, taken), inplace=inplace)
-        steps = (lists.add_number(steps[0], 1, inplace=inplace),)
+        taken = foreach.combine(partial(_taken, dampening), bias_correction.values(steps[0]))
+        sums = foreach.add(sums, foreach.multiply(grads, taken), inplace=inplace)
+        steps = (foreach.add_number(steps[0], 1, inplace=inplace),)
     else:
-        sums = lists.add(sums, grads, inplace=inplace)
-    moved = lists.add(grads, sums, momentum) if nesterov else sums
+        sums = foreach.add(sums, grads, inplace=inplace)
+    moved = foreach.add(grads, sums, momentum) if nesterov else sums
     return moved, sums, *steps
 
 

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 if TYPE_CHECKING:
     from typing import Self
 
-__all__ = ["Recorded", "option"]
+__all__ = ["RecordingMode", "option"]
 
 
 class _Number(float):
@@ -84,7 +84,7 @@ def _kept(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else _tensor(value)
 
 
-class Recorded(TorchFunctionMode):
+class RecordingMode(TorchFunctionMode):
     """The operations of an optimizer's step → the same values, with derivatives."""
 
     def __torch_function__(

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from torchopt_dist import pytree
-from torchopt_dist.ops import table
+from torchopt_dist.ops.columns import as_complex, as_real, pick, present, put
 from torchopt_dist.transform.base import InPlaceFn, RecordedFn
 from torchopt_dist.transform.hyperparameters import is_number
 from torchopt_dist.typing import OptState, Params, Updates
@@ -64,13 +64,13 @@ def _step_in_place(
     columns = {name: _leaves(field) for name, field in fields.items()}
     picked = {name: column for name, column in columns.items() if column}
     given = [list(params), list(grads)]
-    places = table.present(grads)
+    places = present(grads)
     if len(places) < len(grads):
-        picked = {name: table.pick(column, places) for name, column in picked.items()}
-        given = [table.pick(column, places) for column in given]
+        picked = {name: pick(column, places) for name, column in picked.items()}
+        given = [pick(column, places) for column in given]
     if any(map(Tensor.is_complex, given[0])):
-        given = [table.as_real(column) for column in given]
-        picked = {name: table.as_real(column) for name, column in picked.items()}
+        given = [as_real(column) for column in given]
+        picked = {name: as_real(column) for name, column in picked.items()}
     op(*given, **picked, **options)
 
 
@@ -90,7 +90,7 @@ def _step_recorded(
 ) -> tuple[Params, OptState]:
     leaves, spec = pytree.flatten(params)
     slopes = pytree.flatten_like(spec, grads, "updates", "params")
-    places = table.present(slopes)
+    places = present(slopes)
     fields = {
         (link, name): pytree.flatten_like(spec, field, f"state.{name}", "updates")
         for link, own in enumerate(state)
@@ -98,18 +98,18 @@ def _step_recorded(
         for name, field in zip(own._fields, own, strict=True)
         if not (leaves and type(field) is tuple and not field)
     }
-    before = [table.pick(column, places) for column in (leaves, *fields.values())]
-    given = [table.pick(slopes, places), *before]
+    before = [pick(column, places) for column in (leaves, *fields.values())]
+    given = [pick(slopes, places), *before]
     some_are_complex = any(x.is_complex() for x in before[0])
     if some_are_complex:
-        given = [table.as_real(column) for column in given]
+        given = [as_real(column) for column in given]
     grads_, params_, *old = given
     named = {f"{name}s": column for (_, name), column in zip(fields, old, strict=True)}
     made = op(grads_, params=params_, **named, **options)
     if some_are_complex:
-        made = tuple(table.as_complex(new, like) for new, like in zip(made, before, strict=True))
+        made = tuple(as_complex(new, like) for new, like in zip(made, before, strict=True))
     moved, *after = (
-        pytree.unflatten(spec, table.put(column, places, new))
+        pytree.unflatten(spec, put(column, places, new))
         for column, new in zip((leaves, *fields.values()), made, strict=True)
     )
     changed = dict(zip(fields, after, strict=True))

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from torchopt_dist.ops import library
-from torchopt_dist.ops.lists import Factors
+from torchopt_dist.ops.foreach import Factors
 
 __all__ = ["obstacle", "sees", "transforms_allow", "use_kernel"]
 

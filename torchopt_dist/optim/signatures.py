@@ -40,7 +40,11 @@ def signature(
 
 
 def bind(
-    cls: type, face: inspect.Signature, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    cls: type,
+    signature: inspect.Signature,
+    target: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> dict[str, Any]:
     """The function's arguments, by name and with defaults, from those that a class was called with.
 
@@ -48,7 +52,7 @@ def bind(
         TypeError: an argument is missing, unknown or given twice; the message names the class.
     """
     try:
-        bound = face.bind(target, *args, **kwargs)
+        bound = signature.bind(target, *args, **kwargs)
     except TypeError as error:
         raise TypeError(f"{cls.__name__}: {error}") from None
     bound.apply_defaults()
@@ -56,14 +60,18 @@ def bind(
 
 
 def only_transformation(
-    cls: type, face: inspect.Signature, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    cls: type,
+    signature: inspect.Signature,
+    target: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> GradientTransformation:
     """The transformation that a class without a function of its own was called with.
 
     Raises:
         TypeError: as :func:`bind`; or it is no gradient transformation.
     """
-    impl = bind(cls, face, target, args, kwargs)["impl"]
+    impl = bind(cls, signature, target, args, kwargs)["impl"]
     if not isinstance(impl, GradientTransformation):
         raise TypeError(f"`impl` must be a GradientTransformation, got {type(impl).__name__}")
     return impl

@@ -4,7 +4,7 @@
 #include "arguments.h"
 #include "layout.h"
 #include "parallel.h"
-#include "stream.h"
+#include "streaming_store.h"
 
 #include <algorithm>
 #include <array>
