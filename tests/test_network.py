@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from tests.worlds import free_port
-from torchopt_dist import network
-from torchopt_dist.network import choose_interface, local_address
+from torchopt_dist import _network
+from torchopt_dist._network import choose_interface, local_address
 
 VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
@@ -51,7 +51,7 @@ def test_an_unknown_host_sets_nothing():
 
 
 def test_an_address_of_no_interface_sets_nothing(monkeypatch):
-    monkeypatch.setattr(network, "local_address", lambda host: "192.0.2.1")
+    monkeypatch.setattr(_network, "local_address", lambda host: "192.0.2.1")
     assert choose_interface("127.0.0.1") is None
     assert chosen() == dict.fromkeys(VARIABLES)
 
@@ -64,7 +64,7 @@ def test_the_zone_of_an_address_is_no_part_of_it(monkeypatch):
         return {"eth0": [entry("fe80::10%eth0")], "eth1": [entry("fe80::1%eth1")]}
 
     monkeypatch.setattr(psutil, "net_if_addrs", interfaces)
-    monkeypatch.setattr(network, "local_address", lambda host: "fe80::1")
+    monkeypatch.setattr(_network, "local_address", lambda host: "fe80::1")
     assert choose_interface("fe80::2") == "eth1"
     assert chosen() == dict.fromkeys(VARIABLES, "eth1")
 

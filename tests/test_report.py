@@ -169,9 +169,9 @@ def test_without_a_network_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(*_: object) -> str:
         raise OSError("Network is unreachable")
 
-    for variable in (*page.network.VARIABLES, "MASTER_ADDR"):
+    for variable in (*page._network.VARIABLES, "MASTER_ADDR"):
         monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setattr(page.network, "local_address", unreachable)
+    monkeypatch.setattr(page._network, "local_address", unreachable)
     told = page.collect()["network"]
     assert isinstance(told, dict)
     assert told["to the outside"] == "no route"

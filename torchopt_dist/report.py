@@ -17,7 +17,7 @@ import psutil
 import torch
 
 import torchopt_dist
-from torchopt_dist import network
+from torchopt_dist import _network
 from torchopt_dist.launch.cluster import find_hosts, name_hosts
 from torchopt_dist.launch.machine import is_this_machine
 from torchopt_dist.ops import library
@@ -152,7 +152,7 @@ def _kernels() -> Value:
     }
 
 
-def _network() -> Value:
+def _interfaces() -> Value:
     families = (socket.AF_INET, socket.AF_INET6)
     states, addresses = psutil.net_if_stats(), psutil.net_if_addrs()
     known = {
@@ -175,16 +175,16 @@ def _network() -> Value:
 def _route(host: str) -> str | None:
     """The address that packets to a host leave from."""
     try:
-        return network.local_address(host)
+        return _network.local_address(host)
     except OSError:
         return None
 
 
 def _interface_variables(host: str) -> dict[str, Value]:
     """What ``auto_init_rpc`` would set if workers met at a host. The environment stays as it is."""
-    before = {name: os.environ.get(name) for name in network.VARIABLES}
+    before = {name: os.environ.get(name) for name in _network.VARIABLES}
     try:
-        network.choose_interface(host)
+        _network.choose_interface(host)
         return {name: os.environ.get(name, "not set, since no interface routes there") for name in before}
     finally:
         for name, value in before.items():
@@ -253,7 +253,7 @@ def _launch() -> Value:
 SECTIONS: dict[str, Callable[[], Value]] = {
     "versions": _versions,
     "kernels": _kernels,
-    "network": _network,
+    "network": _interfaces,
     "processor": _processor,
     "memory": _memory,
     "GPUs": _gpus,

@@ -11,7 +11,7 @@ from torch import nn
 from torch.func import functional_call
 
 import torchopt_dist as todist
-from torchopt_dist.distributed.serve import kept_graphs
+from torchopt_dist.distributed._request_handler import kept_graphs
 
 
 class Net(nn.Module):

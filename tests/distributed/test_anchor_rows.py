@@ -12,7 +12,7 @@ HERE = Path(__file__).parent
 ROWS = {
     "uneven splits": "test_dim_partitioner.py::test_shares_cover_all_in_order_and_differ_by_one_at_most",
     "mean of uneven splits": "test_reduce.py::test_on_four_workers_the_mean_of_seven_is_three",
-    "a broadcast argument travels once": "test_message.py::test_what_is_shared_travels_once",
+    "a broadcast argument travels once": "test_serialization.py::test_what_is_shared_travels_once",
     "self is a plain call": "test_calls.py::test_own_share_is_a_plain_call",
     "parameters get gradients without a clone": "test_remote_graph.py::test_plain_backward_fills_grad",
     "what cannot be connected is an error": "test_remote_graph_errors.py::test_what_cannot_be_connected_is_an_error",
@@ -24,12 +24,12 @@ ROWS = {
     "partitioners are picklable": "test_dim_partitioner.py::test_partitioners_can_be_copied",
     "the caller's state": "test_calls.py::test_the_caller_s_state_travels",
     "exceptions keep their type": "test_remote_errors.py::test_each_kind_arrives_from_a_worker",
-    "no time-out unless asked": "test_rpc_options.py::test_calls_have_no_timeout_by_default",
+    "no time-out unless asked": "test_init_rpc_options.py::test_calls_have_no_timeout_by_default",
     "repeated grad and backward": "test_autograd.py::test_repeated_calls_in_one_context_are_exact",
     "the environment is read when asked": "test_world.py::test_the_environment_is_read_when_asked",
     "worker_init_fn raises on one rank": "test_endings.py::test_worker_init_fn_that_raises_on_one_rank_ends_all",
-    "auto_init_rpc inside main": "test_rpc.py::test_auto_init_rpc_inside_main_uses_the_group_that_is_there",
-    "auto_init_rpc again": "test_rpc.py::test_a_second_group_is_made_after_the_first_has_ended",
+    "auto_init_rpc inside main": "test_init_rpc.py::test_auto_init_rpc_inside_main_uses_the_group_that_is_there",
+    "auto_init_rpc again": "test_init_rpc.py::test_a_second_group_is_made_after_the_first_has_ended",
     "second order": "test_remote_graph.py::test_first_and_second_order_pass_gradcheck",
 }
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torchopt_dist as todist
 from tests.distributed.bare import Bare, say, watch
 from tests.worlds import free_port
-from torchopt_dist.distributed import rendezvous
+from torchopt_dist.distributed import _rendezvous
 
 pytestmark = pytest.mark.timeout(40)
 
@@ -23,8 +23,8 @@ def handshake(store, world_size, seconds=10.0, order=None):
 
     def rank(number):
         if number == 0:
-            return rendezvous._welcome(store, world_size, deadline)
-        return rendezvous._say_hello(store, number, deadline)
+            return _rendezvous._welcome(store, world_size, deadline)
+        return _rendezvous._say_hello(store, number, deadline)
 
     with ThreadPoolExecutor(world_size) as threads:
         futures = {number: threads.submit(rank, number) for number in order or range(world_size)}
@@ -66,7 +66,7 @@ def test_what_an_earlier_run_has_left_does_not_matter(order):
         store.set(f"hello/{rank}", f"token{rank}")
         store.set(f"welcome/token{rank}", "stale")
         store.set(f"ack/stale/{rank}", "")
-    store.set("lifeline", "stale")
+    store.set("membership", "stale")
     nonces = handshake(store, 3, order=order)
     assert len(set(nonces)) == 1
     assert nonces[0] != "stale"
@@ -76,7 +76,7 @@ def test_a_hello_of_the_dead_is_not_taken_for_the_living():
     store = dist.HashStore()
     store.set("hello/1", "dead")
     with pytest.raises(todist.InitializationError, match="missing: rank 1"):
-        rendezvous._welcome(store, 2, time.monotonic() + 0.1)
+        _rendezvous._welcome(store, 2, time.monotonic() + 0.1)
     # It has been answered, and nobody has read the answer.
     assert store.check(["welcome/dead"])
     nonces = handshake(store, 2)
@@ -88,8 +88,8 @@ def test_the_missing_are_named(monkeypatch):
     store = dist.HashStore()
     with ThreadPoolExecutor(2) as threads:
         deadline = time.monotonic() + 0.2
-        hub = threads.submit(rendezvous._welcome, store, 4, deadline)
-        threads.submit(rendezvous._say_hello, store, 2, deadline)
+        hub = threads.submit(_rendezvous._welcome, store, 4, deadline)
+        threads.submit(_rendezvous._say_hello, store, 2, deadline)
         with pytest.raises(todist.InitializationError) as caught:
             hub.result()
     assert "0.2 s (TODIST_INIT_TIMEOUT) for all 4 workers; missing: rank 1, 3" in str(caught.value)
@@ -98,7 +98,7 @@ def test_the_missing_are_named(monkeypatch):
 def test_without_rank_zero_the_others_say_so(monkeypatch):
     monkeypatch.setenv("TODIST_INIT_TIMEOUT", "0.1")
     with pytest.raises(todist.InitializationError, match=r"rank 3 waited 0\.1 s .* for rank 0"):
-        rendezvous._say_hello(dist.HashStore(), 3, time.monotonic() + 0.1)
+        _rendezvous._say_hello(dist.HashStore(), 3, time.monotonic() + 0.1)
 
 
 # How long to wait.
@@ -109,14 +109,14 @@ def test_the_timeout_is_read_when_asked(monkeypatch, text, seconds):
     monkeypatch.delenv("TODIST_INIT_TIMEOUT", raising=False)
     if text is not None:
         monkeypatch.setenv("TODIST_INIT_TIMEOUT", text)
-    assert rendezvous.init_timeout() == seconds
+    assert _rendezvous.init_timeout() == seconds
 
 
 @pytest.mark.parametrize("text", ["", "soon", "0", "-1", "nan", "inf"])
 def test_a_bad_timeout_is_told(monkeypatch, text):
     monkeypatch.setenv("TODIST_INIT_TIMEOUT", text)
     with pytest.raises(todist.InitializationError) as caught:
-        rendezvous.init_timeout()
+        _rendezvous.init_timeout()
     assert f"TODIST_INIT_TIMEOUT must be a positive number of seconds, got {text!r}" in str(caught.value)
 
 
@@ -132,8 +132,8 @@ def test_a_bad_timeout_is_told_on_every_rank():
 def test_a_world_of_one_meets_nobody_and_opens_no_port(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "no-such-host.invalid")
     monkeypatch.setenv("MASTER_PORT", "1")
-    first, store = rendezvous.meet(0, 1, "env://")
-    second, _ = rendezvous.meet(0, 1, "env://")
+    first, store = _rendezvous.meet(0, 1, "env://")
+    second, _ = _rendezvous.meet(0, 1, "env://")
     assert first != second
     store.set("key", "value")
     assert store.get("key") == b"value"
@@ -146,7 +146,7 @@ def test_stores_of_two_runs_in_one_place_share_no_key(agent_store, monkeypatch):
     with ThreadPoolExecutor(2) as threads:
 
         def meet():
-            ranks = [threads.submit(rendezvous.meet, rank, 2, "env://") for rank in range(2)]
+            ranks = [threads.submit(_rendezvous.meet, rank, 2, "env://") for rank in range(2)]
             return [rank.result()[1] for rank in ranks]
 
         (first, first_seen), (second, _) = meet(), meet()
@@ -224,9 +224,9 @@ def test_a_world_forms_after_one_that_was_killed(agent_store, tmp_path):
 
     def killed_while_meeting():
         if os.environ["RANK"] == "1":
-            rendezvous.POLL_SECONDS = 0.0
-            rendezvous.time = Fatal()
-            rendezvous.meet(1, 2, "env://")
+            _rendezvous.POLL_SECONDS = 0.0
+            _rendezvous.time = Fatal()
+            _rendezvous.meet(1, 2, "env://")
         assert not watch(tmp_path / "never", 0.0)
 
     class Fatal:

@@ -8,7 +8,7 @@ import pytest
 import torchopt_dist as todist
 from tests.launch import exceptions
 from tests.launch.exceptions import MoreSlots, Mute, NoArgs, NoDict, Own, Picked, WithMeta
-from torchopt_dist.failure import RemoteFailure
+from torchopt_dist._serialized_exception import SerializedException
 from torchopt_dist.launch import launch
 from torchopt_dist.launch.failures import revive
 
@@ -32,7 +32,7 @@ def caught(error):
 
 
 def there_and_back(error):
-    failure = RemoteFailure.of(caught(error))
+    failure = SerializedException.of(caught(error))
     return revive(failure.traceback, cloudpickle.dumps(failure), "rank 3")
 
 
@@ -63,9 +63,11 @@ def test_such_an_exception_comes_through_a_launch(kind, launches):
 
 
 def test_a_class_that_can_be_told_only_here_is_told_in_words(monkeypatch):
-    failure = RemoteFailure.of(caught(NoDict("text")))
+    failure = SerializedException.of(caught(NoDict("text")))
     pickled = cloudpickle.dumps(failure)
-    monkeypatch.setattr(RemoteFailure, "to_error", lambda failure, worker: ValueError(worker, failure.args))
+    monkeypatch.setattr(
+        SerializedException, "to_error", lambda failure, worker: ValueError(worker, failure.args)
+    )
     assert revive(failure.traceback, pickled, "rank 3").args == ("rank 3", ("text",))
     monkeypatch.delattr(exceptions, "NoDict")
     (worker, (told,)) = revive(failure.traceback, pickled, "rank 3").args

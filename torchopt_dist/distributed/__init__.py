@@ -2,6 +2,7 @@
 
 from torchopt_dist.distributed import autograd
 from torchopt_dist.distributed.autograd import is_available
+from torchopt_dist.distributed.init_rpc import auto_init_rpc, barrier
 from torchopt_dist.distributed.parallelize import (
     parallelize,
     parallelize_async,
@@ -20,7 +21,6 @@ from torchopt_dist.distributed.partition import (
     replicated,
 )
 from torchopt_dist.distributed.reduce import concatenate_reducer, mean_reducer, stack_reducer, sum_reducer
-from torchopt_dist.distributed.rpc import auto_init_rpc, barrier
 from torchopt_dist.distributed.world import (
     WorldInfo,
     default_worker_name_format,

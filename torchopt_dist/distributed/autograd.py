@@ -15,6 +15,7 @@ import torch.distributed.autograd as dist_autograd
 from torch import Tensor
 from torch.distributed.autograd import DistAutogradContext
 
+from torchopt_dist._torch_private import tensor_version
 from torchopt_dist.distributed.world import roster
 from torchopt_dist.typing import TensorOrTensors, TupleOfOptionalTensors
 
@@ -112,7 +113,7 @@ def _differentiate(context_id: int, roots: list[Tensor], retain_graph: bool) -> 
     sum is then exact, and a leaf that took part shows by its tensor's version.
     """
     try:
-        dist_autograd._retrieve_context(context_id)
+        there = get_gradients(context_id)
     except RuntimeError:
         raise RuntimeError(
             f"there is no autograd context {context_id}: it has been left, or never was"
@@ -126,13 +127,14 @@ def _differentiate(context_id: int, roots: list[Tensor], retain_graph: bool) -> 
             raise RuntimeError(f"tensor {index} does not require grad and has no graph")
     before = {}
     with torch.no_grad():
-        for leaf, gradient in get_gradients(context_id).items():
-            before[leaf] = (gradient.data_ptr(), gradient.zero_()._version)
+        for leaf, gradient in there.items():
+            before[leaf] = (gradient.data_ptr(), tensor_version(gradient.zero_()))
     dist_autograd.backward(context_id, roots, retain_graph=retain_graph)
     return {
         leaf: gradient.clone()
         for leaf, gradient in get_gradients(context_id).items()
-        if before.get(leaf) != (gradient.data_ptr(), gradient._version)
+        if tensor_version(gradient) is None
+        or before.get(leaf) != (gradient.data_ptr(), tensor_version(gradient))
     }
 
 

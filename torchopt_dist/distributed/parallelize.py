@@ -11,19 +11,19 @@ from typing import Any, ParamSpec
 from torch import Tensor
 from torch.futures import Future
 
-from torchopt_dist.distributed import execute, remote_graph
-from torchopt_dist.distributed.accumulators import hold_accumulators
-from torchopt_dist.distributed.caller_state import CallerState
-from torchopt_dist.distributed.gather import gather
+from torchopt_dist._serialized_exception import SerializedException
+from torchopt_dist.distributed import _execute, _remote_graph
+from torchopt_dist.distributed._caller_state import CallerState
+from torchopt_dist.distributed._device_placement import may_move_a_clone, placed
+from torchopt_dist.distributed._gather import gather
+from torchopt_dist.distributed._grad_accumulators import hold_grad_accumulators
+from torchopt_dist.distributed._payload import ExecutionOptions, group_by_worker
+from torchopt_dist.distributed._thread_pool import run_in_thread
+from torchopt_dist.distributed.init_rpc import default_timeout
 from torchopt_dist.distributed.partition import Partitioner, check_partitioner, partition
-from torchopt_dist.distributed.payload import How, group_by_worker
-from torchopt_dist.distributed.placement import may_move_a_clone, placed
 from torchopt_dist.distributed.reduce import check_reducer
-from torchopt_dist.distributed.rpc import default_timeout
-from torchopt_dist.distributed.threads import run_in_thread
 from torchopt_dist.distributed.transport import LocalTransport
 from torchopt_dist.distributed.world import get_rank, roster
-from torchopt_dist.failure import RemoteFailure
 from torchopt_dist.typing import Args, KwArgs
 
 __all__ = ["parallelize", "parallelize_async", "parallelize_sync", "remote_async_call", "remote_sync_call"]
@@ -77,7 +77,9 @@ def remote_sync_call(
         TypeError: an argument is of the wrong kind.
         ValueError: the arguments cannot be split, or a worker is unknown.
     """
-    call = _Call(func, args, kwargs, partitioner, reducer, timeout, How(vectorize, chunk_size, device))
+    call = _Call(
+        func, args, kwargs, partitioner, reducer, timeout, ExecutionOptions(vectorize, chunk_size, device)
+    )
     call.run_own_share()
     return call.finish()
 
@@ -103,11 +105,11 @@ def remote_async_call(
     Returns:
         A future whose ``wait()`` returns the result or raises what the call raised.
     """
-    settings = How(vectorize, chunk_size, device)
+    settings = ExecutionOptions(vectorize, chunk_size, device)
     call = _Call(func, args, kwargs, partitioner, reducer, timeout, settings, snapshot=True)
     state = CallerState.capture()
     future: Future[Any] = Future()
-    held = hold_accumulators(call.own_tensors())
+    held = hold_grad_accumulators(call.own_tensors())
 
     def work() -> None:
         try:
@@ -120,7 +122,7 @@ def remote_async_call(
         except (
             BaseException
         ) as error:  # `sys.exit` in an own share: it ends this thread only, and somebody waits
-            future.set_exception(RemoteFailure.of(error).to_error(roster.require()[get_rank()]))
+            future.set_exception(SerializedException.of(error).to_error(roster.require()[get_rank()]))
         else:
             future.set_result(result)
 
@@ -139,7 +141,7 @@ class _Call:
         partitioner: Partitioner | None,
         reducer: Callable[..., Any] | None,
         timeout: float | None,
-        how: How,
+        options: ExecutionOptions,
         *,
         snapshot: bool = False,
     ) -> None:
@@ -155,10 +157,10 @@ class _Call:
         seconds = _seconds(timeout)
         self.reduce = check_reducer(reducer)
         self.partitions = partition(partitioner, tuple(args or ()), dict(kwargs or {}))
-        self.payloads = group_by_worker(func, self.partitions, how)
+        self.payloads = group_by_worker(func, self.partitions, options)
         self.me = get_rank()
         self.values = {
-            worker: remote_graph.call(worker, payload, seconds, snapshot=snapshot)
+            worker: _remote_graph.call(worker, payload, seconds, snapshot=snapshot)
             for worker, (payload, _) in self.payloads.items()
             if worker != self.me
         }
@@ -173,11 +175,11 @@ class _Call:
             return
         payload = self.payloads[self.me][0]
         if may_move_a_clone(payload):
-            self.values[self.me] = remote_graph.call(self.me, payload, 0, LocalTransport())
+            self.values[self.me] = _remote_graph.call(self.me, payload, 0, LocalTransport())
             return
         own = self.values[self.me] = concurrent.futures.Future()
         try:
-            own.set_result(execute.run(placed(payload)))
+            own.set_result(_execute.run(placed(payload)))
         except Exception as error:
             own.set_exception(error)
 
@@ -213,7 +215,7 @@ def parallelize(
         loss = loss_fn(model, batch, targets)  # on all workers, a part of the batch each
         loss.backward()
     """
-    settings = _checked(partitioner, reducer, timeout, How(vectorize, chunk_size, device))
+    settings = _checked(partitioner, reducer, timeout, ExecutionOptions(vectorize, chunk_size, device))
     return functools.partial(_decorate, remote_sync_call, settings)
 
 
@@ -230,7 +232,7 @@ def parallelize_async(
     device: str | None = None,
 ) -> Callable[[Callable[P, Any]], Callable[P, Future[Any]]]:
     """Like :func:`parallelize`, but a call returns a future at once; see :func:`remote_async_call`."""
-    settings = _checked(partitioner, reducer, timeout, How(vectorize, chunk_size, device))
+    settings = _checked(partitioner, reducer, timeout, ExecutionOptions(vectorize, chunk_size, device))
     return functools.partial(_decorate, remote_async_call, settings)
 
 
@@ -248,13 +250,16 @@ def _decorate(call: Callable[..., Any], settings: dict[str, Any], func: Callable
 
 
 def _checked(
-    partitioner: Partitioner | None, reducer: Callable[..., Any] | None, timeout: float | None, how: How
+    partitioner: Partitioner | None,
+    reducer: Callable[..., Any] | None,
+    timeout: float | None,
+    options: ExecutionOptions,
 ) -> dict[str, Any]:
     """The settings of a decorator, checked as far as they can be before there is an RPC group."""
     check_partitioner(partitioner)
     check_reducer(reducer)
     _seconds(timeout, default=lambda: 0.0)
-    return {"partitioner": partitioner, "reducer": reducer, "timeout": timeout, **asdict(how)}
+    return {"partitioner": partitioner, "reducer": reducer, "timeout": timeout, **asdict(options)}
 
 
 def _seconds(timeout: float | None, default: Callable[[], float] = default_timeout) -> float:

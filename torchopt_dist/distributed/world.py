@@ -69,7 +69,7 @@ class WorldInfo:
 
 
 class Roster:
-    """The workers of the living RPC group, by rank; empty when there is none. Filled by ``rpc.py``."""
+    """The workers of the living RPC group, by rank; empty when there is none. Filled by ``init_rpc.py``."""
 
     def __init__(self) -> None:
         self.names: tuple[str, ...] = ()

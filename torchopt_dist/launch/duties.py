@@ -19,8 +19,8 @@ from typing import Any, NoReturn, TypeVar
 import cloudpickle
 import setproctitle
 
+from torchopt_dist._serialized_exception import SerializedException, safe_repr
 from torchopt_dist.errors import SerializationError
-from torchopt_dist.failure import RemoteFailure, told
 from torchopt_dist.launch.messages import unpack
 
 __all__ = ["asked_to_exit", "describe", "leave", "read_task", "read_value", "settle", "write_value"]
@@ -60,7 +60,8 @@ def read_task(task: T, read: Callable[[T], Task]) -> Task:
         function, args, kwargs = read(task)
     except Exception as error:
         raise SerializationError(
-            f"the function or its arguments cannot be read on the worker: {type(error).__name__}: {told(error, str)}"
+            "the function or its arguments cannot be read on the worker: "
+            f"{type(error).__name__}: {safe_repr(error, str)}"
         ) from error
     _fill_main((function, *args, *kwargs.values()))
     return function, args, kwargs
@@ -110,8 +111,8 @@ def write_value(value: object, rank: int, write: Callable[[object], T]) -> T:
         return write(value)
     except Exception as error:
         raise SerializationError(
-            f"rank {rank} returned {type(value).__name__} {told(value):.200}, which cannot be sent to the launcher: "
-            f"{type(error).__name__}: {told(error, str)}"
+            f"rank {rank} returned {type(value).__name__} {safe_repr(value):.200}, "
+            f"which cannot be sent to the launcher: {type(error).__name__}: {safe_repr(error, str)}"
         ) from None
 
 
@@ -129,13 +130,13 @@ def read_value(packed: int, who: str) -> Any:
         return unpack(packed)
     except Exception as error:
         raise SerializationError(
-            f"what {who} returned cannot be read by the launcher: {type(error).__name__}: {told(error, str)}"
+            f"what {who} returned cannot be read by the launcher: {type(error).__name__}: {safe_repr(error, str)}"
         ) from error
 
 
 def describe(error: BaseException) -> tuple[str, bytes]:
     """The traceback of what a worker has raised, and that as pickled data."""
-    failure = RemoteFailure.of(error)
+    failure = SerializedException.of(error)
     try:
         return failure.traceback, cloudpickle.dumps(failure)
     except Exception:  # its parts can be sent one by one, and yet not together

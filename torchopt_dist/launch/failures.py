@@ -9,13 +9,13 @@ import time
 
 import torch.distributed as dist
 
+from torchopt_dist._serialized_exception import SerializedException, safe_repr
 from torchopt_dist.errors import (
     PeerFailedError,
     RemoteError,
     WorkerFailedError,
     WorkerLostError,
 )
-from torchopt_dist.failure import RemoteFailure, told
 
 __all__ = ["EXIT_SECONDS", "Failures", "death", "halt", "may_be_an_echo", "revive"]
 
@@ -65,7 +65,7 @@ def may_be_an_echo(error: Exception) -> bool:
     """Whether the error may follow from another worker's: somebody hung up."""
     if isinstance(error, (PeerFailedError, WorkerLostError, ConnectionError, dist.DistError)):
         return True
-    return isinstance(error, RuntimeError) and bool(BROKEN.search(told(error, str)))
+    return isinstance(error, RuntimeError) and bool(BROKEN.search(safe_repr(error, str)))
 
 
 def revive(text: str, pickled: bytes, worker: str) -> Exception:
@@ -73,15 +73,15 @@ def revive(text: str, pickled: bytes, worker: str) -> Exception:
 
     Args:
         text: its traceback there.
-        pickled: a pickled :class:`~torchopt_dist.errors.RemoteFailure`.
+        pickled: a pickled :class:`~torchopt_dist.errors.SerializedException`.
         worker: who sent it.
     """
     try:
-        failure: RemoteFailure = pickle.loads(pickled)
+        failure: SerializedException = pickle.loads(pickled)
         return failure.to_error(worker)
     except Exception:  # its class is known on the worker only, or does not admit to be made here
         words = (text.strip().rpartition("\n")[2],)
-        return RemoteFailure(RemoteError, words, words, {}, text).to_error(worker)
+        return SerializedException(RemoteError, words, words, {}, text).to_error(worker)
 
 
 def death(rank: int, host: str, status: int, log: tuple[str, ...], *, asked: bool) -> WorkerFailedError:

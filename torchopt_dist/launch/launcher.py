@@ -19,8 +19,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
+from torchopt_dist._serialized_exception import safe_repr
 from torchopt_dist.errors import SerializationError
-from torchopt_dist.failure import told
 from torchopt_dist.launch.attempts import run_attempts
 from torchopt_dist.launch.cluster import find_hosts
 from torchopt_dist.launch.elastic import reach_some, run_elastic
@@ -296,6 +296,6 @@ def _pack_task(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
             except Exception as cause:
                 raise SerializationError(
                     f"`{name}` must be something that can be pickled, since workers are other processes, got "
-                    f"{type(part).__name__} {told(part):.200}: {type(cause).__name__}: {told(cause, str)}"
+                    f"{type(part).__name__} {safe_repr(part):.200}: {type(cause).__name__}: {safe_repr(cause, str)}"
                 ) from error
         raise SerializationError(f"the arguments cannot be sent to the workers: {error}") from error

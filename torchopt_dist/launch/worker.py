@@ -10,10 +10,10 @@ import socket
 import sys
 from typing import NoReturn
 
+from torchopt_dist._network import choose_interface
 from torchopt_dist.launch.duties import asked_to_exit, describe, leave, read_task, settle, write_value
 from torchopt_dist.launch.meeting import LOOPBACK
 from torchopt_dist.launch.messages import Header, Raised, Returned, Running, StartWorker, pack, send, unpack
-from torchopt_dist.network import choose_interface
 
 __all__ = ["work"]
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from torchopt_dist import pytree
-from torchopt_dist.nn import containers
-from torchopt_dist.nn.copier import TensorCopier, detached
+from torchopt_dist.nn import _tensor_dicts
+from torchopt_dist.nn._tensor_copier import TensorCopier, detached
 from torchopt_dist.typing import (
     CopyMode,
     Device,
@@ -128,8 +128,8 @@ def extract_state_dict(
             named = target.named_parameters(remove_duplicate=False)
             visual = {f"{visual_prefix}{name}": take(tensor) for name, tensor in named}
         return ModuleState(
-            params=_taken(containers.parameter_containers(target), take),
-            buffers=_taken(containers.buffer_containers(target), take_buffer) if with_buffers else (),
+            params=_taken(_tensor_dicts.parameter_containers(target), take),
+            buffers=_taken(_tensor_dicts.buffer_containers(target), take_buffer) if with_buffers else (),
             visual_contents=visual,
             detach_buffers=detach_buffers,
         )
@@ -154,7 +154,7 @@ def recover_state_dict(target: nn.Module | StateHolder, state: ModuleState | Seq
     if isinstance(target, nn.Module):
         if not isinstance(state, ModuleState):
             raise TypeError(f"`state` must be a ModuleState to recover a module, got {type(state).__name__}")
-        params, buffers = containers.parameter_containers(target), containers.buffer_containers(target)
+        params, buffers = _tensor_dicts.parameter_containers(target), _tensor_dicts.buffer_containers(target)
         _check_names(params, state.params, "params")
         _check_shapes(params, state.params)
         if state.buffers:
@@ -220,8 +220,8 @@ def stop_gradient(target: ModuleState | nn.Module | StateHolder | TensorTree) ->
         TypeError: ``target`` is none of these.
     """
     if isinstance(target, nn.Module):
-        held = (*containers.parameter_containers(target), *containers.buffer_containers(target))
-        containers.replace(target, _detachments(held))
+        held = (*_tensor_dicts.parameter_containers(target), *_tensor_dicts.buffer_containers(target))
+        _tensor_dicts.replace(target, _detachments(held))
     elif isinstance(target, ModuleState):
         held = (*target.params, *target.buffers)
         new = _detachments(held)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
-from torchopt_dist.nn.copier import TensorCopier
+from torchopt_dist.nn._tensor_copier import TensorCopier
 from torchopt_dist.optim.apply_updates import apply_updates, recorded_step
 from torchopt_dist.optim.checkpoint import flatten_state, restore_state
 from torchopt_dist.optim.gradients import gradients

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from torchopt_dist import pytree
-from torchopt_dist.nn import containers
-from torchopt_dist.nn.copier import TensorCopier
+from torchopt_dist.nn import _tensor_dicts
+from torchopt_dist.nn._tensor_copier import TensorCopier
 from torchopt_dist.optim import signatures
 from torchopt_dist.optim.apply_updates import recorded_step
 from torchopt_dist.optim.checkpoint import flatten_state, restore_state
@@ -128,7 +128,7 @@ class MetaOptimizer:
                 own = {name: next(rest) for name in params}
                 moved, self._states[index] = self._move(params, own, self._states[index])
                 new = {id(old): moved[name] for name, old in params.items()}
-                containers.replace(self.modules[index], new)
+                _tensor_dicts.replace(self.modules[index], new)
 
     def _move(
         self, params: Mapping[str, Tensor], grads: dict[str, OptionalTensor], state: OptState

@@ -10,10 +10,10 @@ import torch
 
 import torchopt_dist as todist
 from tests.distributed.programs import mlp
-from torchopt_dist.distributed.caller_state import CallerState
-from torchopt_dist.distributed.message import pack, unpack
-from torchopt_dist.distributed.messages import Call
-from torchopt_dist.distributed.payload import How, Payload
+from torchopt_dist.distributed._caller_state import CallerState
+from torchopt_dist.distributed._payload import ExecutionOptions, Payload
+from torchopt_dist.distributed._protocol import Call
+from torchopt_dist.distributed._serialization import pack, unpack
 from torchopt_dist.distributed.transport import LocalTransport, RPCTransport
 
 TRANSPORTS = {"rpc": RPCTransport, "local": LocalTransport}
@@ -26,7 +26,11 @@ def transport(request):
 
 def request_for(function, *tasks):
     payload = Payload(
-        function, tuple((task, {}) for task in tasks), (0,) * len(tasks), CallerState.capture(), How()
+        function,
+        tuple((task, {}) for task in tasks),
+        (0,) * len(tasks),
+        CallerState.capture(),
+        ExecutionOptions(),
     )
     return pack(Call(payload, None), main_by_name=True).detached()
 

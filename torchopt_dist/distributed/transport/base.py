@@ -5,13 +5,13 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import Protocol
 
-from torchopt_dist.distributed.message import Message
+from torchopt_dist.distributed._serialization import Message
 
 __all__ = ["Transport"]
 
 
 class Transport(Protocol):
-    """Carries a request to a worker, where ``serve`` answers it, and the reply back.
+    """Carries a request to a worker, where ``handle_request`` answers it, and the reply back.
 
     It knows nothing of what it carries. Every implementation passes ``tests/distributed/transport``.
     """

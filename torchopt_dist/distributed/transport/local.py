@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 from concurrent.futures import Future
 
-from torchopt_dist.distributed.message import Message
-from torchopt_dist.distributed.serve import serve
-from torchopt_dist.distributed.threads import run_in_thread
-from torchopt_dist.distributed.wire import Structures, Wire, from_wire, to_wire
+from torchopt_dist.distributed._request_handler import handle_request
+from torchopt_dist.distributed._serialization import Message
+from torchopt_dist.distributed._thread_pool import run_in_thread
+from torchopt_dist.distributed._wire_format import Structures, WireMessage, from_wire, to_wire
 from torchopt_dist.errors import CallTimeoutError
 
 __all__ = ["LocalTransport"]
@@ -20,7 +20,7 @@ class LocalTransport:
     def send(self, worker: int, request: Message, timeout: float) -> Future[Message]:
         """See :class:`~torchopt_dist.distributed.transport.base.Transport`."""
         future: Future[Message] = Future()
-        run_in_thread(lambda: _settle(future, _copied(serve(_copied(request)))))
+        run_in_thread(lambda: _settle(future, _copied(handle_request(_copied(request)))))
         if timeout:
             late = CallTimeoutError(f"worker {worker} took longer than timeout={timeout:g} s")
             timer = threading.Timer(timeout, lambda: _settle(future, late))
@@ -34,7 +34,7 @@ def _copied(message: Message) -> Message:
     """The message as if it had been sent: its tensors are nobody else's."""
     wire = to_wire(message, Structures.none())
     buffers = [buffer.clone() for buffer in wire.buffers]
-    return from_wire(Wire(wire.skeleton, buffers, *wire[2:]), Structures())
+    return from_wire(WireMessage(wire.skeleton, buffers, *wire[2:]), Structures())
 
 
 _settling = threading.Lock()

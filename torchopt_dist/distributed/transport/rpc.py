@@ -10,18 +10,24 @@ from typing import Any, TypeAlias
 import torch
 from torch.distributed import rpc
 
-from torchopt_dist.distributed.message import Message
-from torchopt_dist.distributed.rpc import current_group, loss_listeners
-from torchopt_dist.distributed.serve import serve
-from torchopt_dist.distributed.threads import Lender
-from torchopt_dist.distributed.wire import MissingStructureError, Structures, Wire, from_wire, to_wire
+from torchopt_dist.distributed._request_handler import handle_request
+from torchopt_dist.distributed._serialization import Message
+from torchopt_dist.distributed._thread_pool import InlineExecutor
+from torchopt_dist.distributed._wire_format import (
+    MissingStructureError,
+    Structures,
+    WireMessage,
+    from_wire,
+    to_wire,
+)
+from torchopt_dist.distributed.init_rpc import current_group, loss_listeners
 from torchopt_dist.distributed.world import roster
 from torchopt_dist.errors import CallTimeoutError, WorkerLostError
 
 __all__ = ["RPCTransport"]
 
 _Answer: TypeAlias = tuple[Any, ...] | str | None
-"""A :class:`Wire`'s fields; why there is none; or nothing, to ask for the request once more with all structures."""
+"""A :class:`WireMessage`'s fields; or why there is no reply; or ``None``: send again, with all structures."""
 
 
 class RPCTransport:
@@ -38,7 +44,7 @@ class RPCTransport:
         waiting = self._waiting[worker]
         waiting.add(future)
         future.add_done_callback(waiting.discard)
-        failure = current_group().lifeline.failures.get(worker)
+        failure = current_group().membership.failures.get(worker)
         if failure is not None:
             self._lose(worker, failure.error())
         else:
@@ -52,7 +58,7 @@ class RPCTransport:
             _settle(future, WorkerLostError(f"the connection to {name} broke: {error}"))
 
     def _start(
-        self, worker: int, request: Message, wire: Wire, timeout: float, future: Future[Message]
+        self, worker: int, request: Message, wire: WireMessage, timeout: float, future: Future[Message]
     ) -> None:
         name = roster.require()[worker]
 
@@ -65,12 +71,12 @@ class RPCTransport:
                 elif isinstance(reply, str):
                     raise RuntimeError(reply)
                 else:
-                    _settle(future, from_wire(Wire(*reply), _seen))
+                    _settle(future, from_wire(WireMessage(*reply), _seen))
             except Exception as error:
                 _settle(future, _translated(error, name, timeout))
 
         try:
-            sent = rpc.rpc_async(name, _serve, tuple(wire), timeout=timeout)
+            sent = rpc.rpc_async(name, _answer_request, tuple(wire), timeout=timeout)
         except RuntimeError as error:
             _settle(future, _translated(error, name, timeout))
         else:
@@ -87,19 +93,19 @@ def _settle(future: Future[Message], result: Message | Exception) -> None:
 
 
 _seen = Structures()
-_lender = Lender(limit=8)
+_lender = InlineExecutor(limit=8)
 """Of the RPC agent's 16 threads half are left to it: requests may wait for others that are still to come in."""
 
 
 @rpc.functions.async_execution
-def _serve(*fields: Any) -> torch.futures.Future[_Answer]:
+def _answer_request(*fields: Any) -> torch.futures.Future[_Answer]:
     """On the worker: answer, in the agent's thread as long as it has enough of them, else in another one."""
     future: torch.futures.Future[_Answer] = torch.futures.Future()
 
     def work() -> None:
         try:
-            request = from_wire(Wire(*fields), _seen)
-            reply = serve(request)
+            request = from_wire(WireMessage(*fields), _seen)
+            reply = handle_request(request)
             answer = tuple(to_wire(reply, Structures.none()))
         except MissingStructureError:
             future.set_result(None)

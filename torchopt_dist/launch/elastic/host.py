@@ -21,6 +21,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from torchopt_dist._network import local_address
 from torchopt_dist.launch.elastic.output import Output
 from torchopt_dist.launch.elastic.records import (
     AGAIN,
@@ -37,7 +38,6 @@ from torchopt_dist.launch.elastic.rendezvous import Rendezvous
 from torchopt_dist.launch.elastic.watch import Watch
 from torchopt_dist.launch.elastic.worker import State, Work
 from torchopt_dist.launch.meeting import listen, store_at
-from torchopt_dist.network import local_address
 
 __all__ = ["serve"]
 

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import cloudpickle
 
-from torchopt_dist.failure import told
+from torchopt_dist._serialized_exception import safe_repr
 from torchopt_dist.launch.agent import PR_SET_PDEATHSIG, libc
 from torchopt_dist.launch.duties import asked_to_exit, describe, leave, read_task, settle, write_value
 from torchopt_dist.launch.elastic.output import Output
@@ -89,7 +89,7 @@ class Work:
             text = (
                 f"called sys.exit({code})"
                 if asked is not None
-                else f"{type(error).__name__}: {told(error, str)}"
+                else f"{type(error).__name__}: {safe_repr(error, str)}"
             )
             failure = describe(error) if asked is None else None
             self._say(local_rank, State.RAISED, (False, asked is not None, code, failure, echo, text))

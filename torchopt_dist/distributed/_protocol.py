@@ -7,8 +7,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from torchopt_dist.distributed.payload import Payload
-from torchopt_dist.failure import RemoteFailure
+from torchopt_dist._serialized_exception import SerializedException
+from torchopt_dist.distributed._payload import Payload
 
 __all__ = ["Backward", "Call", "Key", "Release", "Reply", "Request"]
 
@@ -76,4 +76,4 @@ class Reply:
     """
 
     values: list[Any] = field(default_factory=list)
-    failure: RemoteFailure | None = None
+    failure: SerializedException | None = None

@@ -11,13 +11,13 @@ import cloudpickle
 
 from torchopt_dist.errors import RemoteError, attributes_of, builtin_base
 
-__all__ = ["RemoteFailure", "told"]
+__all__ = ["SerializedException", "safe_repr"]
 
 USERS_CALLERS = ("torchopt_dist.distributed", "torchopt_dist.launch")
 """The rooms that run a user's function; their frames above it are left out of its traceback."""
 
 
-def told(value: Any, by: Callable[[Any], str] = repr) -> str:
+def safe_repr(value: Any, by: Callable[[Any], str] = repr) -> str:
     """``by(value)``, or that it raises: it runs the value's own code.
 
     Args:
@@ -31,7 +31,7 @@ def told(value: Any, by: Callable[[Any], str] = repr) -> str:
 
 
 @dataclass(frozen=True)
-class RemoteFailure:
+class SerializedException:
     """An exception as data: it can be sent even where its instance cannot.
 
     Attributes:
@@ -49,7 +49,7 @@ class RemoteFailure:
     traceback: str
 
     @classmethod
-    def of(cls, error: BaseException) -> RemoteFailure:
+    def of(cls, error: BaseException) -> SerializedException:
         """Describe ``error``."""
         text = _traceback(error)
         if isinstance(error, Exception):  # `sys.exit()` in a function must not end its caller
@@ -57,11 +57,11 @@ class RemoteFailure:
                 return cls._of(error, text)
             except Exception:  # looking at it runs its own code, which raises what it likes
                 pass
-        words = (f"{type(error).__name__}: {told(error, str)}",)
+        words = (f"{type(error).__name__}: {safe_repr(error, str)}",)
         return cls(RemoteError, words, words, {}, text)
 
     @classmethod
-    def _of(cls, error: Exception, text: str) -> RemoteFailure:
+    def _of(cls, error: Exception, text: str) -> SerializedException:
         # An error that came from a third worker is of a class made for it, which knows the original one.
         kinds = vars(type(error)).get("_revived", type(error)).__mro__
         ours = RemoteError.__annotations__ if isinstance(error, RemoteError) else ()
@@ -83,11 +83,11 @@ class RemoteFailure:
             self.kind, self.init_args, self.args, self.attributes, worker, self.traceback
         )
 
-    def in_words(self) -> RemoteFailure:
+    def in_words(self) -> SerializedException:
         """The same without the objects that it holds: their ``repr`` only, for where these turn out not to travel."""
         if issubclass(self.kind, BaseExceptionGroup):
-            words = (told(self.args),)
-            return RemoteFailure(RemoteError, words, words, {}, self.traceback)
+            words = (safe_repr(self.args),)
+            return SerializedException(RemoteError, words, words, {}, self.traceback)
         return replace(self, init_args=_in_words(self.init_args), args=_in_words(self.args), attributes={})
 
 
@@ -116,13 +116,13 @@ def _sendable(args: Any) -> tuple[Any, ...]:
 def _replaced(arg: Any) -> Any:
     """What is sent in the place of ``arg``; the exceptions of a group must stay exceptions."""
     if isinstance(arg, (list, tuple)) and arg and all(isinstance(part, Exception) for part in arg):
-        return [part if _can_be_sent(part) else RemoteError(told(part)) for part in arg]
-    return told(arg)
+        return [part if _can_be_sent(part) else RemoteError(safe_repr(part)) for part in arg]
+    return safe_repr(arg)
 
 
 def _in_words(args: tuple[Any, ...]) -> tuple[Any, ...]:
     plain = (str, bytes, int, float, bool, type(None))
-    return tuple(arg if type(arg) in plain else told(arg) for arg in args)
+    return tuple(arg if type(arg) in plain else safe_repr(arg) for arg in args)
 
 
 def _can_be_sent(value: Any) -> bool:

@@ -7,8 +7,8 @@ from typing import Any
 import optree
 import torch
 
-from torchopt_dist.distributed.caller_state import seeded
-from torchopt_dist.distributed.payload import Payload
+from torchopt_dist.distributed._caller_state import seeded
+from torchopt_dist.distributed._payload import Payload
 
 __all__ = ["run"]
 
@@ -16,7 +16,7 @@ __all__ = ["run"]
 def run(payload: Payload) -> list[Any]:
     """The values of the payload's tasks; raises what a task raises, and the tasks after it do not run."""
     with payload.state.applied():
-        return _vectorized(payload) if payload.how.vectorize else _one_by_one(payload)
+        return _vectorized(payload) if payload.options.vectorize else _one_by_one(payload)
 
 
 def _one_by_one(payload: Payload) -> list[Any]:
@@ -49,7 +49,7 @@ def _vectorized(payload: Payload) -> list[Any]:
 
     stacked = [torch.stack(columns[index]) for index in mapped]
     with seeded(payload.seeds[0]):
-        batched = torch.func.vmap(one_task, randomness="different", chunk_size=payload.how.chunk_size)(
+        batched = torch.func.vmap(one_task, randomness="different", chunk_size=payload.options.chunk_size)(
             *stacked
         )
     leaves, out = optree.tree_flatten(batched, none_is_leaf=True)

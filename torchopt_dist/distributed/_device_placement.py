@@ -9,7 +9,7 @@ import optree
 import torch
 from torch import nn
 
-from torchopt_dist.distributed.payload import Payload
+from torchopt_dist.distributed._payload import Payload
 from torchopt_dist.distributed.world import get_local_rank
 from torchopt_dist.nn import module_clone
 
@@ -39,7 +39,7 @@ def may_move_a_clone(payload: Payload) -> bool:
 
 def placed(payload: Payload) -> Payload:
     """The caller's own share, with its tensors and modules on this worker's device and connected to the originals."""
-    device = receiving_device(payload.how.device)
+    device = receiving_device(payload.options.device)
     if device is None:
         return payload
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import torchopt_dist as todist
 from tests.distributed.programs import mlp
-from torchopt_dist.distributed.message import pack, unpack
+from torchopt_dist.distributed._serialization import pack, unpack
 
 
 class Config:

@@ -12,7 +12,7 @@ import torchopt_dist as todist
 from tests.distributed.bare import Bare
 from tests.distributed.programs import rank_of_worker
 from tests.worlds import free_port
-from torchopt_dist.distributed.rpc import _default_options, default_timeout
+from torchopt_dist.distributed.init_rpc import _default_options, default_timeout
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -144,7 +144,7 @@ def test_a_missing_address_is_told(variable):
 )
 def test_the_transport_is_one_that_can_so_many_workers(monkeypatch, workers, cores, transports):
     # Torch's options do not show what they were made with.
-    monkeypatch.setattr("torchopt_dist.distributed.rpc._cores", lambda: cores)
+    monkeypatch.setattr("torchopt_dist.distributed.init_rpc._cores", lambda: cores)
     monkeypatch.setattr(rpc, "TensorPipeRpcBackendOptions", lambda _transports=None: _transports)
     place = todist.WorldInfo(
         world_size=128, world_rank=0, local_world_size=workers, local_rank=0, worker_name="worker0"

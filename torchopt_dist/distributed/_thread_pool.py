@@ -6,7 +6,7 @@ import queue
 import threading
 from collections.abc import Callable
 
-__all__ = ["Lender", "run_in_thread"]
+__all__ = ["InlineExecutor", "run_in_thread"]
 
 
 class _Threads:
@@ -41,7 +41,7 @@ def run_in_thread(work: Callable[[], None]) -> None:
     _threads.run(work)
 
 
-class Lender:
+class InlineExecutor:
     """Runs work in the threads that bring it, as long as not too many of these are lent out.
 
     Args:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import cast
 
 from torch import Tensor, nn
 
+from torchopt_dist._torch_private import buffers_of, parameters_of
 from torchopt_dist.typing import TensorContainer
 
 __all__ = ["buffer_containers", "parameter_containers", "replace"]
@@ -14,12 +14,12 @@ __all__ = ["buffer_containers", "parameter_containers", "replace"]
 
 def parameter_containers(module: nn.Module) -> list[TensorContainer]:
     """The live dicts of parameters, one a sub-module in the order of ``modules()``, shared ones once."""
-    return [cast("TensorContainer", part._parameters) for part in module.modules()]
+    return [parameters_of(part) for part in module.modules()]
 
 
 def buffer_containers(module: nn.Module) -> list[TensorContainer]:
     """The live dicts of buffers, non-persistent ones with them, one a sub-module as above."""
-    return [part._buffers for part in module.modules()]
+    return [buffers_of(part) for part in module.modules()]
 
 
 def replace(module: nn.Module, new: Mapping[int, Tensor]) -> None:
@@ -32,7 +32,7 @@ def replace(module: nn.Module, new: Mapping[int, Tensor]) -> None:
         new: ``id`` of an old tensor → new tensor.
     """
     for part in module.modules():
-        for container in (cast("TensorContainer", part._parameters), part._buffers):
+        for container in (parameters_of(part), buffers_of(part)):
             for name, old in container.items():
                 if old is not None and id(old) in new:
                     container[name] = new[id(old)]

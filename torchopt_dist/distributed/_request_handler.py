@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from torchopt_dist.distributed import execute
-from torchopt_dist.distributed.message import Message, pack, unpack
-from torchopt_dist.distributed.messages import SECOND_TIME, Backward, Call, Key, Release, Reply
-from torchopt_dist.distributed.placement import receiving_device
+from torchopt_dist._serialized_exception import SerializedException
+from torchopt_dist.distributed import _execute
+from torchopt_dist.distributed._device_placement import receiving_device
+from torchopt_dist.distributed._protocol import SECOND_TIME, Backward, Call, Key, Release, Reply
+from torchopt_dist.distributed._serialization import Message, pack, unpack
 from torchopt_dist.errors import SerializationError
-from torchopt_dist.failure import RemoteFailure
 
-__all__ = ["kept_graphs", "serve"]
+__all__ = ["handle_request", "kept_graphs"]
 
 
 @dataclass
@@ -88,13 +88,13 @@ class _KeptGraphs:
 kept_graphs = _KeptGraphs()
 
 
-def serve(request: Message) -> Message:
+def handle_request(request: Message) -> Message:
     """Do what a request asks; whatever goes wrong is the reply's failure."""
     request = request.received(receiving_device(request.device))
     try:
         return _handle(request)
     except BaseException as error:  # the caller is told, and this worker goes on serving
-        failure = RemoteFailure.of(error)
+        failure = SerializedException.of(error)
         try:
             return pack(Reply(failure=failure), main_by_name=True).detached()
         except SerializationError:  # it holds something that cannot be sent
@@ -108,7 +108,7 @@ def _handle(request: Message) -> Message:
             kept_graphs.release(key)
         return pack(Reply(), main_by_name=True)
     if isinstance(content, Call):
-        return _reply(execute.run(content.payload), request.inputs(), content.keep_as)
+        return _reply(_execute.run(content.payload), request.inputs(), content.keep_as)
     assert isinstance(content, Backward)
     graph = kept_graphs.find(content.graph)
     recorded = content.keep_as is not None

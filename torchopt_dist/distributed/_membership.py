@@ -1,6 +1,6 @@
 """One TCP connection from every worker to rank 0 → who is there, who waits at a barrier, who failed, who is gone.
 
-RPC alone tells a caller that a worker it is *talking to* has died. The lifeline tells everybody about everybody: a
+RPC alone tells a caller that a worker it is *talking to* has died. The membership tells all workers about all: a
 rank that raises reports its traceback on it, and a rank that dies drops it. Rank 0 is the hub and hands messages on.
 
 Messages are lines of JSON, never pickles, and a connection that does not start with this run's token is refused.
@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from torchopt_dist.errors import InitializationError, PeerFailedError, WorkerLostError
 
-__all__ = ["Failure", "Lifeline", "Member"]
+__all__ = ["Failure", "Member", "Membership"]
 
 log = logging.getLogger(__name__)
 
@@ -74,13 +74,13 @@ class Failure:
         return WorkerLostError(f"rank {self.rank} died: its connection was closed without a report")
 
 
-class Lifeline:
-    """This worker's end of the lifeline; on rank 0 the hub as well.
+class Membership:
+    """This worker's connection to rank 0; on rank 0 the hub as well.
 
     Args:
         me: this worker.
         world_size: the number of workers.
-        on_failure: called once, from the lifeline's own thread, when another rank reports a failure.
+        on_failure: called once, from the membership's own thread, when another rank reports a failure.
     """
 
     def __init__(self, me: Member, world_size: int, on_failure: Callable[[Failure], None]) -> None:
@@ -97,7 +97,7 @@ class Lifeline:
         self._hub = _Hub(world_size, self._receive) if me.rank == HUB else None
         self._to_hub: asyncio.StreamWriter | None = None
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="todist-lifeline", daemon=True)
+        self._thread = threading.Thread(target=self._loop.run_forever, name="todist-membership", daemon=True)
         self._thread.start()
 
     def join(self, store: dist.Store, host: str, timeout: float) -> tuple[Member, ...]:
@@ -117,18 +117,18 @@ class Lifeline:
         """
         if self._hub is not None:
             port = self._run(self._hub.listen(host))
-            store.set("lifeline", json.dumps({"host": host, "port": port, "token": self._hub.token}))
+            store.set("membership", json.dumps({"host": host, "port": port, "token": self._hub.token}))
             self._run(self._hub.handle({"join": asdict(self.me)}, None))
         else:
             where = "rank 0"
             try:
-                hub = json.loads(store.get("lifeline"))
-                where = f"rank 0's lifeline at {hub['host']}:{hub['port']}"
+                hub = json.loads(store.get("membership"))
+                where = f"rank 0's membership hub at {hub['host']}:{hub['port']}"
                 self._run(self._connect(**hub))
             except (OSError, dist.DistError) as error:
                 raise InitializationError(f"rank {self.me.rank} cannot reach {where}: {error}") from error
         try:
-            self._wait(lambda: bool(self.members), timeout, "all workers to join the lifeline")
+            self._wait(lambda: bool(self.members), timeout, "all workers to join")
         except TimeoutError as error:
             raise InitializationError(str(error)) from None
         except PeerFailedError:
@@ -285,22 +285,22 @@ class _Hub:
         self._to_self = to_self
         self._members: dict[int, dict[str, Any]] = {}
         self._writers: dict[int, asyncio.StreamWriter] = {}
-        self._serving: set[asyncio.Task[None]] = set()
+        self._connections: set[asyncio.Task[None]] = set()
         self._arrived: dict[str, set[int]] = {}
         self._dead: set[int] = set()
 
     async def listen(self, host: str) -> int:
-        self._server = await asyncio.start_server(self._serve, host, 0, limit=MAX_LINE, backlog=1024)
+        self._server = await asyncio.start_server(self._accept, host, 0, limit=MAX_LINE, backlog=1024)
         return int(self._server.sockets[0].getsockname()[1])
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         rank = None
         task = asyncio.current_task()
         assert task is not None
-        self._serving.add(task)
+        self._connections.add(task)
         try:
             if not await self._knows_token(reader):
-                log.warning("the lifeline refused a stranger at %s", writer.get_extra_info("peername"))
+                log.warning("the membership hub refused a stranger at %s", writer.get_extra_info("peername"))
                 return
             _keep_alive(writer)
             async for message in _messages(reader):
@@ -315,7 +315,7 @@ class _Hub:
             writer.close()
             with contextlib.suppress(OSError, asyncio.CancelledError):  # nothing is left to be cancelled
                 await writer.wait_closed()
-            self._serving.discard(task)
+            self._connections.discard(task)
 
     async def _knows_token(self, reader: asyncio.StreamReader) -> bool:
         try:
@@ -364,9 +364,9 @@ class _Hub:
         self._server.close()
         for writer in self._writers.values():
             writer.close()
-        for task in self._serving:
+        for task in self._connections:
             task.cancel()
-        await asyncio.gather(*self._serving, return_exceptions=True)
+        await asyncio.gather(*self._connections, return_exceptions=True)
 
 
 def _keep_alive(writer: asyncio.StreamWriter) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch._functorch import pyfunctorch
+
+from torchopt_dist._torch_private import outside_of_transforms
 
 __all__ = ["CallerState", "draw_seed", "seeded"]
 
@@ -57,14 +58,8 @@ class CallerState:
 
 def draw_seed() -> int:
     """A number from the caller's default generator, from which the seeds of a call's tasks are derived."""
-    with _outside_of_transforms():
+    with outside_of_transforms():  # `vmap` refuses random numbers, and no result depends on this one's batch
         return int(torch.randint(2**62, ()).item())
-
-
-def _outside_of_transforms() -> AbstractContextManager[object]:
-    """Inside ``vmap`` torch refuses to draw numbers, which this one is not among: no result depends on its batch."""
-    # Private in torch: without it, a call inside `vmap` fails with what torch says about random numbers.
-    return getattr(pyfunctorch, "temporarily_clear_interpreter_stack", nullcontext)()
 
 
 @contextmanager

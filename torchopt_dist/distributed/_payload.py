@@ -9,11 +9,11 @@ from typing import Any
 import optree
 from torch import Tensor, nn
 
-from torchopt_dist.distributed.caller_state import CallerState, draw_seed
+from torchopt_dist.distributed._caller_state import CallerState, draw_seed
 from torchopt_dist.distributed.partition import Partition
 from torchopt_dist.typing import Args, KwArgs
 
-__all__ = ["How", "Payload", "group_by_worker"]
+__all__ = ["ExecutionOptions", "Payload", "group_by_worker"]
 
 
 @dataclass(frozen=True)
@@ -25,14 +25,14 @@ class Payload:
         tasks: its arguments, ``(args, kwargs)`` for each call.
         seeds: for each task the seed of torch's generators, which does not depend on the number of workers.
         state: the caller's state to compute under.
-        how: how to run the tasks.
+        options: how to run the tasks.
     """
 
     function: Callable[..., Any]
     tasks: tuple[tuple[Args, KwArgs], ...]
     seeds: tuple[int, ...]
     state: CallerState
-    how: How
+    options: ExecutionOptions
 
     def tensors(self) -> list[Tensor]:
         """The function's and the arguments' tensors, and the parameters of the modules among these."""
@@ -47,7 +47,7 @@ class Payload:
 
 
 @dataclass(frozen=True)
-class How:
+class ExecutionOptions:
     """How a worker runs its tasks.
 
     Attributes:
@@ -74,7 +74,7 @@ class How:
 
 
 def group_by_worker(
-    function: Callable[..., Any], partitions: Sequence[Partition], how: How
+    function: Callable[..., Any], partitions: Sequence[Partition], options: ExecutionOptions
 ) -> dict[int, tuple[Payload, list[int]]]:
     """Gather the partitions of each worker.
 
@@ -92,7 +92,7 @@ def group_by_worker(
                 tuple((partitions[index].args, partitions[index].kwargs) for index in mine),
                 tuple(seed + index for index in mine),
                 state,
-                how,
+                options,
             ),
             mine,
         )

@@ -1,4 +1,4 @@
-"""``RemoteFailure``: an exception, there and back → one of its own class that is a ``RemoteError`` as well."""
+"""``SerializedException``: an exception, there and back → one of its own class that is a ``RemoteError`` as well."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tests.distributed.exceptions import (
     Slotted,
     caught,
 )
-from torchopt_dist.distributed.message import pack, unpack
-from torchopt_dist.failure import RemoteFailure
+from torchopt_dist._serialized_exception import SerializedException
+from torchopt_dist.distributed._serialization import pack, unpack
 
 pytestmark = pytest.mark.timeout(40)
 
@@ -35,7 +35,7 @@ def there_and_back(error):
     def raise_it():
         raise error
 
-    failure = RemoteFailure.of(caught(raise_it))
+    failure = SerializedException.of(caught(raise_it))
     return cloudpickle.loads(cloudpickle.dumps(failure)).to_error("worker7")
 
 
@@ -137,7 +137,7 @@ def test_in_words_an_exception_always_travels(error):
     def raise_it():
         raise error
 
-    words = RemoteFailure.of(caught(raise_it)).in_words()
+    words = SerializedException.of(caught(raise_it)).in_words()
     got = unpack(pack(words, main_by_name=True)).to_error("worker7")
     assert isinstance(got, todist.RemoteError)
     assert isinstance(got, type(error)) or isinstance(error, builtins.ExceptionGroup)
@@ -226,7 +226,7 @@ def test_causes_are_told_in_the_traceback():
         except KeyError as error:
             raise ValueError("second") from error
 
-    failure = RemoteFailure.of(caught(chained))
+    failure = SerializedException.of(caught(chained))
     told = failure.to_error("worker1").remote_traceback
     assert told.index("KeyError: 'first'") < told.index("direct cause") < told.index("ValueError: second")
 

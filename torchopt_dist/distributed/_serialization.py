@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
+from torchopt_dist._torch_private import forward_mode_is_active, is_functorch_tensor
 from torchopt_dist.errors import SerializationError
 
 __all__ = ["Message", "pack", "unpack"]
@@ -44,7 +45,7 @@ class Message:
         is_parameter: for each tensor, whether it is an ``nn.Parameter``.
         structures: the pickles of modules without their tensors, by digest.
         connected: in a reply, the numbers of the tensors that are outputs of the graph the worker keeps.
-        device: in a call, where the receiver puts the tensors; see :class:`~torchopt_dist.distributed.payload.How`.
+        device: in a call, where the receiver puts the tensors; see ``ExecutionOptions``.
         used_up: in a reply, a graph that its sender drops only after sending: taking it apart takes a while.
     """
 
@@ -313,12 +314,12 @@ def _check_sendable(tensor: torch.Tensor, main_by_name: bool) -> None:
             raise SerializationError(
                 f"a tensor of class {kind.__qualname__} cannot be sent: the receiver does not find that class by name"
             )
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if is_functorch_tensor(tensor):
         raise SerializationError("a tensor inside a torch.func transform cannot be sent to another process")
     if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
         sort = "meta" if tensor.is_meta else "quantized" if tensor.is_quantized else str(tensor.layout)
         raise SerializationError(f"a {sort} tensor of shape {shape} cannot be sent: only dense tensors can")
-    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
+    if forward_mode_is_active() and forward_ad.unpack_dual(tensor).tangent is not None:
         raise SerializationError(
             f"a tensor of shape {shape} has a forward-mode tangent, which a remote call would lose"
         )

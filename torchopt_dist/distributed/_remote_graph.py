@@ -31,11 +31,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchopt_dist.distributed.accumulators import hold_accumulators
-from torchopt_dist.distributed.message import Message, pack, unpack
-from torchopt_dist.distributed.messages import SECOND_TIME, Backward, Call, Key, Release, Reply, Request
-from torchopt_dist.distributed.payload import Payload
-from torchopt_dist.distributed.rpc import current_group, default_timeout
+from torchopt_dist._torch_private import engine_keeps_graph, set_sequence_number, tensor_version
+from torchopt_dist.distributed._grad_accumulators import hold_grad_accumulators
+from torchopt_dist.distributed._payload import Payload
+from torchopt_dist.distributed._protocol import SECOND_TIME, Backward, Call, Key, Release, Reply, Request
+from torchopt_dist.distributed._serialization import Message, pack, unpack
+from torchopt_dist.distributed.init_rpc import current_group, default_timeout
 from torchopt_dist.distributed.transport import RPCTransport, Transport
 from torchopt_dist.errors import NotInitializedError, SerializationError
 
@@ -82,7 +83,7 @@ def call(
         raise SerializationError(
             f"`{function}` and its arguments cannot be sent to {name}: {error}"
         ) from error
-    message.device = payload.how.device
+    message.device = payload.options.device
     inputs = message.inputs() if payload.state.grad_enabled else []
     anchor = graph.dispatch(inputs) if inputs else None
     graph.kept = anchor is not None  # until the reply says so: it may be late, and nobody wait for it
@@ -107,7 +108,7 @@ class _Ticket(NamedTuple):
     message: Message
     reply: Future[Message]
     graph: _RemoteGraph
-    inputs: list[tuple[Tensor, int]]
+    inputs: list[tuple[Tensor, int | None]]
     """Those of the call, and the versions that it was made with."""
 
 
@@ -122,7 +123,7 @@ class _RemoteGraph:
         self.worker_name = group.members[worker].name
         self.key: Key = (group.world.rank, next(_numbers))
         self.under_way: dict[int, _Ticket] = {}
-        self.inputs: list[tuple[Tensor, int]] = []  # as a ticket's; none once every result is used up
+        self.inputs: list[tuple[Tensor, int | None]] = []  # as a ticket's; none once every result is used up
         self.unused: set[int] = set()  # the results that are not
         self._main_by_name = group.same_program(worker)
 
@@ -137,10 +138,10 @@ class _RemoteGraph:
         """The node next to the inputs; returns the anchor."""
         with torch.enable_grad():
             apply: Callable[..., Tensor] = _Dispatch.apply
-            held = hold_accumulators(inputs)
+            held = hold_grad_accumulators(inputs)
             anchor = apply(self, *inputs)
             held.clear()  # the anchor holds them now
-        _set_sequence_number(anchor, LAST)
+        set_sequence_number(anchor, LAST)
         return anchor
 
     def collect(self, anchor: Tensor | None, message: Message) -> list[Any]:
@@ -153,7 +154,7 @@ class _RemoteGraph:
             with torch.enable_grad():
                 apply: Callable[..., tuple[Tensor, ...]] = _Collect.apply
                 connected = apply(self, anchor, outputs)
-            _set_sequence_number(connected[0], FIRST)
+            set_sequence_number(connected[0], FIRST)
             for number, output in zip(message.connected, connected, strict=True):
                 message.tensors[number] = output
         try:
@@ -172,7 +173,7 @@ class _RemoteGraph:
         Raises:
             RuntimeError: one of them is of a result that has been used up. The others can still be used, as in torch.
         """
-        retain_graph, recorded = _engine_keeps_graph(), torch.is_grad_enabled()
+        retain_graph, recorded = engine_keeps_graph(), torch.is_grad_enabled()
         reached = {number for number, grad in enumerate(output_grads) if grad is not None}
         if not reached <= self.unused:
             raise RuntimeError(SECOND_TIME)
@@ -206,13 +207,13 @@ class _RemoteGraph:
         return [g if g is None else g.to(x.device) for g, x in zip(grads, tensors, strict=True)]
 
 
-def _check_versions(inputs: list[tuple[Tensor, int]]) -> None:
+def _check_versions(inputs: list[tuple[Tensor, int | None]]) -> None:
     for place, (tensor, version) in enumerate(inputs):
-        if tensor._version != version:
+        if tensor_version(tensor) != version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"of the tensors that a remote call differentiates, number {place}, of shape {tuple(tensor.shape)}, "
-                f"is at version {tensor._version}; expected version {version} instead"
+                f"is at version {tensor_version(tensor)}; expected version {version} instead"
             )
 
 
@@ -220,7 +221,7 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, graph: _RemoteGraph, *inputs: Tensor) -> Tensor:
         ctx.graph = graph
-        graph.inputs = [(tensor, tensor._version) for tensor in inputs]
+        graph.inputs = [(tensor, tensor_version(tensor)) for tensor in inputs]
         return torch.zeros((), dtype=torch.float64)
 
     @staticmethod
@@ -239,19 +240,6 @@ class _Collect(torch.autograd.Function):
     def backward(ctx: Any, *output_grads: Tensor | None) -> tuple[Tensor | None, ...]:
         ticket = ctx.graph.start_backward(output_grads)
         return None, torch.tensor(ticket, dtype=torch.float64), None
-
-
-def _set_sequence_number(tensor: Tensor, number: int) -> None:
-    # Private in torch: without it the engine's order, and so the overlap, is worse, and the gradients the same.
-    set_number: Callable[[int], None] | None = getattr(tensor.grad_fn, "_set_sequence_nr", None)
-    if set_number is not None:
-        set_number(number)
-
-
-def _engine_keeps_graph() -> bool:
-    # Private in torch: without it the worker keeps its graph until the caller's is gone.
-    asks: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
-    return bool(asks())
 
 
 class _Janitor:

@@ -6,8 +6,8 @@ from torch import nn
 
 import torchopt_dist as todist
 from tests.distributed.programs import Net, mlp
-from torchopt_dist.distributed.message import pack, unpack
-from torchopt_dist.distributed.wire import MissingStructureError, Structures, from_wire, to_wire
+from torchopt_dist.distributed._serialization import pack, unpack
+from torchopt_dist.distributed._wire_format import MissingStructureError, Structures, from_wire, to_wire
 
 
 def travel(value, known=None, seen=None):

@@ -1,7 +1,7 @@
 """The life of the RPC group: init → ``worker_init_fn()`` → barrier → ``main()`` → shutdown → its return value.
 
-However ``main`` ends on one rank, it ends soon on all: a rank that raises tells the others on the lifeline, and those
-who do not notice by themselves are ended with its traceback.
+However ``main`` ends on one rank, it ends soon on all: a rank that raises sends its traceback to the others, and those
+that do not end by themselves are ended with that traceback.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ import setproctitle
 import torch.distributed as dist
 from torch.distributed import rpc
 
-from torchopt_dist import network
-from torchopt_dist.distributed import rendezvous
-from torchopt_dist.distributed.lifeline import Failure, Lifeline, Member
-from torchopt_dist.distributed.serve import kept_graphs
+from torchopt_dist import _network
+from torchopt_dist._torch_private import set_default_rpc_timeout, tensorpipe_options_with_sockets
+from torchopt_dist.distributed import _rendezvous
+from torchopt_dist.distributed._membership import Failure, Member, Membership
+from torchopt_dist.distributed._request_handler import kept_graphs
 from torchopt_dist.distributed.world import (
     WorldInfo,
     default_worker_name_format,
@@ -104,7 +105,7 @@ def auto_init_rpc(
             with _Group(*settings) as group:
                 if worker_init_fn is not None:
                     worker_init_fn()
-                group.lifeline.barrier(range(group.world.world_size), "start")
+                group.membership.barrier(range(group.world.world_size), "start")
                 return main(*args, **kwargs)
 
         return wrapped
@@ -139,7 +140,7 @@ def barrier(worker_names: Iterable[str] | None = None) -> None:
             f"worker_names must contain the calling worker {group.world.worker_name!r}, "
             f"got {[names[rank] for rank in ranks]}"
         )
-    group.lifeline.barrier(ranks)
+    group.membership.barrier(ranks)
 
 
 def _living_group() -> _Group | None:
@@ -206,7 +207,7 @@ class _Group:
 
     def __enter__(self) -> Self:
         global _group
-        if rpc.api._is_current_rpc_agent_set():
+        if _rpc_is_initialized():
             raise InitializationError(
                 "RPC is already initialized: `auto_init_rpc` calls `torch.distributed.rpc.init_rpc` itself, "
                 "so the program must not"
@@ -219,13 +220,15 @@ class _Group:
                         f"the environment variable {variable} is missing, and WORLD_SIZE is {world.world_size}"
                     )
         host = os.environ.get("MASTER_ADDR", "127.0.0.1") if world.world_size > 1 else "127.0.0.1"
-        self._variables = {name: os.environ.get(name) for name in network.VARIABLES}
-        network.choose_interface(host)
-        nonce, store = rendezvous.meet(world.rank, world.world_size, options.init_method)
+        self._variables = {name: os.environ.get(name) for name in _network.VARIABLES}
+        _network.choose_interface(host)
+        nonce, store = _rendezvous.meet(world.rank, world.world_size, options.init_method)
         me = Member(world.rank, world.worker_name, _program())
-        self.lifeline = Lifeline(me, world.world_size, self._peer_failed)
+        self.membership = Membership(me, world.world_size, self._peer_failed)
         try:
-            self.members = self.lifeline.join(store, network.local_address(host), rendezvous.init_timeout())
+            self.members = self.membership.join(
+                store, _network.local_address(host), _rendezvous.init_timeout()
+            )
             self._init_rpc(nonce, store)
             roster.names = tuple(member.name for member in self.members)
             setproctitle.setproctitle(f"{world.worker_name} of {world.world_size}: {' '.join(sys.argv)}")
@@ -239,21 +242,21 @@ class _Group:
         # The options' time-out bounds the waits of the start as well, and 0 would end these at once.
         options, asked = self.options, (self.options.init_method, self.options.rpc_timeout)
         self._asked_timeout = options.rpc_timeout
-        options.init_method = rendezvous.init_url(nonce, store)
-        options.rpc_timeout = rendezvous.init_timeout()
+        options.init_method = _rendezvous.init_url(nonce, store)
+        options.rpc_timeout = _rendezvous.init_timeout()
         world = self.world
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)  # torch's own doing
                 rpc.init_rpc(world.worker_name, self.backend, world.rank, world.world_size, options)
-            rpc._set_rpc_timeout(self.call_timeout)
+            set_default_rpc_timeout(self.call_timeout)
         finally:
             options.init_method, options.rpc_timeout = asked
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if error is None or (isinstance(error, SystemExit) and not error.code):
             try:
-                self.lifeline.wait_for_the_living()  # and serve them until then
+                self.membership.wait_for_the_living()  # and serve them until then
                 self._leave()
                 return
             except BaseException as late:
@@ -268,7 +271,7 @@ class _Group:
         """The error of another rank that ``error``, raised here, is a mere consequence of."""
         if isinstance(error, ConnectionError):
             self._unwound.wait(0.1)  # the report may be on its way behind the broken connection
-        reports = [failure for failure in self.lifeline.failures.values() if failure.report]
+        reports = [failure for failure in self.membership.failures.values() if failure.report]
         return reports[0].error() if reports and isinstance(error, ConnectionError) else None
 
     def _leave(self) -> None:
@@ -276,8 +279,8 @@ class _Group:
         self._forget()
         handshake = threading.Thread(target=rpc.shutdown, args=(True, SHUTDOWN_SECONDS), daemon=True)
         handshake.start()
-        self.lifeline.wait_for(handshake)
-        self.lifeline.close()
+        self.membership.wait_for(handshake)
+        self.membership.close()
 
     def _abandon(self, error: BaseException) -> None:
         """This rank has failed: tell the others, unless they know, and leave without waiting for anyone."""
@@ -285,11 +288,11 @@ class _Group:
         self._unwound.set()
         try:
             if not isinstance(error, PeerFailedError):
-                self.lifeline.fail(_report(error))
-            self.lifeline.close()
+                self.membership.fail(_report(error))
+            self.membership.close()
         except Exception:  # the hub is gone: there is nobody to tell
-            log.debug("no lifeline left to report on", exc_info=True)
-        if rpc.api._is_current_rpc_agent_set():
+            log.debug("no connection left to report on", exc_info=True)
+        if _rpc_is_initialized():
             # The agent waits for the functions that it runs for others, which may take for ever.
             shutdown = threading.Thread(target=rpc.shutdown, kwargs={"graceful": False}, daemon=True)
             shutdown.start()
@@ -310,7 +313,7 @@ class _Group:
                 os.environ.pop(name, None)
 
     def _peer_failed(self, failure: Failure) -> None:
-        """On the lifeline's thread: another rank has failed. If it raised, this rank ends as well."""
+        """In the membership's thread: another rank has failed. If it raised, this rank ends as well."""
         if failure.report:
             threading.Thread(target=self._end, args=(failure,), daemon=True).start()
         else:  # nobody will answer what that rank was asked; of a cut network RPC itself does not learn
@@ -346,15 +349,23 @@ def _named(world: WorldInfo, worker_name_format: Callable[..., str]) -> WorldInf
     return WorldInfo(world.world_size, world.world_rank, world.local_world_size, world.local_rank, name)
 
 
+def _rpc_is_initialized() -> bool:
+    try:
+        rpc.get_worker_info()
+    except RuntimeError:
+        return False
+    return True
+
+
 def _cores() -> int:
-    """How many this process may use, where the system tells; else how many there are."""
+    """The number of cores this process may use, or, where the system does not say, of those that there are."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _default_options(world: WorldInfo) -> rpc.TensorPipeRpcBackendOptions:
     workers, cores = world.local_world_size, _cores()
     if workers > MAX_SHARED_MEMORY_WORKERS or (workers > 1 and 2 * workers > cores):
-        return rpc.TensorPipeRpcBackendOptions(_transports=["uv"])
+        return tensorpipe_options_with_sockets()
     return rpc.TensorPipeRpcBackendOptions()
 
 

@@ -13,10 +13,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-__all__ = ["hold_accumulators"]
+__all__ = ["hold_grad_accumulators"]
 
 
-def hold_accumulators(tensors: Iterable[Tensor]) -> list[Tensor]:
+def hold_grad_accumulators(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Views of the leaves among ``tensors``: as long as these views are kept, the leaves have their accumulators.
 
     Call it before a :class:`torch.autograd.Function` is applied to leaves, or a thread is started that works on them.

@@ -11,20 +11,20 @@ import pytest
 import torch.distributed as dist
 
 import torchopt_dist as todist
-from torchopt_dist.distributed import lifeline as lifeline_module
-from torchopt_dist.distributed.lifeline import Failure, Lifeline, Member
+from torchopt_dist.distributed import _membership as membership_module
+from torchopt_dist.distributed._membership import Failure, Member, Membership
 
 pytestmark = pytest.mark.timeout(20)
 
 
 class Lines:
-    """Lifelines of several ranks, all in this process."""
+    """The memberships of several ranks, all in this process."""
 
     def __init__(self, names):
         self.store = dist.HashStore()
         self.heard = [[] for _ in names]
         self.ends = [
-            Lifeline(Member(rank, name, "program.py"), len(names), self.heard[rank].append)
+            Membership(Member(rank, name, "program.py"), len(names), self.heard[rank].append)
             for rank, name in enumerate(names)
         ]
         self.threads = ThreadPoolExecutor(2 * len(names))
@@ -39,8 +39,8 @@ class Lines:
         return self.threads.submit(self.ends[rank].barrier, ranks, **options)
 
     def hub(self):
-        self.store.wait(["lifeline"])
-        return json.loads(self.store.get("lifeline"))
+        self.store.wait(["membership"])
+        return json.loads(self.store.get("membership"))
 
     def close(self):
         for end in reversed(self.ends):
@@ -105,11 +105,11 @@ def test_a_hub_that_is_not_there_is_named(lines):
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
-    line.store.set("lifeline", json.dumps({"host": "127.0.0.1", "port": port, "token": "x"}))
+    line.store.set("membership", json.dumps({"host": "127.0.0.1", "port": port, "token": "x"}))
     with pytest.raises(todist.InitializationError, match=rf"rank 1 cannot reach .*127\.0\.0\.1:{port}"):
         line.ends[1].join(line.store, "127.0.0.1", 1.0)
     # So that the fixture can close it as any other.
-    line.store.delete_key("lifeline")
+    line.store.delete_key("membership")
     for future in line.join():
         future.result()
 
@@ -135,14 +135,14 @@ STRANGERS = {
     "nothing": b"",
     "a line without an end": b"GET / HTTP/1.1",
     "bytes that are no text": bytes(range(128, 256)) * 100 + b"\n",
-    "an endless line": b"x" * (lifeline_module.MAX_LINE + 100_000),
+    "an endless line": b"x" * (membership_module.MAX_LINE + 100_000),
 }
 
 
 @pytest.mark.parametrize("data", STRANGERS.values(), ids=STRANGERS.keys())
 def test_a_stranger_is_refused_with_a_line_in_the_log_and_does_no_harm(lines, caplog, data):
     line = lines("a", "b")
-    with caplog.at_level(logging.WARNING, lifeline_module.__name__):
+    with caplog.at_level(logging.WARNING, membership_module.__name__):
         assert talk(line.hub(), data) == b""
         wait_until(lambda: "refused a stranger" in caplog.text)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
@@ -153,9 +153,9 @@ def test_a_stranger_is_refused_with_a_line_in_the_log_and_does_no_harm(lines, ca
 
 
 def test_a_silent_stranger_is_refused_after_a_while(lines, caplog, monkeypatch):
-    monkeypatch.setattr(lifeline_module, "JOIN_SECONDS", 0.2)
+    monkeypatch.setattr(membership_module, "JOIN_SECONDS", 0.2)
     line = lines("a", "b")
-    with caplog.at_level(logging.WARNING, lifeline_module.__name__):
+    with caplog.at_level(logging.WARNING, membership_module.__name__):
         assert talk(line.hub(), b"", shut=False) == b""
         wait_until(lambda: "refused a stranger" in caplog.text)
     for future in [line.barrier(rank, [0, 1]) for rank in range(2)]:

@@ -9,7 +9,7 @@ from typing import Any
 __all__ = ["gather"]
 
 GRACE_SECONDS = 0.1
-"""How long after a first error others are waited for, so that all errors of one cause are told."""
+"""How long the other workers are waited for after a first error, so that all errors of one cause are reported."""
 
 
 def gather(futures: Mapping[int, Future[list[Any]]]) -> dict[int, list[Any]]:
@@ -34,8 +34,8 @@ def gather(futures: Mapping[int, Future[list[Any]]]) -> dict[int, list[Any]]:
 
 def _with_notes(first: BaseException, others: list[BaseException]) -> BaseException:
     if others:
-        told = "\n".join(
+        lines = "\n".join(
             f"  {getattr(error, 'worker', '')} {type(error).__name__}: {error}" for error in others
         )
-        first.add_note(f"{len(others)} more worker{'s' * (len(others) > 1)} failed:\n{told}")
+        first.add_note(f"{len(others)} more worker{'s' * (len(others) > 1)} failed:\n{lines}")
     return first

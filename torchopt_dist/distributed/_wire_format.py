@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import torch
 
-from torchopt_dist.distributed.message import Message
+from torchopt_dist.distributed._serialization import Message
 
-__all__ = ["MissingStructureError", "Structures", "Wire", "from_wire", "to_wire"]
+__all__ = ["MissingStructureError", "Structures", "WireMessage", "from_wire", "to_wire"]
 
 SMALL = 1 << 16
 """Bytes up to which a tensor shares a buffer."""
@@ -27,7 +27,7 @@ class _Place(NamedTuple):
     on_gpu: bool
 
 
-class Wire(NamedTuple):
+class WireMessage(NamedTuple):
     """A message as a transport sends it.
 
     Attributes:
@@ -95,7 +95,7 @@ class Structures:
         return structure
 
 
-def to_wire(message: Message, known: Structures, *, direct: bool = False) -> Wire:
+def to_wire(message: Message, known: Structures, *, direct: bool = False) -> WireMessage:
     """Make a message ready to be sent.
 
     Args:
@@ -132,7 +132,7 @@ def to_wire(message: Message, known: Structures, *, direct: bool = False) -> Wir
     ]
     for digest in message.structures:
         known.add(digest, b"")
-    return Wire(
+    return WireMessage(
         message.skeleton,
         buffers,
         places,
@@ -145,7 +145,7 @@ def to_wire(message: Message, known: Structures, *, direct: bool = False) -> Wir
     )
 
 
-def from_wire(wire: Wire, seen: Structures) -> Message:
+def from_wire(wire: WireMessage, seen: Structures) -> Message:
     """Rebuild a message.
 
     Args:

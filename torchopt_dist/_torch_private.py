@@ -1,0 +1,152 @@
+"""Private names of torch and of the standard library → functions that also work where such a name is missing.
+
+No other file uses a private name. Each function looks its name up when it is called, and says what is lost where the
+name is missing; ``tests/test_torch_private.py`` hides each name and tests that.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.distributed import rpc
+
+from torchopt_dist.typing import TensorContainer
+
+__all__ = [
+    "buffers_of",
+    "engine_keeps_graph",
+    "forward_mode_is_active",
+    "is_functorch_tensor",
+    "outside_of_transforms",
+    "parameters_of",
+    "set_default_rpc_timeout",
+    "set_sequence_number",
+    "tensor_version",
+    "tensorpipe_options_with_sockets",
+]
+
+
+def _find(path: str) -> Any:
+    """The attribute of ``torch`` at a dotted path; ``None`` where a part of the path is missing."""
+    found: Any = torch
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    return found
+
+
+# Autograd.
+
+
+def set_sequence_number(tensor: Tensor, number: int) -> None:
+    """Set the priority of the node that made ``tensor``: the engine runs the ready node with the highest number first.
+
+    Without the name nodes run in torch's own order: gradients stay the same, and workers overlap less in backward.
+    """
+    set_number = getattr(tensor.grad_fn, "_set_sequence_nr", None)
+    if set_number is not None:
+        set_number(number)
+
+
+def engine_keeps_graph() -> bool:
+    """Whether the backward that runs in this thread was asked for with ``retain_graph=True``.
+
+    Without the name the answer is always yes: a worker then keeps a graph until the caller's part of it is gone.
+    """
+    keeps_graph = _find("_C._autograd._get_current_graph_task_keep_graph")
+    return True if keeps_graph is None else bool(keeps_graph())
+
+
+def tensor_version(tensor: Tensor) -> int | None:
+    """How often a tensor has been changed in place.
+
+    Without the name the answer is ``None``: changes in place between forward and backward go unnoticed.
+    """
+    return getattr(tensor, "_version", None)
+
+
+def forward_mode_is_active() -> bool:
+    """Whether a level of forward-mode differentiation is open.
+
+    Without the name the answer is always yes: tensors are asked for their tangents one by one, and formulas run where
+    kernels could.
+    """
+    return getattr(forward_ad, "_current_level", 0) >= 0
+
+
+# Transformations of ``torch.func``.
+
+
+def is_functorch_tensor(tensor: Tensor) -> bool:
+    """Whether a tensor belongs to a transformation of ``torch.func``, so that it has no values of its own.
+
+    Without the name the answer is always no: an attempt to send such a tensor fails with an error of torch's.
+    """
+    is_wrapped = _find("_C._functorch.is_functorch_wrapped_tensor")
+    return False if is_wrapped is None else bool(is_wrapped(tensor))
+
+
+def outside_of_transforms() -> AbstractContextManager[object]:
+    """A context in which no transformation of ``torch.func`` is active, so that ``vmap`` lets random numbers be drawn.
+
+    Without the name it changes nothing: a remote call inside ``vmap`` fails with torch's error about random numbers.
+    """
+    clear = _find("_functorch.pyfunctorch.temporarily_clear_interpreter_stack")
+    return nullcontext() if clear is None else clear()
+
+
+# Modules.
+
+
+def parameters_of(module: nn.Module) -> TensorContainer:
+    """The dictionary in which a module keeps its own parameters, sub-modules' not among them.
+
+    A tensor with a history can be put in; assigning one to the module's attribute is refused by torch.
+
+    Raises:
+        RuntimeError: the name is missing; then no module can be cloned, recovered or stepped differentiably.
+    """
+    return _dictionary(module, "_parameters")
+
+
+def buffers_of(module: nn.Module) -> TensorContainer:
+    """The dictionary in which a module keeps its own buffers; otherwise as :func:`parameters_of`."""
+    return _dictionary(module, "_buffers")
+
+
+def _dictionary(module: nn.Module, name: str) -> TensorContainer:
+    try:
+        return cast("TensorContainer", getattr(module, name))
+    except AttributeError:
+        raise RuntimeError(
+            f"torchopt_dist needs the attribute `{name}` of torch.nn.Module, which a {type(module).__name__} does not "
+            f"have in torch {torch.__version__}: use another version of torch"
+        ) from None
+
+
+# Remote procedure calls.
+
+
+def set_default_rpc_timeout(seconds: float) -> None:
+    """Set the time-out of the program's own ``rpc_sync`` and ``rpc_async`` in the RPC group that is running.
+
+    Without the name they keep the time-out that the group was started with; torchopt_dist's calls name their own.
+    """
+    set_timeout = getattr(rpc, "_set_rpc_timeout", None)
+    if set_timeout is not None:
+        set_timeout(seconds)
+
+
+def tensorpipe_options_with_sockets() -> rpc.TensorPipeRpcBackendOptions:
+    """Options of an RPC group whose workers speak through sockets only, not through shared memory.
+
+    Without the name they are torch's default options: waiting workers keep cores busy, and beyond some forty workers on
+    one machine the group does not start.
+    """
+    try:
+        return rpc.TensorPipeRpcBackendOptions(_transports=["uv"])
+    except TypeError:
+        return rpc.TensorPipeRpcBackendOptions()
