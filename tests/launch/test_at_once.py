@@ -10,7 +10,7 @@ import pytest
 from tests.distributed.bare import soon
 from torchopt_dist.launch import remote
 from torchopt_dist.launch.at_once import at_once
-from torchopt_dist.launch.elastic.reach import reach_some
+from torchopt_dist.launch.elastic import reach_some
 from torchopt_dist.launch.remote import SshOptions
 
 pytestmark = pytest.mark.timeout(30)

@@ -258,7 +258,7 @@ def test_workers_are_started_again_as_often_as_asked(tmp_path, caplog):
         result = Launcher(nproc_per_host=2, max_restarts=2, handlers=[]).run(main, tmp_path)
     assert result.rank(0)[:2] == result.rank(1)[:2] == (2, "2")
     said = [record.getMessage() for record in caplog.records]
-    assert said[0] == "restart 1 of 2: the first time"
+    assert said[0] == "restart 1 of 2: ValueError: the first time"
     assert said[1].startswith("restart 2 of 2: rank 1 on localhost was ended by SIGKILL")
     with pytest.raises(todist.RemoteError, match="the first time"):
         Launcher(nproc_per_host=2, handlers=[]).run(main, tmp_path)

@@ -1,14 +1,18 @@
-"""A task → the values of the first attempt that succeeds: hosts stay the same, workers are started again."""
+"""A task → the values of the first attempt that succeeds: others follow failures, and hosts that come or go."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import itertools
 import logging
 import os
 from typing import Any
 
-from torchopt_dist.errors import RemoteError, WorkerFailedError
-from torchopt_dist.launch.job import Job
+from torchopt_dist._serialized_exception import safe_repr
+from torchopt_dist.errors import AgentFailedError, InitializationError, RemoteError, WorkerFailedError
+from torchopt_dist.launch.elastic import Membership
+from torchopt_dist.launch.job import Job, StoppedError
 from torchopt_dist.launch.machine import Machine
 from torchopt_dist.launch.plan import Orders, Plan
 
@@ -17,34 +21,48 @@ __all__ = ["run_attempts"]
 log = logging.getLogger(__package__)
 
 
-def run_attempts(plan: Plan) -> dict[str, list[Any]]:
-    """Run a task until it succeeds, or has failed once too often.
+def run_attempts(plan: Plan, membership: Membership | None = None) -> dict[str, list[Any]]:
+    """Run a task until it succeeds, or workers have failed once too often.
 
     Args:
         plan: what is to be done. There is another attempt when what a worker raised, or its end, was the cause.
+        membership: which hosts take part in each attempt. There is another attempt when hosts were lost, or have come,
+            and these do not count. ``None``: those of the plan, and the loss of one is an error.
 
     Returns:
         The values, by host.
 
     Raises:
-        Exception: as :meth:`~torchopt_dist.launch.job.Job.run`.
+        Exception: as :meth:`~torchopt_dist.launch.job.Job.run` and :meth:`~Membership.next_hosts`.
     """
-    restarts = 0
-    with contextlib.ExitStack() as afterwards:
-        given: dict[Machine, Orders] = {}
-        for machine in {host.machine for host in plan.hosts}:
-            given[machine] = plan.orders(machine)
-            afterwards.callback(os.close, given[machine].header)
-        while True:
+    failures = 0
+    for attempt in itertools.count():
+        if membership is not None:
+            plan = dataclasses.replace(plan, hosts=membership.next_hosts())
+            workers = sum(host.workers for host in plan.hosts)
+            log.info("world %d: %d hosts, %d workers", attempt, len(plan.hosts), workers)
+        plan.logs.forget_tails()
+        with contextlib.ExitStack() as afterwards:
+            orders: dict[Machine, Orders] = {}
+            for machine in {host.machine for host in plan.hosts}:
+                orders[machine] = plan.orders(machine)
+                afterwards.callback(os.close, orders[machine].header)
+            job = Job(plan, orders, attempt, None if membership is None else membership.stop)
             try:
-                values = Job(plan, given, restarts).run()
-            except (RemoteError, WorkerFailedError) as error:
-                if restarts == plan.max_restarts:
+                values = job.run()
+                break
+            except StoppedError:
+                continue
+            except (AgentFailedError, InitializationError, RemoteError, WorkerFailedError) as error:
+                if membership is not None and membership.explains(error, job.lost):
+                    continue
+                if failures == plan.max_restarts or not isinstance(error, (RemoteError, WorkerFailedError)):
                     raise
-                restarts += 1
-                log.warning("restart %d of %d: %s", restarts, plan.max_restarts, error)
-                plan.logs.forget_tails()
-            else:
-                return {
-                    host.name: values[host.first_rank : host.first_rank + host.workers] for host in plan.hosts
-                }
+                failures += 1
+                why = (
+                    f"{type(error).__name__}: {safe_repr(error, str)}"
+                    if isinstance(error, RemoteError)
+                    else error
+                )
+                log.warning("restart %d of %d: %s", failures, plan.max_restarts, why)
+    return {host.name: values[host.first_rank : host.first_rank + host.workers] for host in plan.hosts}

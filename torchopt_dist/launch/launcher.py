@@ -23,7 +23,7 @@ from torchopt_dist._serialized_exception import safe_repr
 from torchopt_dist.errors import SerializationError
 from torchopt_dist.launch.attempts import run_attempts
 from torchopt_dist.launch.cluster import find_hosts
-from torchopt_dist.launch.elastic import reach_some, run_elastic
+from torchopt_dist.launch.elastic import Membership, reach_some
 from torchopt_dist.launch.environment import COPIED, chosen_by, import_path, read_env_file
 from torchopt_dist.launch.groups import in_groups
 from torchopt_dist.launch.logs import TerminalHandler, WorkerLogs, log_folder
@@ -209,7 +209,10 @@ class Launcher:
                 run_id=uuid.uuid4().hex,
                 max_restarts=self.max_restarts,
             )
-            values = run_elastic(plan, least, most, self._reach) if elastic else run_attempts(plan)
+            membership = Membership(plan, least, most, self._reach) if elastic else None
+            if membership is not None:
+                afterwards.callback(membership.close)
+            values = run_attempts(plan, membership)
         return LaunchResult(values)
 
     def _bounds(self, number: int) -> tuple[int, int]:

@@ -1,27 +1,47 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 import torchopt_dist as todist
-from torchopt_dist.launch.elastic import host_job, members
+from torchopt_dist.launch import elastic
+
+
+class Reachability:
+    """Whether hosts that were lost can be reached again.
+
+    Attributes:
+        lost_for_good: names of hosts that cannot.
+        reached: names of hosts that were, one after another.
+        times: how long hosts are waited for, in place of what the launcher says, which workers have to start.
+    """
+
+    def __init__(self):
+        self.lost_for_good, self.reached, self.times = set(), [], {}
 
 
 @pytest.fixture(autouse=True)
-def soon_again(monkeypatch):
-    """Lost hosts are tried again sooner."""
-    monkeypatch.setattr(members, "RETRY_SECONDS", 0.5)
+def reachability(monkeypatch):
+    """Lost hosts are tried again soon, and a test says which of them can be reached."""
+    state = Reachability()
+    reach_again = elastic.Membership._reach_again
+    wait_for_hosts = elastic.Membership._wait_for_hosts
 
-
-@pytest.fixture
-def unreachable(monkeypatch, tmp_path):
-    """A file; while it exists, hosts of which it has the names cannot be reached."""
-    path = tmp_path / "unreachable"
-    run = host_job.HostJob.run
-
-    def run_if_reachable(job):
-        if path.exists() and job._plan.hosts[0].name in path.read_text().split():
+    def reach_if_allowed(membership, host):
+        if host.name in state.lost_for_good:
             raise todist.errors.AgentFailedError("no route")
-        return run(job)
+        machine = reach_again(membership, host)
+        state.reached.append(host.name)
+        return machine
 
-    monkeypatch.setattr(host_job.HostJob, "run", run_if_reachable)
-    return path
+    def wait_as_told(membership, *args):
+        plan = membership._plan
+        membership._plan = dataclasses.replace(plan, times=dataclasses.replace(plan.times, **state.times))
+        wait_for_hosts(membership, *args)
+
+    monkeypatch.setattr(elastic, "RETRY_SECONDS", 0.1)
+    monkeypatch.setattr(elastic, "GATHER_SECONDS", 0.05)
+    monkeypatch.setattr(elastic.Membership, "_reach_again", reach_if_allowed)
+    monkeypatch.setattr(elastic.Membership, "_wait_for_hosts", wait_as_told)
+    return state

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -15,25 +16,30 @@ import torch
 
 import torchopt_dist as todist
 from tests.distributed.bare import say, soon, watch
-from tests.launch.elastic.worlds import Aside, another_comes, host_of, in_worlds, launch, place, world_of
+from tests.launch.elastic.worlds import Aside, in_worlds, kill_agent, launch, place, world_of
 from tests.launch.families import assert_gone
+from tests.launch.sshd import wait_until
+from torchopt_dist.launch.job import Job
 
 pytestmark = pytest.mark.timeout(60)
+
+
+def messages(caplog):
+    return [record.getMessage() for record in caplog.records if record.name == "torchopt_dist.launch"]
 
 
 # Hosts that stay.
 
 
-def test_the_values_come_by_host_in_the_order_of_ranks():
+def test_the_values_come_by_host_and_ranks_follow_the_order_of_hosts():
     def main(x, *, y=2):
         info = todist.get_world_info()
         return x, y, info.world_rank, info.local_rank, info.world_size, os.environ["GROUP_RANK"]
 
     results = launch(main, 1, nproc=2)
-    assert sorted(results) == ["localhost", "localhost#2"]
-    assert list(results.values()) == [
-        [(1, 2, 0, 0, 4, "0"), (1, 2, 1, 1, 4, "0")],
-        [(1, 2, 2, 0, 4, "1"), (1, 2, 3, 1, 4, "1")],
+    assert list(results.items()) == [
+        ("localhost", [(1, 2, 0, 0, 4, "0"), (1, 2, 1, 1, 4, "0")]),
+        ("localhost#2", [(1, 2, 2, 0, 4, "1"), (1, 2, 3, 1, 4, "1")]),
     ]
 
 
@@ -80,94 +86,51 @@ def test_lines_have_the_rank_of_their_world_and_the_host(capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_spare_host_waits_until_one_is_lost(tmp_path, unreachable):
-    def kill():
-        ((_, agent_of_torch, agent),) = world_of(tmp_path, 0, 1)
-        unreachable.write_text(host_of(agent_of_torch))
-        os.kill(agent, signal.SIGKILL)
-        world_of(tmp_path, 1, 1)
-        say(tmp_path / "end")
-
-    with Aside(kill):
-        results = launch(in_worlds, tmp_path, max_hosts=1)
-    ((name, values),) = results.items()
-    assert values == [(1, 0, 1)]
-    assert name != unreachable.read_text()
-
-
 # Hosts that are lost.
 
 
-@pytest.mark.parametrize("killed", ["agent of torch", "agent"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_others_go_on_when_a_host_is_lost(tmp_path, unreachable, caplog, killed, rank):
+def test_the_others_go_on_when_a_host_is_lost(tmp_path, reachability, caplog, rank):
+    names = ["localhost", "localhost#2"]
+    lost, left = names[rank], names[1 - rank]
+    reachability.lost_for_good.add(lost)
+
     def kill():
         places = world_of(tmp_path, 0, 2)
-        unreachable.write_text(host_of(places[rank][1]))
-        os.kill(places[rank][1 if killed == "agent of torch" else 2], signal.SIGKILL)
+        kill_agent(places, rank)
+        ((worker, _),) = world_of(tmp_path, 1, 1)
+        assert worker not in [pid for pid, _ in places]  # all workers are new ones
+        assert_gone([places[rank][0]])
+        say(tmp_path / "end")
+
+    with Aside(kill), caplog.at_level(logging.INFO, "torchopt_dist.launch"):
+        assert launch(in_worlds, tmp_path) == {left: [(1, 0, 1)]}
+    assert messages(caplog) == [
+        "world 0: 2 hosts, 2 workers",
+        f"{lost} is lost; hosts that are left: {left}; the reason: its agent died",
+        "world 1: 1 hosts, 1 workers",
+    ]  # and no line for each attempt to reach the host again
+
+
+def test_a_host_that_gives_no_sign_of_life_is_lost(tmp_path, reachability, caplog):
+    reachability.lost_for_good.add("localhost#2")
+
+    def halt():
+        places = world_of(tmp_path, 0, 2)
+        os.kill(places[1][1], signal.SIGSTOP)
         world_of(tmp_path, 1, 1)
-        assert_gone(places[rank][:2])
+        assert_gone(places[1])
         say(tmp_path / "end")
 
-    with Aside(kill), caplog.at_level(logging.WARNING, "torchopt_dist.launch"):
-        results = launch(in_worlds, tmp_path)
-    ((name, values),) = results.items()
-    assert values == [(1, 0, 1)]
-    lost = unreachable.read_text()
-    assert name != lost
-    said = [record.getMessage() for record in caplog.records if record.name == "torchopt_dist.launch"]
-    assert said[0].startswith(f"{lost} is lost; hosts that are left: {name}; the reason: ")
-    assert len(said) == 1  # and not at each attempt to bring it back
+    with Aside(halt), caplog.at_level(logging.WARNING, "torchopt_dist.launch"):
+        assert launch(in_worlds, tmp_path, agent_timeout=2.0) == {"localhost": [(1, 0, 1)]}
+    (line,) = messages(caplog)
+    assert line.endswith("the reason: its agent gave no sign of life for 2 s, and was killed")
 
 
-def test_a_host_that_comes_back_takes_part_again(tmp_path):
-    def kill():
-        places = world_of(tmp_path, 0, 2)
-        os.kill(places[1][2], signal.SIGKILL)
-        again = world_of(tmp_path, 1, 2)
-        assert not {worker for worker, *_ in places} & {worker for worker, *_ in again}
-        say(tmp_path / "end")
+def test_what_follows_from_a_loss_is_no_restart(tmp_path, reachability):
+    reachability.lost_for_good.add("localhost#2")
 
-    with Aside(kill):
-        results = launch(in_worlds, tmp_path)
-    assert list(results.values()) == [[(1, 0, 2)], [(1, 1, 2)]]
-
-
-def test_a_host_that_comes_later_makes_the_world_larger(tmp_path, unreachable):
-    unreachable.write_text("localhost")
-    with another_comes(tmp_path, unreachable.unlink):
-        results = launch(in_worlds, tmp_path)
-    assert list(results.values()) == [[(1, 0, 2)], [(1, 1, 2)]]
-
-
-def test_too_few_hosts_for_too_long_are_named(tmp_path, unreachable):
-    def kill():
-        places = world_of(tmp_path, 0, 2)
-        unreachable.write_text(host_of(places[1][1]))
-        os.kill(places[1][2], signal.SIGKILL)
-        say(tmp_path / "killed", str(time.monotonic()))
-
-    with (
-        Aside(kill),
-        pytest.raises(todist.errors.AgentFailedError, match="`min_hosts`") as caught,
-    ):
-        launch(in_worlds, tmp_path, min_hosts=2, start_timeout=3.0)
-    assert 3.0 < time.monotonic() - float((tmp_path / "killed").read_text()) < soon(8.0)
-    assert str(caught.value).splitlines() == [
-        "there are 1 hosts, and at least 2 are needed (`min_hosts`), since 3 s (`start_timeout`):",
-        f"{unreachable.read_text()}: no route",
-    ]
-
-
-def test_hosts_that_never_come_are_named(tmp_path, unreachable):
-    unreachable.write_text("localhost localhost#2")
-    with pytest.raises(
-        todist.errors.AgentFailedError, match=r"(?s)0 hosts.*localhost: no route\nlocalhost#2: no"
-    ):
-        launch(in_worlds, tmp_path, start_timeout=1.0)
-
-
-def test_what_follows_from_a_loss_is_no_restart(tmp_path, unreachable):
     def wait_for_the_other(world, rank):
         if world == 0:
             todist.barrier()
@@ -180,39 +143,77 @@ def test_what_follows_from_a_loss_is_no_restart(tmp_path, unreachable):
     def kill():
         places = world_of(tmp_path, 0, 2)
         assert all(watch(tmp_path / f"met{rank}") for rank in (0, 1))
-        unreachable.write_text(host_of(places[1][1]))
-        os.kill(places[1][2], signal.SIGKILL)
+        kill_agent(places, 1)
         world_of(tmp_path, 1, 1)
         say(tmp_path / "end")
 
     with Aside(kill):
         results = launch(in_worlds, tmp_path, wait_for_the_other, rpc=True, max_restarts=0)
-    assert list(results.values()) == [[(1, 0, 1)]]
+    assert results == {"localhost": [(1, 0, 1)]}
 
 
-def test_a_host_whose_work_is_done_does_it_again_in_a_new_world(tmp_path):
-    def main(folder):
-        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "0":
-            in_worlds_file(folder)
-            return "early"
-        in_worlds_file(folder)
-        assert watch(folder / "end", 30.0)
-        return "late"
+def test_an_error_that_is_not_the_loss_of_a_host_is_the_end_though_a_host_is_lost_with_it(
+    tmp_path, monkeypatch
+):
+    def main():
+        if os.environ["RANK"] == "1":
+            say(tmp_path / "agent", str(os.getppid()))
+            time.sleep(60)
+        assert watch(tmp_path / "agent")
+        raise ValueError("wrong")
 
-    def in_worlds_file(folder):
+    note = Job._worker_raised
+
+    def kill_first(job, *args):
+        os.kill(int((tmp_path / "agent").read_text()), signal.SIGKILL)
+        note(job, *args)
+
+    monkeypatch.setattr(Job, "_worker_raised", kill_first)
+    with pytest.raises(ValueError, match=r"^wrong$"):
+        launch(main)
+
+
+def test_a_host_whose_work_is_done_does_it_again_in_a_new_world(tmp_path, reachability):
+    reachability.lost_for_good.add("localhost#2")
+
+    def main():
         world, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
         size = int(os.environ["WORLD_SIZE"])
-        say(folder / f"world{world}.rank{rank}", json.dumps({"size": size, "place": place()}))
+        say(tmp_path / f"world{world}.rank{rank}", json.dumps({"size": size, "place": place()}))
+        if (world, rank) == ("0", "0"):
+            return "early"
+        assert watch(tmp_path / "end", 30.0)
+        return "late"
 
     def kill():
         places = world_of(tmp_path, 0, 2)
         assert_gone([places[0][0]])  # its value has been taken
-        os.kill(places[1][2], signal.SIGKILL)
-        world_of(tmp_path, 1, 2)
+        kill_agent(places, 1)
+        world_of(tmp_path, 1, 1)
         say(tmp_path / "end")
 
     with Aside(kill):
-        assert list(launch(main, tmp_path).values()) == [["late"], ["late"]]
+        assert launch(main) == {"localhost": ["late"]}
+
+
+def test_values_that_have_come_are_kept_when_their_host_is_lost(tmp_path):
+    def main():
+        if os.environ["RANK"] == "1":
+            say(tmp_path / "place", json.dumps(place()))
+            return "early"
+        assert watch(tmp_path / "end", 30.0)
+        return "late"
+
+    def kill():
+        assert watch(tmp_path / "place")
+        worker, agent = json.loads((tmp_path / "place").read_text())
+        assert_gone([worker])
+        os.kill(agent, signal.SIGKILL)
+        assert_gone([agent])
+        say(tmp_path / "end")
+
+    with Aside(kill):
+        assert launch(main) == {"localhost": ["late"], "localhost#2": ["early"]}
 
 
 def test_process_groups_form_in_every_world(tmp_path):
@@ -220,16 +221,146 @@ def test_process_groups_form_in_every_world(tmp_path):
         torch.distributed.init_process_group("gloo")
         total = torch.tensor([rank + 1])
         torch.distributed.all_reduce(total)
-        assert total.item() == sum(range(1, int(os.environ["WORLD_SIZE"]) + 1))
-        say(tmp_path / f"sum{world}.{rank}")
+        size = int(os.environ["WORLD_SIZE"])
+        assert total.item() == sum(range(1, size + 1))
+        say(tmp_path / f"sum.{size}.{world}.{rank}")
 
     def kill():
         places = world_of(tmp_path, 0, 2)
-        assert all(watch(tmp_path / f"sum0.{rank}") for rank in (0, 1))
-        os.kill(places[0][2], signal.SIGKILL)
-        world_of(tmp_path, 1, 2)
-        assert all(watch(tmp_path / f"sum1.{rank}") for rank in (0, 1))
+        assert all(watch(tmp_path / f"sum.2.0.{rank}") for rank in (0, 1))
+        kill_agent(places, 0)
+        wait_until(  # the host comes back, though it may do so before the next world
+            lambda: any(tmp_path.glob("sum.2.[12].0")) and any(tmp_path.glob("sum.2.[12].1")),
+            lambda: sorted(path.name for path in tmp_path.iterdir()),
+        )
         say(tmp_path / "end")
 
     with Aside(kill):
         assert len(launch(in_worlds, tmp_path, sum_of_ranks)) == 2
+
+
+# Hosts that come.
+
+
+def test_a_host_that_comes_back_takes_part_again(tmp_path, reachability):
+    reachability.lost_for_good.add("localhost")
+
+    def save_when_told_to_stop(world, rank):
+        def save(*_):
+            say(tmp_path / f"saved{world}.rank{rank}")
+            sys.exit(0)
+
+        signal.signal(signal.SIGTERM, save)
+
+    def kill():
+        kill_agent(world_of(tmp_path, 0, 2), 0)
+        ((worker, _),) = world_of(tmp_path, 1, 1)
+        reachability.lost_for_good.clear()
+        again = world_of(tmp_path, 2, 2)
+        assert worker not in [pid for pid, _ in again]
+        assert (tmp_path / "saved1.rank0").exists()  # workers have `stop_timeout` to end
+        say(tmp_path / "end")
+
+    with Aside(kill):
+        results = launch(in_worlds, tmp_path, save_when_told_to_stop, stop_timeout=10.0)
+    assert list(results.items()) == [("localhost", [(2, 0, 2)]), ("localhost#2", [(2, 1, 2)])]
+
+
+def test_spare_hosts_wait_until_one_is_lost(tmp_path, reachability):
+    def kill():
+        kill_agent(world_of(tmp_path, 0, 1), 0)
+        places = world_of(tmp_path, 1, 1)
+        wait_until(lambda: reachability.reached == ["localhost"], lambda: reachability.reached)
+        time.sleep(0.5)
+        assert not (tmp_path / "world2.rank0").exists()  # there was no room for the host that came back
+        kill_agent(places, 0)
+        world_of(tmp_path, 2, 1)
+        say(tmp_path / "end")
+
+    with Aside(kill):
+        assert launch(in_worlds, tmp_path, max_hosts=1) == {"localhost": [(2, 0, 1)]}
+
+
+def test_a_host_that_comes_back_when_all_functions_have_returned_changes_nothing(tmp_path, reachability):
+    reachability.lost_for_good.add("localhost#2")
+
+    def end_late(world, rank):
+        if world == 1:
+            threading.Thread(target=watch, args=(tmp_path / "exit", 30.0)).start()
+
+    def kill():
+        kill_agent(world_of(tmp_path, 0, 2), 1)
+        ((worker, _),) = world_of(tmp_path, 1, 1)
+        say(tmp_path / "end")
+        wait_until(lambda: (tmp_path / "returned").exists(), lambda: "it has not returned")
+        reachability.lost_for_good.clear()
+        wait_until(lambda: reachability.reached == ["localhost#2"], lambda: reachability.reached)
+        time.sleep(0.5)
+        os.kill(worker, 0)  # it has not been told to stop
+        say(tmp_path / "exit")
+
+    def main():
+        value = in_worlds(tmp_path, end_late)
+        threading.Timer(0.2, say, (tmp_path / "returned",)).start()
+        return value
+
+    with Aside(kill):
+        assert launch(main) == {"localhost": [(1, 0, 1)]}
+
+
+# Too few hosts.
+
+
+def test_too_few_hosts_for_too_long_are_named(tmp_path, reachability):
+    reachability.lost_for_good.add("localhost#2")
+    reachability.times["start"] = 1.0
+
+    def kill():
+        kill_agent(world_of(tmp_path, 0, 2), 1)
+        say(tmp_path / "killed", str(time.monotonic()))
+
+    with (
+        Aside(kill),
+        pytest.raises(todist.errors.AgentFailedError, match="`min_hosts`") as caught,
+    ):
+        launch(in_worlds, tmp_path, min_hosts=2)
+    assert 1.0 < time.monotonic() - float((tmp_path / "killed").read_text()) < soon(6.0)
+    assert str(caught.value).splitlines() == [
+        "there are 1 hosts, and at least 2 are needed (`min_hosts`), since 1 s (`start_timeout`):",
+        "localhost#2: no route",
+    ]
+
+
+def test_a_host_that_comes_in_time_is_enough(tmp_path, reachability):
+    reachability.lost_for_good.add("localhost#2")
+
+    def kill():
+        kill_agent(world_of(tmp_path, 0, 2), 1)
+        time.sleep(0.5)
+        assert not (tmp_path / "world1.rank0").exists()
+        reachability.lost_for_good.clear()
+        world_of(tmp_path, 1, 2)
+        say(tmp_path / "end")
+
+    with Aside(kill):
+        results = launch(in_worlds, tmp_path, min_hosts=2)
+    assert list(results.values()) == [[(1, 0, 2)], [(1, 1, 2)]]
+
+
+def test_the_whole_timeout_holds_while_hosts_are_waited_for(tmp_path, reachability):
+    reachability.lost_for_good.add("localhost#2")
+    reachability.times["whole"] = 1.5
+
+    def kill():
+        kill_agent(world_of(tmp_path, 0, 2), 1)
+
+    started = time.monotonic()
+    with (
+        Aside(kill),
+        pytest.raises(
+            todist.CallTimeoutError,
+            match=r"(?s)^there are 1 hosts, .*`timeout`, 1.5 s, has passed:\nlocalhost#2: ",
+        ),
+    ):
+        launch(in_worlds, tmp_path, min_hosts=2)
+    assert 1.5 < time.monotonic() - started < soon(10.0)

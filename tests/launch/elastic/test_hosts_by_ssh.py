@@ -1,4 +1,4 @@
-"""A host that is reached by SSH is lost, comes back, or comes later."""
+"""A host that is reached by SSH comes late, is lost, and comes back."""
 
 from __future__ import annotations
 
@@ -11,75 +11,81 @@ import pytest
 
 import torchopt_dist as todist
 from tests.distributed.bare import say
-from tests.launch.elastic.worlds import Aside, another_comes, in_worlds, launch, world_of
+from tests.launch.elastic.worlds import Aside, in_worlds, launch, world_of
 from tests.launch.sshd import NEEDS_SSHD, Sshd
 from torchopt_dist.launch import remote
 
 pytestmark = [pytest.mark.timeout(60), NEEDS_SSHD]
 
 
+class Switch:
+    """An SSH server that is started and stopped. Its names are `node1`, `node2` and `node3`."""
+
+    def __init__(self, folder):
+        self._folder, self.config = folder, folder / "config"
+        self._server = Sshd(folder)
+
+    def on(self):
+        self._server = Sshd(self._folder)
+
+    def off(self):
+        """As a machine that fails: connections end, and there are no new ones."""
+        if self._server is None:
+            return
+        sessions = psutil.Process(self._server.process.pid).children(recursive=True)
+        self._server.stop()
+        for process in sessions:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.name().startswith("sshd"):
+                    process.kill()
+        self._server = None
+
+
 @pytest.fixture
 def sshd(tmp_path):
-    """Starts and stops an SSH server that knows `node1`."""
-
-    class Switch:
-        config = tmp_path / "sshd" / "config"
-        server = None
-
-        def on(self):
-            self.server = Sshd(tmp_path / "sshd")
-            return self
-
-        def off(self):
-            """As a machine that fails: connections end, and there are no new ones."""
-            sessions = psutil.Process(self.server.process.pid).children(recursive=True)
-            self.server.stop()
-            for process in sessions:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    if process.name().startswith("sshd"):
-                        process.kill()
-            self.server = None
-
-    switch = Switch().on()
+    switch = Switch(tmp_path / "sshd")
+    switch.off()
     yield switch
     for machine in list(remote._machines.values()):
         machine.close()
     remote._machines.clear()
-    if switch.server is not None:
-        switch.server.stop()
+    switch.off()
 
 
-def test_a_host_by_ssh_is_lost_and_comes_back(tmp_path, sshd, caplog):
+def test_a_host_by_ssh_comes_late_is_lost_and_comes_back(tmp_path, sshd, caplog):
     def switch():
-        world_of(tmp_path, 0, 2)
+        world_of(tmp_path, 0, 1)
+        sshd.on()
+        world_of(tmp_path, 1, 2)
         sshd.off()
-        ((worker, *_),) = world_of(tmp_path, 1, 1)
+        ((worker, _),) = world_of(tmp_path, 2, 1)
         assert psutil.Process(worker).is_running()
         sshd.on()
-        world_of(tmp_path, 2, 2)
+        world_of(tmp_path, 3, 2)
         say(tmp_path / "end")
 
     with Aside(switch), caplog.at_level(logging.WARNING, "torchopt_dist.launch"):
         results = launch(
-            in_worlds, tmp_path, hosts=["localhost", "node1"], ssh_config=sshd.config, timeout=50.0
+            in_worlds, tmp_path, hosts=["node1", "localhost"], ssh_config=sshd.config, timeout=50.0
         )
-    assert sorted(results) == ["localhost", "node1"]
-    assert list(results.values()) == [[(2, 0, 2)], [(2, 1, 2)]]
+    assert list(results.items()) == [("node1", [(3, 0, 2)]), ("localhost", [(3, 1, 2)])]
     said = [record.getMessage() for record in caplog.records if record.name == "torchopt_dist.launch"]
-    assert said[0].startswith("node1 is lost; hosts that are left: localhost; the reason: ")
+    assert len(said) == 2
+    assert all(
+        line.startswith("node1 is lost; hosts that are left: localhost; the reason: ") for line in said
+    )
 
 
-def test_a_host_by_ssh_that_is_not_there_at_the_start_comes_later(tmp_path, sshd):
-    sshd.off()
-    with another_comes(tmp_path, sshd.on):
-        results = launch(
-            in_worlds, tmp_path, hosts=["localhost", "node1"], ssh_config=sshd.config, timeout=50.0
-        )
-    assert list(results.values()) == [[(1, 0, 2)], [(1, 1, 2)]]
+def test_hosts_that_never_come_are_named(sshd, reachability):
+    reachability.times["start"] = 0.5
+    with pytest.raises(
+        todist.errors.AgentFailedError,
+        match=r"(?s)^there are 0 hosts.*`start_timeout`\):\nnode1: node1 .*\nnode2: node2 ",
+    ):
+        launch(os.getpid, hosts=["node1", "node2"], ssh_config=sshd.config)
 
 
 def test_how_many_workers_a_host_has_that_is_not_there_must_be_said(sshd):
-    sshd.off()
     with pytest.raises(
         todist.InitializationError, match=r"`nproc_per_host` must be a number for hosts .*node1"
     ):

@@ -45,24 +45,25 @@ def test_an_interrupt_goes_on_as_such_and_leaves_nothing(tmp_path):
     assert threading.active_count() == threads
 
 
-def test_a_lost_host_s_processes_are_ended(tmp_path, unreachable):
+def test_a_lost_host_s_processes_are_ended(tmp_path, reachability):
+    reachability.lost_for_good.update(["localhost", "localhost#2"])
+    reachability.times["start"] = 0.5
+
     def kill():
         pids = pids_in(tmp_path)
-        agents = [int((tmp_path / f"place{rank}").read_text().split()[2]) for rank in (0, 1)]
-        unreachable.write_text("localhost localhost#2")
+        agents = [int((tmp_path / f"place{rank}").read_text().split()[1]) for rank in (0, 1)]
         for agent in agents:
             os.kill(agent, signal.SIGKILL)
         assert_gone(pids)
 
     with Aside(kill), pytest.raises(todist.errors.AgentFailedError):
-        launch(hold_on, tmp_path, start_timeout=2.0)
+        launch(hold_on, tmp_path, min_hosts=2)
 
 
 LAUNCHER = """
 import sys
 from pathlib import Path
 from tests.launch.elastic.test_nothing_is_left import hold_on
-from tests.launch.descriptors import no_new_descriptors
 from tests.launch.elastic.worlds import launch
 launch(hold_on, Path(sys.argv[1]))
 """

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import threading
-
-import psutil
 
 from tests.distributed.bare import say, watch
 from torchopt_dist.launch import Launcher
@@ -27,6 +26,7 @@ def launch(
     start_timeout=20.0,
     stop_timeout=1.0,
     exit_timeout=10.0,
+    agent_timeout=5.0,
     port=0,
     halted_timeout=5.0,
 ):
@@ -44,6 +44,7 @@ def launch(
         start_timeout=start_timeout,
         stop_timeout=stop_timeout,
         exit_timeout=exit_timeout,
+        agent_timeout=agent_timeout,
         master_port=port,
         halted_timeout=halted_timeout,
     )
@@ -57,8 +58,8 @@ class MyError(Exception):
 
 
 def place():
-    """This worker, its torch agent, and that one's agent of ours."""
-    return os.getpid(), os.getppid(), psutil.Process(os.getppid()).ppid()
+    """This worker, and its agent."""
+    return os.getpid(), os.getppid()
 
 
 def in_worlds(folder, act=None):
@@ -85,10 +86,9 @@ def world_of(folder, world, size):
     return [tuple(each["place"]) for each in told]
 
 
-def host_of(pid):
-    """Which host a torch agent is, by the title of its process."""
-    title = " ".join(psutil.Process(pid).cmdline())
-    return title.rpartition(" of ")[2].strip()
+def kill_agent(places, rank):
+    """As if the host of a rank had failed."""
+    os.kill(places[rank][1], signal.SIGKILL)
 
 
 class Aside:
@@ -112,15 +112,3 @@ class Aside:
         self._thread.join()
         if self._error is not None:
             raise self._error
-
-
-def another_comes(folder, let_it_come):
-    """Beside a launch: the world is of one host; another may come; there is a world of two, and that is the end."""
-
-    def see():
-        world_of(folder, 0, 1)
-        let_it_come()
-        world_of(folder, 1, 2)
-        say(folder / "end")
-
-    return Aside(see)

@@ -1,0 +1,294 @@
+"""All hosts of an elastic launch → those of the next attempt; hosts that are lost are reached again meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import math
+import os
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torchopt_dist.errors import AgentFailedError, CallTimeoutError, InitializationError, WorkerFailedError
+from torchopt_dist.launch.at_once import at_once
+from torchopt_dist.launch.cluster import Host, Reach
+from torchopt_dist.launch.deadlines import LONGEST_WAIT
+from torchopt_dist.launch.failures import may_be_an_echo
+from torchopt_dist.launch.machine import Machine
+from torchopt_dist.launch.messages import Stop, receive, send
+from torchopt_dist.launch.plan import Plan
+
+__all__ = ["Membership", "reach_some"]
+
+log = logging.getLogger(__package__)
+
+RETRY_SECONDS = 2.0
+"""Until a lost host is tried again."""
+GATHER_SECONDS = 1.0
+"""For further hosts to come back, before the attempt that runs is stopped for those that have."""
+NOTICE_SECONDS = 1.0
+"""For the loss of another machine to become known, when a worker has failed in a way that may follow from it."""
+POLL_SECONDS = 0.05
+
+
+def reach_some(reach: Reach) -> Reach:
+    """A way to reach machines that goes on without those that cannot be reached.
+
+    Args:
+        reach: names of machines → the machines.
+
+    Returns:
+        A function of names that gives an :class:`UnreachedMachine` for each machine that ``reach`` does not reach.
+    """
+
+    def reach_each(names: Sequence[str]) -> dict[str, Machine]:
+        def reach_one(name: str) -> Machine:
+            try:
+                return reach([name])[name]
+            except InitializationError as error:
+                return UnreachedMachine(name, str(error))
+
+        return dict(zip(names, at_once(reach_one, names), strict=True))
+
+    return reach_each
+
+
+class UnreachedMachine(Machine):
+    """A machine that could not be reached at the start, and perhaps can be later.
+
+    Args:
+        name: its name.
+        why: what was tried, and how that failed.
+    """
+
+    here = False
+    cores = gpus = 0
+
+    def __init__(self, name: str, why: str) -> None:
+        self.name, self._why = name, why
+        self.env, self.path = {}, []
+
+    def request_agent(self, env: Mapping[str, str]) -> socket.socket:
+        """Raise the reason."""
+        raise InitializationError(self._why)
+
+    def open_meeting(self) -> socket.socket:
+        """Raise the reason."""
+        raise InitializationError(self._why)
+
+    def kill_agent(self, pid: int) -> None:
+        """Do nothing: there is no agent."""
+
+    def why_lost(self) -> str:
+        """The reason."""
+        return self._why
+
+
+@dataclass(eq=False)
+class _Member:
+    """What is known of a host.
+
+    Attributes:
+        host: the host.
+        lost: why the host cannot take part; ``None`` while it can.
+        takes_part: whether the host has workers in the present attempt.
+        thread: the thread that reaches the host again.
+        is_reaching: whether that thread is just trying to, and does not see that the launch ends.
+    """
+
+    host: Host
+    lost: str | None = None
+    takes_part: bool = False
+    thread: threading.Thread | None = None
+    is_reaching: bool = False
+
+
+class Membership:
+    """The hosts of one elastic launch, until :meth:`close`.
+
+    Args:
+        plan: what is to be done, and all hosts that may take part.
+        min_hosts: how many hosts an attempt needs.
+        max_hosts: how many hosts take part at most; the others are spare.
+        reach: names of machines → the machines, for those that were lost.
+
+    Raises:
+        InitializationError: the number of workers of a host that has not been reached is not known.
+
+    Attributes:
+        stop: there is something to read from this socket when hosts have come for which there is room.
+    """
+
+    def __init__(self, plan: Plan, min_hosts: int, max_hosts: int, reach: Reach) -> None:
+        for host in plan.hosts:
+            if host.workers < 1:
+                raise InitializationError(
+                    "`nproc_per_host` must be a number for hosts that cannot be reached at the start: "
+                    f"{host.machine.why_lost()}"
+                )
+        self._plan, self._reach = plan, reach
+        self._min_hosts, self._max_hosts = min_hosts, max_hosts
+        self._members = [_Member(host) for host in plan.hosts]
+        self._changed = threading.Condition()
+        """Held by whoever reads or changes the members; notified when a host has come, and at the end."""
+        self._closed = False
+        self.stop, self._stopper = socket.socketpair()
+        self.stop.setblocking(False)
+
+    def close(self) -> None:
+        """Stop reaching hosts."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            threads = [member.thread for member in self._members if member.thread and not member.is_reaching]
+        for thread in threads:
+            thread.join()
+        self.stop.close()
+        self._stopper.close()
+
+    def next_hosts(self) -> list[Host]:
+        """The hosts of the next attempt, with ranks in their order; wait until there are enough.
+
+        Hosts of the attempt before stay, if they are not lost; spare hosts fill up the places, in the order of
+        ``hosts``.
+
+        Raises:
+            AgentFailedError: there have been too few hosts for too long.
+            CallTimeoutError: the time of the whole launch has passed.
+        """
+        with self._changed:
+            too_few_since = time.monotonic()
+            while True:
+                self._note_losses({})
+                there = [member for member in self._members if member.lost is None]
+                if len(there) >= self._min_hosts:
+                    break
+                self._wait_for_hosts(len(there), too_few_since)
+            there.sort(key=lambda member: not member.takes_part)  # the sort keeps the order of equals
+            for member in self._members:
+                member.takes_part = member in there[: self._max_hosts]
+            with contextlib.suppress(
+                BlockingIOError
+            ):  # those for which the last attempt was stopped take part now
+                while self.stop.recv(1 << 10):
+                    pass
+            hosts: list[Host] = []
+            for member in self._members:
+                if member.takes_part:
+                    rank = hosts[-1].first_rank + hosts[-1].workers if hosts else 0
+                    hosts.append(dataclasses.replace(member.host, first_rank=rank))
+            return hosts
+
+    def explains(self, error: Exception, lost: Mapping[str, str]) -> bool:
+        """Whether an attempt has failed because hosts were lost.
+
+        Args:
+            error: how the attempt failed.
+            lost: the names of the hosts that it has lost → why.
+        """
+        until = time.monotonic() + (NOTICE_SECONDS if _may_follow_from_a_loss(error) else 0.0)
+        while True:
+            with self._changed:
+                self._note_losses(lost)
+                parts = [member for member in self._members if member.takes_part]
+                if any(member.lost is not None for member in parts):
+                    return _may_follow_from_a_loss(error)
+            if all(member.host.machine.here for member in parts) or time.monotonic() > until:
+                return False
+            time.sleep(POLL_SECONDS)
+
+    def _note_losses(self, lost: Mapping[str, str]) -> None:
+        """See which hosts are lost, and have a thread reach each of them again."""
+        found = []
+        for member in self._members:
+            if member.lost is None:
+                member.lost = lost.get(member.host.name) or member.host.machine.why_lost()
+                if member.lost is not None:
+                    found.append(member)
+        left = ", ".join(member.host.name for member in self._members if member.lost is None) or "none"
+        for member in found:
+            log.warning(
+                "%s is lost; hosts that are left: %s; the reason: %s", member.host.name, left, member.lost
+            )
+            member.thread = threading.Thread(
+                target=self._bring_back, args=(member,), name=f"todist {member.host.name}", daemon=True
+            )
+            member.thread.start()
+
+    def _wait_for_hosts(self, number: int, since: float) -> None:
+        """Wait until a host has come, or raise if the time for that is up."""
+        times, now = self._plan.times, time.monotonic()
+        until = since + times.start
+        end = math.inf if times.whole is None else times.begun + times.whole
+        if now < min(until, end):
+            self._changed.wait(min(until, end, now + LONGEST_WAIT) - now)
+            return
+        missing = [
+            f"{member.host.name}: {member.lost}" for member in self._members if member.lost is not None
+        ]
+        few = f"there are {number} hosts, and at least {self._min_hosts} are needed (`min_hosts`)"
+        if now < until:
+            few = f"{few}, and `timeout`, {times.whole:g} s, has passed:"
+            raise CallTimeoutError("\n".join([few, *missing]))
+        few = f"{few}, since {times.start:g} s (`start_timeout`):"
+        raise AgentFailedError("\n".join([few, *missing]))
+
+    def _bring_back(self, member: _Member) -> None:
+        """Reach a lost host, in a thread, and have the attempt that runs stopped if there is room for the host."""
+        machine = None
+        while machine is None:
+            with self._changed:
+                if self._changed.wait_for(lambda: self._closed, RETRY_SECONDS):
+                    return
+                member.is_reaching = True
+            try:
+                machine = self._reach_again(member.host)
+            except Exception as error:
+                log.debug("%s cannot be reached: %s", member.host.name, error)
+                why = str(error)
+            with self._changed:
+                member.is_reaching = False
+                if machine is None:
+                    member.lost = why
+        with self._changed:
+            member.host, member.lost = dataclasses.replace(member.host, machine=machine), None
+            self._changed.notify_all()
+            if self._changed.wait_for(lambda: self._closed or member.takes_part, GATHER_SECONDS):
+                return
+            if member.lost is None and sum(other.takes_part for other in self._members) < self._max_hosts:
+                log.info("%s is back", member.host.name)
+                self._stopper.send(b"+")
+
+    def _reach_again(self, host: Host) -> Machine:
+        """The machine of a host that was lost.
+
+        Raises:
+            InitializationError: the machine cannot be reached.
+            AgentFailedError: the machine does not start an agent.
+        """
+        machine = host.machine
+        if machine.why_lost() is not None:
+            return self._reach([machine.name])[machine.name]
+        orders, seconds = self._plan.orders(machine), self._plan.times.agent
+        os.close(orders.header)
+        with machine.request_agent(orders.env) as control, contextlib.suppress(ConnectionError):
+            control.settimeout(seconds)
+            try:
+                send(control, Stop(0.0))
+                while receive(control) is not None:
+                    pass
+            except TimeoutError:
+                raise AgentFailedError(f"an agent on {host.name} took no orders for {seconds:g} s") from None
+        lost = machine.why_lost()
+        if lost is not None:
+            raise AgentFailedError(lost)
+        return machine
+
+
+def _may_follow_from_a_loss(error: Exception) -> bool:
+    kinds = (AgentFailedError, InitializationError, WorkerFailedError)
+    return isinstance(error, kinds) or may_be_an_echo(error)
