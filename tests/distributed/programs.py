@@ -11,7 +11,7 @@ from torch import nn
 from torch.func import functional_call
 
 import torchopt_dist as todist
-from torchopt_dist.distributed._request_handler import kept_graphs
+from torchopt_dist.distributed._group import current_group
 
 
 class Net(nn.Module):
@@ -64,7 +64,7 @@ def chain(depth, x):
 
 
 def kept():
-    return len(kept_graphs)
+    return len(current_group().kept_graphs)
 
 
 def kept_on(worker, limit=5.0):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import pickle
 from itertools import pairwise
+from types import SimpleNamespace
+from unittest import mock
 
 import cloudpickle
 import numpy as np
@@ -15,8 +17,8 @@ from hypothesis import strategies as st
 
 import torchopt_dist as todist
 from tests.distributed.programs import split
+from torchopt_dist.distributed import _group
 from torchopt_dist.distributed.partition import even_share
-from torchopt_dist.distributed.world import roster
 
 pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("workers")]
 
@@ -67,11 +69,9 @@ def test_nothing_is_lost_doubled_or_moved(size, workers_, ndim, dim, exclusive, 
     shape = [2] * ndim
     shape[dim] = size
     tensor = torch.arange(float(torch.tensor(shape).prod())).reshape(shape)
-    names, roster.names = roster.names, tuple(map(str, range(workers_)))
-    try:
+    names = tuple(map(str, range(workers_)))
+    with mock.patch.object(_group, "_group", SimpleNamespace(names=names, ending=False)):
         parts = todist.dim_partitioner(dim, exclusive=exclusive, keepdim=keepdim)(tensor)
-    finally:
-        roster.names = names
     tensors = [part.args[0] for part in parts]
     together = torch.stack(tensors, dim) if exclusive and not keepdim else torch.cat(tensors, dim)
     assert torch.equal(together, tensor)

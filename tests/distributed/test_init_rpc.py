@@ -17,7 +17,7 @@ import torchopt_dist as todist
 from tests.distributed.bare import Bare, say, soon, watch
 from tests.distributed.programs import rank_of_worker
 from tests.worlds import free_port
-from torchopt_dist.distributed.init_rpc import current_group
+from torchopt_dist.distributed._group import current_group
 
 pytestmark = pytest.mark.timeout(60)
 

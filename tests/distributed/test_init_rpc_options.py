@@ -12,7 +12,8 @@ import torchopt_dist as todist
 from tests.distributed.bare import Bare
 from tests.distributed.programs import rank_of_worker
 from tests.worlds import free_port
-from torchopt_dist.distributed.init_rpc import _default_options, default_timeout
+from torchopt_dist.distributed._group import current_group
+from torchopt_dist.distributed.init_rpc import _default_options
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -60,7 +61,7 @@ def test_a_bad_name_is_told_on_every_rank(world, worker_name_format, told):
 
 def test_calls_have_no_timeout_by_default():
     def main():
-        return rpc.get_rpc_timeout(), default_timeout()
+        return rpc.get_rpc_timeout(), current_group().call_timeout
 
     def program():
         # Options that say nothing of a time-out ask for none.
@@ -74,7 +75,7 @@ def test_the_timeout_of_the_options_is_that_of_calls():
     def main():
         if todist.get_rank() != 0:
             return None
-        assert (rpc.get_rpc_timeout(), default_timeout()) == pytest.approx((0.2, 0.2))
+        assert (rpc.get_rpc_timeout(), current_group().call_timeout) == pytest.approx((0.2, 0.2))
         started = time.monotonic()
         with pytest.raises(todist.CallTimeoutError, match="worker1") as caught:
             todist.remote_sync_call(time.sleep, args=(1.0,), partitioner=1)
@@ -95,7 +96,7 @@ def test_the_timeout_of_the_options_is_that_of_calls():
 def test_options_can_be_used_again():
     def program():
         options = rpc.TensorPipeRpcBackendOptions(rpc_timeout=7)
-        main = todist.auto_init_rpc(rpc_backend_options=options)(default_timeout)
+        main = todist.auto_init_rpc(rpc_backend_options=options)(lambda: current_group().call_timeout)
         return [main(), main(), options.rpc_timeout, options.init_method]
 
     assert Bare(2).run(program) == [[7.0, 7.0, 7.0, "env://"]] * 2

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
 import torchopt_dist as todist
 from tests.distributed.bare import Bare
-from torchopt_dist.distributed.world import roster
+from torchopt_dist.distributed import _group
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -30,7 +32,8 @@ def place(monkeypatch):
 
 @pytest.fixture
 def three_workers(monkeypatch):
-    monkeypatch.setattr(roster, "names", ("ada", "grace", "emmy"))
+    group = SimpleNamespace(names=("ada", "grace", "emmy"), ending=False)
+    monkeypatch.setattr(_group, "_group", group)
 
 
 # Who am I?

@@ -36,7 +36,12 @@ JOIN_SECONDS = 10.0
 MAX_LINE = 1 << 24
 MAX_REPORT = 1 << 20
 """Characters, each at most 12 bytes in JSON."""
-_SIGNS_OF_LIFE = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 4000}
+KEEPALIVE_OPTIONS = (
+    ("TCP_KEEPIDLE", 1),
+    ("TCP_KEEPINTVL", 1),
+    ("TCP_KEEPCNT", 4),
+    ("TCP_USER_TIMEOUT", 4000),
+)
 """Seconds, number, and milliseconds: after 4 s to 5 s without an answer the connection is at its end."""
 
 
@@ -376,7 +381,7 @@ def _keep_alive(writer: asyncio.StreamWriter) -> None:
     """
     connection = writer.get_extra_info("socket")
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in _SIGNS_OF_LIFE.items():
+    for option, value in KEEPALIVE_OPTIONS:
         if hasattr(socket, option):  # not every system has all of them
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 

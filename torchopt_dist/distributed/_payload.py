@@ -10,7 +10,6 @@ import optree
 from torch import Tensor, nn
 
 from torchopt_dist.distributed._caller_state import CallerState, draw_seed
-from torchopt_dist.distributed.partition import Partition
 from torchopt_dist.typing import Args, KwArgs
 
 __all__ = ["ExecutionOptions", "Payload", "group_by_worker"]
@@ -74,7 +73,9 @@ class ExecutionOptions:
 
 
 def group_by_worker(
-    function: Callable[..., Any], partitions: Sequence[Partition], options: ExecutionOptions
+    function: Callable[..., Any],
+    partitions: Sequence[tuple[int | str, Args, KwArgs]],
+    options: ExecutionOptions,
 ) -> dict[int, tuple[Payload, list[int]]]:
     """Gather the partitions of each worker.
 
@@ -82,14 +83,14 @@ def group_by_worker(
         For each worker's rank its payload, and the indices of its tasks among ``partitions``.
     """
     indices: dict[int, list[int]] = {}
-    for index, part in enumerate(partitions):
-        indices.setdefault(int(part.worker), []).append(index)
+    for index, (worker, _, _) in enumerate(partitions):
+        indices.setdefault(int(worker), []).append(index)
     state, seed = CallerState.capture(), draw_seed()
     return {
         worker: (
             Payload(
                 function,
-                tuple((partitions[index].args, partitions[index].kwargs) for index in mine),
+                tuple(partitions[index][1:] for index in mine),
                 tuple(seed + index for index in mine),
                 state,
                 options,

@@ -20,10 +20,6 @@ to its engine they are local ones.
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import queue
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, NamedTuple
@@ -33,20 +29,17 @@ from torch import Tensor
 
 from torchopt_dist._torch_private import engine_keeps_graph, set_sequence_number, tensor_version
 from torchopt_dist.distributed._grad_accumulators import hold_grad_accumulators
+from torchopt_dist.distributed._group import Group, current_group, find_group
 from torchopt_dist.distributed._payload import Payload
-from torchopt_dist.distributed._protocol import SECOND_TIME, Backward, Call, Key, Release, Reply, Request
+from torchopt_dist.distributed._protocol import SECOND_TIME, Backward, Call, Key, Reply, Request
 from torchopt_dist.distributed._serialization import Message, pack, unpack
-from torchopt_dist.distributed.init_rpc import current_group, default_timeout
-from torchopt_dist.distributed.transport import RPCTransport, Transport
+from torchopt_dist.distributed.transport.base import Transport
 from torchopt_dist.errors import NotInitializedError, SerializationError
 
 __all__ = ["call"]
 
 FIRST, LAST = 2**62, 0
 """Sequence numbers: of the nodes that are ready, the autograd engine runs the one with the highest."""
-
-_rpc: Transport = RPCTransport()
-_numbers = itertools.count()
 
 
 def call(
@@ -64,7 +57,7 @@ def call(
         payload: what it has to do.
         timeout: seconds after which the future fails with :class:`~torchopt_dist.errors.CallTimeoutError`;
             0 means never.
-        transport: what carries the messages; ``None`` means :class:`RPCTransport`.
+        transport: what carries the messages; ``None`` means the RPC group's.
         snapshot: send copies, so that tensors may be changed in place as soon as this returns.
 
     Returns:
@@ -74,14 +67,14 @@ def call(
     Raises:
         SerializationError: the payload cannot be sent.
     """
-    graph = _RemoteGraph(worker, transport or _rpc)
+    group = current_group()
+    graph = _RemoteGraph(group, worker, transport or group.transport)
     try:
         message = graph.pack(Call(payload, graph.key if payload.state.grad_enabled else None))
     except SerializationError as error:
         function = getattr(payload.function, "__qualname__", repr(payload.function))
-        name = current_group().members[worker].name
         raise SerializationError(
-            f"`{function}` and its arguments cannot be sent to {name}: {error}"
+            f"`{function}` and its arguments cannot be sent to {group.names[worker]}: {error}"
         ) from error
     message.device = payload.options.device
     inputs = message.inputs() if payload.state.grad_enabled else []
@@ -115,13 +108,13 @@ class _Ticket(NamedTuple):
 class _RemoteGraph:
     """The caller's handle of a graph that a worker keeps; the worker's is released when this one is gone."""
 
-    def __init__(self, worker: int, transport: Transport) -> None:
+    def __init__(self, group: Group, worker: int, transport: Transport) -> None:
         self.kept = False  # first: `__del__` looks at it
-        group = current_group()
+        self.group = group
         self.transport = transport
         self.worker = worker
-        self.worker_name = group.members[worker].name
-        self.key: Key = (group.world.rank, next(_numbers))
+        self.worker_name = group.names[worker]
+        self.key: Key = (group.rank, next(group.numbers))
         self.under_way: dict[int, _Ticket] = {}
         self.inputs: list[tuple[Tensor, int | None]] = []  # as a ticket's; none once every result is used up
         self.unused: set[int] = set()  # the results that are not
@@ -129,7 +122,7 @@ class _RemoteGraph:
 
     def __del__(self) -> None:
         if self.kept:
-            _janitor.release(self.transport, self.worker, self.key)
+            self.group.releaser.release(self.transport, self.worker, self.key)
 
     def pack(self, request: Request) -> Message:
         return pack(request, main_by_name=self._main_by_name)
@@ -172,12 +165,17 @@ class _RemoteGraph:
 
         Raises:
             RuntimeError: one of them is of a result that has been used up. The others can still be used, as in torch.
+            NotInitializedError: the RPC group of the call has ended.
         """
         retain_graph, recorded = engine_keeps_graph(), torch.is_grad_enabled()
         reached = {number for number, grad in enumerate(output_grads) if grad is not None}
         if not reached <= self.unused:
             raise RuntimeError(SECOND_TIME)
-        graph = _RemoteGraph(self.worker, self.transport)
+        if find_group() is not self.group:
+            raise NotInitializedError(
+                f"the graph of this remote call was kept by {self.worker_name}, and the RPC group has ended"
+            )
+        graph = _RemoteGraph(self.group, self.worker, self.transport)
         message = graph.pack(Backward(self.key, output_grads, retain_graph, graph.key if recorded else None))
         inputs = self.inputs
         if not retain_graph:
@@ -185,8 +183,8 @@ class _RemoteGraph:
             self.kept = bool(self.unused)
             self.inputs = inputs if self.kept else []
         graph.kept = recorded
-        number = next(_numbers)
-        reply = self.transport.send(self.worker, message.detached(), default_timeout())
+        number = next(self.group.numbers)
+        reply = self.transport.send(self.worker, message.detached(), self.group.call_timeout)
         self.under_way[number] = _Ticket(message, reply, graph, inputs)
         return number
 
@@ -240,26 +238,3 @@ class _Collect(torch.autograd.Function):
     def backward(ctx: Any, *output_grads: Tensor | None) -> tuple[Tensor | None, ...]:
         ticket = ctx.graph.start_backward(output_grads)
         return None, torch.tensor(ticket, dtype=torch.float64), None
-
-
-class _Janitor:
-    """Tells workers to release graphs, from a thread of its own, since ``__del__`` may run anywhere."""
-
-    def __init__(self) -> None:
-        self._keys: queue.SimpleQueue[tuple[Transport, int, Key]] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-
-    def release(self, transport: Transport, worker: int, key: Key) -> None:
-        self._keys.put((transport, worker, key))
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="todist-janitor", daemon=True)
-            self._thread.start()
-
-    def _work(self) -> None:
-        while True:
-            transport, worker, key = self._keys.get()
-            with contextlib.suppress(NotInitializedError):  # the group has ended, and the graphs with it
-                transport.send(worker, pack(Release((key,)), main_by_name=True), 0)
-
-
-_janitor = _Janitor()

@@ -18,6 +18,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TypeVar
 from urllib.parse import urlparse
@@ -34,6 +35,7 @@ SCHEME = "todist"
 POLL_SECONDS = 0.005
 
 _stores: dict[str, dist.Store] = {}
+"""By nonce, while ``init_rpc`` runs: torch passes a rendezvous handler nothing but a URL."""
 
 
 def init_timeout() -> float:
@@ -161,17 +163,21 @@ def _say_hello(store: dist.Store, rank: int, deadline: float) -> str:
     return nonce
 
 
-def init_url(nonce: str, store: dist.Store) -> str:
-    """The ``init_method`` by which ``init_rpc`` finds ``store``."""
+@contextmanager
+def init_url(nonce: str, store: dist.Store) -> Iterator[str]:
+    """The ``init_method`` by which ``init_rpc`` finds ``store``, until the context is left."""
     _stores[nonce] = store
-    return f"{SCHEME}://{nonce}"
+    try:
+        yield f"{SCHEME}://{nonce}"
+    finally:
+        del _stores[nonce]
 
 
 def _handler(url: str, **options: object) -> Iterator[tuple[dist.Store, int, int]]:
     del options
     nonce, _, query = url.removeprefix(f"{SCHEME}://").partition("?")
     fields = dict(field.split("=") for field in query.split("&"))
-    yield _stores.pop(nonce), int(fields["rank"]), int(fields["world_size"])
+    yield _stores[nonce], int(fields["rank"]), int(fields["world_size"])
 
 
 dist.register_rendezvous_handler(SCHEME, _handler)

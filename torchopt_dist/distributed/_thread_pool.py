@@ -6,18 +6,20 @@ import queue
 import threading
 from collections.abc import Callable
 
-__all__ = ["InlineExecutor", "run_in_thread"]
+__all__ = ["InlineExecutor", "ThreadPool"]
 
 
-class _Threads:
+class ThreadPool:
     """Daemon threads that are kept for the next work; unlike an executor's they do not hold the interpreter's end."""
 
     def __init__(self) -> None:
-        self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._free = 0
+        self._closed = False
         self._lock = threading.Lock()
 
     def run(self, work: Callable[[], None]) -> None:
+        """Run ``work``, which must not raise, in a thread of its own, and return at once."""
         with self._lock:
             start = self._free == 0
             if not start:
@@ -26,35 +28,39 @@ class _Threads:
         if start:
             threading.Thread(target=self._loop, name="todist-work", daemon=True).start()
 
+    def close(self) -> None:
+        """End the threads, those that work when their work is done. Later work runs in threads that end after it."""
+        with self._lock:
+            self._closed = True
+            free, self._free = self._free, 0
+        for _ in range(free):
+            self._work.put(None)
+
     def _loop(self) -> None:
-        while True:
-            self._work.get()()
+        while (work := self._work.get()) is not None:
+            work()
             with self._lock:
+                if self._closed:
+                    return
                 self._free += 1
 
 
-_threads = _Threads()
-
-
-def run_in_thread(work: Callable[[], None]) -> None:
-    """Run ``work``, which must not raise, in a thread of its own, and return at once."""
-    _threads.run(work)
-
-
 class InlineExecutor:
-    """Runs work in the threads that bring it, as long as not too many of these are lent out.
+    """Runs work in the threads that bring it, as long as not too many of them are busy with work.
 
     Args:
-        limit: how many threads may be busy with work at a time; more work runs in threads of its own.
+        limit: how many threads may be busy with work at a time.
+        pool: runs the work beyond that.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, pool: ThreadPool) -> None:
         self._places = threading.Semaphore(limit)
+        self._pool = pool
 
     def run(self, work: Callable[[], None]) -> None:
         """Run ``work``, which must not raise: at once in the calling thread, or in another one."""
         if not self._places.acquire(blocking=False):
-            run_in_thread(work)
+            self._pool.run(work)
             return
         try:
             work()

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.autograd import DistAutogradContext
 
 from torchopt_dist._torch_private import tensor_version
-from torchopt_dist.distributed.world import roster
+from torchopt_dist.distributed._group import current_group
 from torchopt_dist.typing import TensorOrTensors, TupleOfOptionalTensors
 
 __all__ = ["DistAutogradContext", "backward", "context", "get_gradients", "grad", "is_available"]
@@ -38,7 +38,7 @@ class context(dist_autograd.context):  # noqa: N801 - used as `with todist.autog
 
     def __enter__(self) -> int:
         """Open the context."""
-        roster.require()
+        current_group()
         return int(super().__enter__())
 
 

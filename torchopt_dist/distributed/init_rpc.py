@@ -16,7 +16,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any, ParamSpec, Self, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import setproctitle
 import torch.distributed as dist
@@ -25,18 +25,18 @@ from torch.distributed import rpc
 from torchopt_dist import _network
 from torchopt_dist._torch_private import set_default_rpc_timeout, tensorpipe_options_with_sockets
 from torchopt_dist.distributed import _rendezvous
+from torchopt_dist.distributed._group import Group, current_group, find_group, set_group
 from torchopt_dist.distributed._membership import Failure, Member, Membership
-from torchopt_dist.distributed._request_handler import kept_graphs
+from torchopt_dist.distributed.transport.rpc import RPCTransport
 from torchopt_dist.distributed.world import (
     WorldInfo,
     default_worker_name_format,
     get_worker_id,
     get_world_info,
-    roster,
 )
 from torchopt_dist.errors import InitializationError, PeerFailedError
 
-__all__ = ["auto_init_rpc", "barrier", "current_group", "default_timeout"]
+__all__ = ["auto_init_rpc", "barrier"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -98,14 +98,14 @@ def auto_init_rpc(
 
         @functools.wraps(main)
         def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
-            group = _living_group()
+            group = find_group()
             if group is not None:
-                group.check_same(settings)
+                _check_same(group.settings, settings)
                 return main(*args, **kwargs)
-            with _Group(*settings) as group:
+            with _RunningGroup(*settings) as group:
                 if worker_init_fn is not None:
                     worker_init_fn()
-                group.membership.barrier(range(group.world.world_size), "start")
+                group.membership.barrier(range(len(group.names)), "start")
                 return main(*args, **kwargs)
 
         return wrapped
@@ -125,46 +125,35 @@ def barrier(worker_names: Iterable[str] | None = None) -> None:
         PeerFailedError: another rank failed meanwhile.
         WorkerLostError: a worker that is waited for died.
     """
-    names = roster.require()
+    group = current_group()
     if isinstance(worker_names, str):
         raise TypeError(
             f"worker_names must be a collection of names, got one string: write [{worker_names!r}]"
         )
-    chosen = range(len(names)) if worker_names is None else tuple(worker_names)
+    chosen = range(len(group.names)) if worker_names is None else tuple(worker_names)
     if None in chosen:
         raise TypeError(f"worker_names must hold names, got None in {chosen}")
     ranks = [get_worker_id(name) for name in chosen]
-    group = current_group()
-    if group.world.rank not in ranks:
+    if group.rank not in ranks:
         raise ValueError(
-            f"worker_names must contain the calling worker {group.world.worker_name!r}, "
-            f"got {[names[rank] for rank in ranks]}"
+            f"worker_names must contain the calling worker {group.names[group.rank]!r}, "
+            f"got {[group.names[rank] for rank in ranks]}"
         )
     group.membership.barrier(ranks)
 
 
-def _living_group() -> _Group | None:
-    """What a decorated function asks for: where it is pickled by value, a global would be copied with it."""
-    return _group
+def _check_same(here: tuple[Any, ...], asked: tuple[Any, ...]) -> None:
+    """Raise unless the settings that are asked for are the running group's or ask for nothing particular."""
+    names = ("worker_name_format", "backend", "rpc_backend_options")
+    for name, its, wanted in zip(names, here, asked, strict=True):
+        if wanted not in (its, None, default_worker_name_format):
+            raise InitializationError(
+                f"a second `auto_init_rpc` inside `main` uses the group that is there, but asks for another "
+                f"{name}: {wanted!r}, where the group has {its!r}"
+            )
 
 
-def current_group() -> _Group:
-    """The living RPC group, or :class:`~torchopt_dist.errors.NotInitializedError`."""
-    roster.require()
-    assert _group is not None
-    return _group
-
-
-def default_timeout() -> float:
-    """Seconds that a call may take if it does not say so itself; 0 means no limit."""
-    return current_group().call_timeout
-
-
-loss_listeners: list[Callable[[int, Exception], None]] = []
-"""Who is told that a rank has died: the rank, and the error to raise for it."""
-
-
-class _Group:
+class _RunningGroup:
     """Context manager: the RPC group of this world, from before ``worker_init_fn`` until all ranks are done."""
 
     def __init__(
@@ -177,36 +166,10 @@ class _Group:
         self.world = _named(get_world_info(), worker_name_format)
         self.backend = backend
         self.options = rpc_backend_options or _default_options(self.world)
-        self.members: tuple[Member, ...] = ()
+        self.group: Group | None = None
         self._unwound = threading.Event()
 
-    @property
-    def call_timeout(self) -> float:
-        """Seconds a call may take by default; 0 means no limit."""
-        return 0.0 if self._asked_timeout == TORCH_DEFAULT_TIMEOUT else self._asked_timeout
-
-    def same_program(self, rank: int) -> bool:
-        """Whether ``__main__`` there is what it is here, so that its functions can be sent by name."""
-        here = self.members[self.world.rank].program
-        return bool(here) and self.members[rank].program == here
-
-    def sends_directly_to(self, rank: int) -> bool:
-        """Whether tensors on a GPU can be sent there as they are: the options have a device map for that worker."""
-        device_maps = getattr(self.options, "device_maps", {})
-        return bool(device_maps.get(self.members[rank].name))
-
-    def check_same(self, settings: tuple[Any, ...]) -> None:
-        """Raise unless ``settings`` are those of this group or ask for nothing particular."""
-        names = ("worker_name_format", "backend", "rpc_backend_options")
-        for name, here, asked in zip(names, self.settings, settings, strict=True):
-            if asked not in (here, None, default_worker_name_format):
-                raise InitializationError(
-                    f"a second `auto_init_rpc` inside `main` uses the group that is there, but asks for another "
-                    f"{name}: {asked!r}, where the group has {here!r}"
-                )
-
-    def __enter__(self) -> Self:
-        global _group
+    def __enter__(self) -> Group:
         if _rpc_is_initialized():
             raise InitializationError(
                 "RPC is already initialized: `auto_init_rpc` calls `torch.distributed.rpc.init_rpc` itself, "
@@ -226,30 +189,28 @@ class _Group:
         me = Member(world.rank, world.worker_name, _program())
         self.membership = Membership(me, world.world_size, self._peer_failed)
         try:
-            self.members = self.membership.join(
-                store, _network.local_address(host), _rendezvous.init_timeout()
-            )
+            self.membership.join(store, _network.local_address(host), _rendezvous.init_timeout())
+            asked = options.rpc_timeout
+            call_timeout = 0.0 if asked == TORCH_DEFAULT_TIMEOUT else asked
+            self.group = Group(self.membership, self.settings, options, call_timeout, RPCTransport)
+            set_group(self.group)  # before `init_rpc` ends, after which others may send requests
             self._init_rpc(nonce, store)
-            roster.names = tuple(member.name for member in self.members)
+            set_default_rpc_timeout(call_timeout)
             setproctitle.setproctitle(f"{world.worker_name} of {world.world_size}: {' '.join(sys.argv)}")
-            _group = self
         except BaseException as error:
             self._abandon(error)
             raise
-        return self
+        return self.group
 
     def _init_rpc(self, nonce: str, store: dist.Store) -> None:
         # The options' time-out bounds the waits of the start as well, and 0 would end these at once.
         options, asked = self.options, (self.options.init_method, self.options.rpc_timeout)
-        self._asked_timeout = options.rpc_timeout
-        options.init_method = _rendezvous.init_url(nonce, store)
         options.rpc_timeout = _rendezvous.init_timeout()
         world = self.world
         try:
-            with warnings.catch_warnings():
+            with _rendezvous.init_url(nonce, store) as options.init_method, warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)  # torch's own doing
                 rpc.init_rpc(world.worker_name, self.backend, world.rank, world.world_size, options)
-            set_default_rpc_timeout(self.call_timeout)
         finally:
             options.init_method, options.rpc_timeout = asked
 
@@ -276,15 +237,16 @@ class _Group:
 
     def _leave(self) -> None:
         """All ranks are here: an orderly end, in which nobody waits long."""
-        self._forget()
+        self._stop_calls()
         handshake = threading.Thread(target=rpc.shutdown, args=(True, SHUTDOWN_SECONDS), daemon=True)
         handshake.start()
         self.membership.wait_for(handshake)
         self.membership.close()
+        self._forget()
 
     def _abandon(self, error: BaseException) -> None:
         """This rank has failed: tell the others, unless they know, and leave without waiting for anyone."""
-        self._forget()
+        self._stop_calls()
         self._unwound.set()
         try:
             if not isinstance(error, PeerFailedError):
@@ -299,26 +261,27 @@ class _Group:
             shutdown.join(GRACE_SECONDS)
             if shutdown.is_alive():
                 atexit.register(_exit_now, _exit_code(error))
+        self._forget()
+
+    def _stop_calls(self) -> None:
+        """From now on this worker makes no calls; it answers those of others until RPC is shut down."""
+        if self.group is not None:
+            self.group.ending = True
+        for name, value in self._variables.items():
+            if value is None:  # the group has set it, and a child process may route elsewhere
+                os.environ.pop(name, None)
 
     def _forget(self) -> None:
-        global _group
-        if _group is self:
-            _group, roster.names = None, ()
-        kept_graphs.clear()
-        for (
-            name,
-            value,
-        ) in self._variables.items():  # they are this group's: a child process may route elsewhere
-            if value is None:
-                os.environ.pop(name, None)
+        if self.group is not None:
+            set_group(None)
+            self.group.close()
 
     def _peer_failed(self, failure: Failure) -> None:
         """In the membership's thread: another rank has failed. If it raised, this rank ends as well."""
         if failure.report:
             threading.Thread(target=self._end, args=(failure,), daemon=True).start()
-        else:  # nobody will answer what that rank was asked; of a cut network RPC itself does not learn
-            for tell in loss_listeners:
-                tell(failure.rank, failure.error())
+        elif self.group is not None:  # RPC itself does not notice a cut network
+            self.group.transport.worker_lost(failure.rank, failure.error())
 
     def _end(self, failure: Failure) -> None:
         if not self._unwound.wait(GRACE_SECONDS):
@@ -329,9 +292,6 @@ class _Group:
                 flush=True,
             )
             os._exit(1)
-
-
-_group: _Group | None = None
 
 
 def _named(world: WorldInfo, worker_name_format: Callable[..., str]) -> WorldInfo:

@@ -17,13 +17,11 @@ from torchopt_dist.distributed._caller_state import CallerState
 from torchopt_dist.distributed._device_placement import may_move_a_clone, placed
 from torchopt_dist.distributed._gather import gather
 from torchopt_dist.distributed._grad_accumulators import hold_grad_accumulators
+from torchopt_dist.distributed._group import current_group
 from torchopt_dist.distributed._payload import ExecutionOptions, group_by_worker
-from torchopt_dist.distributed._thread_pool import run_in_thread
-from torchopt_dist.distributed.init_rpc import default_timeout
 from torchopt_dist.distributed.partition import Partitioner, check_partitioner, partition
 from torchopt_dist.distributed.reduce import check_reducer
-from torchopt_dist.distributed.transport import LocalTransport
-from torchopt_dist.distributed.world import get_rank, roster
+from torchopt_dist.distributed.transport.local import LocalTransport
 from torchopt_dist.typing import Args, KwArgs
 
 __all__ = ["parallelize", "parallelize_async", "parallelize_sync", "remote_async_call", "remote_sync_call"]
@@ -122,11 +120,11 @@ def remote_async_call(
         except (
             BaseException
         ) as error:  # `sys.exit` in an own share: it ends this thread only, and somebody waits
-            future.set_exception(SerializedException.of(error).to_error(roster.require()[get_rank()]))
+            future.set_exception(SerializedException.of(error).to_error(call.group.names[call.me]))
         else:
             future.set_result(result)
 
-    run_in_thread(work)
+    call.group.threads.run(work)
     return future
 
 
@@ -145,7 +143,7 @@ class _Call:
         *,
         snapshot: bool = False,
     ) -> None:
-        roster.require()
+        self.group = current_group()
         if not callable(func):
             raise TypeError(f"func must be callable, got {type(func).__name__} {func!r:.80}")
         if not isinstance(args, (tuple, list, type(None))):
@@ -154,11 +152,11 @@ class _Call:
             )
         if not isinstance(kwargs, (dict, type(None))):
             raise TypeError(f"kwargs must be a dictionary, got {type(kwargs).__name__}")
-        seconds = _seconds(timeout)
+        seconds = _seconds(timeout, default=self.group.call_timeout)
         self.reduce = check_reducer(reducer)
         self.partitions = partition(partitioner, tuple(args or ()), dict(kwargs or {}))
         self.payloads = group_by_worker(func, self.partitions, options)
-        self.me = get_rank()
+        self.me = self.group.rank
         self.values = {
             worker: _remote_graph.call(worker, payload, seconds, snapshot=snapshot)
             for worker, (payload, _) in self.payloads.items()
@@ -175,7 +173,8 @@ class _Call:
             return
         payload = self.payloads[self.me][0]
         if may_move_a_clone(payload):
-            self.values[self.me] = _remote_graph.call(self.me, payload, 0, LocalTransport())
+            to_itself = LocalTransport(self.group.kept_graphs, self.group.threads)
+            self.values[self.me] = _remote_graph.call(self.me, payload, 0, to_itself)
             return
         own = self.values[self.me] = concurrent.futures.Future()
         try:
@@ -258,11 +257,11 @@ def _checked(
     """The settings of a decorator, checked as far as they can be before there is an RPC group."""
     check_partitioner(partitioner)
     check_reducer(reducer)
-    _seconds(timeout, default=lambda: 0.0)
+    _seconds(timeout)
     return {"partitioner": partitioner, "reducer": reducer, "timeout": timeout, **asdict(options)}
 
 
-def _seconds(timeout: float | None, default: Callable[[], float] = default_timeout) -> float:
+def _seconds(timeout: float | None, default: float = 0.0) -> float:
     if timeout is None:
         return 0.0
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
@@ -270,7 +269,7 @@ def _seconds(timeout: float | None, default: Callable[[], float] = default_timeo
             f"timeout must be a number of seconds or None, got {type(timeout).__name__} {timeout!r}"
         )
     if timeout == UNSET_TIMEOUT:
-        return default()
+        return default
     if not timeout >= 0:
         raise ValueError(f"timeout must be at least 0 seconds, got {timeout}")
     if timeout > _LONGEST:

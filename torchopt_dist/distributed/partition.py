@@ -16,7 +16,8 @@ import optree
 import torch
 from torch import nn
 
-from torchopt_dist.distributed.world import get_worker_id, roster
+from torchopt_dist.distributed._group import current_group
+from torchopt_dist.distributed.world import get_worker_id
 from torchopt_dist.typing import Args, KwArgs
 
 __all__ = [
@@ -205,7 +206,7 @@ class TensorDimensionPartitioner:
     def __call__(self, *args: Any, **kwargs: Any) -> list[Partition]:
         """Split ``args`` and ``kwargs``; the result is what ``partition`` makes a call of."""
         ranks = (
-            list(range(len(roster.require())))
+            list(range(len(current_group().names)))
             if self.workers is None
             else [get_worker_id(worker) for worker in self.workers]
         )

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, ParamSpec, TypeVar
 
-from torchopt_dist.errors import InitializationError, NotInitializedError
+from torchopt_dist.distributed._group import current_group, find_group
+from torchopt_dist.errors import InitializationError
 
 __all__ = [
     "WorldInfo",
@@ -68,31 +69,12 @@ class WorldInfo:
         return self.world_rank
 
 
-class Roster:
-    """The workers of the living RPC group, by rank; empty when there is none. Filled by ``init_rpc.py``."""
-
-    def __init__(self) -> None:
-        self.names: tuple[str, ...] = ()
-
-    def require(self) -> tuple[str, ...]:
-        """The workers' names, or an error if there is no group."""
-        if not self.names:
-            raise NotInitializedError(
-                "no RPC group: distributed calls work inside a function decorated with "
-                "`@todist.auto_init_rpc(...)` and called from it"
-            )
-        return self.names
-
-
-roster = Roster()
-
-
 def get_world_info() -> WorldInfo:
     """Read this process's place in the world from the environment.
 
     Returns:
-        The world's and this machine's sizes and this worker's ranks. The name is the one agreed on in the
-        living RPC group; outside a group it is the default name.
+        The world's and this machine's sizes and this worker's ranks. The name is this worker's in the RPC
+        group; outside a group it is the default name.
 
     Raises:
         InitializationError: a variable is missing, is not a number, or is out of range.
@@ -105,9 +87,10 @@ def get_world_info() -> WorldInfo:
         local_rank = _read("LOCAL_RANK", world_rank % max(local_world_size, 1))
         _check_range("RANK", world_rank, "WORLD_SIZE", world_size)
         _check_range("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_world_size)
+    group = find_group()
     name = (
-        roster.names[world_rank]
-        if world_rank < len(roster.names)
+        group.names[world_rank]
+        if group is not None and world_rank < len(group.names)
         else default_worker_name_format(
             world_rank=world_rank,
             world_size=world_size,
@@ -181,7 +164,7 @@ def get_worker_id(id: str | int | None = None) -> int:
     """
     if id is None:
         return get_rank()
-    names = roster.require()
+    names = current_group().names
     if isinstance(id, str):
         if id not in names:
             raise ValueError(f"no worker is named {id!r}; the workers are {', '.join(names)}")

@@ -11,17 +11,24 @@ import torch
 import torchopt_dist as todist
 from tests.distributed.programs import mlp
 from torchopt_dist.distributed._caller_state import CallerState
+from torchopt_dist.distributed._group import current_group
 from torchopt_dist.distributed._payload import ExecutionOptions, Payload
 from torchopt_dist.distributed._protocol import Call
 from torchopt_dist.distributed._serialization import pack, unpack
-from torchopt_dist.distributed.transport import LocalTransport, RPCTransport
+from torchopt_dist.distributed.transport.local import LocalTransport
+from torchopt_dist.distributed.transport.rpc import RPCTransport
 
-TRANSPORTS = {"rpc": RPCTransport, "local": LocalTransport}
+TRANSPORTS = {
+    "rpc": RPCTransport,
+    "local": lambda group: LocalTransport(group.kept_graphs, group.threads),
+}
+"""Name → the RPC group to its transport."""
 
 
 @pytest.fixture(params=TRANSPORTS)
 def transport(request):
-    return TRANSPORTS[request.param]
+    make = TRANSPORTS[request.param]
+    return lambda: make(current_group())
 
 
 def request_for(function, *tasks):

@@ -1,7 +1,1 @@
-"""Transports: how a payload gets to a worker and its outcome back. One file each; ``base.py`` is what they share."""
-
-from torchopt_dist.distributed.transport.base import Transport
-from torchopt_dist.distributed.transport.local import LocalTransport
-from torchopt_dist.distributed.transport.rpc import RPCTransport
-
-__all__ = ["LocalTransport", "RPCTransport", "Transport"]
+"""Transports: how a request gets to a worker and its reply back. One file each; ``base.py`` is their interface."""

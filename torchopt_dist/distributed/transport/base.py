@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+import contextlib
+from concurrent.futures import Future, InvalidStateError
 from typing import Protocol
 
 from torchopt_dist.distributed._serialization import Message
 
-__all__ = ["Transport"]
+__all__ = ["Transport", "settle"]
 
 
 class Transport(Protocol):
@@ -29,3 +30,21 @@ class Transport(Protocol):
             :class:`~torchopt_dist.errors.WorkerLostError` when the worker is gone; then it fails soon.
         """
         ...
+
+    def worker_lost(self, worker: int, error: Exception) -> None:
+        """Let all requests that wait for a worker fail, since it is gone.
+
+        Args:
+            worker: the worker's rank.
+            error: how that was found out.
+        """
+        ...
+
+
+def settle(future: Future[Message], result: Message | Exception) -> None:
+    """Give the future its result, unless it has one: a worker's loss may be known before its connection breaks."""
+    with contextlib.suppress(InvalidStateError):
+        if isinstance(result, Exception):
+            future.set_exception(result)
+        else:
+            future.set_result(result)

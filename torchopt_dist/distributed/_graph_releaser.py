@@ -1,0 +1,40 @@
+"""Keys of graphs that this worker's calls no longer need → ``Release`` requests to the workers that keep the graphs."""
+
+from __future__ import annotations
+
+import queue
+import threading
+
+from torchopt_dist.distributed._protocol import Key, Release
+from torchopt_dist.distributed._serialization import pack
+from torchopt_dist.distributed.transport.base import Transport
+
+__all__ = ["GraphReleaser"]
+
+
+class GraphReleaser:
+    """Sends the requests from a thread of its own, since a finalizer, which asks for them, may run in any thread."""
+
+    def __init__(self) -> None:
+        self._keys: queue.SimpleQueue[tuple[Transport, int, Key] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def release(self, transport: Transport, worker: int, key: Key) -> None:
+        """Let ``worker`` forget the graph under ``key``, unless the group has ended, and all graphs with it."""
+        if self._closed:
+            return
+        self._keys.put((transport, worker, key))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="todist-graph-releaser", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """End the thread; what is still to be released goes with the group."""
+        self._closed = True
+        self._keys.put(None)
+
+    def _work(self) -> None:
+        while (entry := self._keys.get()) is not None and not self._closed:
+            transport, worker, key = entry
+            transport.send(worker, pack(Release((key,)), main_by_name=True), 0)

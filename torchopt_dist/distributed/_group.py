@@ -1,0 +1,119 @@
+"""The RPC group that this process is in → all of its state: names, connections, kept graphs, threads.
+
+It all ends with the group. The one global is which group that is; ``init_rpc.py`` makes it, starts it and ends it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed import rpc
+
+from torchopt_dist.distributed._graph_releaser import GraphReleaser
+from torchopt_dist.distributed._kept_graphs import KeptGraphs
+from torchopt_dist.distributed._membership import Membership
+from torchopt_dist.distributed._thread_pool import ThreadPool
+from torchopt_dist.distributed.transport.base import Transport
+from torchopt_dist.errors import NotInitializedError
+
+__all__ = ["Group", "answering_group", "current_group", "find_group", "set_group"]
+
+
+class Group:
+    """An RPC group, as this worker sees it.
+
+    Args:
+        membership: the connection to rank 0, by which this worker has joined.
+        settings: what ``auto_init_rpc`` was called with; a second call inside ``main`` must ask for the same.
+        options: of torch's RPC backend.
+        call_timeout: seconds that a call may take if it does not say so itself; 0 means no limit.
+        transport: makes the transport to the other workers.
+
+    Attributes:
+        names: the workers' names, by rank.
+        kept_graphs: the graphs of the calls that this worker has answered.
+        releaser: tells other workers to forget the graphs of calls that this worker has made.
+        threads: run what must not wait for a thread.
+        numbers: one for each call and each backward of this worker, none twice.
+        ending: whether no new calls may be made; those of other workers are still answered.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        settings: tuple[Any, ...],
+        options: rpc.RpcBackendOptions,
+        call_timeout: float,
+        transport: Callable[[Group], Transport],
+    ) -> None:
+        self.membership = membership
+        self.settings = settings
+        self.call_timeout = call_timeout
+        self.rank = membership.me.rank
+        self.members = membership.members
+        self.names = tuple(member.name for member in self.members)
+        self.numbers = itertools.count()
+        self.kept_graphs = KeptGraphs()
+        self.threads = ThreadPool()
+        self.releaser = GraphReleaser()
+        self.ending = False
+        self._device_maps = getattr(options, "device_maps", {})
+        self.transport = transport(self)
+
+    def same_program(self, rank: int) -> bool:
+        """Whether ``__main__`` of that worker is this worker's, so that its functions can be sent by name."""
+        here = self.members[self.rank].program
+        return bool(here) and self.members[rank].program == here
+
+    def sends_directly_to(self, rank: int) -> bool:
+        """Whether tensors on a GPU can be sent as they are: the options have a device map for that worker."""
+        return bool(self._device_maps.get(self.names[rank]))
+
+    def close(self) -> None:
+        """Drop what the group holds, and end its threads, each when its work is done."""
+        self.ending = True
+        self.kept_graphs.clear()
+        self.releaser.close()
+        self.threads.close()
+
+
+_group: Group | None = None
+
+
+def set_group(group: Group | None) -> None:
+    """Make ``group`` the one that this process is in; ``None`` means that it is in none."""
+    global _group
+    _group = group
+
+
+def find_group() -> Group | None:
+    """The group in which calls can be made, if there is one."""
+    return None if _group is None or _group.ending else _group
+
+
+def current_group() -> Group:
+    """The group in which calls can be made.
+
+    Raises:
+        NotInitializedError: there is none.
+    """
+    group = find_group()
+    if group is None:
+        raise NotInitializedError(
+            "no RPC group: distributed calls work inside a function decorated with "
+            "`@todist.auto_init_rpc(...)` and called from it"
+        )
+    return group
+
+
+def answering_group() -> Group:
+    """The group that answers the requests of other workers: from before the first can come until after the last.
+
+    Raises:
+        NotInitializedError: there is none.
+    """
+    if _group is None:
+        raise NotInitializedError("the RPC group of this worker has ended")
+    return _group

@@ -1,0 +1,81 @@
+"""Key → the graph that a worker keeps between a call and its backward; the caller's graph holds the key."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchopt_dist.distributed._protocol import SECOND_TIME, Key
+
+__all__ = ["KeptGraph", "KeptGraphs"]
+
+
+@dataclass
+class KeptGraph:
+    """The graph of a call, or of a backward that is itself to be differentiated.
+
+    Attributes:
+        inputs: its leaves.
+        outputs: the tensors that were sent from it; ``None`` in the place of one that a backward has used up.
+        shared: whether the graph of a recorded backward has nodes in common with it. A backward through one of the two
+            must then leave the nodes to the other, whatever their callers say; they go when both are forgotten.
+    """
+
+    inputs: list[torch.Tensor]
+    outputs: list[Any]
+    shared: bool = False
+
+
+class KeptGraphs:
+    """The graphs of the calls that a worker has answered, by key."""
+
+    def __init__(self) -> None:
+        self._graphs: dict[Key, KeptGraph] = {}
+        self._given_up: set[Key] = set()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def keep(self, key: Key, graph: KeptGraph) -> None:
+        """Keep a graph, unless its caller has stopped waiting for it."""
+        with self._lock:
+            if key in self._given_up:
+                self._given_up.remove(key)
+            else:
+                self._graphs[key] = graph
+
+    def find(self, key: Key) -> KeptGraph:
+        """The graph under a key.
+
+        Raises:
+            RuntimeError: a backward has used it up.
+        """
+        with self._lock:
+            graph = self._graphs.get(key)
+        if graph is None:
+            raise RuntimeError(SECOND_TIME)
+        return graph
+
+    def use_up(self, key: Key, graph: KeptGraph, places: list[int]) -> None:
+        """Forget some outputs of a graph, and with the last of them the graph."""
+        with self._lock:
+            for place in places:
+                graph.outputs[place] = None
+            if all(output is None for output in graph.outputs):
+                self._graphs.pop(key, None)
+
+    def release(self, key: Key) -> None:
+        """Forget a graph, also one that is yet to come: of a call that took longer than its caller would wait."""
+        with self._lock:
+            if self._graphs.pop(key, None) is None:
+                self._given_up.add(key)
+
+    def clear(self) -> None:
+        """Forget all graphs."""
+        with self._lock:
+            self._graphs.clear()
+            self._given_up.clear()
