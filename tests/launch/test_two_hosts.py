@@ -30,6 +30,8 @@ import torch
 import torch.distributed as dist
 
 import torchopt_dist as todist
+from tests.distributed.bare import say
+from tests.launch.elastic.worlds import in_worlds, world_of
 from tests.launch.families import assert_gone, family_of, start_a_family
 from tests.launch.sshd import NEEDS_SSHD, Sshd, wait_until
 from torchopt_dist.launch import Launcher, remote
@@ -337,6 +339,36 @@ def test_a_host_that_is_cut_off_is_named_and_nothing_is_left_there(
     finally:
         network.up("launcher", "port1")
     assert launch(places) == at("10.77.0.1", "net0", "net1")  # by a new relay
+
+
+def test_an_elastic_launch_goes_on_without_a_host_that_is_cut_off_and_takes_it_back(
+    network, elsewhere, config, tmp_path
+):
+    options = {"hosts": ["alpha", "beta"], "nproc_per_host": 1, "ssh_config": config, "handlers": []}
+    options.update(agent_timeout=2, stop_timeout=1, min_hosts=1, rpc=True, log_dir=None, timeout=80)
+    future = elsewhere.submit(run_there, options, call_the_other, tmp_path)
+    try:
+        lost = world_of(tmp_path, 0, 2)[1]
+        network.ip("launcher", "link", "set", "port1", "down")
+        world_of(tmp_path, 1, 1)
+        assert_gone(lost)  # since it does not hear of the launcher
+        network.up("launcher", "port1")
+        world_of(tmp_path, 2, 2)
+        say(tmp_path / "end")
+        assert future.result() == [(2, 0, 2), (2, 1, 2)]
+    finally:
+        network.up("launcher", "port1")
+
+
+def call_the_other(folder):
+    """In a world of two, rank 0 waits for a call that the other host serves."""
+
+    def act(world, rank):
+        todist.barrier()
+        if world == 0 and rank == 0:
+            todist.remote_sync_call(time.sleep, args=(100,), partitioner=1)
+
+    return in_worlds(folder, act)
 
 
 def wait_until_lost(name):

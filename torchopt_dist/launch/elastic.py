@@ -26,8 +26,8 @@ __all__ = ["Membership", "reach_some"]
 
 log = logging.getLogger(__package__)
 
-RETRY_SECONDS = 2.0
-"""Until a lost host is tried again."""
+RETRY_SECONDS, LONGEST_RETRY_SECONDS = 2.0, 60.0
+"""Until a lost host is tried again. The first pause doubles with each loss of the same host, up to the longer time."""
 GATHER_SECONDS = 1.0
 """For further hosts to come back, before the attempt that runs is stopped for those that have."""
 NOTICE_SECONDS = 1.0
@@ -95,6 +95,7 @@ class _Member:
     Attributes:
         host: the host.
         lost: why the host cannot take part; ``None`` while it can.
+        losses: how often the host was lost.
         takes_part: whether the host has workers in the present attempt.
         thread: the thread that reaches the host again.
         is_reaching: whether that thread is just trying to, and does not see that the launch ends.
@@ -102,6 +103,7 @@ class _Member:
 
     host: Host
     lost: str | None = None
+    losses: int = 0
     takes_part: bool = False
     thread: threading.Thread | None = None
     is_reaching: bool = False
@@ -208,16 +210,18 @@ class Membership:
             if member.lost is None:
                 member.lost = lost.get(member.host.name) or member.host.machine.why_lost()
                 if member.lost is not None:
+                    member.losses += 1
                     found.append(member)
         left = ", ".join(member.host.name for member in self._members if member.lost is None) or "none"
         for member in found:
             log.warning(
                 "%s is lost; hosts that are left: %s; the reason: %s", member.host.name, left, member.lost
             )
-            member.thread = threading.Thread(
+            thread = threading.Thread(
                 target=self._bring_back, args=(member,), name=f"todist {member.host.name}", daemon=True
             )
-            member.thread.start()
+            thread.start()
+            member.thread = thread  # not before: an interrupt may come while it is started
 
     def _wait_for_hosts(self, number: int, since: float) -> None:
         """Wait until a host has come, or raise if the time for that is up."""
@@ -240,11 +244,13 @@ class Membership:
     def _bring_back(self, member: _Member) -> None:
         """Reach a lost host, in a thread, and have the attempt that runs stopped if there is room for the host."""
         machine = None
+        pause = min(RETRY_SECONDS * 2.0 ** (member.losses - 1), LONGEST_RETRY_SECONDS)
         while machine is None:
             with self._changed:
-                if self._changed.wait_for(lambda: self._closed, RETRY_SECONDS):
+                if self._changed.wait_for(lambda: self._closed, pause):
                     return
                 member.is_reaching = True
+            pause = RETRY_SECONDS
             try:
                 machine = self._reach_again(member.host)
             except Exception as error:

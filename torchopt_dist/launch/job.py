@@ -165,6 +165,7 @@ class Job:
                 )
                 agent.control.setblocking(False)
         except TimeoutError:
+            self.lost[host] = f"its agent took no orders for {self._times.start:g} s"
             raise InitializationError(
                 f"the agent on {host} took no orders within `start_timeout`, {self._times.start:g} s"
             ) from None

@@ -13,12 +13,13 @@ class Reachability:
 
     Attributes:
         lost_for_good: names of hosts that cannot.
-        reached: names of hosts that were, one after another.
+        tried: names of hosts that were tried, one after another.
+        reached: names of hosts that were reached, one after another.
         times: how long hosts are waited for, in place of what the launcher says, which workers have to start.
     """
 
     def __init__(self):
-        self.lost_for_good, self.reached, self.times = set(), [], {}
+        self.lost_for_good, self.tried, self.reached, self.times = set(), [], [], {}
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +30,7 @@ def reachability(monkeypatch):
     wait_for_hosts = elastic.Membership._wait_for_hosts
 
     def reach_if_allowed(membership, host):
+        state.tried.append(host.name)
         if host.name in state.lost_for_good:
             raise todist.errors.AgentFailedError("no route")
         machine = reach_again(membership, host)

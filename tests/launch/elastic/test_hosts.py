@@ -19,6 +19,7 @@ from tests.distributed.bare import say, soon, watch
 from tests.launch.elastic.worlds import Aside, in_worlds, kill_agent, launch, place, world_of
 from tests.launch.families import assert_gone
 from tests.launch.sshd import wait_until
+from torchopt_dist.launch import elastic
 from torchopt_dist.launch.job import Job
 
 pytestmark = pytest.mark.timeout(60)
@@ -306,6 +307,23 @@ def test_a_host_that_comes_back_when_all_functions_have_returned_changes_nothing
 
     with Aside(kill):
         assert launch(main) == {"localhost": [(1, 0, 1)]}
+
+
+def test_a_host_that_is_lost_again_and_again_is_tried_later_and_later(tmp_path, monkeypatch):
+    monkeypatch.setattr(elastic, "RETRY_SECONDS", 0.3)
+    pauses = []
+
+    def kill():
+        for world, size in [(0, 2), (2, 2), (4, 2)]:
+            kill_agent(world_of(tmp_path, world, size), 1)
+            lost = time.monotonic()
+            world_of(tmp_path, world + 2, size)
+            pauses.append(time.monotonic() - lost)
+        say(tmp_path / "end")
+
+    with Aside(kill):
+        assert len(launch(in_worlds, tmp_path)) == 2
+    assert [pause > least for pause, least in zip(pauses, (0.3, 0.6, 1.2), strict=True)] == [True] * 3
 
 
 # Too few hosts.

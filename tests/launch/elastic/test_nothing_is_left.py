@@ -14,6 +14,7 @@ from tests.distributed.bare import say, watch
 from tests.launch.descriptors import no_new_descriptors
 from tests.launch.elastic.worlds import Aside, MyError, launch, place
 from tests.launch.families import alive, assert_gone, start_a_family, start_program
+from tests.launch.sshd import wait_until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -42,6 +43,22 @@ def test_an_interrupt_goes_on_as_such_and_leaves_nothing(tmp_path):
     with Aside(interrupt), pytest.raises(KeyboardInterrupt):
         launch(hold_on, tmp_path)
     assert_gone(pids_in(tmp_path), 1.0)
+    assert threading.active_count() == threads
+
+
+def test_an_interrupt_while_hosts_are_waited_for_leaves_nothing(tmp_path, reachability):
+    reachability.lost_for_good.add("localhost#2")
+
+    def interrupt():
+        pids_in(tmp_path)
+        os.kill(int((tmp_path / "place1").read_text().split()[1]), signal.SIGKILL)
+        assert_gone(pids_in(tmp_path))
+        wait_until(lambda: reachability.tried, lambda: "nobody tries to reach the host again")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threads = threading.active_count()
+    with Aside(interrupt), pytest.raises(KeyboardInterrupt):
+        launch(hold_on, tmp_path, min_hosts=2)
     assert threading.active_count() == threads
 
 
