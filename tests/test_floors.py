@@ -17,13 +17,13 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "torchopt_dist"
 
 GROUND = {"_network", "_serialized_exception", "_torch_private", "errors", "pytree", "typing"}
-FIRST = GROUND | {"ops", "linalg", "schedule"}
-SECOND = FIRST | {"transform", "linear_solve", "nn"}
+FIRST = GROUND | {"ops", "linear_solve", "schedule"}
+SECOND = FIRST | {"transform", "linalg", "nn"}
 
 MAY_IMPORT = {
     **dict.fromkeys(GROUND, GROUND),
-    **dict.fromkeys(("ops", "linalg", "schedule"), GROUND),
-    **dict.fromkeys(("transform", "linear_solve", "nn"), FIRST),
+    **dict.fromkeys(("ops", "linear_solve", "schedule"), GROUND),
+    **dict.fromkeys(("transform", "linalg", "nn"), FIRST),
     **dict.fromkeys(("optim", "diff"), SECOND),
     "visual": GROUND | {"nn"},
     "distributed": GROUND | {"nn", "nn.module_state"},

@@ -3,7 +3,7 @@
 Every public name is here: ``import torchopt_dist as todist``.
 """
 
-from torchopt_dist import nn, ops, pytree, schedule, transform, typing, visual
+from torchopt_dist import linalg, linear_solve, nn, ops, pytree, schedule, transform, typing, visual
 from torchopt_dist.distributed import (
     Partition,
     Partitioner,
@@ -210,6 +210,8 @@ __all__ = [
     "identity",
     "is_available",
     "launch",
+    "linalg",
+    "linear_solve",
     "masked",
     "mean_reducer",
     "module_clone",

@@ -1,0 +1,110 @@
+"""A symmetric positive definite system → its solution, by conjugate gradients.
+
+Hestenes and Stiefel, "Methods of conjugate gradients for solving linear systems", 1952.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torchopt_dist.linear_solve.solver import NotConverged, Outcome, Preconditioner, Solver, System
+from torchopt_dist.typing import Numeric, TensorTree
+
+__all__ = ["ConjugateGradient", "solve_cg"]
+
+
+def solve_cg(
+    *,
+    ridge: Numeric | None = None,
+    init: TensorTree = None,
+    rtol: float = 1e-5,
+    atol: float = 0.0,
+    maxiter: int | None = None,
+    M: Preconditioner = None,
+    not_converged: NotConverged = "warn",
+) -> Solver:
+    """Conjugate gradients, for symmetric (Hermitian) positive definite matrices: one product an iteration.
+
+    Args:
+        ridge: is added to the matrix's diagonal; at least 0. A tensor of one element may require grad.
+        init: where to start, a tree like ``b``; zeros, if not given.
+        rtol: stop where ``‖b - A x‖`` is at most ``rtol · ‖b‖``, or
+        atol: at most ``atol``, whichever is larger.
+        maxiter: the most iterations; 10 times the number of elements, if not given.
+        M: the preconditioner, an approximate inverse of the matrix, symmetric positive definite: a function of a tree;
+            or ``'jacobi'``, the inverse of the diagonal, which takes as many products as there are elements (where you
+            know the diagonal, :func:`jacobi` takes none).
+        not_converged: what to do with a solution that is not within the tolerance, but better than zeros:
+            ``'warn'`` with a :class:`ConvergenceWarning`, ``'raise'`` or ``'ignore'``.
+
+    Returns:
+        The solver: ``solver(matvec, b)``, ``solver.with_info(matvec, b)``.
+
+    Raises:
+        ValueError: a number is out of its range, or ``not_converged`` is none of the three.
+        TypeError: ``M`` is of another type.
+
+    Example:
+        >>> import torch
+        >>> matrix, b = torch.tensor([[2.0, 1.0], [1.0, 3.0]]), torch.tensor([3.0, 5.0])
+        >>> x, info = solve_cg().with_info(lambda v: matrix @ v, b)
+        >>> x, int(info.iterations)
+        (tensor([0.8000, 1.4000]), 2)
+    """
+    return ConjugateGradient(
+        ridge=ridge, init=init, rtol=rtol, atol=atol, maxiter=maxiter, M=M, not_converged=not_converged
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConjugateGradient(Solver):
+    """What :func:`solve_cg` returns."""
+
+    symmetric = True
+
+    def run(self, system: System) -> Outcome:
+        """Solve a batch of systems."""
+        x = torch.zeros_like(system.b) if system.start is None else system.start.clone()
+        r = system.b.clone() if system.start is None else system.b - system.product(x)
+        precondition = system.precondition
+        z = r if precondition is None else precondition(r)
+        p = z.clone()
+        rz = dot(r, z)
+        norm = r.norm(dim=-1)
+        iterations = torch.zeros(norm.shape, device=norm.device)
+        failure = ""
+        for _ in range(system.maxiter):
+            active = ~(norm <= system.tolerance)  # a nan is no success
+            if not bool(active.any()):
+                break
+            product = system.product(p)
+            curvature = dot(p, product)
+            # Below this all digits of the curvature are rounding errors: p is as good as in the null space.
+            least = torch.finfo(norm.dtype).eps * p.norm(dim=-1) * product.norm(dim=-1)
+            broken = active & ~(curvature > least)
+            if bool(broken.any()):
+                failure = (
+                    "conjugate gradients need a symmetric positive definite matrix, and met a direction p with "
+                    f"pᵀ A p = {float(curvature[broken].min()):.3g}"
+                )
+                break
+            alpha = torch.where(active, rz / curvature, 0).unsqueeze(-1)
+            x.addcmul_(alpha, p)
+            r.addcmul_(alpha, product, value=-1)
+            z = r if precondition is None else precondition(r)
+            rz, previous = dot(r, z), rz
+            norm = rz.sqrt() if precondition is None else r.norm(dim=-1)
+            beta = torch.where(active, rz / previous, 0).unsqueeze(-1)
+            p.mul_(beta).add_(z)
+            iterations += active
+        return Outcome(x, norm, iterations, failure)
+
+
+def dot(x: Tensor, y: Tensor) -> Tensor:
+    """The real part of the inner product of vectors of shape (…, n)."""
+    if x.dim() == 1:
+        return torch.vdot(x, y).real
+    return torch.linalg.vecdot(x, y).real

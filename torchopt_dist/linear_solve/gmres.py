@@ -1,0 +1,146 @@
+"""Any regular system → its solution, by generalized minimal residuals.
+
+Saad and Schultz, "GMRES: a generalized minimal residual algorithm for solving nonsymmetric linear systems", 1986.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchopt_dist.linear_solve.solver import NotConverged, Outcome, Preconditioner, Solver, System
+from torchopt_dist.typing import Numeric, TensorTree
+
+__all__ = ["GMRES", "solve_gmres"]
+
+
+def solve_gmres(
+    *,
+    ridge: Numeric | None = None,
+    init: TensorTree = None,
+    rtol: float = 1e-5,
+    atol: float = 0.0,
+    maxiter: int | None = None,
+    restart: int = 20,
+    M: Preconditioner = None,
+    not_converged: NotConverged = "warn",
+) -> Solver:
+    """Generalized minimal residuals, restarted, for any regular matrix: one product an iteration.
+
+    Args:
+        ridge: as in :func:`solve_cg`.
+        init: as in :func:`solve_cg`.
+        rtol: as in :func:`solve_cg`.
+        atol: as in :func:`solve_cg`.
+        maxiter: the most iterations, those of all restarts together; 10 times the number of elements, if not given.
+        restart: start again after so many iterations; so many vectors are kept in memory.
+        M: the preconditioner, applied from the right: a function of a tree, or ``'jacobi'``.
+        not_converged: as in :func:`solve_cg`.
+
+    Returns:
+        The solver.
+
+    Raises:
+        ValueError: a number is out of its range, or ``not_converged`` is none of the three.
+        TypeError: ``M`` is of another type.
+    """
+    return GMRES(
+        ridge=ridge,
+        init=init,
+        rtol=rtol,
+        atol=atol,
+        maxiter=maxiter,
+        restart=restart,
+        M=M,
+        not_converged=not_converged,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GMRES(Solver):
+    """What :func:`solve_gmres` returns."""
+
+    restart: int = 20
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.restart < 1:
+            raise ValueError(f"`restart` must be at least 1, got {self.restart}")
+
+    def run(self, system: System) -> Outcome:
+        """Solve a batch of systems."""
+        b, precondition = system.b, system.precondition or _same
+        x = torch.zeros_like(b) if system.start is None else system.start.clone()
+        r = b.clone() if system.start is None else b - system.product(x)
+        norm = r.norm(dim=-1)
+        iterations = torch.zeros(norm.shape, device=norm.device)
+        left, failure = system.maxiter, ""
+        while left > 0 and bool((active := ~(norm <= system.tolerance)).any()):
+            before = norm
+            cycle = _cycle(system, precondition, r, norm, min(left, self.restart, b.shape[-1]))
+            left -= cycle.steps
+            iterations += cycle.steps * active
+            x = torch.where(active.unsqueeze(-1), x + cycle.update, x)
+            r = b - system.product(x)
+            norm = r.norm(dim=-1)
+            stuck = active & ~(norm < before * (1 - 1e-6))
+            if bool((stuck & ~(norm <= system.tolerance)).any()):
+                if not bool((norm < b.norm(dim=-1))[stuck].all()):
+                    failure = (
+                        "GMRES makes no progress, the matrix is singular, or `restart` is too small for it"
+                    )
+                break
+        return Outcome(x, norm, iterations, failure)
+
+
+class _Cycle(NamedTuple):
+    update: Tensor
+    steps: int
+
+
+def _cycle(
+    system: System, precondition: Callable[[Tensor], Tensor], r: Tensor, norm: Tensor, most: int
+) -> _Cycle:
+    """Build a basis of the Krylov space, and minimize the residual in it."""
+    basis = r.new_zeros(*r.shape[:-1], most + 1, r.shape[-1])
+    basis[..., 0, :] = _unit(r, norm)
+    hessenberg = r.new_zeros(*r.shape[:-1], most + 1, most)
+    steps = 0
+    for steps in range(1, most + 1):
+        w = system.product(precondition(basis[..., steps - 1, :]))
+        size = w.norm(dim=-1)
+        known = basis[..., :steps, :]
+        for _ in range(2):  # once is not enough where rounding errors add up
+            part = (known.conj() @ w.unsqueeze(-1)).squeeze(-1)
+            w = w - (known.mT @ part.unsqueeze(-1)).squeeze(-1)
+            hessenberg[..., :steps, steps - 1] += part
+        length = w.norm(dim=-1)
+        length = torch.where(length > 10 * torch.finfo(length.dtype).eps * size, length, 0)
+        hessenberg[..., steps, steps - 1] = length
+        basis[..., steps, :] = _unit(w, length)
+        weights, rest = _least_squares(hessenberg[..., : steps + 1, :steps], norm)
+        if bool((rest <= system.tolerance).all()) or not bool(length.any()):
+            break
+    combined = (basis[..., :steps, :].mT @ weights.unsqueeze(-1)).squeeze(-1)
+    return _Cycle(precondition(combined), steps)
+
+
+def _least_squares(hessenberg: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
+    """The smallest residual of ``hessenberg y = (norm, 0, …)``; a matrix that has not full rank will do."""
+    right = torch.zeros_like(hessenberg[..., :1])
+    right[..., 0, 0] = norm
+    y = torch.linalg.pinv(hessenberg) @ right
+    return y.squeeze(-1), (right - hessenberg @ y).squeeze(-1).norm(dim=-1)
+
+
+def _unit(vector: Tensor, length: Tensor) -> Tensor:
+    factor = torch.where(length > 0, 1 / length, 0)
+    return vector * factor.unsqueeze(-1)
+
+
+def _same(vector: Tensor) -> Tensor:
+    return vector

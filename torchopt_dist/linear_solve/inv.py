@@ -1,0 +1,50 @@
+"""Any regular system → its solution, by the whole matrix and a factorization of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from torchopt_dist.linear_solve.solver import Outcome, Solver, System
+from torchopt_dist.typing import Numeric
+
+__all__ = ["DirectSolver", "solve_inv"]
+
+
+def solve_inv(*, ridge: Numeric | None = None) -> Solver:
+    """Build the matrix from as many products as it has columns, and solve with it; for small systems.
+
+    The matrix has all blocks, those between one leaf and another too. As for every solver the result is
+    differentiable without a record.
+
+    Args:
+        ridge: as in :func:`solve_cg`.
+
+    Returns:
+        The solver. It reports 0 iterations. A singular matrix is a ``torch.linalg.LinAlgError``.
+
+    Raises:
+        ValueError: ``ridge`` is below 0, or a tensor of more than one element.
+    """
+    return DirectSolver(ridge=ridge)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DirectSolver(Solver):
+    """What :func:`solve_inv` returns."""
+
+    def run(self, system: System) -> Outcome:
+        """Solve a batch of systems."""
+        b = system.b
+        columns = torch.eye(b.shape[-1], dtype=b.dtype, device=b.device)
+        matrix = torch.stack([system.product(column.expand(b.shape)) for column in columns], dim=-1)
+        x, info = torch.linalg.solve_ex(matrix, b.unsqueeze(-1))
+        x = x.squeeze(-1)
+        residual = (b - (matrix @ x.unsqueeze(-1)).squeeze(-1)).norm(dim=-1)
+        iterations = torch.zeros_like(residual)
+        if bool((info != 0).any()):
+            return Outcome(
+                x, residual + float("inf"), iterations, "`solve_inv` needs a matrix that is not singular"
+            )
+        return Outcome(x, residual, iterations)

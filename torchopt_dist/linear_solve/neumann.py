@@ -1,0 +1,82 @@
+"""A system whose matrix is near the identity → its solution, by the Neumann series ``alpha · Σ (I - alpha · A)ⁱ b``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from torchopt_dist.linear_solve.solver import NotConverged, Outcome, Solver, System
+from torchopt_dist.typing import Numeric
+
+__all__ = ["NeumannSeries", "solve_neumann"]
+
+
+def solve_neumann(
+    *,
+    ridge: Numeric | None = None,
+    alpha: float | None = None,
+    rtol: float = 1e-5,
+    atol: float = 0.0,
+    maxiter: int | None = None,
+    not_converged: NotConverged = "warn",
+) -> Solver:
+    """Sum up the Neumann series ``alpha · Σ (I - alpha · A)ⁱ b`` up to the power ``maxiter``: one product a power.
+
+    It converges where all eigenvalues of ``I - alpha · A`` are inside the unit circle: for a symmetric positive
+    definite matrix, where ``alpha`` is below 2 over the largest eigenvalue. Cut off early, it is a cheap approximation
+    (Lorraine et al., 2020, https://arxiv.org/abs/1911.02590).
+
+    Args:
+        ridge: as in :func:`solve_cg`.
+        alpha: the factor; 1, if not given.
+        rtol: as in :func:`solve_cg`.
+        atol: as in :func:`solve_cg`.
+        maxiter: the highest power; 10 times the number of elements, if not given.
+        not_converged: as in :func:`solve_cg`.
+
+    Returns:
+        The solver. A series that diverges is a ``torch.linalg.LinAlgError``.
+
+    Raises:
+        ValueError: a number is out of its range, or ``not_converged`` is none of the three.
+    """
+    return NeumannSeries(
+        ridge=ridge,
+        alpha=1.0 if alpha is None else alpha,
+        rtol=rtol,
+        atol=atol,
+        maxiter=maxiter,
+        not_converged=not_converged,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeumannSeries(Solver):
+    """What :func:`solve_neumann` returns."""
+
+    alpha: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.alpha > 0:
+            raise ValueError(f"`alpha` must be above 0, got {self.alpha}")
+
+    def run(self, system: System) -> Outcome:
+        """Solve a batch of systems."""
+        # The term of power i is alpha times the residual of the sum of those before it.
+        r, alpha = system.b, self.alpha
+        x = alpha * r
+        norm = start = r.norm(dim=-1)
+        iterations = torch.zeros_like(norm)
+        for power in range(system.maxiter + 1):
+            product = system.product(r)
+            r = torch.sub(r, product, alpha=alpha)
+            norm = r.norm(dim=-1)
+            if power == system.maxiter or bool((norm <= system.tolerance).all()):
+                break
+            if not bool((norm <= 1e6 * start).all()):
+                break  # it diverges, or is nan
+            x = torch.add(x, r, alpha=alpha)
+            iterations += 1
+        return Outcome(x, norm, iterations)

@@ -1,0 +1,62 @@
+"""Any square system → its solution, by conjugate gradients on the normal equations ``Aᴴ A x = Aᴴ b``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchopt_dist import pytree
+from torchopt_dist.linear_solve.cg import ConjugateGradient
+from torchopt_dist.linear_solve.operator import LinearOperator, NormalOperator
+from torchopt_dist.linear_solve.solver import NotConverged, Preconditioner, Solver, SolverInfo
+from torchopt_dist.linear_solve.vjp import Tensors
+from torchopt_dist.typing import Numeric, TensorTree
+
+__all__ = ["NormalConjugateGradient", "solve_normal_cg"]
+
+
+def solve_normal_cg(
+    *,
+    ridge: Numeric | None = None,
+    init: TensorTree = None,
+    rtol: float = 1e-5,
+    atol: float = 0.0,
+    maxiter: int | None = None,
+    M: Preconditioner = None,
+    not_converged: NotConverged = "warn",
+) -> Solver:
+    """Conjugate gradients on ``(Aᴴ A + ridge · I) x = Aᴴ b``, for any matrix: two products an iteration.
+
+    The matrix need be neither symmetric nor definite; if it is singular the solution is one of least squares. Its
+    condition number counts twice, so :func:`solve_gmres` or :func:`solve_bicgstab` may be faster.
+
+    Args:
+        ridge: is added to the diagonal of ``Aᴴ A``; otherwise as in :func:`solve_cg`.
+        init: as in :func:`solve_cg`.
+        rtol: bounds the residual of the normal equations, ``‖Aᴴ (b - A x)‖``, as a part of ``‖Aᴴ b‖``.
+        atol: bounds the same; the larger of the two counts.
+        maxiter: as in :func:`solve_cg`.
+        M: an approximate inverse of ``Aᴴ A``, or ``'jacobi'``.
+        not_converged: as in :func:`solve_cg`.
+
+    Returns:
+        The solver; the residual that it reports is that of the normal equations.
+
+    Raises:
+        ValueError: a number is out of its range, or ``not_converged`` is none of the three.
+        TypeError: ``M`` is of another type.
+    """
+    return NormalConjugateGradient(
+        ridge=ridge, init=init, rtol=rtol, atol=atol, maxiter=maxiter, M=M, not_converged=not_converged
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormalConjugateGradient(ConjugateGradient):
+    """What :func:`solve_normal_cg` returns."""
+
+    def solve(
+        self, operator: LinearOperator, params: Tensors, b: Tensors, spec: pytree.PyTreeSpec
+    ) -> tuple[Tensors, SolverInfo]:
+        """Solve the normal equations."""
+        right = operator.transposed().apply(params, b)
+        return super().solve(NormalOperator(operator), params, right, spec)

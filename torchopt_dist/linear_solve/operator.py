@@ -1,0 +1,180 @@
+"""Parameters, a vector → the product of a matrix with the vector, without the matrix.
+
+An operator is a pure function of its parameters and the vector; both are lists of tensors, the leaves of trees. It
+holds no tensors, so that autograd and ``torch.func`` see all of them as arguments.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from torchopt_dist.linear_solve.vjp import Tensors, vjp
+
+__all__ = [
+    "BatchedOperator",
+    "LinearOperator",
+    "NormalOperator",
+    "Product",
+    "RidgeOperator",
+    "TransposedJacobian",
+    "TransposedOperator",
+]
+
+Product: TypeAlias = Callable[[Tensors], Tensors]
+"""Vector → product, the parameters fixed."""
+
+
+class LinearOperator(ABC):
+    """A square matrix as a function."""
+
+    batch_shape: tuple[int, ...] = ()
+    """The leading dimensions of every vector: so many matrices and vectors are multiplied at once."""
+
+    @abstractmethod
+    def apply(self, params: Tensors, vector: Tensors) -> Tensors:
+        """The product, differentiable with regard to both."""
+
+    def prepared(self, params: Tensors, like: Tensors) -> Product:
+        """Make a function for many products, which need not be differentiable.
+
+        Args:
+            params: the parameters.
+            like: a vector, for its shapes.
+        """
+        return partial(self.apply, params)
+
+    def transposed(self) -> LinearOperator:
+        """The operator of the transposed matrix, conjugated if it is complex."""
+        return TransposedOperator(self)
+
+    def pull_params(
+        self, params: Tensors, vector: Tensors, cotangents: Sequence[Tensor], wanted: Sequence[bool]
+    ) -> list[Tensor | None]:
+        """The gradients of ``⟨cotangents, A(params) vector⟩`` with regard to those parameters that are wanted."""
+        some = [param for param, is_wanted in zip(params, wanted, strict=True) if is_wanted]
+
+        def product_of(some: Tensors) -> Tensors:
+            given = iter(some)
+            return self.apply([next(given) if w else p for p, w in zip(params, wanted, strict=True)], vector)
+
+        grads = iter(vjp(product_of, some)[1](cotangents))
+        return [next(grads) if is_wanted else None for is_wanted in wanted]
+
+
+@dataclass(frozen=True)
+class _Wrapper(LinearOperator):
+    inner: LinearOperator
+
+    @property
+    def batch_shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        return self.inner.batch_shape
+
+
+@dataclass(frozen=True)
+class TransposedOperator(_Wrapper):
+    """The transpose of any operator: the backward pass of its product."""
+
+    def apply(self, params: Tensors, vector: Tensors) -> Tensors:
+        """Multiply, differentiably."""
+        return self.prepared(params, vector)(vector)
+
+    def prepared(self, params: Tensors, like: Tensors) -> Product:
+        """Fix the parameters."""
+        return vjp(partial(self.inner.apply, params), [torch.zeros_like(leaf) for leaf in like])[1]
+
+    def transposed(self) -> LinearOperator:
+        """The operator of the transposed matrix."""
+        return self.inner
+
+
+@dataclass(frozen=True)
+class TransposedJacobian(LinearOperator):
+    """The transposed Jacobian of a function with regard to its first argument.
+
+    The parameters are the first ``count`` tensors, the point, and after them the function's other arguments.
+    """
+
+    function: Callable[[Tensors, Tensors], Tensors]
+    count: int
+
+    def apply(self, params: Tensors, vector: Tensors) -> Tensors:
+        """Multiply, differentiably."""
+        return self.prepared(params, vector)(vector)
+
+    def prepared(self, params: Tensors, like: Tensors) -> Product:
+        """Fix the parameters."""
+        point, others = params[: self.count], params[self.count :]
+        return vjp(lambda point: self.function(point, others), point)[1]
+
+
+@dataclass(frozen=True)
+class RidgeOperator(_Wrapper):
+    """``A + ridge · I``; ``ridge`` is the first parameter."""
+
+    def apply(self, params: Tensors, vector: Tensors) -> Tensors:
+        """Multiply, differentiably."""
+        return self.prepared(params, vector)(vector)
+
+    def prepared(self, params: Tensors, like: Tensors) -> Product:
+        """Fix the parameters."""
+        ridge, *others = params
+        product = self.inner.prepared(others, like)
+
+        def with_ridge(vector: Tensors) -> Tensors:
+            return [a + ridge.to(v) * v for a, v in zip(product(vector), vector, strict=True)]
+
+        return with_ridge
+
+    def transposed(self) -> LinearOperator:
+        """The operator of the transposed matrix."""
+        return RidgeOperator(self.inner.transposed())
+
+
+@dataclass(frozen=True)
+class NormalOperator(_Wrapper):
+    """``Aᴴ A``, which is symmetric and, unless A is singular, positive definite."""
+
+    def apply(self, params: Tensors, vector: Tensors) -> Tensors:
+        """Multiply, differentiably."""
+        return self.inner.transposed().apply(params, self.inner.apply(params, vector))
+
+    def prepared(self, params: Tensors, like: Tensors) -> Product:
+        """Fix the parameters."""
+        forward = self.inner.prepared(params, like)
+        backward = self.inner.transposed().prepared(params, like)
+        return lambda vector: backward(forward(vector))
+
+    def transposed(self) -> LinearOperator:
+        """The operator of the transposed matrix."""
+        return self
+
+
+@dataclass(frozen=True)
+class BatchedOperator(LinearOperator):
+    """As many matrices as a ``vmap`` has samples; vectors have one more dimension in front."""
+
+    inner: LinearOperator
+    in_dims: tuple[int | None, ...]
+    """0 for each parameter that has the new dimension, ``None`` for the others."""
+    size: int
+
+    @property
+    def batch_shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        """The leading dimensions of every vector."""
+        return (self.size, *self.inner.batch_shape)
+
+    def apply(self, params: Tensors, vector: Tensors) -> Tensors:
+        """Multiply, differentiably."""
+        batched = torch.vmap(self.inner.apply, in_dims=(list(self.in_dims), 0), randomness="same")
+        return batched(params, vector)
+
+    def transposed(self) -> LinearOperator:
+        """The operator of the transposed matrix."""
+        return BatchedOperator(self.inner.transposed(), self.in_dims, self.size)

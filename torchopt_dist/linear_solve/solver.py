@@ -1,0 +1,370 @@
+"""``solver(matvec, b)`` → ``x`` with ``matvec(x) = b``, differentiable to any order without a record of the iterations.
+
+A solver is a file: a subclass of :class:`Solver` whose ``run`` works on plain vectors. What is here is common to
+all: trees become vectors, the derivative is one more solve with the transposed matrix, a ``vmap`` becomes a batch of
+vectors, and a solve that fails says so.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from torchopt_dist import pytree
+from torchopt_dist.linear_solve.closure import convert
+from torchopt_dist.linear_solve.operator import BatchedOperator, LinearOperator, RidgeOperator
+from torchopt_dist.linear_solve.vjp import Tensors
+from torchopt_dist.typing import Numeric, TensorTree
+
+__all__ = ["ConvergenceWarning", "NotConverged", "Outcome", "Solver", "SolverInfo", "System"]
+
+NotConverged: TypeAlias = Literal["warn", "raise", "ignore"]
+"""What a solve that has not reached its tolerance does with a result that is still useful."""
+Preconditioner: TypeAlias = Callable[[TensorTree], TensorTree] | Literal["jacobi"] | None
+
+
+class ConvergenceWarning(UserWarning):
+    """A solver stopped before it reached its tolerance; the message says how far it came."""
+
+
+class SolverInfo(NamedTuple):
+    """How a solve went. Under ``vmap`` every field is batched as the solution is."""
+
+    residual: Tensor
+    """The norm of what is left over, ``‖b - A x‖``."""
+    iterations: Tensor
+    """How many iterations were made; an integer."""
+    converged: Tensor
+    """Whether ``residual`` is within the tolerance."""
+
+
+class Outcome(NamedTuple):
+    """What a solver's ``run`` returns: ``x`` of shape (…, n), and a number for each system, of shape (…)."""
+
+    x: Tensor
+    residual: Tensor
+    iterations: Tensor
+    failure: str = ""
+    """Why it broke down, if it did."""
+
+
+@dataclass(frozen=True)
+class System:
+    """A batch of linear systems, as a solver's ``run`` sees it: vectors of shape (…, n)."""
+
+    product: Callable[[Tensor], Tensor]
+    b: Tensor
+    start: Tensor | None
+    precondition: Callable[[Tensor], Tensor] | None
+    tolerance: Tensor
+    """``max(rtol · ‖b‖, atol)``, of shape (…)."""
+    maxiter: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Solver(ABC):
+    """A linear solver: ``solver(matvec, b)`` is the solution, ``solver.with_info(matvec, b)`` tells how it was found.
+
+    Solutions are differentiable with regard to ``b`` and to whatever ``matvec`` depends on, to any order, under
+    autograd and under ``torch.func``; ``vmap`` solves a batch at once. The derivative is the solution's, not that of
+    the iterations, so a solution that is not accurate has a gradient that is not.
+    """
+
+    symmetric: ClassVar[bool] = False
+    """The matrix is its own transpose."""
+
+    ridge: Numeric | None = None
+    init: TensorTree = field(default=None, repr=False)
+    rtol: float = 1e-5
+    atol: float = 0.0
+    maxiter: int | None = None
+    not_converged: NotConverged = "warn"
+    M: Preconditioner = None
+
+    def __post_init__(self) -> None:
+        check_limits(self.rtol, self.atol, self.maxiter, self.not_converged)
+        if isinstance(self.ridge, Tensor):
+            if self.ridge.numel() != 1:
+                raise ValueError(
+                    f"`ridge` as a tensor must have one element, got shape {tuple(self.ridge.shape)}"
+                )
+        elif self.ridge is not None and not self.ridge >= 0:
+            raise ValueError(f"`ridge` must be at least 0, got {self.ridge}")
+        if self.M is not None and self.M != "jacobi" and not callable(self.M):
+            raise TypeError(f"`M` must be a function, 'jacobi' or None, got {self.M!r:.80}")
+
+    def __call__(self, matvec: Callable[[TensorTree], TensorTree], b: TensorTree) -> Any:
+        """Solve ``matvec(x) = b``; as :meth:`with_info`, without the information."""
+        return self.with_info(matvec, b)[0]
+
+    def with_info(self, matvec: Callable[[TensorTree], TensorTree], b: TensorTree) -> tuple[Any, SolverInfo]:
+        """Solve ``matvec(x) = b``.
+
+        Args:
+            matvec: the product with a square matrix: a tree → a tree of the same structure and shapes. It may close
+                over tensors. Gradients arrive at leaves of the graph; for gradients of other tensors, and if it applies
+                a ``torch.func`` transform to a tensor inside another transform, pass ``functools.partial(f, tensor)``.
+            b: a tree of tensors.
+
+        Returns:
+            The solution, a tree like ``b``, and a :class:`SolverInfo`.
+
+        Raises:
+            torch.linalg.LinAlgError: the method broke down, or its result is worse than zeros.
+            TypeError: ``b`` has a leaf that is no floating-point tensor, or ``matvec`` is no function.
+            ValueError: ``matvec`` returns another structure or other shapes.
+        """
+        leaves, spec = _vector(b, "b")
+        operator, params = convert(matvec, spec, leaves)
+        x, info = self.solve(operator, params, leaves, spec)
+        return pytree.unflatten(spec, x), info
+
+    def solve(
+        self, operator: LinearOperator, params: Tensors, b: Tensors, spec: pytree.PyTreeSpec
+    ) -> tuple[Tensors, SolverInfo]:
+        """Solve for an operator and the leaves of ``b``; ``spec`` is the structure of ``b``."""
+        if self.ridge is not None:
+            ridge = torch.as_tensor(self.ridge, dtype=b[0].dtype, device=b[0].device).reshape(())
+            operator, params = RidgeOperator(operator), [ridge, *params]
+        start: Tensors = []
+        if self.init is not None:
+            start = pytree.flatten_like(spec, self.init, "init", "b")
+        return solve_implicitly(self, spec, operator, params, b, start)
+
+    @abstractmethod
+    def run(self, system: System) -> Outcome:
+        """Solve a batch of systems, without a graph."""
+
+    def forward(
+        self,
+        spec: pytree.PyTreeSpec,
+        operator: LinearOperator,
+        params: Tensors,
+        b: Tensors,
+        start: Tensors,
+    ) -> tuple[Tensors, SolverInfo]:
+        """Lists of leaves → vectors → the solution's leaves; and a warning or an error if it is none."""
+        layout = _Layout(b, len(operator.batch_shape))
+        prepared = operator.prepared(params, b)
+
+        def product(vector: Tensor) -> Tensor:
+            with torch.enable_grad():  # a product may be a gradient
+                return layout.vector(prepared(layout.leaves(vector))).detach()
+
+        right = layout.vector(b)
+        size = torch.linalg.vector_norm(right, dim=-1)
+        tolerance = (self.rtol * size).clamp(min=self.atol)
+        system = System(
+            product,
+            right,
+            layout.vector(start) if start else None,
+            self._preconditioner(product, layout, spec, len(operator.batch_shape)),
+            tolerance,
+            self.maxiter or self.default_maxiter(right.shape[-1]),
+        )
+        found = self.run(system) if right.numel() else Outcome(right, size, torch.zeros_like(size))
+        # Rounding errors are no failure: a tolerance below them is out of reach.
+        rounding = 10 * torch.finfo(right.dtype).eps * math.sqrt(right.shape[-1]) * size
+        converged = found.residual <= torch.maximum(tolerance, rounding)
+        self._judge(found, converged, size, system)
+        info = SolverInfo(found.residual, found.iterations.long(), converged)
+        return layout.leaves(found.x, like=b), info
+
+    def default_maxiter(self, elements: int) -> int:
+        """How many iterations are allowed, if the user does not say, for vectors of so many elements."""
+        return 10 * elements
+
+    def _preconditioner(
+        self, product: Callable[[Tensor], Tensor], layout: _Layout, spec: pytree.PyTreeSpec, batch_dims: int
+    ) -> Callable[[Tensor], Tensor] | None:
+        if self.M is None:
+            return None
+        if self.M == "jacobi":
+            columns = torch.eye(layout.elements, dtype=layout.dtype, device=layout.device)
+            shape = layout.batch_shape
+            parts = [product(column.expand(*shape, -1))[..., i] for i, column in enumerate(columns)]
+            diagonal = torch.stack(parts, dim=-1)
+            if not bool(diagonal.all()):
+                raise torch.linalg.LinAlgError(
+                    "`M='jacobi'` needs a matrix without zeros on its diagonal, got one with "
+                    f"{int((diagonal == 0).sum())}"
+                )
+            return lambda vector: vector / diagonal
+        function: Any = self.M
+
+        def one(leaves: Tensors) -> Tensors:
+            return pytree.flatten_like(spec, function(pytree.unflatten(spec, leaves)), "M(b)", "b")
+
+        for _ in range(batch_dims):
+            one = torch.vmap(one)
+        return lambda vector: layout.vector(one(layout.leaves(vector)))
+
+    def _judge(self, found: Outcome, converged: Tensor, size: Tensor, system: System) -> None:
+        if bool(converged.all()):
+            return
+        worst = (found.residual / size).masked_fill(converged, 0).nan_to_num(nan=math.inf).max()
+        name = type(self).__name__
+        among = (
+            "" if converged.dim() == 0 else f" in {int((~converged).sum())} of {converged.numel()} systems"
+        )
+        says = (
+            f"{name} stopped{among} after {int(found.iterations.max())} iterations with a residual of "
+            f"{worst:.2g} of ‖b‖; asked for were rtol={self.rtol:g}, atol={self.atol:g}, maxiter={system.maxiter}"
+        )
+        if found.failure:
+            raise torch.linalg.LinAlgError(f"{found.failure}: {says}")
+        if not worst < 1:
+            raise torch.linalg.LinAlgError(f"{name} diverged, its result is worse than zeros: {says}")
+        report(says, self.not_converged)
+
+
+def report(says: str, not_converged: NotConverged) -> None:
+    """Warn of a solution that is less accurate than was asked for, or raise, or say nothing."""
+    if not_converged == "raise":
+        raise torch.linalg.LinAlgError(says)
+    if not_converged == "warn":
+        warnings.warn(says, ConvergenceWarning, stacklevel=2)
+
+
+def check_limits(rtol: float, atol: float, maxiter: int | None, not_converged: str) -> None:
+    """Demand tolerances, a number of iterations and a reaction that a solver can take.
+
+    Raises:
+        ValueError: one of them is out of its range.
+    """
+    for name, value in (("rtol", rtol), ("atol", atol)):
+        if not value >= 0:
+            raise ValueError(f"`{name}` must be at least 0, got {value}")
+    if maxiter is not None and (isinstance(maxiter, bool) or not isinstance(maxiter, int) or maxiter < 1):
+        raise ValueError(f"`maxiter` must be an integer of at least 1, or None, got {maxiter!r}")
+    if not_converged not in ("warn", "raise", "ignore"):
+        raise ValueError(f"`not_converged` must be 'warn', 'raise' or 'ignore', got {not_converged!r}")
+
+
+def _vector(tree: TensorTree, name: str) -> tuple[Tensors, pytree.PyTreeSpec]:
+    leaves, spec = pytree.flatten(tree)
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
+            got = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__
+            raise TypeError(f"`{name}` must be a tree of floating-point tensors, got a leaf of {got}")
+    if not leaves:
+        raise ValueError(f"`{name}` must have at least one tensor, got {tree!r:.80}")
+    return leaves, spec
+
+
+class _Layout:
+    """Leaves of shapes (batch…, shape…) ↔ one vector of shape (batch…, n), in the widest of their dtypes."""
+
+    def __init__(self, leaves: Tensors, batch_dims: int) -> None:
+        self.batch_shape = leaves[0].shape[:batch_dims]
+        self.shapes = [leaf.shape for leaf in leaves]
+        self.sizes = [math.prod(leaf.shape[batch_dims:]) for leaf in leaves]
+        self.elements = sum(self.sizes)
+        self.dtypes = [leaf.dtype for leaf in leaves]
+        self.devices = [leaf.device for leaf in leaves]
+        self.device = leaves[0].device
+        dtype = leaves[0].dtype
+        for other in self.dtypes:
+            dtype = torch.promote_types(dtype, other)
+        self.dtype = dtype
+        self.uniform = set(self.dtypes) == {dtype} and set(self.devices) == {self.device}
+
+    def vector(self, leaves: Sequence[Tensor]) -> Tensor:
+        flat = [leaf.reshape(*self.batch_shape, size) for leaf, size in zip(leaves, self.sizes, strict=True)]
+        if not self.uniform:
+            flat = [leaf.to(self.device, self.dtype) for leaf in flat]
+        return flat[0] if len(flat) == 1 else torch.cat(flat, dim=-1)
+
+    def leaves(self, vector: Tensor, like: Tensors | None = None) -> Tensors:
+        parts = zip(vector.split(self.sizes, dim=-1), self.shapes, strict=True)
+        leaves = [part.reshape(shape) for part, shape in parts]
+        if not self.uniform:
+            leaves = [x.to(d, t) for x, d, t in zip(leaves, self.devices, self.dtypes, strict=True)]
+        # A result has memory of its own: not views of one vector, and not an argument itself.
+        return leaves if like is None else [leaf.clone() for leaf in leaves]
+
+
+def solve_implicitly(
+    solver: Solver,
+    spec: pytree.PyTreeSpec,
+    operator: LinearOperator,
+    params: Tensors,
+    b: Tensors,
+    start: Tensors,
+) -> tuple[Tensors, SolverInfo]:
+    """Solve, differentiably with regard to ``params`` and ``b``."""
+    *x, residual, iterations, converged = _Solve.apply(
+        solver, spec, operator, (len(b), len(start)), *b, *start, *params
+    )
+    return x, SolverInfo(residual, iterations, converged)
+
+
+class _Solve(torch.autograd.Function):
+    """The solution as a function of the right-hand side and the operator's parameters."""
+
+    apply: ClassVar[Any]
+
+    @staticmethod
+    def forward(
+        solver: Solver,
+        spec: pytree.PyTreeSpec,
+        operator: LinearOperator,
+        counts: tuple[int, int],
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        b, start, params = _parted(tensors, counts)
+        x, info = solver.forward(spec, operator, params, b, start)
+        return (*x, *info)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.solver, ctx.spec, ctx.operator, ctx.counts = inputs[:4]
+        x, info = output[:-3], output[-3:]
+        ctx.mark_non_differentiable(*info)
+        params = inputs[4 + sum(ctx.counts) :]
+        ctx.save_for_backward(*x, *params)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """``A x = b``, so ``Aᴴ u = x's gradient``; ``u`` is b's gradient, and A's is ``-u xᴴ``."""
+        count, started = ctx.counts
+        x, params = list(ctx.saved_tensors[:count]), list(ctx.saved_tensors[count:])
+        operator = ctx.operator if ctx.solver.symmetric else ctx.operator.transposed()
+        u, _ = solve_implicitly(ctx.solver, ctx.spec, operator, params, list(grads[:count]), [])
+        wanted = ctx.needs_input_grad[4 + count + started :]
+        of_params: list[Tensor | None] = [None] * len(params)
+        if any(wanted):
+            of_params = ctx.operator.pull_params(params, x, [-leaf for leaf in u], wanted)
+        return (*([None] * 4), *u, *([None] * started), *of_params)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Tensor, ...], int]:
+        """A batch of systems is one system of longer vectors to the solver."""
+        solver, spec, operator, counts = args[:4]
+        tensors = [
+            tensor if dim is None else tensor.movedim(dim, 0)
+            for tensor, dim in zip(args[4:], in_dims[4:], strict=True)
+        ]
+        dims = [None if dim is None else 0 for dim in in_dims[4:]]
+        vectors = sum(counts)
+        for place in range(vectors):
+            if dims[place] is None:
+                tensors[place] = tensors[place].expand(info.batch_size, *tensors[place].shape)
+        batched = BatchedOperator(operator, tuple(dims[vectors:]), info.batch_size)
+        return _Solve.apply(solver, spec, batched, counts, *tensors), 0
+
+
+def _parted(tensors: Sequence[Tensor], counts: tuple[int, int]) -> tuple[Tensors, Tensors, Tensors]:
+    count, started = counts
+    return (
+        list(tensors[:count]),
+        list(tensors[count : count + started]),
+        list(tensors[count + started :]),
+    )
