@@ -25,8 +25,11 @@ __all__ = [
     "parameters_of",
     "set_default_rpc_timeout",
     "set_sequence_number",
+    "tensor_at_level",
     "tensor_version",
     "tensorpipe_options_with_sockets",
+    "transform_level",
+    "transforms_are_active",
 ]
 
 
@@ -96,6 +99,35 @@ def outside_of_transforms() -> AbstractContextManager[object]:
     """
     clear = _find("_functorch.pyfunctorch.temporarily_clear_interpreter_stack")
     return nullcontext() if clear is None else clear()
+
+
+def transforms_are_active() -> bool:
+    """Whether a transformation of ``torch.func`` is active, such as ``vmap`` or ``grad``.
+
+    Without the name the answer is always no: linear solvers and implicit gradients then work outside of them only.
+    """
+    are_active = _find("_C._are_functorch_transforms_active")
+    return False if are_active is None else bool(are_active())
+
+
+def transform_level() -> int:
+    """How many transformations of ``torch.func`` are nested here; without the name 0."""
+    current_level = _find("_C._functorch.maybe_current_level")
+    return 0 if current_level is None else current_level() or 0
+
+
+def tensor_at_level(tensor: Tensor, level: int) -> Tensor:
+    """What a tensor of an inner transformation is made of at the outer ``level``.
+
+    Without the names it is the tensor itself: a linear solver then does not notice that a product applies a
+    transformation to a tensor that it closes over.
+    """
+    level_of, unwrapped = _find("_C._functorch.maybe_get_level"), _find("_C._functorch.get_unwrapped")
+    if level_of is None or unwrapped is None:
+        return tensor
+    while level_of(tensor) > level:
+        tensor = unwrapped(tensor)
+    return tensor
 
 
 # Modules.

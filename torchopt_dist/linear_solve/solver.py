@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
-from torchopt_dist.linear_solve.closure import convert
-from torchopt_dist.linear_solve.operator import BatchedOperator, LinearOperator, RidgeOperator
-from torchopt_dist.linear_solve.vjp import Tensors
+from torchopt_dist.linear_solve._closure import convert
+from torchopt_dist.linear_solve._operator import BatchedOperator, LinearOperator, RidgeOperator
+from torchopt_dist.linear_solve._vjp import Tensors
 from torchopt_dist.typing import Numeric, TensorTree
 
 __all__ = ["ConvergenceWarning", "NotConverged", "Outcome", "Solver", "SolverInfo", "System"]

@@ -13,14 +13,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["Tensors", "pull", "transforms_are_active", "vjp"]
+from torchopt_dist._torch_private import transforms_are_active
+
+__all__ = ["Tensors", "pull", "vjp"]
 
 Tensors: TypeAlias = list[Tensor]
-
-
-def transforms_are_active() -> bool:
-    """Whether a ``torch.func`` transform, such as ``vmap`` or ``grad``, is at work."""
-    return torch._C._are_functorch_transforms_active()
 
 
 def vjp(

@@ -20,8 +20,14 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from torchopt_dist import pytree
-from torchopt_dist.linear_solve.operator import LinearOperator, Product
-from torchopt_dist.linear_solve.vjp import Tensors, pull, transforms_are_active
+from torchopt_dist._torch_private import (
+    is_functorch_tensor,
+    tensor_at_level,
+    transform_level,
+    transforms_are_active,
+)
+from torchopt_dist.linear_solve._operator import LinearOperator, Product
+from torchopt_dist.linear_solve._vjp import Tensors, pull
 
 __all__ = ["convert"]
 
@@ -193,7 +199,7 @@ class _Watch(TorchFunctionMode):
     def __init__(self, known: Sequence[Tensor], closed_over: Sequence[Tensor]) -> None:
         super().__init__()
         self.closed_over = {id(tensor) for tensor in closed_over}
-        self.level = torch._C._functorch.maybe_current_level() or 0
+        self.level = transform_level()
         self.known = {id(tensor): tensor for tensor in known}
         self.found: Tensors = []
 
@@ -207,15 +213,13 @@ class _Watch(TorchFunctionMode):
     def _note(self, tensor: Tensor) -> None:
         if id(tensor) in self.known:
             return
-        inner, functorch = tensor, torch._C._functorch
-        while functorch.maybe_get_level(inner) > self.level:
-            inner = functorch.get_unwrapped(inner)
+        inner = tensor_at_level(tensor, self.level)
         if inner is not tensor and id(inner) in self.closed_over - self.known.keys():
             raise ValueError(
                 "inside a `torch.func` transform, `matvec` must not apply another one to a tensor that it closes "
                 "over: pass `functools.partial(matvec, tensor)` instead"
             )
-        if inner is tensor and (functorch.is_functorch_wrapped_tensor(tensor) or tensor.requires_grad):
+        if inner is tensor and (is_functorch_tensor(tensor) or tensor.requires_grad):
             self.found.append(tensor)
         self.known[id(tensor)] = tensor
 
