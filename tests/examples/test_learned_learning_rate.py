@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.examples.running import run_python
 from tests.seeds import torchrun
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "learned_learning_rate.py"
@@ -25,17 +24,10 @@ def rows(output: str) -> dict[str, list[float]]:
     return {name: [float(value) for value in values] for name, *values in ROW.findall(output)}
 
 
-@pytest.mark.timeout(240)
 def test_one_worker_and_two_learn_the_same_rates_and_they_beat_the_grid(tmp_path):
     picture = tmp_path / "new" / "rates.png"
     short = ["--outer-steps", "40", "--inner-steps", "12", "--tasks", "8", "--output", str(picture)]
-    alone = subprocess.run(
-        [sys.executable, "-W", "error", EXAMPLE, *short],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=True,
-    ).stdout
+    alone = run_python(EXAMPLE, *short)
     picture.unlink()
     spread = torchrun.run("--standalone", "--nproc_per_node=2", EXAMPLE, *short)
     one, two = rows(alone), rows(spread)

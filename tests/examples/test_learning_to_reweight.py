@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.examples.running import run_python
 from tests.seeds import torchrun
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "learning_to_reweight.py"
@@ -41,17 +40,10 @@ def shares(output: str) -> list[float]:
     ]
 
 
-@pytest.mark.timeout(240)
 def test_one_worker_and_two_print_the_same_and_reweighting_helps(tmp_path):
     picture = tmp_path / "new" / "weights.png"
     short = ["--steps", "200", "--seeds", "1", "--output", str(picture)]
-    alone = subprocess.run(
-        [sys.executable, "-W", "error", EXAMPLE, *short],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=True,
-    ).stdout
+    alone = run_python(EXAMPLE, *short)
     picture.unlink()
     spread = torchrun.run("--standalone", "--nproc_per_node=2", EXAMPLE, *short)
     one, two = accuracies(alone), accuracies(spread)

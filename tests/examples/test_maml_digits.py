@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import csv
 import importlib.util
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -14,6 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.examples.running import run_python
 from tests.seeds import torchrun
 from tests.worlds import free_port
 
@@ -21,25 +20,13 @@ ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "maml_digits.py"
 SHORT = ("--meta-steps", 8, "--tasks", 5, "--test-tasks", 9, "--eval-every", 4)
 
-pytestmark = pytest.mark.timeout(180)
 
-
-def run_python(*arguments: object) -> str:
-    """The output of ``python examples/maml_digits.py``; warnings of the program's own end it."""
-    job = subprocess.run(
-        [sys.executable, "-W", "error", EXAMPLE, *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=80,
-        check=False,
-    )
-    assert job.returncode == 0, job.stdout
-    return job.stdout
+def run_alone(*arguments: object) -> str:
+    return run_python(EXAMPLE, *arguments)
 
 
 def run_torchrun(*arguments: object) -> str:
-    return torchrun.run("--standalone", "--nproc_per_node=2", EXAMPLE, *arguments, timeout=80)
+    return torchrun.run("--standalone", "--nproc_per_node=2", EXAMPLE, *arguments)
 
 
 def rows(path: Path) -> list[dict[str, float]]:
@@ -58,7 +45,7 @@ def example() -> ModuleType:
 
 
 def test_help_names_every_argument_and_its_default() -> None:
-    text = run_python("--help")
+    text = run_python(EXAMPLE, "--help", warm=False)
     for name in ("ways", "shots", "tasks", "meta-steps", "inner-lr", "seed", "omniglot", "output", "device"):
         assert f"--{name}" in text
     assert "support images a class (default: 5)" in text
@@ -68,7 +55,7 @@ def test_one_and_two_workers_draw_the_same_curve(tmp_path: Path) -> None:
     alone, pair = tmp_path / "new" / "alone", tmp_path / "new" / "pair"
     outputs = [
         run(*SHORT, "--output", path.with_suffix(".png"), "--csv", path.with_suffix(".csv"))
-        for run, path in ((run_python, alone), (run_torchrun, pair))
+        for run, path in ((run_alone, alone), (run_torchrun, pair))
     ]
     for path, output, workers in zip((alone, pair), outputs, ("1 worker(s)", "2 worker(s)"), strict=True):
         assert workers in output
@@ -99,7 +86,7 @@ def test_omniglot_is_read_from_disk(tmp_path: Path) -> None:
             image = Image.fromarray(noise.integers(0, 2, (105, 105), dtype=np.uint8) * 255)
             image.convert("1").save(folder / f"0001_{drawing:02d}.png")
     task = ("--ways", 4, "--shots", 1, "--queries", 2, "--tasks", 2, "--meta-steps", 1, "--test-tasks", 1)
-    output = run_python("--omniglot", tmp_path, "--output", tmp_path / "curve.png", *task)
+    output = run_alone("--omniglot", tmp_path, "--output", tmp_path / "curve.png", *task)
     assert "meta-step    1: held-out accuracy" in output
     assert (tmp_path / "curve.png").stat().st_size > 0
 
@@ -147,7 +134,7 @@ def test_two_nodes(tmp_path: Path) -> None:
         )
         for node in (0, 1)
     ]
-    outputs = torchrun.finish(*jobs, timeout=80)
+    outputs = torchrun.finish(*jobs)
     assert "4 worker(s)" in outputs[0]
     assert "worker(s)" not in outputs[1]
 
@@ -212,16 +199,9 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def test_the_curve_is_the_same_without_the_kernels(tmp_path: Path) -> None:
-    run_python(*SHORT, "--output", tmp_path / "with.png", "--csv", tmp_path / "with.csv")
+    run_alone(*SHORT, "--output", tmp_path / "with.png", "--csv", tmp_path / "with.csv")
     files = ("--output", tmp_path / "without.png", "--csv", tmp_path / "without.csv")
-    job = subprocess.run(
-        [sys.executable, "-c", WITHOUT_KERNELS, *map(str, (EXAMPLE, *SHORT, *files))],
-        capture_output=True,
-        text=True,
-        timeout=80,
-        check=False,
-    )
-    assert job.returncode == 0, job.stderr
+    run_python("-c", WITHOUT_KERNELS, EXAMPLE, *SHORT, *files)
     with_kernels, without = rows(tmp_path / "with.csv"), rows(tmp_path / "without.csv")
     assert len(with_kernels) == len(without) > 1
     for one, other in zip(with_kernels, without, strict=True):

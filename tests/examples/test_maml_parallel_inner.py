@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.examples.running import run_python
 from tests.seeds import torchrun
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "maml_parallel_inner.py"
 
 
-@pytest.mark.timeout(180)
 def test_one_worker_and_two_print_the_same(tmp_path):
     short = ["--meta-steps", "12", "--output", str(tmp_path / "curve.png")]
-    alone = subprocess.run(
-        [sys.executable, "-W", "error", EXAMPLE, *short],
-        capture_output=True,
-        text=True,
-        timeout=80,
-        check=True,
-    ).stdout
+    alone = run_python(EXAMPLE, *short)
     (tmp_path / "curve.png").unlink()
     spread = torchrun.run("--standalone", "--nproc_per_node=2", EXAMPLE, *short)
     losses = [

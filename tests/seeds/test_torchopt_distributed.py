@@ -47,6 +47,7 @@ def test_full_example_from_the_command_line(tmp_path: Path) -> None:
         f"--master_port={free_port()}",
         *("-m", "torchopt_dist.compat", torchrun.PROGRAMS / "full_example.py"),
         *("--dtype", "float64", "--out", tmp_path),
+        warm=False,
     )
     compare(tmp_path, "full_example", "float64")
 

@@ -2,55 +2,57 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
-import sys
 from pathlib import Path
 
-import psutil
+from tests.warm_python import Job, warm_python
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = Path(__file__).parent / "programs"
 TIMEOUT = 110
-"""Seconds for jobs that take 5 to 20 on two idle cores; less than pytest's own time-out, which shows no output."""
+"""Seconds for jobs that take 1 to 5 on two idle cores; less than pytest's own time-out, which shows no output."""
 
 
-def start(*arguments: object, module: str = "torch.distributed.run", **env: str) -> subprocess.Popen[str]:
-    """A job of `torchrun` (or of `python -m` another module) on its way; `env` adds to the environment."""
-    return subprocess.Popen(
-        [sys.executable, "-m", module, *map(str, arguments)],
+def start(*arguments: object, warm: bool = True, **env: str) -> Job:
+    """A job of `torchrun` on its way.
+
+    Args:
+        arguments: torchrun's.
+        warm: whether torchrun and its workers are forks of a process that has imported torch; if not, each is a new
+            Python, as `torchrun` on the command line makes them.
+        env: added to the environment.
+    """
+    forked = ("--run-path", "--start-method=fork") if warm else ()
+    path = os.pathsep.join(
+        map(str, (ROOT, *([PROGRAMS] if warm else [])))
+    )  # as a new Python finds those beside it
+    return warm_python().start(
+        *("-m", "torch.distributed.run", *forked, *arguments),
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **env},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **env},
+        merged=True,
+        warm=warm,
     )
 
 
-def finish(*jobs: subprocess.Popen[str], timeout: float = TIMEOUT) -> list[str]:
+def finish(*jobs: Job, timeout: float = TIMEOUT) -> list[str]:
     """The output of each job; fails with it if a job ends with an error or not at all."""
     outputs = []
-    try:
+    with contextlib.ExitStack() as stack:
         for job in jobs:
-            output, _ = job.communicate(timeout=timeout)
-            assert job.returncode == 0, f"exit code {job.returncode} of {job.args}\n{output}"
-            outputs.append(output)
-    except subprocess.TimeoutExpired as late:
-        raise AssertionError(f"not ended after {timeout} s: {late.cmd}\n{late.stdout}") from None
-    finally:
+            stack.enter_context(contextlib.closing(job))
         for job in jobs:
-            _kill(job)
+            try:
+                done = job.finish(timeout)
+            except subprocess.TimeoutExpired as late:
+                raise AssertionError(f"not ended after {timeout} s: {late.cmd}\n{late.stdout}") from None
+            assert done.returncode == 0, f"exit code {done.returncode} of {done.args}\n{done.stdout}"
+            outputs.append(done.stdout)
     return outputs
 
 
-def run(*arguments: object, timeout: float = TIMEOUT, **env: str) -> str:
+def run(*arguments: object, timeout: float = TIMEOUT, warm: bool = True, **env: str) -> str:
     """The output of one job."""
-    return finish(start(*arguments, **env), timeout=timeout)[0]
-
-
-def _kill(job: subprocess.Popen[str]) -> None:
-    if job.poll() is None:
-        family = psutil.Process(job.pid)
-        for process in (*family.children(recursive=True), family):
-            process.kill()
-        job.communicate()
+    return finish(start(*arguments, warm=warm, **env), timeout=timeout)[0]
