@@ -233,7 +233,8 @@ def test_step_compiles():
             net.zero_grad()
             net(torch.ones(2, 3)).square().mean().backward()
             one()
-    assert same(ours, twin)
+    for p, q in zip(ours.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q)  # some processors round the compiled formula otherwise
 
 
 def test_a_schedule_and_a_scheduler_of_torch_agree():
