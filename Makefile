@@ -2,16 +2,19 @@
 #   make demo PYTHON=python3.12                 another Python
 #   make demo TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"   another build of torch
 #   make test ARGS="tests/ops -k fuzz"          some of the tests
+#   make test JOBS=4                            on more than two cores
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 NPROC ?= 2
+JOBS ?= 2
 ARGS ?=
 PROGRAMS ?= 2000
 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
 
 export PATH := $(CURDIR)/$(BIN):$(PATH)
@@ -36,14 +39,17 @@ demo: $(STAMP) ## install, then MAML on handwritten digits on two worker process
 	$(BIN)/torchrun --nproc_per_node=$(NPROC) examples/maml_digits.py $(ARGS)
 
 test: $(STAMP) ## install, then all tests
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
+
+quick: $(STAMP) ## the tests that start no processes
+	$(PYTEST) -m "not processes" $(ARGS)
 
 fuzz: $(STAMP) ## random programs of calls, and random chains, against loops by hand: PROGRAMS=2000 of each
 	TODIST_FUZZ_PROGRAMS=$(PROGRAMS) TODIST_FUZZ_CHAINS=$(PROGRAMS) $(BIN)/python -m pytest \
 		tests/distributed/test_random_programs.py tests/transform/test_random_chains.py $(ARGS)
 
 examples: $(STAMP) ## the tests that run the examples
-	$(BIN)/python -m pytest tests/examples $(ARGS)
+	$(PYTEST) tests/examples $(ARGS)
 
 lint: $(STAMP) ## style
 	$(BIN)/ruff check

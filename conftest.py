@@ -1,9 +1,19 @@
+"""All tests → which of them start processes, which files go first, and which tests run alone, if workers share them.
+
+``make test`` has two workers of pytest-xdist, which take one file after the other.
+"""
+
 from __future__ import annotations
 
+import fcntl
+import functools
 import os
+import re
 import signal
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,8 +29,102 @@ if (
 _logs = tempfile.TemporaryDirectory(prefix="todist-logs-")
 os.environ["TODIST_LOG_DIR"] = _logs.name  # so that launches of tests leave no files in the working folder
 
+ROOT = Path(__file__).parent
+LONGEST_FIRST = (
+    "tests/packaging",
+    "tests/distributed/test_torchrun_elastic.py",
+    "tests/examples",
+    "tests/seeds",
+    "tests/launch",
+    "tests/optim/test_every_optimizer.py",
+    "tests/distributed",
+    "tests/test_network.py",
+    "tests/docs",
+    "tests/optim",
+    "tests/ops",
+)
+"""Files and folders in the order in which workers take them; the others come last, and are short."""
+
+STARTS_PROCESSES = re.compile(r"\b(subprocess|multiprocessing|torchrun|warm_python|World|Bare)\b")
+"""Names in the text of a test file that starts processes; so does a test with the fixture `world`."""
+
 
 @pytest.fixture
 def world() -> type[World]:
     """``world(n)``: n worker processes; see ``tests/worlds.py``."""
     return World
+
+
+@functools.cache
+def place(path: Path) -> int:
+    """The place of a test file in ``LONGEST_FIRST``."""
+    name = path.relative_to(ROOT).as_posix()
+    fitting = (index for index, start in enumerate(LONGEST_FIRST) if name.startswith(start))
+    return next(fitting, len(LONGEST_FIRST))
+
+
+@functools.cache
+def starts_processes(path: Path) -> bool:
+    """Tell whether the tests of a file start processes; those of the launcher and the examples do."""
+    if path.relative_to(ROOT).parts[1] in ("launch", "examples"):
+        return True
+    return STARTS_PROCESSES.search(path.read_text("utf-8")) is not None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if "world" in getattr(item, "fixturenames", ()) or starts_processes(item.path):
+            item.add_marker(pytest.mark.processes)
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: place(item.path))
+
+
+class Turns:
+    """Workers of pytest-xdist → tests that run beside each other, and such that run alone.
+
+    A test that is to run alone locks the room for itself; others share the room. A test that waits for the room keeps
+    the door locked, so that no other can enter in the meantime.
+    """
+
+    def __init__(self, run: str) -> None:
+        folder = Path(tempfile.gettempdir())
+        self._door, self._room = ((folder / f"todist-{run}-{name}").open("w") for name in ("door", "room"))
+
+    @contextmanager
+    def turn(self, alone: bool) -> Iterator[None]:
+        """Wait for the room, and leave it at the end."""
+        fcntl.flock(self._door, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(self._room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        finally:
+            fcntl.flock(self._door, fcntl.LOCK_UN)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._room, fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        for file in (self._door, self._room):
+            file.close()
+            Path(file.name).unlink(missing_ok=True)
+
+
+TURNS = pytest.StashKey[Turns]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):
+        config.stash[TURNS] = Turns(config.workerinput["testrunuid"])
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if TURNS in config.stash:
+        config.stash[TURNS].close()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # outside of the test's time-out
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    if TURNS not in item.config.stash:
+        return (yield)
+    with item.config.stash[TURNS].turn(item.get_closest_marker("alone") is not None):
+        return (yield)
