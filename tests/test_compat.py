@@ -28,6 +28,7 @@ from torchopt.base import GradientTransformation
 from torchopt.combine import chain
 from torchopt.distributed.autograd import context
 from torchopt.nn import *
+from torchopt import *
 from torchopt.utils import extract_state_dict
 
 assert torchopt is sys.modules["torchopt"] and todist is distributed is torchopt.distributed
@@ -38,6 +39,9 @@ assert MetaSGD is ours.MetaSGD and GradientTransformation is ours.GradientTransf
 assert extract_state_dict is ours.extract_state_dict and stop_gradient is ours.stop_gradient
 assert torchopt.__version__ == ours.__version__
 assert "parallelize" in dir(todist) and "MetaSGD" in dir(torchopt) and "module_clone" in dir(torchopt.nn)
+assert torchopt.AdaDelta is ours.Adadelta and torchopt.optim.MetaAdaGrad is ours.MetaAdagrad
+assert torchopt.combine.chain_flat is ours.chain and "chain_flat" in dir(torchopt)
+assert torchopt.transform.scale_by_accelerated_adam is ours.transform.scale_by_adam
 assert callable(ours.optim.sgd), "an import of torchopt.optim.sgd, a module, leaves ours alone"
 assert pickle.loads(pickle.dumps(torchopt.SGD)) is ours.SGD
 assert not hasattr(torchopt, "NoSuchName") and not hasattr(todist, "_private")
@@ -53,6 +57,91 @@ def python(*arguments: object, cwd: Path = ROOT) -> subprocess.CompletedProcess[
 @pytest.mark.timeout(60)
 def test_torchopt_means_torchopt_dist() -> None:
     ended = python("-c", SAME_OBJECTS)
+    assert ended.returncode == 0, ended.stderr
+
+
+TYPES = """
+from torchopt_dist import compat
+
+compat.install()
+import optree
+import torch
+import torchopt.typing
+from torchopt import pytree, typing
+
+assert typing.Distribution is torch.distributions.Distribution and typing.Future is torch.futures.Future
+assert typing.Size is torch.Size and typing.Tensor is torch.Tensor
+assert typing.TupleOfTensors == tuple[torch.Tensor, ...] and typing.ListOfOptionalTensors == list[torch.Tensor | None]
+assert isinstance(None, typing.OptionalTensor)
+assert pytree.tree_leaves is optree.tree_leaves and pytree.tree_sum([1, 2]) == 3
+assert pytree.tree_map(str, [None, 1]) == ["None", "1"]
+assert pytree.tree_flatten_as_tuple([1, None, (2,)])[0] == (1, 2)
+assert pytree.tree_flatten_as_tuple([1, None], none_is_leaf=True)[0] == (1, None)
+leaves, spec = pytree.tree_flatten_as_tuple([1, (2,)], lambda x: isinstance(x, tuple))
+assert leaves == (1, (2,)) and pytree.tree_unflatten(spec, leaves) == [1, (2,)]
+"""
+
+
+@pytest.mark.timeout(60)
+def test_typing_and_pytree_have_torchopts_names() -> None:
+    ended = python("-c", TYPES)
+    assert ended.returncode == 0, ended.stderr
+
+
+ACCELERATED = """
+from torchopt_dist import compat
+
+compat.install()
+import copy
+import pickle
+
+import torch
+import torchopt
+import torchopt_dist as ours
+from torchopt.optim.adam import MetaAdam
+
+model = torch.nn.Linear(2, 1)
+for name in ("Adam", "AdamW", "MetaAdam", "MetaAdamW"):
+    one, other = getattr(torchopt, name), getattr(ours, name)
+    assert issubclass(one, other) and one is getattr(torchopt.optim, name)
+    target = model if name.startswith("Meta") else list(model.parameters())
+    for options in ({}, {"use_accelerated_op": False}, {"use_accelerated_op": None}, {"fused": False}):
+        assert isinstance(one(target, 0.1, **options), other)
+    optimizer = one(target, lr=0.1, use_accelerated_op=False)
+    pickle.loads(pickle.dumps(copy.deepcopy(optimizer)))
+    try:
+        one(target, lr=0.1, fused=True, use_accelerated_op=True)
+    except ValueError as error:
+        assert "`use_accelerated_op` is TorchOpt's name for `fused`: give one of them" in str(error)
+    else:
+        raise AssertionError(name)
+assert MetaAdam is torchopt.MetaAdam
+
+w = torch.ones(2)
+moved = [
+    function(0.1, use_accelerated_op=given).update([w], function(0.1).init([w]), params=[w])[0][0]
+    for function in (torchopt.adam, torchopt.alias.adamw)
+    for given in (None, False)
+]
+expected = [f(0.1).update([w], f(0.1).init([w]), params=[w])[0][0] for f in (ours.adam, ours.adamw)]
+torch.testing.assert_close(moved, [expected[0], expected[0], expected[1], expected[1]])
+
+from torchopt_dist.ops import library
+library._KERNELS = frozenset()  # a build without any
+for optimizer in (torchopt.Adam([w.clone().requires_grad_()], use_accelerated_op=True),):
+    optimizer.param_groups[0]["params"][0].grad = w
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        assert "`fused=True` cannot be kept" in str(error)
+    else:
+        raise AssertionError
+"""
+
+
+@pytest.mark.timeout(60)
+def test_adam_takes_torchopts_name_of_fused() -> None:
+    ended = python("-c", ACCELERATED)
     assert ended.returncode == 0, ended.stderr
 
 
@@ -131,3 +220,21 @@ def test_usage_and_missing_script(tmp_path: Path) -> None:
 def test_the_flat_names_stay_ours() -> None:
     assert "torchopt" not in sys.modules, "a test must not leave the stand-in behind"
     assert todist.distributed.__name__ == "torchopt_dist.distributed"
+
+
+def test_the_public_names_are_what_dir_shows() -> None:
+    assert dir(todist) == sorted(todist.__all__)
+    assert not {"errors", "distributed", "optim", "_network", "_serialized_exception", "compat"} & {
+        *dir(todist)
+    }
+    assert dir(todist.distributed) == todist.distributed.__all__
+    assert dir(todist.nn) == todist.nn.__all__
+    assert dir(todist.pytree) == todist.pytree.__all__
+
+
+def test_the_native_names_have_one_spelling() -> None:
+    second = ("AdaDelta", "AdaGrad", "AdaMax", "RMSProp", "MetaRMSProp", "MetaAdaMax", "chain_flat")
+    assert not any(hasattr(todist, name) for name in second)
+    assert not hasattr(todist.pytree, "tree_leaves")
+    assert not hasattr(todist.typing, "TupleOfTensors")
+    assert not hasattr(todist.transform, "scale_by_accelerated_adam")

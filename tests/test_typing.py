@@ -12,9 +12,7 @@ from torchopt_dist import typing
 
 
 def test_types_of_others_are_theirs():
-    assert typing.Distribution is torch.distributions.Distribution
     assert typing.RRef is rpc.RRef
-    assert typing.Future is torch.futures.Future
     assert typing.PyTree is optree.PyTree
 
 

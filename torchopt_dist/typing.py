@@ -1,6 +1,6 @@
-"""Names for the shapes of arguments: trees of tensors, schedules, partition functions, samplers, solvers.
+"""Names for the kinds of arguments: trees of tensors, schedules, states, samplers, linear solvers.
 
-The types of transformations and their states are on a higher floor: ``torchopt_dist.transform``.
+The types of transformations and of their states are in ``torchopt_dist.transform``.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import torch
 import torch.distributed.rpc
 from optree.typing import PyTree
 from torch import Size, Tensor
-from torch.distributions import Distribution
-from torch.futures import Future
 
 if TYPE_CHECKING or torch.distributed.rpc.is_available():
     from torch.distributed.rpc import RRef
@@ -27,18 +25,12 @@ __all__ = [
     "Args",
     "CopyMode",
     "Device",
-    "Distribution",
-    "Future",
     "KwArgs",
     "LinearSolver",
-    "ListOfOptionalTensors",
-    "ListOfTensors",
     "ModuleTensorContainers",
     "Numeric",
     "OptState",
     "OptionalTensor",
-    "OptionalTensorOrOptionalTensors",
-    "OptionalTensorTree",
     "Params",
     "PyTree",
     "RRef",
@@ -47,15 +39,9 @@ __all__ = [
     "Scalar",
     "ScalarOrSchedule",
     "Schedule",
-    "SequenceOfOptionalTensors",
-    "SequenceOfTensors",
-    "Size",
-    "Tensor",
     "TensorContainer",
     "TensorOrTensors",
     "TensorTree",
-    "TupleOfOptionalTensors",
-    "TupleOfTensors",
     "Updates",
 ]
 
@@ -72,27 +58,11 @@ ScalarOrSchedule: TypeAlias = Scalar | Tensor | Schedule
 
 OptionalTensor: TypeAlias = Tensor | None
 """A tensor, or ``None`` where there is none, such as the gradient of a frozen parameter."""
-ListOfTensors: TypeAlias = list[Tensor]
-"""A list of tensors."""
-TupleOfTensors: TypeAlias = tuple[Tensor, ...]
-"""A tuple of tensors, of any length."""
-SequenceOfTensors: TypeAlias = Sequence[Tensor]
-"""A list, a tuple or another sequence of tensors."""
 TensorOrTensors: TypeAlias = Tensor | Sequence[Tensor]
 """One tensor, or a sequence of them."""
-ListOfOptionalTensors: TypeAlias = list[OptionalTensor]
-"""A list of tensors, ``None`` in some places."""
-TupleOfOptionalTensors: TypeAlias = tuple[OptionalTensor, ...]
-"""A tuple of tensors, ``None`` in some places."""
-SequenceOfOptionalTensors: TypeAlias = Sequence[OptionalTensor]
-"""A sequence of tensors, ``None`` in some places."""
-OptionalTensorOrOptionalTensors: TypeAlias = OptionalTensor | Sequence[OptionalTensor]
-"""One tensor, ``None``, or a sequence of these."""
 
 TensorTree: TypeAlias = Any
 """A pytree (see ``optree``) whose leaves are tensors."""
-OptionalTensorTree: TypeAlias = Any
-"""A pytree whose leaves are tensors, ``None`` in some places."""
 Params: TypeAlias = TensorTree
 """A pytree of parameters."""
 Updates: TypeAlias = TensorTree

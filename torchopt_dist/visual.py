@@ -21,10 +21,10 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import optree
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
-from torchopt_dist import pytree
 from torchopt_dist.nn.module_state import ModuleState
 from torchopt_dist.typing import TensorTree
 
@@ -214,7 +214,7 @@ def _colour(tensor: Tensor) -> str:
 
 
 def _outputs(var: TensorTree) -> list[tuple[tuple[Any, ...], Tensor]]:
-    paths, tensors, _ = pytree.tree_flatten_with_path(var)
+    paths, tensors, _ = optree.tree_flatten_with_path(var)
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
             raise TypeError(f"`var` must be a tensor or a tree of tensors, got {type(tensor).__name__}")

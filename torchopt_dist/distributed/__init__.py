@@ -75,3 +75,8 @@ __all__ = [
     "stack_reducer",
     "sum_reducer",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return sorted(__all__)

@@ -17,7 +17,7 @@ from torch.distributed.autograd import DistAutogradContext
 
 from torchopt_dist._torch_private import tensor_version
 from torchopt_dist.distributed._group import current_group
-from torchopt_dist.typing import TensorOrTensors, TupleOfOptionalTensors
+from torchopt_dist.typing import OptionalTensor, TensorOrTensors
 
 __all__ = ["DistAutogradContext", "backward", "context", "get_gradients", "grad", "is_available"]
 
@@ -79,7 +79,7 @@ def grad(
     inputs: TensorOrTensors,
     retain_graph: bool = False,
     allow_unused: bool = False,
-) -> TupleOfOptionalTensors:
+) -> tuple[OptionalTensor, ...]:
     """The gradients of the sum of ``outputs`` with respect to ``inputs``; ``.grad`` is left alone.
 
     Args:

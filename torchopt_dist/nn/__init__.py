@@ -17,3 +17,8 @@ __all__ = [
     "recover_state_dict",
     "stop_gradient",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return sorted(__all__)

@@ -7,9 +7,9 @@ from numbers import Real
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from torchopt_dist.ops import dispatch
-from torchopt_dist.typing import Tensor
 
 __all__ = ["add_scaled_"]
 

@@ -6,16 +6,6 @@ from torchopt_dist.optim.adam import Adam, MetaAdam, adam
 from torchopt_dist.optim.adamax import Adamax, MetaAdamax, adamax
 from torchopt_dist.optim.adamw import AdamW, MetaAdamW, adamw
 from torchopt_dist.optim.adan import Adan, MetaAdan, adan
-from torchopt_dist.optim.aliases import (
-    AdaDelta,
-    AdaGrad,
-    AdaMax,
-    MetaAdaDelta,
-    MetaAdaGrad,
-    MetaAdaMax,
-    MetaRMSProp,
-    RMSProp,
-)
 from torchopt_dist.optim.apply_updates import apply_updates
 from torchopt_dist.optim.differentiable import DifferentiableOptimizer, differentiable
 from torchopt_dist.optim.functional_optimizer import FuncOptimizer
@@ -27,9 +17,6 @@ from torchopt_dist.optim.sgd import SGD, MetaSGD, sgd
 
 __all__ = [
     "SGD",
-    "AdaDelta",
-    "AdaGrad",
-    "AdaMax",
     "Adadelta",
     "Adagrad",
     "Adam",
@@ -38,9 +25,6 @@ __all__ = [
     "Adan",
     "DifferentiableOptimizer",
     "FuncOptimizer",
-    "MetaAdaDelta",
-    "MetaAdaGrad",
-    "MetaAdaMax",
     "MetaAdadelta",
     "MetaAdagrad",
     "MetaAdam",
@@ -49,12 +33,10 @@ __all__ = [
     "MetaAdan",
     "MetaOptimizer",
     "MetaRAdam",
-    "MetaRMSProp",
     "MetaRMSprop",
     "MetaSGD",
     "Optimizer",
     "RAdam",
-    "RMSProp",
     "RMSprop",
     "adadelta",
     "adagrad",

@@ -9,7 +9,7 @@ from torchopt_dist.optim.meta_optimizer import MetaOptimizer
 from torchopt_dist.optim.optimizer import Optimizer
 from torchopt_dist.transform.add_decayed_weights import add_decayed_weights, penalized
 from torchopt_dist.transform.base import ChainedGradientTransformation, GradientTransformation
-from torchopt_dist.transform.hyperparameters import HyperParameter, check_decays, one_of_two_names
+from torchopt_dist.transform.hyperparameters import HyperParameter, check_decays
 from torchopt_dist.transform.masked import Mask
 from torchopt_dist.transform.scale import scale_by_learning_rate
 from torchopt_dist.transform.scale_by_adam import ScaleByAdamState, scale_by_adam
@@ -29,7 +29,6 @@ def adamw(
     moment_requires_grad: bool = False,
     maximize: bool = False,
     fused: bool | None = None,
-    use_accelerated_op: bool | None = None,
 ) -> GradientTransformation:
     """Adam with decoupled weight decay, as ``torch.optim.AdamW``.
 
@@ -50,12 +49,10 @@ def adamw(
         moment_requires_grad: the first averages are leaves that require grad.
         maximize: go up, not down.
         fused: None uses a kernel where there is one and it helps, False never, True demands it.
-        use_accelerated_op: TorchOpt's name for ``fused``.
 
     Raises:
         TypeError: an argument is of another type.
-        ValueError: a number is out of its range, a tensor has more than one element, or ``fused`` and
-            ``use_accelerated_op`` are both given.
+        ValueError: a number is out of its range, or a tensor has more than one element.
         RuntimeError: at a step: ``fused=True`` where there is no kernel; the message says why.
 
     Example:
@@ -66,7 +63,6 @@ def adamw(
         tensor([-0.1500,  0.2000])
     """
     check_decays("betas", betas, 2)
-    fused = one_of_two_names(fused, use_accelerated_op)
     b1, b2 = betas
     options = {
         "lr": lr,

@@ -18,7 +18,6 @@ __all__ = [
     "flatten_like",
     "is_leaf",
     "map_tensors",
-    "tree_flatten_as_tuple",
     "tree_map",
     "unflatten",
 ]
@@ -95,21 +94,3 @@ def map_tensors(function: Callable[[Tensor], Any], tree: TensorTree) -> Any:
 def is_leaf(tree: PyTree[Any]) -> bool:
     """Whether a tree is nothing but one leaf."""
     return optree.tree_is_leaf(tree, none_is_leaf=True)
-
-
-def tree_flatten_as_tuple(
-    tree: TensorTree,
-    is_leaf: Callable[[Any], bool] | None = None,
-    *,
-    none_is_leaf: bool = False,
-    namespace: str = "",
-) -> tuple[tuple[Any, ...], PyTreeSpec]:
-    """Take a tree apart as ``optree.tree_flatten``, the leaves as a tuple.
-
-    Example:
-        >>> leaves, spec = tree_flatten_as_tuple({"a": 1, "b": (2, None)})
-        >>> leaves
-        (1, 2)
-    """
-    leaves, spec = optree.tree_flatten(tree, is_leaf, none_is_leaf=none_is_leaf, namespace=namespace)
-    return tuple(leaves), spec

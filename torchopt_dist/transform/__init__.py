@@ -6,7 +6,6 @@ from torchopt_dist.transform.base import (
     EmptyState,
     GradientTransformation,
     chain,
-    chain_flat,
     identity,
 )
 from torchopt_dist.transform.clip import clip_grad_norm, clip_grad_value
@@ -15,7 +14,7 @@ from torchopt_dist.transform.masked import masked
 from torchopt_dist.transform.nan_to_num import nan_to_num
 from torchopt_dist.transform.scale import scale, scale_by_learning_rate, scale_by_schedule
 from torchopt_dist.transform.scale_by_adadelta import scale_by_adadelta
-from torchopt_dist.transform.scale_by_adam import scale_by_accelerated_adam, scale_by_adam
+from torchopt_dist.transform.scale_by_adam import scale_by_adam
 from torchopt_dist.transform.scale_by_adamax import scale_by_adamax
 from torchopt_dist.transform.scale_by_adan import scale_by_adan
 from torchopt_dist.transform.scale_by_radam import scale_by_radam
@@ -29,7 +28,6 @@ __all__ = [
     "GradientTransformation",
     "add_decayed_weights",
     "chain",
-    "chain_flat",
     "clip_grad_norm",
     "clip_grad_value",
     "identity",
@@ -38,7 +36,6 @@ __all__ = [
     "nan_to_num_hook",
     "register_hook",
     "scale",
-    "scale_by_accelerated_adam",
     "scale_by_adadelta",
     "scale_by_adam",
     "scale_by_adamax",

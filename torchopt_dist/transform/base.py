@@ -30,7 +30,6 @@ __all__ = [
     "RecordedFn",
     "UpdateFn",
     "chain",
-    "chain_flat",
     "identity",
     "stateless",
 ]
@@ -209,10 +208,6 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
         TypeError: one of them is no gradient transformation.
     """
     return ChainedGradientTransformation(*transformations)
-
-
-chain_flat = chain
-"""TorchOpt's name for the same: a chain in a chain is always made part of it."""
 
 
 def stateless(params: Params, /) -> EmptyState:

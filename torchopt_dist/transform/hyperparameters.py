@@ -20,7 +20,6 @@ __all__ = [
     "check_learning_rate",
     "is_number",
     "is_zero",
-    "one_of_two_names",
 ]
 
 HyperParameter: TypeAlias = float | Tensor
@@ -67,20 +66,6 @@ def check_learning_rate(name: str, value: Any) -> None:
         check_at_least_zero(name, value)
     elif not callable(value):
         raise TypeError(f"`{name}` must be a number, a tensor or a schedule, got {type(value).__name__}")
-
-
-def one_of_two_names(fused: bool | None, use_accelerated_op: bool | None) -> bool | None:
-    """What was given of the two names of one argument.
-
-    Raises:
-        ValueError: both were.
-    """
-    if fused is not None and use_accelerated_op is not None:
-        raise ValueError(
-            "`use_accelerated_op` is another name for `fused`: give one of them, "
-            f"got fused={fused} and use_accelerated_op={use_accelerated_op}"
-        )
-    return use_accelerated_op if fused is None else fused
 
 
 def is_number(*values: Any) -> bool:

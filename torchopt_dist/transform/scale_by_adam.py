@@ -11,7 +11,7 @@ from torchopt_dist.transform.elementwise import counts, elementwise, filled
 from torchopt_dist.transform.hyperparameters import HyperParameter, check_at_least_zero, check_decay
 from torchopt_dist.typing import Params, TensorTree
 
-__all__ = ["ScaleByAdamState", "scale_by_accelerated_adam", "scale_by_adam"]
+__all__ = ["ScaleByAdamState", "scale_by_adam"]
 
 
 class ScaleByAdamState(NamedTuple):
@@ -71,10 +71,6 @@ def scale_by_adam(
         partial(_init, moment_requires_grad),
         partial(adam, b1=b1, b2=b2, eps=eps, eps_root=eps_root, fused=fused),
     )
-
-
-scale_by_accelerated_adam = scale_by_adam
-"""TorchOpt's name for the same by a fused kernel; here one is used wherever there is one."""
 
 
 def _init(requires_grad: bool, params: Params, /) -> ScaleByAdamState:

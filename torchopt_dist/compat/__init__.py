@@ -5,9 +5,10 @@
 ``torchrun --nproc_per_node=2 -m torchopt_dist.compat train.py --lr 0.1``. A program that may be changed calls
 :func:`install` before its first ``import torchopt`` instead.
 
-``torchopt.x`` offers what ``torchopt_dist.x`` offers, the same objects, and after that torchopt_dist's flat names: so
-``todist.module_clone`` works in a program that only imports ``torchopt.distributed as todist``. What torchopt_dist does
-not have is an error that says so. Processes that a program starts itself need an :func:`install` of their own.
+``torchopt.x`` offers TorchOpt's own spellings (``_names.py``), then what ``torchopt_dist.x`` offers, the same objects,
+and after that torchopt_dist's flat names: so ``todist.module_clone`` works in a program that only imports
+``torchopt.distributed as todist``. What torchopt_dist does not have is an error that says so. Processes that a program
+starts itself need an :func:`install` of their own.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
+
+from torchopt_dist.compat._names import FLAT, NAMES
 
 __all__ = ["install", "main", "run_script"]
 
@@ -110,19 +113,25 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         twin = _twin(module.__name__)
         ours = [importlib.import_module(name) for name in (twin, OURS) if _exists(name)]
         module.__doc__ = ours[0].__doc__
+        own = NAMES.get(module.__name__.removeprefix(FOREIGN).removeprefix("."), {})
         vars(module).update(
-            __getattr__=functools.partial(_look_up, module.__name__, ours),
-            __dir__=lambda: sorted({name for place in ours for name in dir(place)}),
+            __all__=sorted({*ours[0].__all__, *own}),
+            __getattr__=functools.partial(_look_up, module.__name__, {**FLAT, **own}, ours),
+            __dir__=lambda: sorted({*FLAT, *own, *(name for place in ours for name in dir(place))}),
         )
 
 
-def _look_up(module: str, ours: list[ModuleType], name: str) -> Any:
+def _look_up(module: str, spellings: dict[str, Any], ours: list[ModuleType], name: str) -> Any:
+    if name in spellings:
+        return spellings[name]
     for place in ours[:1] if name.startswith("_") else ours:
         if hasattr(place, name):
             value = getattr(place, name)
             if isinstance(value, ModuleType) and value.__name__.startswith(f"{OURS}."):
                 return importlib.import_module(FOREIGN + value.__name__.removeprefix(OURS))
             return value
+    if f"{module}.{name}" in FLAT_ONLY:
+        return importlib.import_module(f"{module}.{name}")
     raise AttributeError(_no_such(f"{module}.{name}"))
 
 
@@ -139,9 +148,3 @@ def _exists(module: str) -> bool:
 
 def _no_such(name: str) -> str:
     return f"there is no `{name}`: torchopt_dist stands in for torchopt here, and it has no such name (yet)"
-
-
-if __name__ == "__main__":
-    from torchopt_dist import compat
-
-    compat.main()  # not this module's own: a script that imports it must meet the same one
