@@ -15,7 +15,7 @@ import torch
 
 import torchopt_dist as todist
 from tests.distributed.bare import say, soon
-from tests.launch.elastic.worlds import MyError, in_worlds, launch
+from tests.launch.elastic.worlds import Aside, MyError, in_worlds, kill_agent, launch, world_of
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -91,6 +91,31 @@ def test_all_workers_are_started_again_as_often_as_asked(tmp_path, caplog):
         "restart 1 of 2: MyError: code 0",
         "restart 2 of 2: MyError: code 1",
     ]
+
+
+def test_losses_and_returns_of_hosts_use_up_no_restart(tmp_path, caplog, reachability):
+    reachability.lost_for_good.add("localhost#2")
+
+    def fail(world, rank):
+        if world in (1, 3) and rank == 0:
+            raise MyError(code=world)
+
+    def kill():
+        kill_agent(world_of(tmp_path, 0, 2), 1)
+        world_of(tmp_path, 2, 1)  # after a loss and a restart
+        reachability.lost_for_good.clear()
+        world_of(tmp_path, 3, 2)  # after a return
+
+    with (
+        Aside(kill),
+        caplog.at_level(logging.WARNING, "torchopt_dist.launch"),
+        pytest.raises(MyError, match="^code 3$"),
+    ):
+        launch(in_worlds, tmp_path, fail, max_restarts=1)
+    said = [record.getMessage() for record in caplog.records if record.name == "torchopt_dist.launch"]
+    assert len(said) == 2
+    assert said[0].startswith("localhost#2 is lost")
+    assert said[1] == "restart 1 of 1: MyError: code 1"
 
 
 def test_after_the_last_restart_the_function_is_not_called_again(tmp_path):
