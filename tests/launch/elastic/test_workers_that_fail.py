@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import torchopt_dist as todist
-from tests.distributed.bare import say, soon
+from tests.distributed.bare import say, soon, watch
 from tests.launch.elastic.worlds import Aside, MyError, in_worlds, kill_agent, launch, world_of
 
 pytestmark = pytest.mark.timeout(60)
@@ -97,7 +97,10 @@ def test_losses_and_returns_of_hosts_use_up_no_restart(tmp_path, caplog, reachab
     reachability.lost_for_good.add("localhost#2")
 
     def fail(world, rank):
-        if world in (1, 3) and rank == 0:
+        if world == 1:
+            raise MyError(code=world)
+        if world == 3 and rank == 0:
+            assert watch(tmp_path / "world3.rank1")
             raise MyError(code=world)
 
     def kill():
@@ -109,7 +112,7 @@ def test_losses_and_returns_of_hosts_use_up_no_restart(tmp_path, caplog, reachab
     with (
         Aside(kill),
         caplog.at_level(logging.WARNING, "torchopt_dist.launch"),
-        pytest.raises(MyError, match="^code 3$"),
+        pytest.raises(MyError, match=r"^code 3$"),
     ):
         launch(in_worlds, tmp_path, fail, max_restarts=1)
     said = [record.getMessage() for record in caplog.records if record.name == "torchopt_dist.launch"]
