@@ -83,9 +83,7 @@ def kill_all_of(job):
             process.suspend()  # so that none sees another one's end
         for process in family:
             process.kill()
-    job.wait()
-    if job.stdout is not None:
-        job.stdout.close()
+    job.close()
     assert_gone([process.pid for process in family])
 
 
