@@ -3,7 +3,7 @@
 Every public name is here: ``import torchopt_dist as todist``.
 """
 
-from torchopt_dist import linalg, linear_solve, nn, ops, pytree, schedule, transform, typing, visual
+from torchopt_dist import diff, linalg, linear_solve, nn, ops, pytree, schedule, transform, typing, visual
 from torchopt_dist.distributed import (
     Partition,
     Partitioner,
@@ -178,6 +178,7 @@ __all__ = [
     "clip_grad_value",
     "concatenate_reducer",
     "default_worker_name_format",
+    "diff",
     "differentiable",
     "dim_partitioner",
     "exclusive_batch_partitioner",

@@ -14,6 +14,8 @@ import torchopt_dist as todist
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "api.md").read_text("utf-8")
 MODULES = {
     "autograd": todist.autograd,
+    "diff": todist.diff,
+    "diff.implicit": todist.diff.implicit,
     "linalg": todist.linalg,
     "linear_solve": todist.linear_solve,
     "nn": todist.nn,

@@ -1,0 +1,336 @@
+"""``custom_root`` and ``custom_fixed_point`` against closed forms, finite differences and unrolled steps."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch.autograd import gradcheck, gradgradcheck
+
+import torchopt_dist as todist
+from tests.worlds import World
+from torchopt_dist import linear_solve
+from torchopt_dist.diff.implicit import custom_fixed_point, custom_root
+
+SOLVES = {
+    "default": None,
+    "cg": linear_solve.solve_cg(rtol=1e-13),
+    "inv": linear_solve.solve_inv(),
+    "gmres": linear_solve.solve_gmres(rtol=1e-13),
+    "bicgstab": linear_solve.solve_bicgstab(rtol=1e-13),
+    "neumann": linear_solve.solve_neumann(alpha=0.2, rtol=1e-13, maxiter=2000),
+    "a function": lambda matvec, b: linear_solve.solve_cg(rtol=1e-13)(matvec, b),
+}
+
+
+def double(*shape, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def ridge_gradient(w, X, y, penalty):
+    return X.mT @ (X @ w - y) + penalty.exp() * w
+
+
+def exact_ridge(X, y, penalty):
+    identity = torch.eye(X.shape[-1], dtype=X.dtype)
+    return torch.linalg.solve(X.mT @ X + penalty.exp() * identity, X.mT @ y)
+
+
+def ridge(solve=None, adjoint="implicit", argnums=(1, 2, 3)):
+    @custom_root(ridge_gradient, argnums, solve=solve, adjoint=adjoint)
+    def solver(w, X, y, penalty):
+        for _ in range(400):
+            w = w - 0.15 * ridge_gradient(w, X, y, penalty)
+        return w
+
+    return solver
+
+
+X, Y, PENALTY = 0.8 * double(5, 3), double(5, seed=1), torch.tensor(-0.5, dtype=torch.float64)
+START = torch.zeros(3, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", SOLVES)
+def test_closed_form_and_finite_differences_to_order_two(name):
+    arguments = [t.clone().requires_grad_() for t in (X, Y, PENALTY)]
+    solve = functools.partial(ridge(SOLVES[name]), START)
+    torch.testing.assert_close(solve(*arguments), exact_ridge(*arguments))
+    for ours, true in zip(
+        torch.autograd.grad(solve(*arguments).pow(2).sum(), arguments),
+        torch.autograd.grad(exact_ridge(*arguments).pow(2).sum(), arguments),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, true, rtol=1e-4, atol=1e-6)
+    if name != "default":
+        assert gradcheck(solve, arguments)
+    if name in ("cg", "inv", "a function"):
+        assert gradgradcheck(solve, arguments)
+
+
+def test_implicit_and_unrolled_are_one_word_apart():
+    arguments = [t.clone().requires_grad_() for t in (X, Y, PENALTY)]
+    grads = [
+        torch.autograd.grad(
+            ridge(linear_solve.solve_cg(rtol=1e-12), adjoint)(START, *arguments).pow(2).sum(), arguments
+        )
+        for adjoint in ("implicit", "unrolled")
+    ]
+    for implicit, unrolled in zip(*grads, strict=True):
+        torch.testing.assert_close(implicit, unrolled)
+
+
+@pytest.mark.parametrize("solve", [None, linear_solve.solve_inv()])
+def test_second_order_of_a_scalar(solve):
+    """With x = θ², the second derivative of x³θ = θ⁷ at 3 is 42 · 3⁵ = 10206."""
+
+    @custom_root(lambda x, theta: x - theta**2, argnums=1, solve=solve)
+    def square(x, theta):
+        return theta**2
+
+    theta = torch.tensor(3.0, dtype=torch.float64, requires_grad=True)
+    y = square(torch.zeros_like(theta), theta) ** 3 * theta
+    for expected in (7 * 3.0**6, 10206.0, 210 * 3.0**4):
+        (y,) = torch.autograd.grad(y, theta, create_graph=True)
+        assert y.item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("argnums", [1, 2, 3, (3,), (1, 3), [2, 3]])
+def test_any_argnums_a_lone_later_one_too(argnums):
+    arguments = [t.clone().requires_grad_() for t in (X, Y, PENALTY)]
+    solution = ridge(linear_solve.solve_cg(rtol=1e-13), argnums=argnums)(START, *arguments)
+    chosen = [argnums] if isinstance(argnums, int) else list(argnums)
+    ours = torch.autograd.grad(solution.sum(), arguments, allow_unused=True)
+    true = torch.autograd.grad(exact_ridge(*arguments).sum(), arguments)
+    for place, (mine, theirs) in enumerate(zip(ours, true, strict=True), 1):
+        if place in chosen:
+            torch.testing.assert_close(mine, theirs)
+        else:
+            assert mine is None
+
+
+def test_trees_keyword_arguments_and_aux():
+    def optimality(x, params, *, factor):
+        return {"a": x["a"] - factor * params["p"], "b": (x["b"][0] - params["q"][0] ** 2 - x["a"].sum(),)}
+
+    @custom_root(optimality, argnums=1, has_aux=True)
+    def solver(x, params, *, factor):
+        a = factor * params["p"]
+        return {"a": a, "b": (params["q"][0] ** 2 + a.sum(),)}, "said beside it"
+
+    p, q = double(2).requires_grad_(), torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
+    init = {"a": torch.zeros(2), "b": (torch.tensor(0.0),)}
+    x, aux = solver(init, params={"p": p, "q": [q], "name": "no tensor"}, factor=2.0)
+    assert aux == "said beside it"
+    grads = torch.autograd.grad(x["a"].sum() + x["b"][0], (p, q))
+    torch.testing.assert_close(grads[0], torch.full((2,), 4.0).double())
+    torch.testing.assert_close(grads[1], 2 * q.detach())
+
+
+@pytest.mark.parametrize(
+    "solve", [linear_solve.solve_cg(rtol=1e-13), linear_solve.solve_inv(), SOLVES["a function"]]
+)
+def test_torch_func_and_vmap(solve):
+    def solver(X, y, penalty):
+        return ridge(solve)(START, X, y, penalty)
+
+    for transform in (
+        lambda f: torch.func.grad(lambda *a: f(*a).pow(2).sum(), argnums=(0, 1, 2)),
+        lambda f: torch.func.jacrev(f, argnums=2),
+        lambda f: torch.func.jacrev(torch.func.jacrev(f, argnums=2), argnums=2),
+    ):
+        for ours, true in zip(
+            pytree_leaves(transform(solver)(X, Y, PENALTY)),
+            pytree_leaves(transform(exact_ridge)(X, Y, PENALTY)),
+            strict=True,
+        ):
+            torch.testing.assert_close(ours, true)
+        batch = (X, torch.stack([Y, 2 * Y]), torch.stack([PENALTY, PENALTY + 1]))
+        dims = (None, 0, 0)
+        for ours, true in zip(
+            pytree_leaves(torch.vmap(transform(solver), in_dims=dims)(*batch)),
+            pytree_leaves(torch.vmap(transform(exact_ridge), in_dims=dims)(*batch)),
+            strict=True,
+        ):
+            torch.testing.assert_close(ours, true)
+
+
+def pytree_leaves(tree):
+    return todist.pytree.tree_leaves(tree)
+
+
+def test_autograd_inside_the_optimality_function():
+    """``torch.autograd.grad`` of an objective, as a program without ``torch.func`` writes it."""
+
+    def objective(w, X, y, penalty):
+        return 0.5 * (X @ w - y).square().sum() + 0.5 * penalty.exp() * w.square().sum()
+
+    def optimality(w, *data):
+        with torch.enable_grad():
+            if not w.requires_grad:
+                w = w.detach().requires_grad_()
+            return torch.autograd.grad(objective(w, *data), w, create_graph=True)[0]
+
+    @custom_root(optimality, argnums=3, solve=linear_solve.solve_cg(rtol=1e-13))
+    def solver(w, X, y, penalty):
+        return exact_ridge(X, y, penalty)
+
+    penalty = PENALTY.clone().requires_grad_()
+    assert gradgradcheck(lambda penalty: solver(START, X, Y, penalty), penalty)
+
+
+def test_fixed_points_by_neumann_and_unrolled():
+    W, b = 0.3 * double(3, 3), double(3, seed=1)
+
+    def cell(z, W, b):
+        return torch.tanh(W @ z + b)
+
+    def iterate(z, W, b):
+        for _ in range(80):
+            z = cell(z, W, b)
+        return z
+
+    arguments = (W.requires_grad_(), b.requires_grad_())
+    settings = {
+        "neumann": {"solve": linear_solve.solve_neumann(rtol=1e-14, maxiter=300)},
+        "gmres": {"solve": linear_solve.solve_gmres(rtol=1e-14)},
+        "unrolled": {"adjoint": "unrolled"},
+    }
+    found = {}
+    for name, options in settings.items():
+        layer = custom_fixed_point(cell, (1, 2), **options)(iterate)
+        found[name] = torch.autograd.grad(layer(START, *arguments).sum(), arguments)
+    for name in ("neumann", "gmres"):
+        for ours, true in zip(found[name], found["unrolled"], strict=True):
+            torch.testing.assert_close(ours, true)
+    layer = custom_fixed_point(cell, (1, 2), solve=settings["gmres"]["solve"])(iterate)
+    assert gradgradcheck(lambda W, b: layer(START, W, b), arguments)
+
+
+def test_memory_is_flat_in_the_number_of_steps():
+    """Nothing of the solver's steps is recorded, though they run under grad mode."""
+    theta = torch.tensor(2.0, requires_grad=True)
+    seen = []
+
+    @custom_root(lambda x, theta: x**2 - theta, argnums=1)
+    def root(x, theta):
+        for _ in range(10):
+            x = (x + theta / x) / 2
+        seen.append((x.requires_grad, torch.is_grad_enabled()))
+        return x
+
+    y = root(torch.tensor(1.0), theta)
+    assert seen == [(False, True)]
+    assert len(y.grad_fn.next_functions) >= 1
+    y.backward()
+    assert theta.grad.item() == pytest.approx(0.5 / 2**0.5, rel=1e-4)
+
+
+def products_on_workers():
+    calls = []
+
+    @todist.parallelize(todist.dim_partitioner(0, exclusive=False, keepdim=True), todist.sum_reducer)
+    def data_gradient(w, X, y):
+        return X.T @ (X @ w - y)
+
+    def optimality(w, X, y, penalty):
+        calls.append(1)
+        shared = todist.replicated(w)
+        return data_gradient(shared, X, y) + penalty.exp() * w
+
+    @custom_root(optimality, argnums=(1, 2, 3), solve=linear_solve.solve_cg(rtol=1e-13))
+    def solver(w, X, y, penalty):
+        return exact_ridge(X, y, penalty)
+
+    results = []
+    for order in (1, 2):
+        arguments = [t.clone().requires_grad_() for t in (X, Y, PENALTY)]
+        calls.clear()
+        loss = solver(START, *arguments).pow(2).sum()
+        if order == 1:
+            results.append((torch.autograd.grad(loss, arguments), len(calls)))
+        else:
+            (slope,) = torch.autograd.grad(loss, arguments[2], create_graph=True)
+            results.append((torch.autograd.grad(slope, arguments[2]), len(calls)))
+    return [(tuple(g.numpy() for g in grads), count) for grads, count in results]
+
+
+@pytest.mark.timeout(60)
+def test_the_linear_system_is_solved_on_workers():
+    (first, calls), (second, _) = World(2).on_zero(products_on_workers, timeout=50)
+    assert calls == 1  # evaluated once, however many products
+    arguments = [t.clone().requires_grad_() for t in (X, Y, PENALTY)]
+    true = torch.autograd.grad(exact_ridge(*arguments).pow(2).sum(), arguments, create_graph=True)
+    for ours, theirs in zip(first, true, strict=True):
+        torch.testing.assert_close(torch.from_numpy(ours), theirs.detach())
+    (curvature,) = torch.autograd.grad(true[2], arguments[2])
+    torch.testing.assert_close(torch.as_tensor(second[0]), curvature)
+
+
+def solved(optimality, argnums=1, **options):
+    @custom_root(optimality, argnums, **options)
+    def solver(x, theta):
+        return theta * 1.0
+
+    theta = torch.ones(2, requires_grad=True)
+    return solver(torch.zeros(2), theta).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "message"),
+    [
+        (lambda: solved(lambda x, t: x - t, 0), ValueError, "`argnums` must be positions of at least 1"),
+        (
+            lambda: solved(lambda x, t: x - t, (1, -1)),
+            ValueError,
+            "`argnums` must be positions of at least 1",
+        ),
+        (lambda: solved(lambda x, t: x - t, "1"), TypeError, "`argnums` must be an integer or a sequence"),
+        (lambda: solved(lambda x, t: x - t, ()), TypeError, "`argnums` must be an integer or a sequence"),
+        (
+            lambda: solved(lambda x, t: x - t, 2),
+            ValueError,
+            "positions among the 2 arguments of the solver, got 2",
+        ),
+        (lambda: solved(lambda x, t: (x, t)), ValueError, "must have the structure of `solution`"),
+        (
+            lambda: solved(lambda x, t: (x - t).sum()),
+            ValueError,
+            r"the shapes of the solution: \(2,\), got \(\)",
+        ),
+        (
+            lambda: solved(lambda x, t: x - t, has_aux=True),
+            TypeError,
+            "with `has_aux` the solver must return a pair",
+        ),
+        (
+            lambda: solved(lambda x, t: x - t, adjoint="magic"),
+            ValueError,
+            "`adjoint` must be 'implicit' or 'unrolled'",
+        ),
+        (lambda: solved(lambda x, t: x - t, solve="cg"), TypeError, "`solve` must be a solver, a function"),
+        (lambda: solved(3), TypeError, "`optimality_fn` must be a function, got int"),
+        (lambda: custom_fixed_point(3, 1), TypeError, "`fixed_point_fn` must be a function, got int"),
+        (lambda: custom_root(lambda x: x, 1)(3), TypeError, "`custom_root` decorates a function, got int"),
+        (
+            lambda: custom_root(lambda x, t: x - t, 1)(lambda x, t: 1.0)(torch.zeros(2), torch.ones(2)),
+            TypeError,
+            "the solution must be a tree of floating-point tensors, got a leaf of float",
+        ),
+        (
+            lambda: solved(
+                lambda x, t: torch.stack([x[0] - t[0], -(x[1] - t[1])]), solve=linear_solve.solve_cg()
+            ),
+            torch.linalg.LinAlgError,
+            "need a symmetric positive definite matrix",
+        ),
+        (
+            lambda: solved(lambda x, t: x.sum() - t, solve=linear_solve.solve_inv()),
+            torch.linalg.LinAlgError,
+            "needs a matrix that is not singular",
+        ),
+    ],
+)
+def test_bad_input(call, kind, message):
+    with pytest.raises(kind, match=message):
+        call()

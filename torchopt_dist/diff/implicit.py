@@ -1,0 +1,338 @@
+"""A function that solves an equation → the same function, with the solution's exact gradient.
+
+Where ``F(x, θ) = 0`` the solution's derivative is ``-(∂F/∂x)⁻¹ ∂F/∂θ``, however it was found: the implicit function
+theorem. A backward pass is one linear solve with products of the transposed Jacobian, so neither memory nor the
+gradient depend on the iterations. See Blondel et al., "Efficient and modular implicit differentiation", 2022.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, ParamSpec, TypeAlias
+
+import torch
+from torch import Tensor
+
+from torchopt_dist import pytree
+from torchopt_dist._torch_private import transforms_are_active
+from torchopt_dist.linear_solve._function import as_solver
+from torchopt_dist.linear_solve._operator import LinearOperator, Product, TransposedJacobian
+from torchopt_dist.linear_solve._vjp import Tensors, pull
+from torchopt_dist.linear_solve.solver import Solver
+from torchopt_dist.typing import LinearSolver, TensorTree
+
+__all__ = ["Adjoint", "custom_fixed_point", "custom_root"]
+
+P = ParamSpec("P")
+
+Adjoint: TypeAlias = Literal["implicit", "unrolled"]
+"""How a gradient is taken: from the equation that the solution fulfils, or through the steps that led there."""
+
+
+def custom_root(
+    optimality_fn: Callable[..., TensorTree],
+    argnums: int | Sequence[int],
+    has_aux: bool = False,
+    solve: LinearSolver | None = None,
+    *,
+    adjoint: Adjoint = "implicit",
+) -> Callable[[Callable[P, Any]], Callable[P, Any]]:
+    """Decorate a solver ``solver(init, *args)``: its solution ``x`` fulfils ``optimality_fn(x, *args) = 0``.
+
+    For a minimum the optimality function is the objective's gradient. The gradients are right to any order, under
+    ``torch.func`` and ``vmap`` as well, if the solution is one. A ``parallelize``d optimality function is evaluated on
+    the workers: in one call, and one backward pass through that call for each product that the linear solver asks for.
+
+    Args:
+        optimality_fn: the solution and the solver's other arguments → a tree of the solution's structure and shapes.
+        argnums: positions among the solver's arguments, trees of tensors, that get a gradient. The initial guess, 0,
+            has none.
+        has_aux: the solver returns ``(solution, anything)``; the latter has no gradient.
+        solve: the linear solver, from ``torchopt_dist.linear_solve``, or any function ``solve(matvec, b)``;
+            ``solve_normal_cg()``, if not given. For a minimum ``solve_cg`` does, as a Hessian is symmetric.
+        adjoint: how the gradient is taken: ``'implicit'``, or ``'unrolled'`` through the solver's own steps, which
+            then must be differentiable.
+
+    Returns:
+        The decorator. The solver that it makes runs on detached arguments, positional or keyword ones as before.
+
+    Raises:
+        ValueError: ``argnums`` has a position below 1, or one that a call does not fill; ``adjoint`` is unknown; or, in
+            backward, the optimality function returns another structure or other shapes than the solution's.
+        TypeError: an argument is of another type, or the solution has a leaf that is no floating-point tensor.
+
+    Example:
+        >>> import torch
+        >>> @custom_root(lambda x, a: x**2 - a, argnums=1)
+        ... def square_root(x, a):
+        ...     for _ in range(20):
+        ...         x = (x + a / x) / 2
+        ...     return x
+        >>> a = torch.tensor(9.0, requires_grad=True)
+        >>> torch.autograd.grad(square_root(torch.tensor(1.0), a), a)[0]  # 1 / (2 · 3)
+        tensor(0.1667)
+    """
+    if not callable(optimality_fn):
+        raise TypeError(f"`optimality_fn` must be a function, got {type(optimality_fn).__name__}")
+    places = _positions(argnums)
+    solver = as_solver(solve)
+    if adjoint not in ("implicit", "unrolled"):
+        raise ValueError(f"`adjoint` must be 'implicit' or 'unrolled', got {adjoint!r}")
+
+    def decorate(function: Callable[P, Any]) -> Callable[P, Any]:
+        if not callable(function):
+            raise TypeError(f"`custom_root` decorates a function, got {type(function).__name__}")
+
+        @functools.wraps(function)
+        def solved(*args: P.args, **kwargs: P.kwargs) -> Any:
+            positional, named = _bound(function, args, kwargs)
+            if max(places) >= len(positional):
+                raise ValueError(
+                    f"`argnums` must be positions among the {len(positional)} arguments of the solver, "
+                    f"got {max(places)}"
+                )
+            if adjoint == "unrolled":
+                return function(*positional, **named)
+            first, *others = positional
+            result = function(_cut(first, keep=True), *_cut(others), **_cut(named))
+            if has_aux and not (isinstance(result, tuple) and len(result) == 2):
+                raise TypeError(f"with `has_aux` the solver must return a pair, got {type(result).__name__}")
+            solution, *aux = result if has_aux else (result,)
+            attached = attach(optimality_fn, solution, others, named, [n - 1 for n in places], solver)
+            return (attached, *aux) if has_aux else attached
+
+        return solved
+
+    return decorate
+
+
+def custom_fixed_point(
+    fixed_point_fn: Callable[..., TensorTree],
+    argnums: int | Sequence[int],
+    has_aux: bool = False,
+    solve: LinearSolver | None = None,
+    *,
+    adjoint: Adjoint = "implicit",
+) -> Callable[[Callable[P, Any]], Callable[P, Any]]:
+    """Decorate a solver ``solver(init, *args)``: its solution ``x`` fulfils ``x = fixed_point_fn(x, *args)``.
+
+    Otherwise as :func:`custom_root`, of ``x - fixed_point_fn(x, *args)``. Where the iteration converges, so does
+    ``solve=linear_solve.solve_neumann()``.
+
+    Args:
+        fixed_point_fn: the solution and the solver's other arguments → a tree of the solution's structure and shapes.
+        argnums: as in :func:`custom_root`.
+        has_aux: as in :func:`custom_root`.
+        solve: as in :func:`custom_root`.
+        adjoint: as in :func:`custom_root`.
+
+    Returns:
+        The decorator.
+
+    Raises:
+        ValueError: as in :func:`custom_root`.
+        TypeError: as in :func:`custom_root`.
+    """
+    if not callable(fixed_point_fn):
+        raise TypeError(f"`fixed_point_fn` must be a function, got {type(fixed_point_fn).__name__}")
+    return custom_root(
+        functools.partial(_step_back, fixed_point_fn), argnums, has_aux, solve, adjoint=adjoint
+    )
+
+
+def _step_back(fixed_point_fn: Callable[..., Any], x: TensorTree, /, *args: Any, **kwargs: Any) -> Any:
+    return pytree.tree_sub(x, fixed_point_fn(x, *args, **kwargs))
+
+
+def attach(
+    optimality_fn: Callable[..., TensorTree],
+    solution: TensorTree,
+    others: Sequence[Any],
+    named: dict[str, Any],
+    places: Sequence[int],
+    solver: Solver,
+) -> Any:
+    """Connect a solution with the arguments that it depends on.
+
+    Args:
+        optimality_fn: called as ``optimality_fn(solution, *others, **named)``.
+        solution: a tree of tensors.
+        others: positional arguments.
+        named: keyword arguments.
+        places: positions among ``others`` that get a gradient.
+        solver: the linear solver.
+
+    Returns:
+        A tree with the values of ``solution``.
+    """
+    x, spec = pytree.flatten(solution)
+    for leaf in x:
+        if not _is_real(leaf):
+            got = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__
+            raise TypeError(f"the solution must be a tree of floating-point tensors, got a leaf of {got}")
+    everything: Any = [list(others), named]
+    leaves, arguments = pytree.flatten(everything)
+    counts = [len(pytree.flatten(other)[0]) for other in others]
+    wanted = [place in places for place, count in enumerate(counts) for _ in range(count)]
+    wanted += [False] * (len(leaves) - len(wanted))
+    ours = [n for n, leaf in enumerate(leaves) if _is_real(leaf) and wanted[n]]
+    fixed = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and n not in set(ours)]
+    tensors = [leaves[n] for n in ours] + [leaves[n].detach() for n in fixed]
+    rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    equation = _Equation(optimality_fn, spec, arguments, rest, [*ours, *fixed])
+    detached = [leaf.detach() for leaf in x]
+    return pytree.unflatten(spec, list(_Root.apply(equation, solver, len(x), *detached, *tensors)))
+
+
+@dataclass(frozen=True)
+class _Equation:
+    """``F(x, tensors)``, all as lists: the optimality function with every tensor among its arguments taken out."""
+
+    function: Callable[..., TensorTree]
+    spec: pytree.PyTreeSpec
+    arguments: pytree.PyTreeSpec
+    rest: list[Any]
+    places: list[int]
+
+    def __call__(self, x: Tensors, tensors: Tensors) -> Tensors:
+        leaves = list(self.rest)
+        for place, tensor in zip(self.places, tensors, strict=True):
+            leaves[place] = tensor
+        others, named = pytree.unflatten(self.arguments, leaves)
+        value = self.function(pytree.unflatten(self.spec, x), *others, **named)
+        result = pytree.flatten_like(self.spec, value, "optimality_fn(solution, ...)", "solution")
+        for got, leaf in zip(result, x, strict=True):
+            if not isinstance(got, Tensor) or got.shape != leaf.shape:
+                shape = tuple(got.shape) if isinstance(got, Tensor) else type(got).__name__
+                raise ValueError(
+                    f"`optimality_fn` must return the shapes of the solution: {tuple(leaf.shape)}, got {shape}"
+                )
+        return result
+
+
+class _Root(torch.autograd.Function):
+    """The solution as a function of the equation's tensors."""
+
+    apply: ClassVar[Any]
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(equation: _Equation, solver: Solver, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(leaf.clone() for leaf in tensors[:count])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.equation, ctx.solver, ctx.count = inputs[:3]
+        ctx.save_for_backward(*output, *inputs[3 + ctx.count :])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """``(∂F/∂x)ᴴ u = x's gradient``, and ``θ``'s is ``-(∂F/∂θ)ᴴ u``."""
+        x, others = list(ctx.saved_tensors[: ctx.count]), list(ctx.saved_tensors[ctx.count :])
+        wanted = ctx.needs_input_grad[3 + ctx.count :]
+        way = _once if not torch.is_grad_enabled() and not transforms_are_active() else _differentiably
+        return (*([None] * (3 + ctx.count)), *way(ctx.equation, ctx.solver, x, others, wanted, list(grads)))
+
+
+def _differentiably(
+    equation: _Equation,
+    solver: Solver,
+    x: Tensors,
+    others: Tensors,
+    wanted: Sequence[bool],
+    grads: Tensors,
+) -> list[Tensor | None]:
+    operator = TransposedJacobian(equation, len(x))
+    u, _ = solver.solve(operator, [*x, *others], grads, equation.spec)
+    residual = _Residual(equation, x)
+    return residual.pull_params(others, [], [-leaf for leaf in u], wanted)
+
+
+def _once(
+    equation: _Equation,
+    solver: Solver,
+    x: Tensors,
+    others: Tensors,
+    wanted: Sequence[bool],
+    grads: Tensors,
+) -> list[Tensor | None]:
+    """The function is evaluated a single time, and its graph serves all products."""
+    with torch.enable_grad():
+        point = [leaf.detach().requires_grad_() for leaf in x]
+        given = [
+            other.detach().requires_grad_(is_wanted) for other, is_wanted in zip(others, wanted, strict=True)
+        ]
+        values = equation(point, given)
+    u, _ = solver.solve(_Linearized(values, point), [], grads, equation.spec)
+    some = [other for other, is_wanted in zip(given, wanted, strict=True) if is_wanted]
+    found = iter(pull(values, some, [-leaf for leaf in u], False))
+    return [next(found) if is_wanted else None for is_wanted in wanted]
+
+
+@dataclass(frozen=True)
+class _Residual(LinearOperator):
+    """``F(x, ·)``, of which only the gradient with regard to the parameters is asked for."""
+
+    equation: _Equation
+    x: Tensors
+
+    def apply(self, params: Tensors, vector: Tensors) -> Tensors:
+        return self.equation(self.x, params)
+
+
+@dataclass(frozen=True)
+class _Linearized(LinearOperator):
+    """The transposed Jacobian of values that are there already."""
+
+    values: Tensors
+    point: Tensors
+
+    def apply(self, params: Tensors, vector: Tensors) -> Tensors:
+        return pull(self.values, self.point, vector, True)
+
+    def prepared(self, params: Tensors, like: Tensors) -> Product:
+        return lambda vector: pull(self.values, self.point, vector, False)
+
+
+def _positions(argnums: Any) -> list[int]:
+    places = list(argnums) if isinstance(argnums, (tuple, list)) else [argnums]
+    if not places or any(isinstance(n, bool) or not isinstance(n, int) for n in places):
+        raise TypeError(f"`argnums` must be an integer or a sequence of them, got {argnums!r}")
+    if min(places) < 1:
+        raise ValueError(
+            "`argnums` must be positions of at least 1, as the initial guess, 0, has no gradient and positions count "
+            f"from the left; got {argnums}"
+        )
+    return places
+
+
+def _bound(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Put keyword arguments in their positions, where they have any."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # a function written in C may have none
+        return args, kwargs
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.args, bound.kwargs
+
+
+def _cut(tree: Any, *, keep: bool = False) -> Any:
+    """The tensors without their history; those that are to ``keep`` it require grad as before."""
+
+    def cut(tensor: Tensor) -> Tensor:
+        detached = tensor.detach()
+        if keep and tensor.requires_grad and not transforms_are_active():
+            detached.requires_grad_()
+        return detached
+
+    return pytree.map_tensors(cut, tree)
+
+
+def _is_real(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())

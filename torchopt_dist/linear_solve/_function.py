@@ -1,0 +1,88 @@
+"""A user's own ``solve(matvec, b)`` → a :class:`Solver`, so that its solutions are differentiable, too."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchopt_dist import pytree
+from torchopt_dist._torch_private import transforms_are_active
+from torchopt_dist.linear_solve._operator import BatchedOperator, LinearOperator, Product
+from torchopt_dist.linear_solve._vjp import Tensors
+from torchopt_dist.linear_solve.normal_cg import solve_normal_cg
+from torchopt_dist.linear_solve.solver import Outcome, Solver, SolverInfo, System
+from torchopt_dist.typing import TensorTree
+
+__all__ = ["as_solver"]
+
+
+def as_solver(solve: Any) -> Solver:
+    """A solver as it is, a function as a solver, and ``None`` as conjugate gradients on the normal equations.
+
+    Raises:
+        TypeError: ``solve`` is none of these.
+    """
+    if solve is None:
+        return solve_normal_cg()
+    if isinstance(solve, Solver):
+        return solve
+    if not callable(solve):
+        raise TypeError(
+            f"`solve` must be a solver, a function of a product and a right-hand side, or None, got {solve!r:.80}"
+        )
+    return _FunctionSolver(function=solve)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _FunctionSolver(Solver):
+    function: Callable[[Callable[[TensorTree], TensorTree], TensorTree], TensorTree]
+
+    def forward(
+        self,
+        spec: pytree.PyTreeSpec,
+        operator: LinearOperator,
+        params: Tensors,
+        b: Tensors,
+        start: Tensors,
+    ) -> tuple[Tensors, SolverInfo]:
+        """Call the function; it reports nothing."""
+        x = self._call(spec, operator, params, b)
+        unknown = torch.zeros(operator.batch_shape, device=b[0].device)
+        return x, SolverInfo(unknown, unknown.long(), unknown == 0)
+
+    def _call(
+        self, spec: pytree.PyTreeSpec, operator: LinearOperator, params: Tensors, b: Tensors
+    ) -> Tensors:
+        if isinstance(operator, BatchedOperator):
+            inner = operator.inner
+            one = torch.vmap(
+                lambda params, b: self._call(spec, inner, params, b),
+                in_dims=(list(operator.in_dims), 0),
+                randomness="same",
+            )
+            return one(params, b)
+        matvec: Any = functools.partial(_product, spec, operator.prepared(params, b))
+        if transforms_are_active():  # a prepared product hides its tensors from them
+            matvec = functools.partial(_product_of, spec, operator, params)
+        x = self.function(matvec, pytree.unflatten(spec, b))
+        return [leaf.clone() for leaf in pytree.flatten_like(spec, x, "solve(matvec, b)", "b")]
+
+    def run(self, system: System) -> Outcome:
+        """Nothing calls this."""
+        raise NotImplementedError("the function is called instead")
+
+
+def _product(spec: pytree.PyTreeSpec, product: Product, vector: TensorTree) -> Any:
+    leaves = pytree.flatten_like(spec, vector, "vector", "b")
+    with torch.enable_grad():
+        return pytree.unflatten(spec, [leaf.detach() for leaf in product(leaves)])
+
+
+def _product_of(
+    spec: pytree.PyTreeSpec, operator: LinearOperator, params: Tensors, vector: TensorTree
+) -> Any:
+    return pytree.unflatten(spec, operator.apply(params, pytree.flatten_like(spec, vector, "vector", "b")))
