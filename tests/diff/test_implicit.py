@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import optree
 import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
@@ -156,7 +157,7 @@ def test_torch_func_and_vmap(solve):
 
 
 def pytree_leaves(tree):
-    return todist.pytree.tree_leaves(tree)
+    return optree.tree_leaves(tree)
 
 
 def test_autograd_inside_the_optimality_function():

@@ -29,8 +29,7 @@ def ns(
     Args:
         A: as in :func:`cg`; all eigenvalues of ``I - alpha · A`` must be inside the unit circle.
         b: a tree of tensors.
-        maxiter: the highest power; 10 times the number of elements, if not given. The series also ends where its
-            residual is below 1e-5 of ``b``.
+        maxiter: the highest power; 1000, if not given. The series also ends where its residual is below 1e-5 of ``b``.
         alpha: the factor; 1, if not given.
 
     Returns:

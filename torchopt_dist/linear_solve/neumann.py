@@ -32,7 +32,7 @@ def solve_neumann(
         alpha: the factor; 1, if not given.
         rtol: as in :func:`solve_cg`.
         atol: as in :func:`solve_cg`.
-        maxiter: the highest power; 10 times the number of elements, if not given.
+        maxiter: the highest power; 1000, if not given.
         not_converged: as in :func:`solve_cg`.
 
     Returns:
@@ -61,6 +61,10 @@ class NeumannSeries(Solver):
         super().__post_init__()
         if not self.alpha > 0:
             raise ValueError(f"`alpha` must be above 0, got {self.alpha}")
+
+    def default_maxiter(self, elements: int) -> int:
+        """How far a series goes is no matter of its terms' size."""
+        return 1000
 
     def run(self, system: System) -> Outcome:
         """Solve a batch of systems."""
