@@ -14,7 +14,7 @@ import psutil
 __all__ = ["VARIABLES", "choose_interface", "local_address"]
 
 VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
-"""What Gloo and TensorPipe read."""
+"""The variables from which Gloo and TensorPipe take their interface."""
 
 
 def local_address(host: str, port: int = 1) -> str:
@@ -35,7 +35,7 @@ def choose_interface(host: str) -> str | None:
     A variable that is already set is left as it is.
 
     Returns:
-        The interface's name, or ``None`` where it cannot be told; then nothing is set.
+        The interface's name, or ``None`` where it cannot be found out; then nothing is set.
     """
     try:
         address = local_address(host)

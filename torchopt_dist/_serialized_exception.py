@@ -13,12 +13,12 @@ from torchopt_dist.errors import RemoteError, attributes_of, builtin_base
 
 __all__ = ["SerializedException", "safe_repr"]
 
-USERS_CALLERS = ("torchopt_dist.distributed", "torchopt_dist.launch")
-"""The rooms that run a user's function; their frames above it are left out of its traceback."""
+CALLERS_OF_USER_CODE = ("torchopt_dist.distributed", "torchopt_dist.launch")
+"""The packages that call a user's function; their frames, which come first, are left out of its traceback."""
 
 
 def safe_repr(value: Any, by: Callable[[Any], str] = repr) -> str:
-    """``by(value)``, or that it raises: it runs the value's own code.
+    """``by(value)``, or a text that says that ``by(value)`` raises, since that runs the value's own code.
 
     Args:
         value: any object.
@@ -36,8 +36,8 @@ class SerializedException:
 
     Attributes:
         kind: the exception's class, or the nearest base class that can be sent.
-        init_args: what its built-in base class was made from; an ``OSError`` knows more than its ``args``.
-        args: its arguments; in both, those that cannot be sent are replaced by their ``repr``.
+        init_args: the arguments of its built-in base class; an ``OSError`` has more of them than its ``args``.
+        args: its arguments; here and in ``init_args`` those that cannot be sent are replaced by their ``repr``.
         attributes: its other attributes that can be sent.
         traceback: the traceback on the worker, as text, from the first frame of the user's function on.
     """
@@ -55,7 +55,7 @@ class SerializedException:
         if isinstance(error, Exception):  # `sys.exit()` in a function must not end its caller
             try:
                 return cls._of(error, text)
-            except Exception:  # looking at it runs its own code, which raises what it likes
+            except Exception:  # this runs the exception's own code, which may raise anything
                 pass
         words = (f"{type(error).__name__}: {safe_repr(error, str)}",)
         return cls(RemoteError, words, words, {}, text)
@@ -83,27 +83,27 @@ class SerializedException:
             self.kind, self.init_args, self.args, self.attributes, worker, self.traceback
         )
 
-    def in_words(self) -> SerializedException:
-        """The same without the objects that it holds: their ``repr`` only, for where these turn out not to travel."""
+    def as_text(self) -> SerializedException:
+        """The same with the ``repr`` of each object in the object's place, where one turns out not to be picklable."""
         if issubclass(self.kind, BaseExceptionGroup):
             words = (safe_repr(self.args),)
             return SerializedException(RemoteError, words, words, {}, self.traceback)
-        return replace(self, init_args=_in_words(self.init_args), args=_in_words(self.args), attributes={})
+        return replace(self, init_args=_as_text(self.init_args), args=_as_text(self.args), attributes={})
 
 
 def _traceback(error: BaseException) -> str:
     try:
-        return "".join(traceback.format_exception(type(error), error, _users_frames(error)))
+        return "".join(traceback.format_exception(type(error), error, _from_user_code(error)))
     except Exception as other:  # likewise
-        return f"{type(error).__name__}, whose traceback cannot be told, for that raises {type(other).__name__}\n"
+        return f"{type(error).__name__}, whose traceback cannot be formatted: that raises {type(other).__name__}\n"
 
 
-def _users_frames(error: BaseException) -> Any:
+def _from_user_code(error: BaseException) -> Any:
     frames = error.__traceback__
     while (
         frames is not None
         and frames.tb_next is not None
-        and frames.tb_frame.f_globals.get("__name__", "").startswith(USERS_CALLERS)
+        and frames.tb_frame.f_globals.get("__name__", "").startswith(CALLERS_OF_USER_CODE)
     ):
         frames = frames.tb_next
     return frames
@@ -120,7 +120,7 @@ def _replaced(arg: Any) -> Any:
     return safe_repr(arg)
 
 
-def _in_words(args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _as_text(args: tuple[Any, ...]) -> tuple[Any, ...]:
     plain = (str, bytes, int, float, bool, type(None))
     return tuple(arg if type(arg) in plain else safe_repr(arg) for arg in args)
 
@@ -128,6 +128,6 @@ def _in_words(args: tuple[Any, ...]) -> tuple[Any, ...]:
 def _can_be_sent(value: Any) -> bool:
     try:
         cloudpickle.loads(cloudpickle.dumps(value))
-    except Exception:  # pickling runs the value's own code, which raises what it likes
+    except Exception:  # pickling runs the value's own code, which may raise anything
         return False
     return True

@@ -82,9 +82,8 @@ class RemoteError(TodistError):
         both = _with_remote_error(kind)
         builtin: Any = builtin_base(both)
         error: Exception = builtin.__new__(both, *init_args)
-        with contextlib.suppress(
-            TypeError
-        ):  # sets what lives in C, such as the bounds of a UnicodeDecodeError
+        with contextlib.suppress(TypeError):
+            # It sets the fields that are kept in C, such as the bounds of a UnicodeDecodeError.
             builtin.__init__(error, *init_args)
         BaseException.__setattr__(error, "args", args)
         own = {"worker": worker, "remote_traceback": trace, **attributes}
@@ -100,7 +99,7 @@ class RemoteError(TodistError):
 
 
 def builtin_base(kind: type[BaseException]) -> type[BaseException]:
-    """The built-in class that decides how a ``kind`` lies in memory."""
+    """The built-in base class of a ``kind``, which decides its layout in memory."""
     base: Any = kind
     while "_revived" in vars(base) or base.__module__ != "builtins":
         base = base.__base__
@@ -112,13 +111,13 @@ class _RemoteTraceback(Exception):  # noqa: N818 - its name is what a user reads
 
 
 def attributes_of(error: BaseException) -> dict[str, Any]:
-    """What an exception has besides its arguments, slots included."""
+    """The attributes of an exception besides its arguments, those in slots included."""
     found = dict(_dict_of(error))
     for base in type(error).__mro__:
         if "__slots__" in vars(base):
             for name, slot in vars(base).items():
                 if isinstance(slot, MemberDescriptorType):
-                    with contextlib.suppress(AttributeError):  # it holds nothing
+                    with contextlib.suppress(AttributeError):  # the slot is empty
                         found[name] = slot.__get__(error)
     return found
 
@@ -140,7 +139,7 @@ def _with_remote_error(kind: type[Exception]) -> type[Exception]:
         names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "_revived": kind}
         try:
             both = type(kind.__name__, (RemoteError, kind), names)
-        except Exception:  # it has rules of its own for subclasses
+        except Exception:  # the class has rules of its own for subclasses
             base: Any = kind.__base__
             both = _with_remote_error(base)
         _classes.setdefault(kind, both)

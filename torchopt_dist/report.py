@@ -25,7 +25,7 @@ from torchopt_dist.ops import library
 __all__ = ["SECTIONS", "Value", "collect", "to_json", "to_text"]
 
 Value: TypeAlias = "str | int | list[str] | dict[str, Value]"
-"""What a row says; a dictionary is rows below it."""
+"""The value of a row; a dictionary means that rows of its own follow below the row."""
 
 PACKAGES = ("numpy", "optree", "cloudpickle", "psutil", "setproctitle", "asyncssh")
 OUTSIDE = ("192.0.2.1", "2001:db8::1")
@@ -86,8 +86,8 @@ def to_text(report: Mapping[str, Value]) -> str:
     for name, rows in report.items():
         lines = list(_lines(rows if isinstance(rows, dict) else {"": rows}, "  "))
         width = max((len(label) for label, value in lines if value is not None), default=0)
-        told = [label if value is None else f"{label:{width}}  {value}".rstrip() for label, value in lines]
-        parts.append("\n".join([name, *(told or ["  none"])]))
+        shown = [label if value is None else f"{label:{width}}  {value}".rstrip() for label, value in lines]
+        parts.append("\n".join([name, *(shown or ["  none"])]))
     return "\n\n".join(parts)
 
 
@@ -202,11 +202,11 @@ def _processor() -> Value:
 
 def _memory() -> Value:
     memory = psutil.virtual_memory()
-    told: dict[str, Value] = {"total": _size(memory.total), "available": _size(memory.available)}
+    rows: dict[str, Value] = {"total": _size(memory.total), "available": _size(memory.available)}
     if Path("/dev/shm").is_dir():
         shared = psutil.disk_usage("/dev/shm")
-        told["shared memory"] = f"{_size(shared.total)}, {_size(shared.free)} free"
-    return told
+        rows["shared memory"] = f"{_size(shared.total)}, {_size(shared.free)} free"
+    return rows
 
 
 def _size(number: int) -> str:
@@ -214,16 +214,16 @@ def _size(number: int) -> str:
 
 
 def _gpus() -> Value:
-    told: dict[str, Value] = {"count": torch.cuda.device_count(), "driver": _driver()}
+    rows: dict[str, Value] = {"count": torch.cuda.device_count(), "driver": _driver()}
     for index in range(torch.cuda.device_count()):
         try:
             gpu = torch.cuda.get_device_properties(index)
-            told[f"GPU {index}"] = (
+            rows[f"GPU {index}"] = (
                 f"{gpu.name}, {_size(gpu.total_memory)}, capability {gpu.major}.{gpu.minor}"
             )
         except Exception as error:  # one broken GPU does not hide the others
-            told[f"GPU {index}"] = f"{type(error).__name__}: {error}"
-    return told
+            rows[f"GPU {index}"] = f"{type(error).__name__}: {error}"
+    return rows
 
 
 def _driver() -> str:

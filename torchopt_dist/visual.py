@@ -116,15 +116,15 @@ def resize_graph(dot: Digraph, size_per_element: float = 0.5, min_size: float = 
 
 @dataclass
 class _Known:
-    """A tensor that gets a box wherever it is met."""
+    """A tensor that is drawn as a box of its own."""
 
-    tensor: Tensor  # kept, and with it what identifies it
+    tensor: Tensor  # kept, so that its identity is not used again
     names: list[str] = field(default_factory=list)
     colour: str = ""
 
 
 class _Picture:
-    """The picture so far: what has an id is in it, or in line to be drawn."""
+    """The picture so far: an operation or tensor that has an id is drawn, or is among those to be drawn."""
 
     def __init__(self, dot: Digraph, show_attrs: bool, show_saved: bool, max_attr_chars: int) -> None:
         self.dot = dot
@@ -203,7 +203,7 @@ class _Picture:
 
 
 def _identity(tensor: Tensor) -> Hashable:
-    """The same for each Python object that is this tensor: where it is in the graph, if it is in one."""
+    """A key that is equal for all Python objects of this tensor: its place in the graph, if it is in one."""
     return tuple(get_gradient_edge(tensor))[:2] if tensor.requires_grad else id(tensor)
 
 
@@ -250,7 +250,7 @@ def _named(params: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _saved(node: Node) -> Iterator[tuple[str, Any]]:
-    """What an operation remembers, by name; a function written in Python has one name for all its tensors."""
+    """The values that an operation has saved, by name; a function in Python has one name for all its tensors."""
     for name in dir(node):
         if name.startswith("_saved_") or name == "saved_tensors":
             try:
@@ -306,7 +306,7 @@ def _make_freeable(nodes: list[Node]) -> None:
     """Let a deep graph be freed, whenever that will be, without overflowing the stack.
 
     Torch 2.13 frees a graph that Python has walked through by recursion, and some 30,000 operations deep the
-    process dies. So at each ``_STRIDE``-th level a link is hung in that ends the recursion.
+    process dies. So each ``_STRIDE``-th level gets a :class:`_Link`, which ends the recursion.
     """
     if len(nodes) <= _STRIDE:
         return
@@ -324,7 +324,7 @@ def _make_freeable(nodes: list[Node]) -> None:
     for node in nodes:
         below = [source for source in sources[node] if level[source] // _STRIDE > level[node] // _STRIDE]
         if below:
-            metadata: Any = node.metadata  # a property, whatever its type says
+            metadata: Any = node.metadata  # torch's annotation says method, but it is a property
             metadata["torchopt_dist.visual"] = _Link(below)
 
 

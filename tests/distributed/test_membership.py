@@ -140,11 +140,11 @@ STRANGERS = {
 
 
 @pytest.mark.parametrize("data", STRANGERS.values(), ids=STRANGERS.keys())
-def test_a_stranger_is_refused_with_a_line_in_the_log_and_does_no_harm(lines, caplog, data):
+def test_a_connection_without_the_token_is_refused_and_logged_and_does_no_harm(lines, caplog, data):
     line = lines("a", "b")
     with caplog.at_level(logging.WARNING, membership_module.__name__):
         assert talk(line.hub(), data) == b""
-        wait_until(lambda: "refused a stranger" in caplog.text)
+        wait_until(lambda: "refused a connection without the token" in caplog.text)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert line.hub()["token"] not in caplog.text
     for future in [line.barrier(rank, [0, 1]) for rank in range(2)]:
@@ -152,17 +152,17 @@ def test_a_stranger_is_refused_with_a_line_in_the_log_and_does_no_harm(lines, ca
     assert line.heard == [[], []]
 
 
-def test_a_silent_stranger_is_refused_after_a_while(lines, caplog, monkeypatch):
+def test_a_silent_connection_is_refused_after_a_while(lines, caplog, monkeypatch):
     monkeypatch.setattr(membership_module, "JOIN_SECONDS", 0.2)
     line = lines("a", "b")
     with caplog.at_level(logging.WARNING, membership_module.__name__):
         assert talk(line.hub(), b"", shut=False) == b""
-        wait_until(lambda: "refused a stranger" in caplog.text)
+        wait_until(lambda: "refused a connection without the token" in caplog.text)
     for future in [line.barrier(rank, [0, 1]) for rank in range(2)]:
         future.result()
 
 
-def test_strangers_do_not_take_the_place_of_who_is_still_to_come(lines, caplog):
+def test_refused_connections_do_not_take_the_place_of_workers_still_to_come(lines, caplog):
     line = lines("a", "b", joined=False)
     hub = line.join(ranks=[0])[0]
     join = json.dumps({"join": {"rank": 1, "name": "evil", "program": ""}}).encode()

@@ -183,7 +183,7 @@ def holds_what_cannot_be_sent():
     raise ValueError(torch.empty(2, device="meta"))
 
 
-def test_an_error_that_holds_what_cannot_be_sent_arrives_in_words(world):
+def test_an_error_that_holds_what_cannot_be_sent_arrives_as_text(world):
     def body():
         with pytest.raises(todist.RemoteError) as raised:
             todist.remote_sync_call(holds_what_cannot_be_sent, partitioner=1)

@@ -132,8 +132,8 @@ def test_a_bad_timeout_is_told_on_every_rank():
 def test_a_world_of_one_meets_nobody_and_opens_no_port(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "no-such-host.invalid")
     monkeypatch.setenv("MASTER_PORT", "1")
-    first, store = _rendezvous.meet(0, 1, "env://")
-    second, _ = _rendezvous.meet(0, 1, "env://")
+    first, store = _rendezvous.rendezvous(0, 1, "env://")
+    second, _ = _rendezvous.rendezvous(0, 1, "env://")
     assert first != second
     store.set("key", "value")
     assert store.get("key") == b"value"
@@ -146,7 +146,7 @@ def test_stores_of_two_runs_in_one_place_share_no_key(agent_store, monkeypatch):
     with ThreadPoolExecutor(2) as threads:
 
         def meet():
-            ranks = [threads.submit(_rendezvous.meet, rank, 2, "env://") for rank in range(2)]
+            ranks = [threads.submit(_rendezvous.rendezvous, rank, 2, "env://") for rank in range(2)]
             return [rank.result()[1] for rank in ranks]
 
         (first, first_seen), (second, _) = meet(), meet()
@@ -226,7 +226,7 @@ def test_a_world_forms_after_one_that_was_killed(agent_store, tmp_path):
         if os.environ["RANK"] == "1":
             _rendezvous.POLL_SECONDS = 0.0
             _rendezvous.time = Fatal()
-            _rendezvous.meet(1, 2, "env://")
+            _rendezvous.rendezvous(1, 2, "env://")
         assert not watch(tmp_path / "never", 0.0)
 
     class Fatal:

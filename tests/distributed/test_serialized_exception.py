@@ -133,11 +133,11 @@ def test_a_group_keeps_what_can_be_sent_of_it():
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_in_words_an_exception_always_travels(error):
+def test_as_text_an_exception_always_travels(error):
     def raise_it():
         raise error
 
-    words = SerializedException.of(caught(raise_it)).in_words()
+    words = SerializedException.of(caught(raise_it)).as_text()
     got = unpack(pack(words, main_by_name=True)).to_error("worker7")
     assert isinstance(got, todist.RemoteError)
     assert isinstance(got, type(error)) or isinstance(error, builtins.ExceptionGroup)

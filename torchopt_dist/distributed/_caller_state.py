@@ -20,8 +20,9 @@ class CallerState:
     Attributes:
         grad_enabled: whether a graph is recorded.
         autocast: for each device type with autocast switched on, the dtype it casts to.
-        default_dtype: the dtype of new floating-point tensors. Torch has one a process, so a worker that serves calls
-            of several dtypes at a time, or whose ``main`` sets it meanwhile, mixes them up: set it before ``main``.
+        default_dtype: the dtype of new floating-point tensors. Torch keeps one for the whole process, so a worker
+            that answers calls with several default dtypes at a time, or whose ``main`` changes it meanwhile, mixes the
+            dtypes up: set the default dtype before ``main``.
     """
 
     grad_enabled: bool
@@ -64,8 +65,8 @@ def draw_seed() -> int:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed torch's generators for one task, and leave them afterwards as they were."""
-    # What `torch.random.fork_rng` does, which takes half a millisecond to look for devices.
+    """Seed torch's generators for one task, and restore their states afterwards."""
+    # `torch.random.fork_rng` does the same, and takes half a millisecond to look for devices.
     generators = [torch.default_generator]
     if torch.cuda.is_initialized():
         generators.append(torch.cuda.default_generators[torch.cuda.current_device()])

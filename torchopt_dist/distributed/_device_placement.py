@@ -17,7 +17,7 @@ __all__ = ["may_move_a_clone", "placed", "receiving_device"]
 
 
 def receiving_device(device: str | None) -> torch.device | None:
-    """This worker's own GPU if ``"auto"`` asks for it and there is one; ``None`` leaves tensors where they are."""
+    """This worker's own GPU, if ``"auto"`` asks for it and there is one; ``None``: tensors stay where they are."""
     if device != "auto" or not torch.cuda.is_available():
         return None
     return torch.device("cuda", get_local_rank() % torch.cuda.device_count())
@@ -26,8 +26,8 @@ def receiving_device(device: str | None) -> torch.device | None:
 def may_move_a_clone(payload: Payload) -> bool:
     """Whether the function may move a module whose tensors are part of a graph to a GPU.
 
-    ``module.to(device)`` swaps the data of such tensors under the graph's feet, which expects gradients on the device
-    they were on. On a worker the module is a copy of leaves, which can be moved.
+    ``module.to(device)`` replaces the data of such tensors, while the graph expects gradients on the device that the
+    tensors were on. On a worker the module is a copy whose parameters are leaves, which can be moved.
     """
     tasks: Any = payload.tasks
     leaves: list[Any] = optree.tree_leaves(tasks, none_is_leaf=True)

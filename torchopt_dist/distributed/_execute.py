@@ -28,7 +28,7 @@ def _one_by_one(payload: Payload) -> list[Any]:
 
 
 def _vectorized(payload: Payload) -> list[Any]:
-    """One ``vmap`` over the tensors that differ between the tasks; what is the same object in all is not mapped."""
+    """One ``vmap`` over the tensors that differ between the tasks; an argument that all tasks share is not mapped."""
     tasks: Any = payload.tasks
     flat = [optree.tree_flatten(task, none_is_leaf=True) for task in tasks]
     treespec = flat[0][1]
@@ -60,7 +60,8 @@ def _same(leaf: Any, other: Any) -> bool:
     if leaf is other or isinstance(leaf, torch.Tensor) or isinstance(other, torch.Tensor):
         return leaf is other
     try:
-        return type(leaf) is type(other) and bool(leaf == other)  # True is 1, and is not the same
+        # `True == 1`, and the two are different arguments.
+        return type(leaf) is type(other) and bool(leaf == other)
     except (ValueError, RuntimeError):  # arrays, which have no one truth value
         return False
 

@@ -23,11 +23,11 @@ def gather(futures: Mapping[int, Future[list[Any]]]) -> dict[int, list[Any]]:
         if missing:
             wait(missing, timeout=GRACE_SECONDS)
     else:
-        for future in futures.values():  # the same for one, at less cost
+        for future in futures.values():  # to wait for one future so costs less
             future.exception()
     errors = [error for future in futures.values() if future.done() and (error := future.exception())]
     if errors:
-        # The frames it was passed on through say nothing to a user.
+        # The frames through which the error was passed on tell a user nothing.
         raise _with_notes(errors[0], errors[1:]).with_traceback(None)
     return {worker: future.result() for worker, future in futures.items()}
 

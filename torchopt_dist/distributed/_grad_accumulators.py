@@ -1,9 +1,10 @@
-"""Leaves that several threads share: what keeps torch from stopping all of them for ever.
+"""Leaf tensors → views that keep their gradient accumulators alive, so that threads that share a leaf do not deadlock.
 
-The first operation on a leaf creates its gradient accumulator. Torch does so under the leaf's mutex, and may want
-Python's global lock while it has it; a ``torch.autograd.Function`` is applied with the global lock held, and wants the
-mutex. So an operation in one thread and a ``Function`` in another one, both on a leaf that has no accumulator yet, can
-wait for each other (seen in torch 2.11, 2.13 and 2.15). Where the accumulator exists, neither wants the other's lock.
+The first operation on a leaf creates its gradient accumulator. Torch does so under the leaf's mutex, and may ask for
+Python's global lock while it holds the mutex; a ``torch.autograd.Function`` is applied with the global lock held, and
+asks for the mutex. So an operation in one thread and a ``Function`` in another one, both on a leaf that has no
+accumulator yet, can wait for each other (seen in torch 2.11, 2.13 and 2.15). Where the accumulator exists, neither
+thread asks for the other's lock.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ def hold_grad_accumulators(tensors: Iterable[Tensor]) -> list[Tensor]:
     Call it before a :class:`torch.autograd.Function` is applied to leaves, or a thread is started that works on them.
     """
     with torch.enable_grad():  # an operation is done without the global lock, so it can wait for the mutex
-        return [tensor.view_as(tensor) for tensor in tensors if _may_lack_one(tensor)]
+        return [tensor.view_as(tensor) for tensor in tensors if _may_lack_accumulator(tensor)]
 
 
-def _may_lack_one(tensor: Tensor) -> bool:
+def _may_lack_accumulator(tensor: Tensor) -> bool:
     return tensor.requires_grad and tensor.is_leaf and tensor.layout is torch.strided and not tensor.is_nested

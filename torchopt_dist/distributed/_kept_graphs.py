@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torchopt_dist.distributed._protocol import SECOND_TIME, Key
+from torchopt_dist.distributed._protocol import BACKWARD_TWICE, Key
 
 __all__ = ["KeptGraph", "KeptGraphs"]
 
@@ -21,7 +21,8 @@ class KeptGraph:
         inputs: its leaves.
         outputs: the tensors that were sent from it; ``None`` in the place of one that a backward has used up.
         shared: whether the graph of a recorded backward has nodes in common with it. A backward through one of the two
-            must then leave the nodes to the other, whatever their callers say; they go when both are forgotten.
+            must then retain the nodes for the other, whatever its caller asks; the nodes are freed when both graphs are
+            forgotten.
     """
 
     inputs: list[torch.Tensor]
@@ -57,7 +58,7 @@ class KeptGraphs:
         with self._lock:
             graph = self._graphs.get(key)
         if graph is None:
-            raise RuntimeError(SECOND_TIME)
+            raise RuntimeError(BACKWARD_TWICE)
         return graph
 
     def use_up(self, key: Key, graph: KeptGraph, places: list[int]) -> None:

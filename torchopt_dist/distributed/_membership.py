@@ -31,18 +31,18 @@ log = logging.getLogger(__name__)
 
 HUB = 0
 END = "end"
-"""The last barrier, for which nobody waits who has died."""
+"""The last barrier; it does not wait for ranks that have died."""
 JOIN_SECONDS = 10.0
 MAX_LINE = 1 << 24
 MAX_REPORT = 1 << 20
-"""Characters, each at most 12 bytes in JSON."""
+"""Characters of a traceback; each is at most 12 bytes in JSON."""
 KEEPALIVE_OPTIONS = (
     ("TCP_KEEPIDLE", 1),
     ("TCP_KEEPINTVL", 1),
     ("TCP_KEEPCNT", 4),
     ("TCP_USER_TIMEOUT", 4000),
 )
-"""Seconds, number, and milliseconds: after 4 s to 5 s without an answer the connection is at its end."""
+"""Seconds, seconds, a count, and milliseconds: a connection ends after 4 s to 5 s without an answer."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Member:
     Attributes:
         rank: its rank.
         name: its name, unique among the workers.
-        program: what its ``__main__`` is; where it is the same, ``__main__.f`` is the same function.
+        program: the path of its ``__main__``; on workers with the same path ``__main__.f`` is the same function.
     """
 
     rank: int
@@ -62,11 +62,11 @@ class Member:
 
 @dataclass(frozen=True)
 class Failure:
-    """A rank that will not go on.
+    """The failure of a rank.
 
     Attributes:
         rank: its rank.
-        report: its traceback, or empty if it died without a word.
+        report: its traceback; empty if the rank died without sending one.
     """
 
     rank: int
@@ -164,8 +164,8 @@ class Membership:
         self._wait(lambda: key in self._released, timeout, f"ranks {group} to come to a barrier", group)
         self._released.discard(key)
 
-    def wait_for_the_living(self) -> None:
-        """Wait until all ranks but those that died have called this: whoever still works can rely on this rank.
+    def final_barrier(self) -> None:
+        """Wait until every rank that has not died has called this, so that calls of those still at work are answered.
 
         Raises:
             PeerFailedError: a rank failed meanwhile.
@@ -176,9 +176,9 @@ class Membership:
         self.check()
 
     def fail(self, report: str) -> None:
-        """Tell all the others that this rank has failed; returns when it is told.
+        """Send this rank's traceback to all the others, and return when it is sent.
 
-        Of a very long report its beginning and its end are told.
+        Of a very long traceback only the beginning and the end are sent.
         """
         if len(report) > MAX_REPORT:
             left_out = f"\n... {len(report) - MAX_REPORT} characters left out ...\n"
@@ -186,7 +186,7 @@ class Membership:
         self._send({"failed": self.me.rank, "report": report})
 
     def wait_for(self, thread: threading.Thread) -> None:
-        """Wait for a thread to end, but no longer than all the others are well; errors as :meth:`barrier`."""
+        """Wait for a thread to end, as long as no other rank fails; errors as :meth:`barrier`."""
 
         def watch() -> None:
             thread.join()
@@ -197,7 +197,7 @@ class Membership:
         self._wait(lambda: not thread.is_alive(), None, "a thread")
 
     def close(self) -> None:
-        """Leave without alarm."""
+        """Leave the group, so that the others do not take the end of the connection for a death."""
         self._closing = True
         try:
             with contextlib.suppress(OSError, TimeoutError):  # the hub may be gone
@@ -225,7 +225,7 @@ class Membership:
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._changed:
             while True:
-                self.check(ranks)  # first: who came to a barrier may have died since
+                self.check(ranks)  # first, since a rank that came to a barrier may have died after that
                 if condition():
                     return
                 left = None if deadline is None else deadline - time.monotonic()
@@ -282,7 +282,7 @@ class Membership:
 
 
 class _Hub:
-    """Rank 0's side: takes every message in, and tells all workers, its own included, what follows from it."""
+    """Rank 0's side: receives the messages of all workers, and sends what follows from them to all, rank 0 included."""
 
     def __init__(self, world_size: int, to_self: Callable[[dict[str, Any]], None]) -> None:
         self.token = secrets.token_hex(16)
@@ -305,7 +305,10 @@ class _Hub:
         self._connections.add(task)
         try:
             if not await self._knows_token(reader):
-                log.warning("the membership hub refused a stranger at %s", writer.get_extra_info("peername"))
+                log.warning(
+                    "the membership hub refused a connection without the token from %s",
+                    writer.get_extra_info("peername"),
+                )
                 return
             _keep_alive(writer)
             async for message in _messages(reader):
@@ -336,31 +339,29 @@ class _Hub:
             if writer is not None:
                 self._writers[rank] = writer
             if len(self._members) == self.world_size:
-                await self._tell_all({"members": [self._members[r] for r in range(self.world_size)]})
+                await self._broadcast({"members": [self._members[r] for r in range(self.world_size)]})
         elif "arrive" in message:
             arrived = self._arrived.setdefault(message["arrive"], set())
             arrived.add(message["rank"])
             here = arrived | self._dead if message["arrive"] == END else arrived
             if here.issuperset(message["group"]):
                 del self._arrived[message["arrive"]]
-                await self._tell_all({"release": message["arrive"]}, message["group"])
+                await self._broadcast({"release": message["arrive"]}, message["group"])
         elif "left" in message and message["left"] != HUB:
             self._writers.pop(message["left"], None)
         else:
             if "failed" in message:
                 self._dead.add(message["failed"])
                 self._writers.pop(message["failed"], None)
-            await self._tell_all(message)
+            await self._broadcast(message)
             if END in self._arrived and self._arrived[END] | self._dead >= set(range(self.world_size)):
                 del self._arrived[END]
-                await self._tell_all({"release": END})
+                await self._broadcast({"release": END})
 
-    async def _tell_all(self, message: dict[str, Any], ranks: Sequence[int] | None = None) -> None:
+    async def _broadcast(self, message: dict[str, Any], ranks: Sequence[int] | None = None) -> None:
         for rank, writer in tuple(self._writers.items()):
             if ranks is None or rank in ranks:
-                with contextlib.suppress(
-                    OSError
-                ):  # a worker that is gone is reported by its own connection's end
+                with contextlib.suppress(OSError):  # the end of a connection is reported where it is read
                     await _write(writer, message)
         if ranks is None or HUB in ranks:
             self._to_self(message)
@@ -375,9 +376,9 @@ class _Hub:
 
 
 def _keep_alive(writer: asyncio.StreamWriter) -> None:
-    """Let the kernel ask the other machine's kernel for a sign of life each second: a cut network ends the connection.
+    """Let the kernel probe the other machine's kernel each second, so that a cut network ends the connection.
 
-    It needs nothing of either process, so a worker that computes for long is not taken for a dead one.
+    The two processes take no part in that, so a worker that computes for long is not taken for a dead one.
     """
     connection = writer.get_extra_info("socket")
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

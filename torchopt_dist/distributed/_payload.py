@@ -52,8 +52,8 @@ class ExecutionOptions:
     Attributes:
         vectorize: whether in one ``torch.func.vmap``, instead of one after another.
         chunk_size: how many tasks at once if vectorized; ``None`` means all.
-        device: where the tensors among the arguments are put first; ``None`` leaves them, and ``"auto"`` means the
-            worker's own GPU, if it has one.
+        device: where the tensors among the arguments are put first; ``None`` leaves them on the
+            kind of device that they are on, and ``"auto"`` means the worker's own GPU, if it has one.
     """
 
     vectorize: bool = False

@@ -1,4 +1,4 @@
-"""What workers say to each other: three requests and the reply to each."""
+"""The requests of a caller to a worker, ``Call``, ``Backward`` and ``Release`` → the ``Reply`` to each."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Call:
     keep_as: Key | None
 
 
-SECOND_TIME = (
+BACKWARD_TWICE = (
     "Trying to backward through the graph of a remote call a second time: give retain_graph=True the first"
 )
-"""What both sides say to a backward through what an earlier one has used up."""
+"""The error text, on both sides, of a backward through outputs that an earlier backward has used up."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Backward:
     Attributes:
         graph: its key.
         output_grads: the gradient of each of its outputs; ``None`` for an output that took no part.
-        retain_graph: whether those that take part are to be kept for another backward; the others are.
+        retain_graph: whether the outputs that take part are kept for another backward; all others are kept anyway.
         keep_as: key under which to keep the graph of this backward, for a higher order; ``None`` to keep none.
     """
 
@@ -54,7 +54,7 @@ class Backward:
 
 @dataclass(frozen=True)
 class Release:
-    """Forget graphs whose callers have forgotten theirs.
+    """Forget graphs of calls whose part of the graph at the caller is gone.
 
     Attributes:
         graphs: their keys.

@@ -31,7 +31,7 @@ from torchopt_dist._torch_private import engine_keeps_graph, set_sequence_number
 from torchopt_dist.distributed._grad_accumulators import hold_grad_accumulators
 from torchopt_dist.distributed._group import Group, current_group, find_group
 from torchopt_dist.distributed._payload import Payload
-from torchopt_dist.distributed._protocol import SECOND_TIME, Backward, Call, Key, Reply, Request
+from torchopt_dist.distributed._protocol import BACKWARD_TWICE, Backward, Call, Key, Reply, Request
 from torchopt_dist.distributed._serialization import Message, pack, unpack
 from torchopt_dist.distributed.transport.base import Transport
 from torchopt_dist.errors import NotInitializedError, SerializationError
@@ -79,7 +79,8 @@ def call(
     message.device = payload.options.device
     inputs = message.inputs() if payload.state.grad_enabled else []
     anchor = graph.dispatch(inputs) if inputs else None
-    graph.kept = anchor is not None  # until the reply says so: it may be late, and nobody wait for it
+    # The worker is assumed to keep its graph until the reply says so, since a reply may come too late to be heard.
+    graph.kept = anchor is not None
     future: Future[list[Any]] = Future()
 
     def arrived(done: Future[Message]) -> None:
@@ -102,22 +103,22 @@ class _Ticket(NamedTuple):
     reply: Future[Message]
     graph: _RemoteGraph
     inputs: list[tuple[Tensor, int | None]]
-    """Those of the call, and the versions that it was made with."""
+    """The call's inputs, each with its version at the call."""
 
 
 class _RemoteGraph:
     """The caller's handle of a graph that a worker keeps; the worker's is released when this one is gone."""
 
     def __init__(self, group: Group, worker: int, transport: Transport) -> None:
-        self.kept = False  # first: `__del__` looks at it
+        self.kept = False  # set first, since `__del__` reads it
         self.group = group
         self.transport = transport
         self.worker = worker
         self.worker_name = group.names[worker]
         self.key: Key = (group.rank, next(group.numbers))
         self.under_way: dict[int, _Ticket] = {}
-        self.inputs: list[tuple[Tensor, int | None]] = []  # as a ticket's; none once every result is used up
-        self.unused: set[int] = set()  # the results that are not
+        self.inputs: list[tuple[Tensor, int | None]] = []  # with versions; empty once every result is used up
+        self.unused: set[int] = set()  # the results that no backward has used up
         self._main_by_name = group.same_program(worker)
 
     def __del__(self) -> None:
@@ -133,7 +134,7 @@ class _RemoteGraph:
             apply: Callable[..., Tensor] = _Dispatch.apply
             held = hold_grad_accumulators(inputs)
             anchor = apply(self, *inputs)
-            held.clear()  # the anchor holds them now
+            held.clear()  # from now on the anchor's node keeps the accumulators alive
         set_sequence_number(anchor, LAST)
         return anchor
 
@@ -164,13 +165,13 @@ class _RemoteGraph:
         """Send the results' gradients; returns the ticket by which :meth:`finish_backward` finds the reply.
 
         Raises:
-            RuntimeError: one of them is of a result that has been used up. The others can still be used, as in torch.
+            RuntimeError: a backward has used up one of the results. The other results can still be used, as in torch.
             NotInitializedError: the RPC group of the call has ended.
         """
         retain_graph, recorded = engine_keeps_graph(), torch.is_grad_enabled()
         reached = {number for number, grad in enumerate(output_grads) if grad is not None}
         if not reached <= self.unused:
-            raise RuntimeError(SECOND_TIME)
+            raise RuntimeError(BACKWARD_TWICE)
         if find_group() is not self.group:
             raise NotInitializedError(
                 f"the graph of this remote call was kept by {self.worker_name}, and the RPC group has ended"
@@ -189,10 +190,10 @@ class _RemoteGraph:
         return number
 
     def finish_backward(self, number: int) -> list[Tensor | None]:
-        """Wait for the inputs' gradients; if recorded, they are connected to the results' and to the inputs.
+        """Wait for the inputs' gradients; if recorded, these are connected to the results' gradients and to the inputs.
 
         Raises:
-            RuntimeError: they are to be recorded, and an input has been changed in place.
+            RuntimeError: the backward is recorded, and an input has been changed in place.
         """
         message, reply, graph, inputs = self.under_way.pop(number)
         tensors = [tensor for tensor, _ in inputs]

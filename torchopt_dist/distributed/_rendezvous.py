@@ -1,8 +1,9 @@
 """MASTER_ADDR and MASTER_PORT → a key-value store in which no earlier run has written.
 
 A store can outlive the workers: torchrun's agent keeps its own across restarts, and a second RPC group of one program
-meets the first one's keys. A worker that reads such a stale key talks to the dead. So every rank first exchanges a
-fresh token with rank 0, and a nonce that rank 0 hands out against the tokens prefixes every key from then on.
+meets the first one's keys. A worker that reads such a stale key would wait for a process that is gone. So every rank
+first exchanges a fresh token with rank 0, and the nonce that rank 0 sends in answer to the tokens prefixes every key
+from then on.
 
 The exchange: rank r writes a fresh token under ``hello/r``. Rank 0 answers each token it sees with the nonce, under
 ``welcome/<token>``; a token left by a dead run is answered too, and nobody reads it. Rank r writes ``ack/<nonce>/r``
@@ -27,7 +28,7 @@ import torch.distributed as dist
 
 from torchopt_dist.errors import InitializationError
 
-__all__ = ["init_timeout", "init_url", "meet"]
+__all__ = ["init_timeout", "init_url", "rendezvous"]
 
 T = TypeVar("T")
 
@@ -52,7 +53,7 @@ def init_timeout() -> float:
     return seconds
 
 
-def meet(rank: int, world_size: int, init_method: str) -> tuple[str, dist.Store]:
+def rendezvous(rank: int, world_size: int, init_method: str) -> tuple[str, dist.Store]:
     """Wait until all ranks have come, and agree on a nonce.
 
     Args:
@@ -99,13 +100,13 @@ def _make_store(rank: int, world_size: int, init_method: str, seconds: float) ->
         if url.scheme == "tcp"
         else (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     )
-    agent_has_it = url.scheme == "env" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    # Not torch's rendezvous, whose rank 0 waits for the others here, and does not know who is missing.
+    agent_holds_store = url.scheme == "env" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    # In torch's own rendezvous rank 0 waits for the others here, and does not know which of them are missing.
     return dist.TCPStore(
         host,
         port,
         None,
-        is_master=rank == 0 and not agent_has_it,
+        is_master=rank == 0 and not agent_holds_store,
         timeout=timeout,
         wait_for_workers=False,
         multi_tenant=True,
@@ -113,7 +114,7 @@ def _make_store(rank: int, world_size: int, init_method: str, seconds: float) ->
 
 
 def _in_time(function: Callable[[], T], seconds: float) -> T:
-    """Call what may never return, as a store's client does when something else listens at its port."""
+    """Call a function that may never return, such as a store's client where another program listens at the port."""
     future: Future[T] = Future()
 
     def work() -> None:

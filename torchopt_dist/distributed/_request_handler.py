@@ -35,12 +35,12 @@ def handle_request(request: Message, kept_graphs: KeptGraphs) -> Message:
     request = request.received(receiving_device(request.device))
     try:
         return _answer(request, kept_graphs)
-    except BaseException as error:  # the caller is told, and this worker goes on serving
+    except BaseException as error:  # the error is sent to the caller, and this worker goes on
         failure = SerializedException.of(error)
         try:
             return pack(Reply(failure=failure), main_by_name=True).detached()
-        except SerializationError:  # it holds something that cannot be sent
-            return pack(Reply(failure=failure.in_words()), main_by_name=True).detached()
+        except SerializationError:  # the exception holds an object that cannot be sent
+            return pack(Reply(failure=failure.as_text()), main_by_name=True).detached()
 
 
 def _answer(request: Message, kept_graphs: KeptGraphs) -> Message:
@@ -56,13 +56,15 @@ def _answer(request: Message, kept_graphs: KeptGraphs) -> Message:
     recorded = content.keep_as is not None
     graph.shared |= recorded
     reached = {place: grad for place, grad in enumerate(content.output_grads) if grad is not None}
-    outputs = [graph.outputs[place] for place in reached]  # the caller asks for none that is used up
+    outputs = [graph.outputs[place] for place in reached]  # the caller asks for no output that is used up
     if not content.retain_graph:
         kept_graphs.use_up(content.graph, graph, [*reached])
+    # A gradient may be on the CPU where its output is on a GPU.
+    output_grads = [grad.to(y.device) for y, grad in zip(outputs, reached.values(), strict=True)]
     input_grads = torch.autograd.grad(
         outputs,
         graph.inputs,
-        [grad.to(y.device) for y, grad in zip(outputs, reached.values(), strict=True)],  # it may be on a CPU
+        output_grads,
         retain_graph=content.retain_graph or graph.shared,
         create_graph=recorded,
         allow_unused=True,
@@ -95,7 +97,7 @@ def _reply(
         if outputs:
             kept_graphs.keep(keep_as, KeptGraph(inputs, list(outputs.values()), shared))
             reply.connected = tuple(outputs)
-    # What depends on this worker's own parameters alone would be a leaf there, and its backward reach nothing.
+    # A value that depends on this worker's own parameters alone would be a leaf at the caller, without any gradient.
     reply.requires_grad = [
         wanted and (tensor.grad_fn is None or number in reply.connected)
         for number, (wanted, tensor) in enumerate(zip(reply.requires_grad, reply.tensors, strict=True))

@@ -100,7 +100,7 @@ def pack(value: Any, *, main_by_name: bool) -> Message:
     try:
         try:
             skeleton, pickler = _dump(value, main_by_name, tensors, structures)
-            pickler.check_apart()
+            pickler.check_disjoint()
         except _OverlapError:  # only one pickle keeps what is shared one
             tensors, structures = _Tensors(main_by_name), {}
             skeleton, _ = _dump(value, main_by_name, tensors, None)
@@ -163,10 +163,10 @@ class _OverlapError(Exception):
 
 def _dump(
     value: Any, main_by_name: bool, tensors: _Tensors, structures: dict[bytes, bytes] | None
-) -> tuple[bytes, _TakesOut]:
+) -> tuple[bytes, _OutOfBandPickler]:
     before = tensors.mark()
     buffer = io.BytesIO()
-    pickler: _TakesOut = _NamePickler(buffer, main_by_name, tensors, structures)
+    pickler: _OutOfBandPickler = _NamePickler(buffer, main_by_name, tensors, structures)
     try:
         pickler.dump(value)
     except (_NeedsCodeError, pickle.PicklingError, AttributeError, TypeError):
@@ -177,7 +177,7 @@ def _dump(
     return buffer.getvalue(), pickler
 
 
-class _TakesOut(pickle.Pickler):
+class _OutOfBandPickler(pickle.Pickler):
     """Takes tensors and, given a place for them, module structures out of the pickle."""
 
     # Where a `_CodePickler` keeps, by id, the namespaces of the functions whose code it sends.
@@ -192,7 +192,7 @@ class _TakesOut(pickle.Pickler):
         self._structures = structures
         self._modules: dict[int, _ModuleId] = {}
         self._families: set[int] = set()
-        self._parts: list[_TakesOut] = []  # kept, so that no id in their memos is used again
+        self._parts: list[_OutOfBandPickler] = []  # kept, so that no id in their memos is used again
 
     def persistent_id(self, obj: Any) -> int | _ModuleId | None:
         if isinstance(obj, torch.Tensor):
@@ -215,7 +215,7 @@ class _TakesOut(pickle.Pickler):
         self._modules[id(module)] = (len(self._modules), digest, numbers)
         return self._modules[id(module)]
 
-    def check_apart(self) -> None:
+    def check_disjoint(self) -> None:
         """Raise :class:`_OverlapError` if what changes in one of the pickles would have to change in another one."""
         if not self._parts:
             return
@@ -231,7 +231,7 @@ class _TakesOut(pickle.Pickler):
             namespaces |= part.globals_ref.keys()
 
 
-class _NamePickler(_TakesOut):
+class _NamePickler(_OutOfBandPickler):
     """Fast: functions and classes go by name, and what has none is for the other pickler."""
 
     def reducer_override(self, obj: Any) -> Any:
@@ -247,7 +247,7 @@ class _NamePickler(_TakesOut):
         return NotImplemented
 
 
-class _CodePickler(_TakesOut, cloudpickle.Pickler):
+class _CodePickler(_OutOfBandPickler, cloudpickle.Pickler):
     """Sends the code of functions and classes that have no name on the receiver."""
 
     def reducer_override(self, obj: Any) -> Any:
@@ -295,8 +295,8 @@ _KEPT = (ModuleType, CellType, torch.dtype, torch.layout, torch.memory_format)
 
 
 def _is_constant(obj: Any) -> bool:
-    # Each function gets cells of its own, in one pickle too: what lies in them is in the memos by itself. So are the
-    # parts and the `__dict__` of what is hashed by its value, which it keeps.
+    # Each function gets cells of its own, in one pickle too; the contents of the cells have entries of their own in the
+    # memo. So have the parts and the `__dict__` of an object that is hashed by its value.
     hashed_by: Any = type(obj).__hash__
     return hashed_by not in (None, object.__hash__) or isinstance(obj, _KEPT)
 

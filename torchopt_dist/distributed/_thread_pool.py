@@ -1,4 +1,4 @@
-"""Work → a thread that is free, or a new one. There are as many as there is work that waits, so it never deadlocks."""
+"""Work → a thread that is free, or a new one. Work that waits for other work never deadlocks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["InlineExecutor", "ThreadPool"]
 
 
 class ThreadPool:
-    """Daemon threads that are kept for the next work; unlike an executor's they do not hold the interpreter's end."""
+    """Daemon threads, each kept for the next work; unlike an executor's they do not delay the interpreter's end."""
 
     def __init__(self) -> None:
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()

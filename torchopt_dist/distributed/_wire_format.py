@@ -54,10 +54,10 @@ class MissingStructureError(Exception):
 
 
 class Structures:
-    """The structures that were seen last.
+    """A cache of module structures by digest, which drops the least recently used ones.
 
     Args:
-        capacity: how many.
+        capacity: how many structures it holds.
         nbytes: how many bytes they may have together.
     """
 
@@ -73,11 +73,11 @@ class Structures:
 
     @classmethod
     def none(cls) -> Structures:
-        """What never remembers any: everything is sent."""
+        """One that remembers nothing, so that every structure is sent."""
         return cls(capacity=0)
 
     def add(self, digest: bytes, structure: bytes) -> None:
-        """Remember one; those that were not used for longest are forgotten for it."""
+        """Remember a structure, and forget the least recently used ones where there are too many."""
         with self._lock:
             self._size += len(structure) - len(self._seen.get(digest, b""))
             self._seen[digest] = structure
@@ -86,7 +86,7 @@ class Structures:
                 self._size -= len(self._seen.popitem(last=False)[1])
 
     def find(self, digest: bytes) -> bytes:
-        """One that was seen; raises :class:`MissingStructureError` otherwise."""
+        """A structure that was seen; raises :class:`MissingStructureError` otherwise."""
         with self._lock:
             structure = self._seen.get(digest)
         if structure is None:
@@ -117,10 +117,10 @@ def to_wire(message: Message, known: Structures, *, direct: bool = False) -> Wir
             buffers.append(flat.clone() if flat.untyped_storage().nbytes() > size else flat)
             shared.append(False)
             continue
-        kind = type(flat), flat.dtype  # to lay two classes together would make them one
+        kind = type(flat), flat.dtype  # tensors of one buffer come back as one class
         if kind not in open_buffers:
             open_buffers[kind] = (len(buffers), [])
-            buffers.append(flat)  # a placeholder until all that share it are known
+            buffers.append(flat)  # a placeholder until all tensors of this buffer are known
             shared.append(True)
         number, parts = open_buffers[kind]
         parts.append(flat.reshape(-1))
@@ -172,7 +172,7 @@ def from_wire(wire: WireMessage, seen: Structures) -> Message:
     tensors = []
     for place in wire.places:
         part = next(parts[place.buffer]) if place.buffer in parts else wire.buffers[place.buffer]
-        # `.data` parts the tensor from its buffer's version counter: changing one in place is no change of the others.
+        # `.data` has a version counter of its own: changing one tensor of a buffer is no change of the others.
         tensor = part.view(place.shape).data if place.buffer in parts else part
         staged = place.on_gpu and not tensor.is_cuda and torch.cuda.is_available()
         tensors.append(tensor.cuda() if staged else tensor)

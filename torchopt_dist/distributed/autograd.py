@@ -1,8 +1,10 @@
 """Losses of remote calls → gradients, by ``torch.distributed.autograd`` inside an explicit context.
 
-with todist.autograd.context() as context_id:
-loss = parallel_loss(model, batch)
-todist.autograd.backward(context_id, loss)
+Example::
+
+    with todist.autograd.context() as context_id:
+        loss = parallel_loss(model, batch)
+        todist.autograd.backward(context_id, loss)
 """
 
 from __future__ import annotations
@@ -109,14 +111,14 @@ def grad(
 def _differentiate(context_id: int, roots: list[Tensor], retain_graph: bool) -> dict[Tensor, Tensor]:
     """The gradients of this backward alone.
 
-    A context adds the gradients of all its backwards up, in place. So what is there is set to zero before: the new
-    sum is then exact, and a leaf that took part shows by its tensor's version.
+    A context adds up the gradients of all its backwards, in place. So the gradients of earlier ones are set to zero
+    first: the sum is then that of this backward, and the version of a leaf's gradient shows whether the leaf took part.
     """
     try:
         there = get_gradients(context_id)
     except RuntimeError:
         raise RuntimeError(
-            f"there is no autograd context {context_id}: it has been left, or never was"
+            f"there is no autograd context {context_id}: it has been left, or there never was one"
         ) from None
     for index, root in enumerate(roots):
         if root.numel() != 1:

@@ -44,16 +44,16 @@ T = TypeVar("T")
 MAX_SHARED_MEMORY_WORKERS = 32
 """Beyond so many workers on one machine TensorPipe's shared-memory transport fails at the start.
 
-It also polls: each worker keeps two thirds of a core busy even when it waits (measured on torch 2.13). It answers a
-small message in a third of the time that sockets take, but where there are not two cores a worker, what the workers
-compute is slower for it. There sockets are used too.
+Shared memory is also polled: each worker keeps two thirds of a core busy even when it waits (measured on torch 2.13). A
+small message takes a third of the time that it takes over sockets, but where there are fewer than two cores a worker,
+the polling slows down what the workers compute. So sockets are used there, too.
 """
 TORCH_DEFAULT_TIMEOUT: float = rpc.constants.DEFAULT_RPC_TIMEOUT_SEC
-"""Torch's 60 s cannot be told from a wish for 60 s; it counts as no wish, and calls have no time-out."""
+"""60 s may be torch's default or the user's wish. They count as the default, which means no time-out."""
 SHUTDOWN_SECONDS = 30
-"""For the last handshake, when all workers are known to be there."""
+"""How long RPC's last handshake may take, which begins when all workers are known to be there."""
 GRACE_SECONDS = 0.4
-"""What a rank has to unwind by itself after another one has failed."""
+"""How long a rank may take to end by itself after another one has failed."""
 
 log = logging.getLogger(__name__)
 
@@ -185,7 +185,7 @@ class _RunningGroup:
         host = os.environ.get("MASTER_ADDR", "127.0.0.1") if world.world_size > 1 else "127.0.0.1"
         self._variables = {name: os.environ.get(name) for name in _network.VARIABLES}
         _network.choose_interface(host)
-        nonce, store = _rendezvous.meet(world.rank, world.world_size, options.init_method)
+        nonce, store = _rendezvous.rendezvous(world.rank, world.world_size, options.init_method)
         me = Member(world.rank, world.worker_name, _program())
         self.membership = Membership(me, world.world_size, self._peer_failed)
         try:
@@ -217,7 +217,7 @@ class _RunningGroup:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if error is None or (isinstance(error, SystemExit) and not error.code):
             try:
-                self.membership.wait_for_the_living()  # and serve them until then
+                self.membership.final_barrier()  # until then this worker answers calls
                 self._leave()
                 return
             except BaseException as late:
@@ -229,14 +229,14 @@ class _RunningGroup:
             raise root from error
 
     def _root_cause(self, error: BaseException) -> Exception | None:
-        """The error of another rank that ``error``, raised here, is a mere consequence of."""
+        """The error of another rank of which ``error``, raised here, is a consequence."""
         if isinstance(error, ConnectionError):
             self._unwound.wait(0.1)  # the report may be on its way behind the broken connection
         reports = [failure for failure in self.membership.failures.values() if failure.report]
         return reports[0].error() if reports and isinstance(error, ConnectionError) else None
 
     def _leave(self) -> None:
-        """All ranks are here: an orderly end, in which nobody waits long."""
+        """End in order, since all ranks have come to the end: no rank waits long for another."""
         self._stop_calls()
         handshake = threading.Thread(target=rpc.shutdown, args=(True, SHUTDOWN_SECONDS), daemon=True)
         handshake.start()
@@ -330,13 +330,13 @@ def _default_options(world: WorldInfo) -> rpc.TensorPipeRpcBackendOptions:
 
 
 def _program() -> str:
-    """What ``__main__`` is: the path of the script, or nothing where it has none, as in a notebook."""
+    """The path of the script that is ``__main__``; empty where there is none, as in a notebook."""
     path = getattr(sys.modules["__main__"], "__file__", None)
     return os.path.realpath(path) if path else ""
 
 
 def _report(error: BaseException) -> str:
-    """The traceback, but for an exit on purpose, such as a parser's for bad arguments, which has said its word."""
+    """The traceback; of a ``SystemExit`` the code, for a parser that refuses arguments has printed why."""
     if isinstance(error, SystemExit):
         return f"SystemExit: {error.code}"
     return "".join(traceback.format_exception(error))
@@ -347,7 +347,7 @@ def _exit_code(error: BaseException) -> int:
 
 
 def _exit_now(code: int) -> None:
-    """Registered last at exit: the RPC agent's threads would hold the interpreter."""
+    """End the process at once: the RPC agent's threads would keep the interpreter from ending."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -29,7 +29,7 @@ __all__ = ["parallelize", "parallelize_async", "parallelize_sync", "remote_async
 P = ParamSpec("P")
 
 _SHORTEST, _LONGEST = 1e-3, 1e6
-"""Seconds: torch counts milliseconds in 32 bits, and takes what is less than one for no limit."""
+"""Seconds. Torch counts a time-out in milliseconds of 32 bits, and takes less than one of them for no limit."""
 UNSET_TIMEOUT = -1.0
 """As in ``torch.distributed.rpc``: the RPC group's time-out, which is none unless its options ask for one."""
 
@@ -60,7 +60,7 @@ def remote_sync_call(
         vectorize: whether a worker runs its tasks in one :func:`torch.func.vmap` instead of one after another; then
             they must be of one shape, and differ in tensors only.
         chunk_size: how many tasks at once, if vectorized; ``None`` means all.
-        device: where a worker first puts the tensors among its arguments, itself included: ``"auto"`` means its own
+        device: where a worker first puts the tensors among its arguments, the caller included: ``"auto"`` means its own
             GPU if it has one, ``None`` leaves them on the kind of device that they are on.
 
     Returns:
@@ -117,9 +117,8 @@ def remote_async_call(
                 result = call.finish()
         except Exception as error:
             future.set_exception(error)
-        except (
-            BaseException
-        ) as error:  # `sys.exit` in an own share: it ends this thread only, and somebody waits
+        except BaseException as error:
+            # `sys.exit` in an own share ends this thread only, and the caller waits for a result.
             future.set_exception(SerializedException.of(error).to_error(call.group.names[call.me]))
         else:
             future.set_result(result)
@@ -129,7 +128,7 @@ def remote_async_call(
 
 
 class _Call:
-    """The way of one call; the shares of the others leave when it is made."""
+    """One call; the requests to other workers are sent when the object is made."""
 
     def __init__(
         self,
@@ -164,11 +163,11 @@ class _Call:
         }
 
     def own_tensors(self) -> list[Tensor]:
-        """Those that this worker's own share works on."""
+        """The tensors that this worker's own share works on."""
         return self.payloads[self.me][0].tensors() if self.me in self.payloads else []
 
     def run_own_share(self) -> None:
-        """A plain call in this thread, while the others work."""
+        """Run the caller's own share in this thread, while the other workers run theirs."""
         if self.me not in self.payloads:
             return
         payload = self.payloads[self.me][0]

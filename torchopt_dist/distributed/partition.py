@@ -158,7 +158,7 @@ def _name(function: Any) -> str:
 
 
 def unwrap(tree: Any) -> Any:
-    """Take the marks of ``replicated`` off a tree of arguments."""
+    """Put the values that ``replicated`` has marked in the places of the marks, in a tree of arguments."""
     if not any(isinstance(leaf, _Replicated) for leaf in optree.tree_leaves(tree, none_is_leaf=True)):
         return tree
     return optree.tree_map(
@@ -249,9 +249,9 @@ class TensorDimensionPartitioner:
                 "worker whole): give `partitioner=` a worker's rank or name, or a function returning triplets"
             )
         if len(set(sizes.values())) > 1:
-            told = ", ".join(f"{where} has {size}" for where, size in sizes.items())
+            listed = ", ".join(f"{where} has {size}" for where, size in sizes.items())
             raise ValueError(
-                f"tensors must have one size along dim={self.dim}, but {told}; "
+                f"tensors must have one size along dim={self.dim}, but {listed}; "
                 "`todist.replicated(x)` marks a tensor that every worker gets whole"
             )
         size = next(iter(sizes.values()))

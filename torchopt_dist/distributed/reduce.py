@@ -1,4 +1,4 @@
-"""``[result], sizes`` → result: what the workers returned, made one.
+"""``[result], sizes`` → one result: the results of the workers, combined.
 
 Results are trees of tensors or numbers, reduced leaf by leaf. A reducer may take the partitions' sizes as its second
 argument, named ``sizes``; a mean weighted by them is the mean over the samples, however unevenly they were split.
@@ -35,7 +35,7 @@ def mean_reducer(results: Iterable[Any], sizes: Sequence[int] | None = None) -> 
         stacked = _floating(torch.stack(leaves))
         if len(set(weights)) == 1:
             return stacked.mean(0)
-        # Whole numbers are exact where their quotients are not; half types are too short for the sum.
+        # Weights are whole numbers, exact where their quotients are not; a sum in half precision would lose digits.
         half = stacked.dtype in (torch.float16, torch.bfloat16)
         long = stacked.float() if half else stacked
         weight = torch.tensor(weights, dtype=long.dtype, device=long.device)

@@ -1,6 +1,6 @@
 """Environment variables → who am I: my rank, how many we are, and functions that run on some ranks only.
 
-Nothing is remembered: the variables that torchrun sets are read each time they are asked for. Without them the world
+The variables that torchrun sets are read at each call of these functions, never kept. Without them the world
 is this one process.
 """
 
@@ -248,5 +248,5 @@ def rank_non_zero_only(func: Callable[P, T]) -> Callable[P, T | None]:
 
 
 def rank_all(func: Callable[P, T]) -> Callable[P, T]:
-    """Run the decorated function on every rank: the plain function, with its intent written down."""
+    """Run the decorated function on every rank; the function is returned as it is."""
     return func

@@ -1,4 +1,4 @@
-"""A tensor and a copy mode → the tensor taken over, the same one each time it is met."""
+"""A tensor and a copy mode → its copy, the same one each time the tensor is met."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ def detached(tensor: Tensor) -> Tensor:
 
 
 class TensorCopier:
-    """Takes tensors over, and remembers which, so that what was one tensor stays one (tied weights).
+    """Copies tensors, each one once, so that tied weights stay tied.
 
     Args:
         by: ``'reference'`` (``'ref'``), the tensor itself; ``'copy'`` (``'clone'``), a clone through which
             gradients flow back, recorded even under ``torch.no_grad``; ``'deepcopy'``, a leaf of its own
             memory that requires grad as the original does, an ``nn.Parameter`` for an ``nn.Parameter``.
-        device: where to move it; where it is, if not given. A moved reference is a copy with a history.
+        device: where to move the copies; if not given, they stay on the tensor's device. A moved reference is a
+            copy with a history.
 
     Raises:
         ValueError: ``by`` is none of these.
@@ -44,7 +45,7 @@ class TensorCopier:
         self._seen: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """Take one tensor over."""
+        """Copy one tensor, or give the copy that was made of it before."""
         if id(tensor) not in self._seen:
             self._seen[id(tensor)] = tensor, self._copy(tensor)  # the original is kept, and with it its id
         return self._seen[id(tensor)][1]

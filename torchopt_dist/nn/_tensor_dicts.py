@@ -18,12 +18,12 @@ def parameter_containers(module: nn.Module) -> list[TensorContainer]:
 
 
 def buffer_containers(module: nn.Module) -> list[TensorContainer]:
-    """The live dicts of buffers, non-persistent ones with them, one a sub-module as above."""
+    """The live dicts of buffers, non-persistent ones included, one a sub-module in the order of ``modules()``."""
     return [buffers_of(part) for part in module.modules()]
 
 
 def replace(module: nn.Module, new: Mapping[int, Tensor]) -> None:
-    """Put new tensors in the places of old ones, each in every place, so that tied weights stay tied.
+    """Replace tensors by others wherever the module holds them, so that tied weights stay tied.
 
     A new parameter may be a plain tensor with a history, which assignment to an attribute would refuse.
 

@@ -56,7 +56,7 @@ class ModuleState(NamedTuple):
 
 @runtime_checkable
 class StateHolder(Protocol):
-    """What an optimizer with a state in the graph (``MetaOptimizer``, ``FuncOptimizer``) offers here."""
+    """An optimizer whose state is part of the graph, such as ``MetaOptimizer`` and ``FuncOptimizer``."""
 
     def get_states(self) -> tuple[OptState, ...]:
         """The states, one a parameter group."""
@@ -178,7 +178,7 @@ def module_clone(
 
     Args:
         target: a module; a ``MetaOptimizer``, whose modules and states are then cloned; or a tree of tensors.
-        by: how its tensors are taken over, as in :func:`extract_state_dict`.
+        by: how its tensors are copied, as in :func:`extract_state_dict`.
         detach_buffers: the clone gets buffers of its own, whatever ``by`` says.
         device: where to move the tensors; where they are, if not given.
 
@@ -252,7 +252,7 @@ def _check_names(live: list[TensorContainer], saved: ModuleTensorContainers, wha
 
 
 def _check_shapes(live: list[TensorContainer], saved: ModuleTensorContainers) -> None:
-    """Demand parameters of the module's shapes. A buffer may grow, and one goes back to a smaller one."""
+    """Raise unless the parameters have the module's shapes; buffers need not, since a buffer may have grown since."""
     for part, values in zip(live, saved, strict=True):
         for name, tensor in part.items():
             want, got = _shape(tensor), _shape(values[name])
@@ -276,7 +276,7 @@ def _put_back(live: list[TensorContainer], saved: ModuleTensorContainers) -> Non
 def _cloned(
     module: nn.Module, take: Callable[[Tensor], Tensor], take_buffer: Callable[[Tensor], Tensor]
 ) -> nn.Module:
-    memo: dict[int, Any] = {}  # what deepcopy finds here it does not copy
+    memo: dict[int, Any] = {}  # `deepcopy` takes the copies of these objects from here
     for part in module.modules():
         for attribute in vars(part).values():
             if isinstance(attribute, Tensor):

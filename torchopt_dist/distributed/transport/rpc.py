@@ -42,7 +42,7 @@ class RPCTransport:
         self._received = Structures()
         self._waiting: defaultdict[int, set[Future[Message]]] = defaultdict(set)
         self._executor = InlineExecutor(limit=8, pool=group.threads)
-        """Of the RPC agent's 16 threads half are left to it: requests may wait for others that are still to come in."""
+        """Half of the RPC agent's 16 threads stay free to take in requests: those that run may wait for later ones."""
 
     def send(self, worker: int, request: Message, timeout: float) -> Future[Message]:
         """See :class:`~torchopt_dist.distributed.transport.base.Transport`."""
@@ -72,7 +72,8 @@ class RPCTransport:
         def arrived(done: torch.futures.Future[_Answer]) -> None:
             try:
                 reply = done.value()
-                if reply is None:  # it has forgotten a structure, or that is on its way in another message
+                if reply is None:
+                    # The worker lacks a structure: it is forgotten, or still to come in another message.
                     complete = wire._replace(structures=[*request.structures.items()])
                     self._start(worker, request, complete, timeout, future)
                 elif isinstance(reply, str):
@@ -100,10 +101,10 @@ class RPCTransport:
                 answer = tuple(to_wire(reply, Structures.none()))
             except MissingStructureError:
                 future.set_result(None)
-            except BaseException as error:  # whatever it is, somebody waits for an answer
+            except BaseException as error:  # whatever was raised, the caller waits for an answer
                 future.set_result(f"it cannot answer: {error!r}")
             else:
-                future.set_result(answer)  # only then is what the reply has used up taken apart
+                future.set_result(answer)  # the graph that the reply has used up is freed only after this
 
         self._executor.run(work)
         return future
@@ -118,7 +119,7 @@ def _answer_request(*fields: Any) -> torch.futures.Future[_Answer]:
 
 
 def _translated(error: Exception, worker: str, timeout: float) -> Exception:
-    """Torch tells everything by a ``RuntimeError``; what it was shows in the text only."""
+    """The exception that a ``RuntimeError`` of torch's RPC stands for; which it is shows in its text only."""
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     if "RPC ran for more than set timeout" in str(error):
         return CallTimeoutError(f"{worker} took longer than timeout={timeout:g} s")
