@@ -43,8 +43,9 @@ def custom_root(
     """Decorate a solver ``solver(init, *args)``: its solution ``x`` fulfils ``optimality_fn(x, *args) = 0``.
 
     For a minimum the optimality function is the objective's gradient. The gradients are right to any order, under
-    ``torch.func`` and ``vmap`` as well, if the solution is one. An optimality function under ``parallelize`` is evaluated on
-    the workers: in one call, and one backward pass through that call for each product that the linear solver asks for.
+    ``torch.func`` and ``vmap`` as well, if the solution is one. An optimality function under ``parallelize`` is
+    evaluated on the workers: in one call, and one backward pass through that call for each product that the linear
+    solver asks for.
 
     Args:
         optimality_fn: the solution and the solver's other arguments → a tree of the solution's structure and shapes.
