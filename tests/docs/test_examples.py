@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -19,6 +18,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from tests.seeds import torchrun
 from tests.worlds import PRELOAD
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -87,7 +87,7 @@ def test_page(page: Path, program: Program, tmp_path: Path) -> None:
     context.set_forkserver_preload(PRELOAD)
     process = context.Process(target=run_here, args=(str(script), str(log)), daemon=True)
     process.start()
-    process.join(60)
+    process.join(torchrun.TIMEOUT)
     if process.is_alive():
         process.kill()
         process.join()
@@ -100,17 +100,9 @@ def test_page(page: Path, program: Program, tmp_path: Path) -> None:
 def test_page_on_two_workers(page: Path, program: Program, tmp_path: Path) -> None:
     script = tmp_path / f"{page.stem}.py"
     script.write_text(program.code)
-    ended = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    check_output(program, ended.stdout)
+    # The page that readers start from is run as they run it.
+    arguments = ("--standalone", "--nproc_per_node=2", script)
+    check_output(program, torchrun.run(*arguments, cwd=tmp_path, warm=page.stem != "README"))
 
 
 def test_blocks_keep_their_lines() -> None:

@@ -9,46 +9,61 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.packaging.trees import OP, TIMEOUT, copy_tree
+from tests.warm_python import WarmPython
+from torchopt_dist import ops
+
 COMPILER = os.environ.get("CXX", "c++").split()[0]
 TOOLS = [COMPILER, "c++", "g++", "cc", "gcc", "ld", "as", "nm"]
+pytestmark = pytest.mark.timeout(2 * TIMEOUT)
 needs_compiler = pytest.mark.skipif(shutil.which(COMPILER) is None, reason=f"no C++ compiler: `{COMPILER}`")
-PROBE = (
-    "import json; from torchopt_dist import ops; "
-    "print(json.dumps([ops.__file__, ops.why_not('add_scaled_')]))"
-)
+PROBE = f"import json; from torchopt_dist import ops; print(json.dumps([ops.__file__, ops.why_not({OP!r})]))"
 
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A copy of what an installation reads, nothing built."""
-    copy = tmp_path / "tree"
-    copy.mkdir()
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
-        if (ROOT / name).exists():
-            shutil.copy(ROOT / name, copy)
-    ignore = shutil.ignore_patterns("_C*", "_build_note.txt", "_cuda_note.txt", "__pycache__")
-    for name in ("csrc", "torchopt_dist"):
-        shutil.copytree(ROOT / name, copy / name, ignore=ignore)
-    return copy
+    return copy_tree(tmp_path / "tree")
+
+
+@pytest.fixture(scope="module")
+def warm() -> Iterator[WarmPython]:
+    """Forks of a process that has imported what setup.py does, and no part of this package."""
+    server = WarmPython("torch", "setuptools")
+    yield server
+    server.close()
+
+
+def environment(**env: str) -> dict[str, str]:
+    """This process's, without a toolkit for CUDA; a variable that is to be absent is given as an empty text."""
+    fixed = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "REQUIRE_EXT": "", "CUDA_HOME": "/no/toolkit"}
+    return {name: value for name, value in {**os.environ, **fixed, **env}.items() if value}
 
 
 def python(*args: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run this Python, without a toolkit for CUDA; a variable that is to be absent is given as an empty text."""
-    fixed = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "REQUIRE_EXT": "", "CUDA_HOME": "/no/toolkit"}
-    environ = {**os.environ, **fixed, **env}
-    environ = {name: value for name, value in environ.items() if value}
     return subprocess.run(
-        [sys.executable, *args], cwd=cwd, env=environ, capture_output=True, text=True, timeout=110
+        [sys.executable, *args],
+        cwd=cwd,
+        env=environment(**env),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
     )
 
 
-def build(tree: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    return python("setup.py", "build_ext", "--inplace", cwd=tree, **env)
+@pytest.fixture
+def build(tree: Path, warm: WarmPython) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Build in place, with these variables in the environment."""
+
+    def build(**env: str) -> subprocess.CompletedProcess[str]:
+        arguments = ("setup.py", "build_ext", "--inplace")
+        return warm.run(*arguments, cwd=tree, env=environment(**env), timeout=TIMEOUT)
+
+    return build
 
 
 def path_with(tmp_path: Path, tools: list[str]) -> str:
@@ -61,37 +76,43 @@ def path_with(tmp_path: Path, tools: list[str]) -> str:
     return str(folder)
 
 
-def probe(tree: Path) -> str | None:
-    done = python("-c", PROBE, cwd=tree)
-    assert done.returncode == 0, done.stderr
-    file, reason = json.loads(done.stdout)
-    assert Path(file).is_relative_to(tree)
-    return reason
+@pytest.fixture
+def probe(tree: Path, warm: WarmPython) -> Callable[[], str | None]:
+    """Say why the kernel that was built is not there."""
+
+    def probe() -> str | None:
+        done = warm.run("-c", PROBE, cwd=tree, env=environment(), timeout=TIMEOUT)
+        assert done.returncode == 0, done.stderr
+        file, reason = json.loads(done.stdout)
+        assert Path(file).is_relative_to(tree)
+        return None if reason is None else str(reason)
+
+    return probe
 
 
-def test_no_compiler_installs_pure_python_and_leaves_the_reason(tree, tmp_path):
+def test_no_compiler_installs_pure_python_and_leaves_the_reason(tree, build, probe, tmp_path):
     (tree / "torchopt_dist/_C.abi3.so").write_text("stale")
-    done = build(tree, PATH=path_with(tmp_path, []), CXX="", CC="")
+    done = build(PATH=path_with(tmp_path, []), CXX="", CC="")
     assert done.returncode == 0, done.stderr
     reason = "there is no C++ compiler: `c++` is not on the PATH; `CXX` names another"
     assert f"torchopt_dist is installed without its kernels: {reason}" in done.stderr
     assert not [*tree.rglob("_C*.so")]
-    assert probe(tree) == f"the kernel library was not built: {reason}"
+    assert probe() == f"the kernel library was not built: {reason}"
 
 
-def test_no_compiler_with_require_ext_is_an_error(tree, tmp_path):
-    done = build(tree, PATH=path_with(tmp_path, []), CXX="", CC="", REQUIRE_EXT="1")
+def test_no_compiler_with_require_ext_is_an_error(build, tmp_path):
+    done = build(PATH=path_with(tmp_path, []), CXX="", CC="", REQUIRE_EXT="1")
     assert done.returncode == 1
     assert "error: REQUIRE_EXT=1, but the kernels were not built: there is no C++ compiler" in done.stderr
 
 
 @needs_compiler
-def test_failed_compilation_installs_pure_python(tree):
+def test_failed_compilation_installs_pure_python(tree, build, probe):
     (tree / "csrc/schemas.cpp").write_text("this is not C++\n")
-    done = build(tree)
+    done = build()
     assert done.returncode == 0, done.stderr
     assert "torchopt_dist is installed without its kernels: compiling csrc/ failed" in done.stderr
-    reason = probe(tree)
+    reason = probe()
     assert reason is not None
     assert reason.startswith("the kernel library was not built: compiling csrc/ failed (")
 
@@ -100,23 +121,24 @@ def test_no_torch_installs_pure_python(tree, tmp_path):
     stub = tmp_path / "stub/torch"
     stub.mkdir(parents=True)
     (stub / "__init__.py").write_text("raise ImportError('No module named torch')\n")
-    done = build(tree, PYTHONPATH=str(stub.parent))
+    setup = ("setup.py", "build_ext", "--inplace")
+    done = python(*setup, cwd=tree, PYTHONPATH=str(stub.parent))
     assert done.returncode == 0, done.stderr
     assert (
         "torch cannot be imported at build time (No module named torch); install torch first" in done.stderr
     )
-    assert build(tree, PYTHONPATH=str(stub.parent), REQUIRE_EXT="1").returncode == 1
+    assert python(*setup, cwd=tree, PYTHONPATH=str(stub.parent), REQUIRE_EXT="1").returncode == 1
 
 
 @needs_compiler
-def test_no_ninja_builds_by_distutils(tree, tmp_path):
+def test_no_ninja_builds_by_distutils(tree, build, probe, tmp_path):
     (tree / "torchopt_dist/_build_note.txt").write_text("stale")
-    done = build(tree, PATH=path_with(tmp_path, TOOLS), REQUIRE_EXT="1")
+    done = build(PATH=path_with(tmp_path, TOOLS), REQUIRE_EXT="1")
     assert done.returncode == 0, done.stderr
     assert "[1/2]" not in done.stdout
     assert (tree / "torchopt_dist/_C.abi3.so").is_file()
     assert not (tree / "torchopt_dist/_build_note.txt").exists()
-    assert probe(tree) is None
+    assert probe() is None
 
 
 def wheel_of(tree: Path, **env: str) -> Path:
@@ -145,6 +167,13 @@ def test_wheel_is_abi3_and_works_outside_the_tree(tree, tmp_path):
     assert Path(file).is_relative_to(target)
     assert reason is None
     assert_stable(target / "torchopt_dist/_C.abi3.so")
+
+
+@pytest.mark.skipif(ops.why_not(OP) is not None, reason="the kernels are not built")
+def test_the_library_of_all_kernels_is_stable():
+    """That of this installation; building all kernels once more would take a minute."""
+    (library,) = Path(ops.__file__).parents[1].glob("_C.*")
+    assert_stable(library)
 
 
 def test_wheel_without_compiler_is_pure_and_carries_the_reason(tree, tmp_path):

@@ -11,45 +11,53 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.packaging.trees import KERNEL, OP, ROOT, TIMEOUT, copy_tree
+from tests.warm_python import WarmPython
+
 EMULATED = Path(__file__).with_name("emulated_cuda")
 COMPILER = os.environ.get("CXX", "c++").split()[0]
 TOOLS = [COMPILER, "c++", "g++", "cc", "gcc", "ld", "as", "nm", "bash", "dirname", "cat"]
-pytestmark = pytest.mark.skipif(
-    shutil.which(COMPILER) is None or sys.platform == "win32", reason=f"no C++ compiler: `{COMPILER}`"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        shutil.which(COMPILER) is None or sys.platform == "win32", reason=f"no C++ compiler: `{COMPILER}`"
+    ),
+    pytest.mark.timeout(2 * TIMEOUT),
+]
 CUDA_TORCH = "import torch; torch.version.cuda = '13.0'; torch._C._cuda_getDeviceCount = lambda: 0\n"
 SETUP = "import runpy, sys; sys.argv[0] = 'setup.py'; runpy.run_path('setup.py', run_name='__main__')\n"
 LOADED = "torch finds no GPU"
 """What is said of a CUDA library that is there and loads."""
-PROBE = "from torchopt_dist import ops; print(ops.why_not('add_scaled_', 'cuda'))"
+PROBE = f"from torchopt_dist import ops; print(ops.why_not({OP!r}, 'cuda'))"
 
 
-def python(code: str, *args: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run this Python; an environment variable that is to be absent is given as an empty text."""
-    environ = {**os.environ, "REQUIRE_EXT": "", "FORCE_CUDA": "", "TORCH_CUDA_ARCH_LIST": "", **env}
-    environ = {name: value for name, value in environ.items() if value}
-    return subprocess.run(
-        [sys.executable, "-c", code, *args], cwd=cwd, env=environ, capture_output=True, text=True, timeout=220
-    )
+class Python:
+    """Runs Python with the emulated toolkit's libraries; the value of a variable that is to be absent is empty."""
 
+    def __init__(self, toolkit: Path) -> None:
+        self.toolkit = toolkit
+        self.server = WarmPython("torch", "setuptools", LD_LIBRARY_PATH=f"{toolkit}/lib64")
 
-def build(tree: Path, *, cuda_torch: bool = True, **env: str) -> subprocess.CompletedProcess[str]:
-    return python((CUDA_TORCH if cuda_torch else "") + SETUP, "build_ext", "--inplace", cwd=tree, **env)
+    def __call__(self, code: str, *args: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+        environ = {**os.environ, "REQUIRE_EXT": "", "FORCE_CUDA": "", "TORCH_CUDA_ARCH_LIST": "", **env}
+        environ = {name: value for name, value in environ.items() if value}
+        return self.server.run("-c", code, *args, cwd=cwd, env=environ, timeout=TIMEOUT)
 
+    def build(self, tree: Path, before: str = CUDA_TORCH, **env: str) -> subprocess.CompletedProcess[str]:
+        return self(before + SETUP, "build_ext", "--inplace", cwd=tree, **env)
 
-def why_not(tree: Path, toolkit: Path, before: str = CUDA_TORCH) -> str:
-    if torch.version.cuda is not None:  # then torch has a libtorch_cuda of its own, which is found first
-        library = str(toolkit / "lib64/libtorch_cuda.so")
-        before += f"import ctypes; ctypes.CDLL({library!r}, ctypes.RTLD_GLOBAL)\n"
-    done = python(before + PROBE, cwd=tree, LD_LIBRARY_PATH=f"{toolkit}/lib64")
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    def why_not(self, tree: Path, before: str = CUDA_TORCH) -> str:
+        if torch.version.cuda is not None:  # then torch has a libtorch_cuda of its own, which is found first
+            library = str(self.toolkit / "lib64/libtorch_cuda.so")
+            before += f"import ctypes; ctypes.CDLL({library!r}, ctypes.RTLD_GLOBAL)\n"
+        done = self(before + PROBE, cwd=tree)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
 
 
 @pytest.fixture(scope="module")
@@ -65,36 +73,26 @@ def toolkit(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def copy_tree(to: Path, kernels: tuple[str, ...] = ()) -> Path:
-    """What an installation reads; of the CPU's kernels, one, and CUDA's for the same op and these."""
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, to)
-    ignore = shutil.ignore_patterns("_C*", "_build_note.txt", "_cuda_note.txt", "__pycache__")
-    for name in ("csrc", "torchopt_dist"):
-        shutil.copytree(ROOT / name, to / name, ignore=ignore)
-    for path in (*to.glob("csrc/*/cpu.cpp"), *to.glob("csrc/*/cuda.cu")):
-        if path.parent.name != "add_scaled" and not (path.suffix == ".cu" and path.parent.name in kernels):
-            path.unlink()
-    return to
+@pytest.fixture(scope="module")
+def python(toolkit: Path) -> Iterator[Python]:
+    made = Python(toolkit)
+    yield made
+    made.server.close()
 
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    (tmp_path / "tree").mkdir()
     return copy_tree(tmp_path / "tree")
 
 
-@pytest.mark.timeout(240)
-def test_both_libraries_are_built_and_the_kernels_are_right(toolkit, tmp_path):
+def test_both_libraries_are_built_and_the_kernels_are_right(python, toolkit, tmp_path):
     tree = copy_tree(tmp_path, ("adam", "rmsprop", "sgd"))
     (tree / "torchopt_dist/_cuda_note.txt").write_text("stale")
-    done = build(tree, CUDA_HOME=str(toolkit), REQUIRE_EXT="1", FORCE_CUDA="1")
+    done = python.build(tree, CUDA_HOME=str(toolkit), REQUIRE_EXT="1", FORCE_CUDA="1")
     assert done.returncode == 0, done.stderr
-    assert {path.name for path in tree.glob("torchopt_dist/_*")} - {"__init__.py", "__main__.py"} == {
-        "_C.abi3.so",
-        "_C_cuda.abi3.so",
-    }
-    assert why_not(tree, toolkit) == LOADED
+    made = {path.name for path in tree.glob("torchopt_dist/_*.*") if path.suffix != ".py"}
+    assert made == {"_C.abi3.so", "_C_cuda.abi3.so"}
+    assert python.why_not(tree) == LOADED
     if shutil.which("nm"):
         library = tree / "torchopt_dist/_C_cuda.abi3.so"
         listing = subprocess.run(
@@ -112,7 +110,6 @@ def test_both_libraries_are_built_and_the_kernels_are_right(toolkit, tmp_path):
         f"import pytest, sys; sys.exit(pytest.main({options}))",
         cwd=tree,
         CUDA_HOME=str(toolkit),
-        LD_LIBRARY_PATH=f"{toolkit}/lib64",
         PYTHONPATH=f"{toolkit}:{tree}",
         EMULATED_CUDA_DEVICE="cpu",
     )
@@ -120,19 +117,19 @@ def test_both_libraries_are_built_and_the_kernels_are_right(toolkit, tmp_path):
     assert int(re.search(r"(\d+) passed", tested.stdout)[1]) > 50
 
 
-def test_no_ninja_builds_by_distutils(toolkit, tree, tmp_path):
+def test_no_ninja_builds_by_distutils(python, toolkit, tree, tmp_path):
     folder = tmp_path / "bin"
     folder.mkdir()
     for tool in {Path(tool).name: tool for tool in TOOLS}.values():
         if found := shutil.which(tool):
             (folder / Path(tool).name).symlink_to(found)
-    done = build(tree, CUDA_HOME=str(toolkit), FORCE_CUDA="1", PATH=str(folder))
+    done = python.build(tree, CUDA_HOME=str(toolkit), FORCE_CUDA="1", PATH=str(folder))
     assert done.returncode == 0, done.stderr
-    assert why_not(tree, toolkit) == LOADED
+    assert python.why_not(tree) == LOADED
 
 
-def test_a_launch_that_fails_raises(toolkit, tree):
-    assert build(tree, CUDA_HOME=str(toolkit), FORCE_CUDA="1").returncode == 0
+def test_a_launch_that_fails_raises(python, toolkit, tree):
+    assert python.build(tree, CUDA_HOME=str(toolkit), FORCE_CUDA="1").returncode == 0
     code = """
 import redispatch, torch
 from torchopt_dist import ops
@@ -151,7 +148,6 @@ print(c_long.in_dll(redispatch.runtime, "emulated_launches").value, params[0].to
         code,
         cwd=tree,
         CUDA_HOME=str(toolkit),
-        LD_LIBRARY_PATH=f"{toolkit}/lib64",
         PYTHONPATH=f"{toolkit}:{tree}",
     )
     assert done.returncode == 0, done.stderr
@@ -159,47 +155,44 @@ print(c_long.in_dll(redispatch.runtime, "emulated_launches").value, params[0].to
 
 
 @pytest.mark.parametrize("case", ["no nvcc", "nvcc fails", "versions differ"])
-def test_without_the_cuda_part_the_cpu_part_is_built(case, toolkit, tree, tmp_path):
+def test_without_the_cuda_part_the_cpu_part_is_built(python, case, toolkit, tree, tmp_path):
     home = tmp_path / "cuda"
     shutil.copytree(toolkit, home)
     if case == "no nvcc":
         (home / "bin/nvcc").unlink()
         reason = rf"there is no nvcc in {home}/bin; `CUDA_HOME` names another toolkit"
     elif case == "nvcc fails":
-        (tree / "csrc/add_scaled/cuda.cu").write_text("this is not CUDA\n")
+        (tree / f"csrc/{KERNEL}/cuda.cu").write_text("this is not CUDA\n")
         reason = r"compiling csrc/ failed \(\w+: .*"
     else:
         reason = r"compiling csrc/ failed \(RuntimeError: .*12\.4.*"
     version = "12.4" if case == "versions differ" else ""
     (tree / "torchopt_dist/_C_cuda.abi3.so").write_text("stale")
-    done = build(tree, CUDA_HOME=str(home), EMULATED_CUDA=version)
+    done = python.build(tree, CUDA_HOME=str(home), EMULATED_CUDA=version)
     assert done.returncode == 0, done.stderr
     assert re.search(f"torchopt_dist is installed without CUDA kernels: {reason}", done.stderr), done.stderr
     assert (tree / "torchopt_dist/_C.abi3.so").is_file()
     assert not [*tree.rglob("_C_cuda*.so")]
-    said = why_not(tree, home)
+    said = python.why_not(tree)
     assert re.match(
-        "`add_scaled_` has no CUDA kernel; this build has CPU only: the CUDA library was not built: "
-        + reason,
+        f"`{OP}` has no CUDA kernel; this build has CPU only: the CUDA library was not built: " + reason,
         said,
     )
-    refused = build(tree, CUDA_HOME=str(home), EMULATED_CUDA=version, FORCE_CUDA="1")
+    refused = python.build(tree, CUDA_HOME=str(home), EMULATED_CUDA=version, FORCE_CUDA="1")
     assert refused.returncode == 1
     assert "error: FORCE_CUDA=1, but " in refused.stderr
 
 
-def test_a_torch_without_cuda(toolkit, tree):
+def test_a_torch_without_cuda(python, toolkit, tree):
     without = "import torch; torch.version.cuda = None\n"
-    done = python(without + SETUP, "build_ext", "--inplace", cwd=tree, CUDA_HOME=str(toolkit))
+    done = python.build(tree, without, CUDA_HOME=str(toolkit))
     assert done.returncode == 0, done.stderr
     assert re.search(r"installed without CUDA kernels: torch \S+ is built without CUDA\n", done.stderr)
     assert re.fullmatch(
-        r"`add_scaled_` has no CUDA kernel; this build has CPU only: torch \S+ is built without CUDA",
-        why_not(tree, toolkit, without),
+        rf"`{OP}` has no CUDA kernel; this build has CPU only: torch \S+ is built without CUDA",
+        python.why_not(tree, without),
     )
-    refused = python(
-        without + SETUP, "build_ext", "--inplace", cwd=tree, CUDA_HOME=str(toolkit), FORCE_CUDA="1"
-    )
+    refused = python.build(tree, without, CUDA_HOME=str(toolkit), FORCE_CUDA="1")
     assert refused.returncode == 1
     assert re.search(
         r"FORCE_CUDA=1, but the CUDA kernels cannot be built: torch \S+ is built w", refused.stderr
@@ -207,7 +200,7 @@ def test_a_torch_without_cuda(toolkit, tree):
 
 
 @pytest.mark.parametrize("spilled", [0, 8])
-def test_compile_cuda_fails_where_registers_spill(spilled, tree, tmp_path):
+def test_compile_cuda_fails_where_registers_spill(python, spilled, tree, tmp_path):
     nvcc = tmp_path / "cuda/bin/nvcc"
     nvcc.parent.mkdir(parents=True)
     report = f"ptxas info: 0 bytes stack frame, {spilled} bytes spill stores\\nptxas info: Used 40 registers"
@@ -222,10 +215,10 @@ def test_compile_cuda_fails_where_registers_spill(spilled, tree, tmp_path):
     if spilled:
         assert "error: a CUDA kernel does not compile, or spills registers" in done.stderr
     else:
-        assert "csrc/add_scaled/cuda.cu: 1 kernels, 40 to 40 registers, no spills" in done.stdout
+        assert f"csrc/{KERNEL}/cuda.cu: 1 kernels, 40 to 40 registers, no spills" in done.stdout
 
 
-def test_compile_cuda_without_a_compiler_is_an_error(tree, tmp_path):
+def test_compile_cuda_without_a_compiler_is_an_error(python, tree, tmp_path):
     done = python(SETUP, "compile_cuda", cwd=tree, CUDA_HOME=str(tmp_path))
     assert done.returncode == 1
     assert "there is no nvcc; `CUDA_HOME` names the toolkit" in done.stderr

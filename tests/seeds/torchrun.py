@@ -6,22 +6,24 @@ import contextlib
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 from tests.warm_python import Job, warm_python
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = Path(__file__).parent / "programs"
-TIMEOUT = 110
+TIMEOUT = 250
 """Seconds for jobs that take 1 to 5 on two idle cores; less than pytest's own time-out, which shows no output."""
 
 
-def start(*arguments: object, warm: bool = True, **env: str) -> Job:
+def start(*arguments: object, warm: bool = True, cwd: Path = ROOT, **env: str) -> Job:
     """A job of `torchrun` on its way.
 
     Args:
         arguments: torchrun's.
         warm: whether torchrun and its workers are forks of a process that has imported torch; if not, each is a new
             Python, as `torchrun` on the command line makes them.
+        cwd: the working directory.
         env: added to the environment.
     """
     forked = ("--run-path", "--start-method=fork") if warm else ()
@@ -30,7 +32,7 @@ def start(*arguments: object, warm: bool = True, **env: str) -> Job:
     )  # as a new Python finds those beside it
     return warm_python().start(
         *("-m", "torch.distributed.run", *forked, *arguments),
-        cwd=ROOT,
+        cwd=cwd,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **env},
         merged=True,
         warm=warm,
@@ -53,6 +55,6 @@ def finish(*jobs: Job, timeout: float = TIMEOUT) -> list[str]:
     return outputs
 
 
-def run(*arguments: object, timeout: float = TIMEOUT, warm: bool = True, **env: str) -> str:
-    """The output of one job."""
-    return finish(start(*arguments, warm=warm, **env), timeout=timeout)[0]
+def run(*arguments: object, timeout: float = TIMEOUT, **options: Any) -> str:
+    """The output of one job, with the options of `start`."""
+    return finish(start(*arguments, **options), timeout=timeout)[0]
