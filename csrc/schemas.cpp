@@ -5,10 +5,6 @@ STABLE_TORCH_LIBRARY(todist, library) {
   library.def("add_scaled_(Tensor(a!)[] params, Tensor[] updates, float alpha) -> ()");
 
   library.def(
-      "adam_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
-      "Tensor corrections, float lr, float b1, float b2, float eps, float eps_root, float weight_decay, "
-      "bool decoupled, bool maximize) -> ()");
-  library.def(
       "adam(Tensor[] grads, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, Tensor[] params, Tensor corrections, "
       "float factor, float kept, float b1, float b2, float eps, float eps_root, float weight_decay, "
       "bool maximize) -> Tensor[]");
@@ -18,9 +14,6 @@ STABLE_TORCH_LIBRARY(todist, library) {
       "float factor, float kept, float b1, float b2, float eps, float eps_root, float weight_decay, "
       "bool maximize) -> Tensor[]");
 
-  library.def(
-      "sgd_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] momentum_buffers, Tensor taken, "
-      "float lr, float momentum, bool nesterov, float weight_decay, bool maximize) -> ()");
   library.def(
       "sgd(Tensor[] grads, Tensor[] momentum_buffers, Tensor[] params, Tensor taken, "
       "float lr, float momentum, bool nesterov, float weight_decay, bool maximize) -> Tensor[]");

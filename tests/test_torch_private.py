@@ -17,6 +17,7 @@ from torch.distributed import rpc
 import torchopt_dist as todist
 from torchopt_dist import _torch_private as private
 from torchopt_dist.distributed._serialization import pack
+from torchopt_dist.ops.adam import adam_
 
 PACKAGE = Path(__file__).resolve().parents[1] / "torchopt_dist"
 
@@ -164,6 +165,110 @@ def test_options_are_torchs_own_where_the_transports_cannot_be_chosen(
     assert private.tensorpipe_options_with_sockets() == 16
 
 
+def adam_step(fused: bool | None = None) -> torch.Tensor:
+    p = torch.ones(3)
+    adam_(
+        [p],
+        [torch.ones(3)],
+        [torch.zeros(3)],
+        [torch.zeros(3)],
+        [0.0],
+        lr=0.1,
+        b1=0.9,
+        b2=0.9,
+        eps=0.1,
+        fused=fused,
+    )
+    return p
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD])
+def test_a_step_in_place_goes_on_without_torchs_fused_one(
+    monkeypatch: pytest.MonkeyPatch, kind: type[torch.optim.Optimizer]
+) -> None:
+    name = kind.__name__
+    step = private.fused_step(name.lower())
+    assert step is getattr(torch, f"_fused_{name.lower()}_")
+    monkeypatch.delattr(torch, f"_fused_{name.lower()}_")
+    assert private.fused_step(name.lower()) is None
+    ends = []
+    for optimizer_class in (kind, getattr(todist, name)):
+        p = nn.Parameter(torch.ones(3))
+        optimizer = optimizer_class([p], lr=0.1)
+        for factor in (1.0, 2.0):
+            p.grad = torch.full((3,), factor)
+            optimizer.step()
+        ends.append(p.detach())
+    torch.testing.assert_close(*ends)
+
+
+def test_no_op_has_a_kernel_where_the_dispatcher_does_not_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert private.has_kernel("aten::add.Tensor", "cpu")
+    assert not private.has_kernel("todist::no_such_op", "cpu")
+    monkeypatch.delattr(torch._C, "_dispatch_has_kernel_for_dispatch_key")
+    assert not private.has_kernel("aten::add.Tensor", "cpu")
+
+
+class Doubled(torch.autograd.Function):
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        return private.apply_function(cls, *args)
+
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * 2
+
+
+@pytest.mark.parametrize("hide", [False, True])
+def test_functions_are_applied_by_torchs_own_way_without_the_short_one(
+    monkeypatch: pytest.MonkeyPatch, hide: bool
+) -> None:
+    if hide:
+        monkeypatch.setattr(torch, "_functorch", SimpleNamespace())
+    x = torch.ones(2, requires_grad=True)
+    assert torch.autograd.grad(Doubled.apply(x).sum(), x)[0].tolist() == [2, 2]
+    if not hide:  # torch's own way needs the name where a transformation is active
+        assert torch.func.grad(lambda x: Doubled.apply(x).sum())(x.detach()).tolist() == [2, 2]
+
+
+def test_no_kernel_runs_in_transformations_where_torch_does_not_say_which(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    want = adam_step(fused=False)
+    answers: list[bool] = []
+
+    def asked(x: torch.Tensor) -> torch.Tensor:
+        answers.extend((private.transforms_are_active(), private.transforms_are_only("Grad", "Vmap")))
+        answers.append(private.transforms_are_only("Vmap"))
+        return x.sum()
+
+    torch.func.grad(asked)(torch.ones(2))
+    asked(torch.ones(2))
+    assert answers == [True, True, False, False, True, True]
+    monkeypatch.setattr(torch._C, "_functorch", SimpleNamespace())
+    assert not private.transforms_are_only("Grad", "Vmap")
+    assert not private.is_batched_gradient(torch.ones(2))
+    torch.testing.assert_close(adam_step(), want)
+
+
+def test_many_gradients_at_a_time_are_told_apart() -> None:
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda grad: seen.append(private.is_batched_gradient(grad)))
+    torch.autograd.grad(y, x, torch.eye(2), is_grads_batched=True, retain_graph=True)
+    torch.autograd.grad(y, x, torch.ones(2))
+    assert seen == [True, False]
+
+
 # No other file uses private names.
 
 PRIVATE_ATTRIBUTES = {
@@ -175,7 +280,7 @@ PRIVATE_ATTRIBUTES = {
     "_backward_hooks",
 }
 MODULES = ("torch", "threading", "atexit", "asyncio", "multiprocessing", "socket", "subprocess", "concurrent")
-STILL_OWN = {"launch", "ops", "optim", "transform", "schedule"}
+STILL_OWN = {"launch"}
 """Rooms whose private names are still to be moved to the one file."""
 
 

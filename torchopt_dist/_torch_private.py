@@ -6,6 +6,7 @@ name is missing; ``tests/test_torch_private.py`` hides each name and tests that.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
@@ -17,9 +18,13 @@ from torch.distributed import rpc
 from torchopt_dist.typing import TensorContainer
 
 __all__ = [
+    "apply_function",
     "buffers_of",
     "engine_keeps_graph",
     "forward_mode_is_active",
+    "fused_step",
+    "has_kernel",
+    "is_batched_gradient",
     "is_functorch_tensor",
     "outside_of_transforms",
     "parameters_of",
@@ -30,6 +35,7 @@ __all__ = [
     "tensorpipe_options_with_sockets",
     "transform_level",
     "transforms_are_active",
+    "transforms_are_only",
 ]
 
 
@@ -80,6 +86,51 @@ def forward_mode_is_active() -> bool:
     return getattr(forward_ad, "_current_level", 0) >= 0
 
 
+def is_batched_gradient(tensor: Tensor) -> bool:
+    """Whether a tensor stands for many gradients at a time, as ``is_grads_batched=True`` makes them.
+
+    Without the name the answer is always no: such a gradient of an optimizer's step fails with an error of torch's.
+    """
+    is_batched = getattr(getattr(torch._C, "_functorch", None), "is_legacy_batchedtensor", None)
+    return False if is_batched is None else bool(is_batched(tensor))
+
+
+def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """``function.apply(*args)`` of a class with ``setup_context`` that has an ``apply`` of its own.
+
+    Outside ``torch.func`` torch's ``apply`` takes 50 µs to bind the arguments to ``forward``'s signature, which
+    positional arguments do not need. Without the names that time is spent.
+    """
+    unwrap = getattr(getattr(torch, "_functorch", None), "utils", None)
+    unwrap = getattr(unwrap, "unwrap_dead_wrappers", None)
+    if unwrap is None or transforms_are_active():
+        return super(function, function).apply(*args)  # type: ignore[misc]
+    return super(torch.autograd.Function, function).apply(*unwrap(args))  # type: ignore[misc]
+
+
+# Ops.
+
+
+def has_kernel(op: str, device_type: str) -> bool:
+    """Whether an op, such as ``"todist::adam"``, has a kernel for a device type.
+
+    Without the name the answer is always no: formulas run where kernels could.
+    """
+    has_kernel_for_key = _find("_C._dispatch_has_kernel_for_dispatch_key")
+    try:
+        return has_kernel_for_key is not None and bool(has_kernel_for_key(op, device_type.upper()))
+    except RuntimeError:  # torch knows no such op
+        return False
+
+
+def fused_step(name: str) -> Callable[..., None] | None:
+    """The op that ``torch.optim`` calls for ``fused=True``, by its optimizer: ``"adam"``, ``"adamw"``, ``"sgd"``.
+
+    Without the name it is ``None``: formulas run, or this package's own kernels.
+    """
+    return cast("Callable[..., None] | None", getattr(torch, f"_fused_{name}_", None))
+
+
 # Transformations of ``torch.func``.
 
 
@@ -90,6 +141,19 @@ def is_functorch_tensor(tensor: Tensor) -> bool:
     """
     is_wrapped = _find("_C._functorch.is_functorch_wrapped_tensor")
     return False if is_wrapped is None else bool(is_wrapped(tensor))
+
+
+def transforms_are_only(*kinds: str) -> bool:
+    """Whether each active transformation of ``torch.func`` is of these kinds: ``"Grad"``, ``"Vmap"``, ``"Jvp"``.
+
+    Without the names the answer is always no: formulas run where kernels could.
+    """
+    functorch = getattr(torch._C, "_functorch", None)
+    stack, types = (getattr(functorch, name, None) for name in ("get_interpreter_stack", "TransformType"))
+    if stack is None or types is None:
+        return False
+    allowed = [getattr(types, kind, None) for kind in kinds]
+    return all(interpreter.key() in allowed for interpreter in stack() or ())
 
 
 def outside_of_transforms() -> AbstractContextManager[object]:
@@ -104,7 +168,8 @@ def outside_of_transforms() -> AbstractContextManager[object]:
 def transforms_are_active() -> bool:
     """Whether a transformation of ``torch.func`` is active, such as ``vmap`` or ``grad``.
 
-    Without the name the answer is always no: linear solvers and implicit gradients then work outside of them only.
+    Without the name the answer is always no: linear solvers, implicit gradients and optimizers' steps then work outside
+    of them only.
     """
     are_active = _find("_C._are_functorch_transforms_active")
     return False if are_active is None else bool(are_active())

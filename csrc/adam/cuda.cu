@@ -5,7 +5,6 @@
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY_IMPL(todist, CUDA, library) {
-  library.impl("adam_", TORCH_BOX(&todist::adam_));
   library.impl("adam", TORCH_BOX(&todist::adam));
   library.impl("adam_backward", TORCH_BOX(&todist::adam_backward));
 }

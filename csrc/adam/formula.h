@@ -1,5 +1,5 @@
-// Gradient, Adam's two averages -> their next values and a step, and the derivatives of both, for one element.
-// Kingma and Ba 2015, algorithm 1; `eps_root` as in optax; the decoupled decay is Loshchilov and Hutter 2019, algorithm 2.
+// Gradient, Adam's two averages -> their next values and a direction, and the derivatives of both, for one element.
+// Kingma and Ba 2015, algorithm 1; `eps_root` as in optax.
 #pragma once
 
 #include "../numeric.h"
@@ -18,12 +18,10 @@ struct AdamNumbers {
   double eps_root;
   double correction1;
   double correction2;
-  double lr = 0;
-  double weight_decay = 0;
-  bool decoupled = false;
+  double factor = 1;        // what the direction is multiplied by before it is added to the parameter
+  double kept = 1;          // what the parameter is multiplied by, for a decoupled weight decay
+  double weight_decay = 0;  // how much of the parameter is added to its gradient
   bool maximize = false;
-  double factor = 1;
-  double kept = 1;
 };
 
 // The averages' next values.
@@ -37,34 +35,6 @@ struct AdamAverages {
   C10_HOST_DEVICE inline void operator()(A grad, A& exp_avg, A& exp_avg_sq) const {
     exp_avg = exp_avg + rest1 * (grad - exp_avg);
     exp_avg_sq = b2 * exp_avg_sq + rest2 * grad * grad;
-  }
-};
-
-// The whole step. Both sides of the fraction are freed of their corrections by numbers that a tensor has once.
-template <class A>
-struct AdamStep {
-  AdamAverages<A> averages;
-  A step, over_root2, below, eps, weight_decay, kept;
-  Choice<A> coupled, decoupled, maximize;
-
-  explicit AdamStep(const AdamNumbers& n)
-      : averages(n),
-        step(static_cast<A>(n.lr / n.correction1)),
-        over_root2(static_cast<A>(1 / std::sqrt(n.correction2))),
-        below(static_cast<A>(n.eps_root * n.correction2)),
-        eps(static_cast<A>(n.eps)),
-        weight_decay(static_cast<A>(n.weight_decay)),
-        kept(static_cast<A>(1 - n.lr * n.weight_decay)),
-        coupled(n.weight_decay != 0 && !n.decoupled),
-        decoupled(n.weight_decay != 0 && n.decoupled),
-        maximize(n.maximize) {}
-
-  C10_HOST_DEVICE inline void operator()(A& param, A grad, A& exp_avg, A& exp_avg_sq) const {
-    grad = maximize != 0 ? -grad : grad;
-    grad = coupled != 0 ? grad + weight_decay * param : grad;
-    param = decoupled != 0 ? param * kept : param;
-    averages(grad, exp_avg, exp_avg_sq);
-    param = param - step * exp_avg / (std::sqrt(exp_avg_sq + below) * over_root2 + eps);
   }
 };
 

@@ -1,4 +1,4 @@
-// Lists of gradients, Adam's averages -> a step in place; moved parameters or directions, and new averages; or their derivatives.
+// Lists of gradients, Adam's averages -> moved parameters or directions, and new averages; or their derivatives.
 // `run` is that of the file which includes this one: cpu_kernel.h on the CPU, cuda_kernel.h on CUDA.
 #pragma once
 
@@ -7,17 +7,6 @@
 
 namespace todist {
 namespace {
-
-struct StepOp {
-  static constexpr const char* kName = "adam_";
-  static constexpr std::array<Argument, 4> kArguments{{{"params", Role::kUpdated},
-                                                       {"grads", Role::kRead},
-                                                       {"exp_avgs", Role::kUpdated},
-                                                       {"exp_avg_sqs", Role::kUpdated}}};
-  using Numbers = AdamNumbers;
-  template <class A>
-  using Formula = AdamStep<A>;
-};
 
 template <template <class> class F>
 struct DirectionOp {
@@ -84,30 +73,12 @@ StableIValue run_with(const Lists<Op>& lists, const AdamNumbers& common, const T
   });
 }
 
-AdamNumbers numbers_of(double b1, double b2, double eps, double eps_root) { return {b1, b2, eps, eps_root, 1, 1}; }
-
-void adam_(const List& params, const List& grads, const List& exp_avgs, const List& exp_avg_sqs,
-           const Tensor& corrections, double lr, double b1, double b2, double eps, double eps_root, double weight_decay,
-           bool decoupled, bool maximize) {
-  const Arguments arguments{&params, &grads, &exp_avgs, &exp_avg_sqs};
-  AdamNumbers numbers = numbers_of(b1, b2, eps, eps_root);
-  numbers.lr = lr;
-  numbers.weight_decay = weight_decay;
-  numbers.decoupled = decoupled;
-  numbers.maximize = maximize;
-  run_with<StepOp>({&params, &grads, &exp_avgs, &exp_avg_sqs}, numbers, corrections);
-}
-
 StableIValue adam(const List& grads, const List& exp_avgs, const List& exp_avg_sqs, const List& params,
                   const Tensor& corrections, double factor, double kept, double b1, double b2, double eps,
                   double eps_root, double weight_decay, bool maximize) {
   const Arguments arguments{&grads, &exp_avgs, &exp_avg_sqs, &params};
   const std::array<const List*, 4> lists{&grads, &exp_avgs, &exp_avg_sqs, &params};
-  AdamNumbers numbers = numbers_of(b1, b2, eps, eps_root);
-  numbers.factor = factor;
-  numbers.kept = kept;
-  numbers.weight_decay = weight_decay;
-  numbers.maximize = maximize;
+  const AdamNumbers numbers{b1, b2, eps, eps_root, 1, 1, factor, kept, weight_decay, maximize};
   TODIST_CHECK(weight_decay == 0 || params.size() == grads.size(), "adam",
                ": `params` must have the length of `grads` where `weight_decay` is not 0, ", grads.size(), "; got ",
                params.size());
@@ -124,11 +95,7 @@ StableIValue adam_backward(const List& moved_grads, const List& exp_avg_grads, c
                            double eps_root, double weight_decay, bool maximize) {
   const Arguments arguments{&moved_grads, &exp_avg_grads, &exp_avg_sq_grads, &grads,
                             &exp_avgs,    &exp_avg_sqs,   &params};
-  AdamNumbers numbers = numbers_of(b1, b2, eps, eps_root);
-  numbers.factor = factor;
-  numbers.kept = kept;
-  numbers.weight_decay = weight_decay;
-  numbers.maximize = maximize;
+  const AdamNumbers numbers{b1, b2, eps, eps_root, 1, 1, factor, kept, weight_decay, maximize};
   if (weight_decay != 0) {
     return run_with<DecayedBackwardOp>(
         {&moved_grads, &exp_avg_grads, &exp_avg_sq_grads, &grads, &exp_avgs, &exp_avg_sqs, &params}, numbers,

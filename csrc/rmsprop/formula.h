@@ -18,10 +18,9 @@ struct RmspropNumbers {
   double alpha;
   double eps;
   double momentum = 0;
-  double lr = 0;
-  double weight_decay = 0;
+  double factor = 1;        // what a parameter is moved by is multiplied by this
+  double weight_decay = 0;  // how much of the parameter is added to its gradient
   bool maximize = false;
-  double factor = 1;
 };
 
 // The averages' next values -> the root. Centered, it is that of a variance.
@@ -40,59 +39,6 @@ struct RmspropRoot {
     square_avg = alpha * square_avg + rest * grad * grad;
     grad_avg = grad_avg + rest * (grad - grad_avg);
     return std::sqrt(square_avg - grad_avg * grad_avg);
-  }
-};
-
-// What a parameter is moved along. The state is overwritten: `square_avg`, then `grad_avg` if centered, then `sum` with
-// momentum.
-template <class A, bool kCentered, Momentum kMomentum>
-struct RmspropMove {
-  RmspropRoot<A> root;
-  A eps, momentum;
-
-  explicit RmspropMove(const RmspropNumbers& n)
-      : root(n), eps(static_cast<A>(n.eps)), momentum(static_cast<A>(n.momentum)) {}
-
-  C10_HOST_DEVICE inline A operator()(A grad, A& square_avg) const { return grad / (root(grad, square_avg) + eps); }
-
-  C10_HOST_DEVICE inline A operator()(A grad, A& square_avg, A& other) const {
-    if constexpr (kCentered) {
-      return grad / (root(grad, square_avg, other) + eps);
-    } else {
-      return add_up(grad / (root(grad, square_avg) + eps), other);
-    }
-  }
-
-  C10_HOST_DEVICE inline A operator()(A grad, A& square_avg, A& grad_avg, A& sum) const {
-    return add_up(grad / (root(grad, square_avg, grad_avg) + eps), sum);
-  }
-
- private:
-  C10_HOST_DEVICE inline A add_up(A direction, A& sum) const {
-    sum = momentum * sum + direction;
-    return kMomentum == Momentum::kNesterov ? direction + momentum * sum : sum;
-  }
-};
-
-// The whole step.
-template <class A, bool kCentered, Momentum kMomentum>
-struct RmspropStep {
-  RmspropMove<A, kCentered, kMomentum> move;
-  A lr, weight_decay;
-  Choice<A> decays, maximize;
-
-  explicit RmspropStep(const RmspropNumbers& n)
-      : move(n),
-        lr(static_cast<A>(n.lr)),
-        weight_decay(static_cast<A>(n.weight_decay)),
-        decays(n.weight_decay != 0),
-        maximize(n.maximize) {}
-
-  template <class... State>
-  C10_HOST_DEVICE inline void operator()(A& param, A grad, State&... state) const {
-    grad = maximize != 0 ? -grad : grad;
-    grad = decays != 0 ? grad + weight_decay * param : grad;
-    param = param - lr * move(grad, state...);
   }
 };
 
@@ -141,6 +87,24 @@ struct RmspropMoved {
       return param + factor * direction + factor * momentum * sum;
     }
     return param + factor * sum;
+  }
+};
+
+// The whole step in place: of the gradient to descend along.
+template <class A, bool kCentered, Momentum kMomentum>
+struct RmspropStep {
+  RmspropMoved<A, kCentered, kMomentum> next;
+  A weight_decay;
+  Choice<A> decays, maximize;
+
+  explicit RmspropStep(const RmspropNumbers& n)
+      : next(n), weight_decay(static_cast<A>(n.weight_decay)), decays(n.weight_decay != 0), maximize(n.maximize) {}
+
+  template <class... State>
+  C10_HOST_DEVICE inline void operator()(A& param, A grad, State&... state) const {
+    grad = maximize != 0 ? -grad : grad;
+    grad = decays != 0 ? grad + weight_decay * param : grad;
+    next(param, state..., grad, state..., param);
   }
 };
 

@@ -129,7 +129,7 @@ void rmsprop_(const List& params, const List& grads, const List& square_avgs, co
               const List& momentum_buffers, double lr, double alpha, double eps, double momentum, bool nesterov,
               double weight_decay, bool maximize) {
   const Arguments arguments{&params, &grads, &square_avgs, &grad_avgs, &momentum_buffers};
-  const RmspropNumbers numbers{alpha, eps, momentum, lr, weight_decay, maximize};
+  const RmspropNumbers numbers{alpha, eps, momentum, -lr, weight_decay, maximize};
   const bool centered = !grad_avgs.empty();
   const bool summed = momentum != 0;
   check_no_sums("rmsprop_", "momentum_buffers", momentum_buffers, momentum);
@@ -146,8 +146,7 @@ void rmsprop_(const List& params, const List& grads, const List& square_avgs, co
 StableIValue rmsprop(const List& grads, const List& square_avgs, const List& grad_avgs, const List& momentum_buffers,
                      const List& params, double factor, double alpha, double eps, double momentum, bool nesterov) {
   const Arguments arguments{&grads, &square_avgs, &grad_avgs, &momentum_buffers, &params};
-  RmspropNumbers numbers{alpha, eps, momentum};
-  numbers.factor = factor;
+  const RmspropNumbers numbers{alpha, eps, momentum, factor};
   const bool centered = !grad_avgs.empty();
   const bool summed = momentum != 0;
   check_no_sums("rmsprop", "momentum_buffers", momentum_buffers, momentum);
@@ -167,8 +166,7 @@ StableIValue rmsprop_backward(const List& moved_grads, const List& square_avg_gr
                               bool nesterov) {
   const Arguments arguments{&moved_grads, &square_avg_grads, &grad_avg_grads, &momentum_buffer_grads,
                             &grads,       &square_avgs,      &grad_avgs};
-  RmspropNumbers numbers{alpha, eps, momentum};
-  numbers.factor = factor;
+  const RmspropNumbers numbers{alpha, eps, momentum, factor};
   const bool centered = !grad_avgs.empty();
   const bool summed = momentum != 0;
   check_no_sums("rmsprop_backward", "momentum_buffer_grads", momentum_buffer_grads, momentum);

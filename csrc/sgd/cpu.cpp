@@ -5,7 +5,6 @@
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY_IMPL(todist, CPU, library) {
-  library.impl("sgd_", TORCH_BOX(&todist::sgd_));
   library.impl("sgd", TORCH_BOX(&todist::sgd));
   library.impl("sgd_backward", TORCH_BOX(&todist::sgd_backward));
 }

@@ -18,12 +18,13 @@ struct SgdNumbers {
   double taken = 1;
 };
 
+// What is moved and the next sum are new; without a parameter, what is moved is only the step.
 template <class A>
-struct SgdStep {
+struct SgdMove {
   A lr, momentum, weight_decay, taken;
   Choice<A> decays, nesterov, maximize;
 
-  explicit SgdStep(const SgdNumbers& n)
+  explicit SgdMove(const SgdNumbers& n)
       : lr(static_cast<A>(n.lr)),
         momentum(static_cast<A>(n.momentum)),
         weight_decay(static_cast<A>(n.weight_decay)),
@@ -32,36 +33,19 @@ struct SgdStep {
         nesterov(n.nesterov),
         maximize(n.maximize) {}
 
-  C10_HOST_DEVICE inline A uphill(A param, A grad) const {
+  C10_HOST_DEVICE inline A descent(A grad, A param) const {
     grad = maximize != 0 ? -grad : grad;
     return decays != 0 ? grad + weight_decay * param : grad;
   }
 
-  C10_HOST_DEVICE inline void operator()(A& param, A grad) const { param = param - lr * uphill(param, grad); }
-
-  C10_HOST_DEVICE inline void operator()(A& param, A grad, A& sum) const {
-    grad = uphill(param, grad);
-    sum = momentum * sum + taken * grad;
-    param = param - lr * (nesterov != 0 ? grad + momentum * sum : sum);
-  }
-};
-
-// The same, but what is moved and the next sum are new; without a parameter, only the step.
-template <class A>
-struct SgdMove {
-  SgdStep<A> step;
-
-  explicit SgdMove(const SgdNumbers& n) : step(n) {}
-
   C10_HOST_DEVICE inline void operator()(A& moved, A grad, A param) const {
-    moved = param;
-    step(moved, grad);
+    moved = param - lr * descent(grad, param);
   }
 
   C10_HOST_DEVICE inline void operator()(A& moved, A& new_sum, A grad, A sum, A param) const {
-    moved = param;
-    new_sum = sum;
-    step(moved, grad, new_sum);
+    grad = descent(grad, param);
+    new_sum = momentum * sum + taken * grad;
+    moved = param - lr * (nesterov != 0 ? grad + momentum * new_sum : new_sum);
   }
 };
 
@@ -81,8 +65,8 @@ struct SgdBackward {
         maximize(n.maximize) {}
 
   C10_HOST_DEVICE inline void operator()(A& to_grad, A of_moved) const {
-    const A of_uphill = -lr * of_moved;
-    to_grad = maximize != 0 ? -of_uphill : of_uphill;
+    const A of_descent = -lr * of_moved;
+    to_grad = maximize != 0 ? -of_descent : of_descent;
   }
 
   C10_HOST_DEVICE inline void operator()(A& to_grad, A& to_param, A of_moved) const {
@@ -93,9 +77,9 @@ struct SgdBackward {
   C10_HOST_DEVICE inline void operator()(A& to_grad, A& to_sum, A of_moved, A of_sum) const {
     const A of_step = -lr * of_moved;
     of_sum = of_sum + (nesterov != 0 ? momentum * of_step : of_step);
-    const A of_uphill = nesterov != 0 ? taken * of_sum + of_step : taken * of_sum;
+    const A of_descent = nesterov != 0 ? taken * of_sum + of_step : taken * of_sum;
     to_sum = momentum * of_sum;
-    to_grad = maximize != 0 ? -of_uphill : of_uphill;
+    to_grad = maximize != 0 ? -of_descent : of_descent;
   }
 
   C10_HOST_DEVICE inline void operator()(A& to_grad, A& to_sum, A& to_param, A of_moved, A of_sum) const {

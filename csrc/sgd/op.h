@@ -1,4 +1,4 @@
-// Lists of gradients, running sums, parameters -> a step in place; moved parameters and new sums; or their derivatives.
+// Lists of gradients, running sums, parameters -> moved parameters and new sums; or their derivatives.
 // `run` is that of the file which includes this one: cpu_kernel.h on the CPU, cuda_kernel.h on CUDA.
 #pragma once
 
@@ -13,19 +13,6 @@ struct SgdOp {
   using Numbers = SgdNumbers;
   template <class A>
   using Formula = F<A>;
-};
-
-constexpr Argument kParams{"params", Role::kUpdated};
-constexpr Argument kGrads{"grads", Role::kRead};
-
-struct PlainOp : SgdOp<SgdStep> {
-  static constexpr const char* kName = "sgd_";
-  static constexpr std::array<Argument, 2> kArguments{kParams, kGrads};
-};
-
-struct MomentumOp : SgdOp<SgdStep> {
-  static constexpr const char* kName = "sgd_";
-  static constexpr std::array<Argument, 3> kArguments{kParams, kGrads, Argument{"momentum_buffers", Role::kUpdated}};
 };
 
 struct PlainMoveOp : SgdOp<SgdMove> {
@@ -88,18 +75,6 @@ StableIValue run_with(const Lists<Op>& lists, const SgdNumbers& common, const Te
 
 void check_no_sums(const char* op, const char* list, const List& sums) {
   check_empty(op, list, sums.size(), "`momentum` is 0");
-}
-
-void sgd_(const List& params, const List& grads, const List& momentum_buffers, const Tensor& taken, double lr,
-          double momentum, bool nesterov, double weight_decay, bool maximize) {
-  const Arguments arguments{&params, &grads, &momentum_buffers};
-  const SgdNumbers numbers{lr, momentum, weight_decay, nesterov, maximize};
-  if (momentum == 0) {
-    check_no_sums(PlainOp::kName, "momentum_buffers", momentum_buffers);
-    run_with<PlainOp>({&params, &grads}, numbers, taken);
-  } else {
-    run_with<MomentumOp>({&params, &grads, &momentum_buffers}, numbers, taken);
-  }
 }
 
 StableIValue sgd(const List& grads, const List& momentum_buffers, const List& params, const Tensor& taken, double lr,

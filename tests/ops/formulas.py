@@ -20,27 +20,14 @@ def adam(g, m, v, p, c, factor, kept, b1, b2, eps, eps_root, weight_decay=0.0, m
     return u if p is None else kept * p + u, m, v
 
 
-def adam_(p, g, m, v, c, lr, b1, b2, eps, eps_root, weight_decay, decoupled, maximize):
-    g = -g if maximize else g
-    if decoupled:
-        p = p * (1 - lr * weight_decay)
-    elif weight_decay:
-        g = g + weight_decay * p
-    m, v = m + (1 - b1) * (g - m), b2 * v + (1 - b2) * g * g
-    return p - lr / c[0] * m / ((v + eps_root * c[1]).sqrt() / c[1].sqrt() + eps), m, v
-
-
-def sgd_(p, g, b, taken, lr, momentum, nesterov, weight_decay, maximize):
+def sgd(g, b, p, taken, lr, momentum, nesterov, weight_decay, maximize):
+    p = torch.zeros_like(g) if p is None else p
     g = -g if maximize else g
     g = g + weight_decay * p if weight_decay else g
     if b is None:
         return p - lr * g, None
     b = momentum * b + taken * g
     return p - lr * (g + momentum * b if nesterov else b), b
-
-
-def sgd(g, b, p, taken, *numbers):
-    return sgd_(torch.zeros_like(g) if p is None else p, g, b, taken, *numbers)
 
 
 def sgd_gradients(du, db, taken, lr, momentum, nesterov, weight_decay, maximize):

@@ -190,16 +190,22 @@ def test_bit_for_bit_the_plain_kernels_of_that_gradient(maximize, weight_decay, 
 
 @kepts
 @options
-def test_the_same_step_as_in_place(maximize, kept):
-    """Coupled decay and going up are those of ``adam_``; decoupled decay is in ``kept`` and goes with both."""
-    for weight_decay, decoupled in ((0.2, False), ((1 - kept) / -FACTOR, True)):
+def test_the_same_step_as_torch_makes_in_place(maximize, kept):
+    """Coupled decay and maximizing are those of ``torch.optim.Adam``; decoupled decay is in ``kept``, as AdamW's."""
+    for weight_decay, kind in ((0.2, torch.optim.Adam), ((1 - kept) / -FACTOR, torch.optim.AdamW)):
         lists = arguments()
-        coupled = 0.0 if decoupled else weight_decay
-        got = forward(lists, *numbers(kept if decoupled else 1.0, coupled, maximize))
-        grads, exp_avgs, exp_avg_sqs, params = lists.values()
-        settings = (-FACTOR, B1, B2, EPS, EPS_ROOT, weight_decay, decoupled, maximize)
-        kernels.adam_(params, grads, exp_avgs, exp_avg_sqs, corrections(), *settings)
-        torch.testing.assert_close(got, [params, exp_avgs, exp_avg_sqs], rtol=1e-12, atol=1e-12)
+        coupled, factor = (weight_decay, 1.0) if kind is torch.optim.Adam else (0.0, kept)
+        settings = (FACTOR, factor, B1, B2, EPS, 0.0, coupled, maximize)
+        got = forward(lists, *settings)
+        params = [x.requires_grad_() for x in lists["params"]]
+        optimizer = kind(params, -FACTOR, (B1, B2), EPS, weight_decay, maximize=maximize)
+        columns = zip(params, STEPS, lists["grads"], lists["exp_avgs"], lists["exp_avg_sqs"], strict=True)
+        for p, step, p.grad, exp_avg, exp_avg_sq in columns:
+            state = {"step": torch.tensor(step - 1.0), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+            optimizer.state[p].update(state)
+        optimizer.step()
+        want = [[p.detach() for p in params], lists["exp_avgs"], lists["exp_avg_sqs"]]
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
 def laid_out(x: Tensor, way: str) -> Tensor:

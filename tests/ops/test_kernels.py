@@ -102,9 +102,9 @@ def test_new_tensors_keep_the_strides_that_leave_no_gaps():
     assert [tensor.stride() for tensor in out] == [(1, 4), (3, 1), (1, 4), (3, 1), (3, 1), (3, 1)]
 
 
-@pytest.mark.parametrize("op", ["adam_", "sgd_", "rmsprop_"])
-def test_a_gradient_may_be_the_tensor_that_is_written(op):
-    call = case(op, random.Random(5), [[40]], [torch.float64])
+@pytest.mark.parametrize("seed", range(5, 11))
+def test_a_gradient_may_be_the_tensor_that_is_written(seed):
+    call = case("rmsprop_", random.Random(seed), [[40]], [torch.float64])
     own = replace(call, lists={**call.lists, "grads": call.lists["params"]})
     apart = own.mapped(torch.clone)
     for tensors, values in zip(own.run(), apart.run(), strict=True):
@@ -118,12 +118,9 @@ def test_tied_parameters_are_stepped_in_their_order():
 
 def test_an_infinite_parameter_does_not_reach_the_averages():
     """A decay of 0 is no decay, not 0 times infinity."""
-    param, exp_avg, square = torch.full((20,), math.inf), torch.zeros(20), torch.zeros(20)
-    c = torch.ones(1, 2, dtype=torch.float64)
-    kernels.adam_(
-        [param], [torch.ones(20)], [exp_avg], [square], c, 0.1, 0.9, 0.9, 1e-8, 0.0, 0.0, False, False
-    )
-    assert exp_avg.isfinite().all()
+    param, square = torch.full((20,), math.inf), torch.zeros(20)
+    kernels.rmsprop_([param], [torch.ones(20)], [square], [], [], 0.1, 0.9, 1e-8, 0.0, False, 0.0, False)
+    assert square.isfinite().all()
     assert param.isposinf().all()
 
 

@@ -98,13 +98,14 @@ WITHOUT = """
 import torch
 import torchopt_dist
 from torchopt_dist import ops
-params, updates = [torch.ones(3), torch.zeros(2, 2)], [torch.ones(3), torch.ones(2, 2)]
-ops.add_scaled_(params, updates, 0.5)
-assert params[0].tolist() == [1.5] * 3 and params[1].tolist() == [[0.5] * 2] * 2
-assert not ops.is_available("add_scaled_")
-print(ops.why_not("add_scaled_"))
+from torchopt_dist.ops.sgd import sgd
+grads, params = [torch.ones(3), torch.ones(2, 2)], [torch.ones(3), torch.zeros(2, 2)]
+moved, = sgd(grads, params=params, lr=-0.5)
+assert moved[0].tolist() == [1.5] * 3 and moved[1].tolist() == [[0.5] * 2] * 2
+assert not ops.is_available("sgd")
+print(ops.why_not("sgd"))
 try:
-    ops.add_scaled_(params, updates, fused=True)
+    sgd(grads, params=params, lr=-0.5, fused=True)
 except RuntimeError as error:
     print(error)
 """

@@ -113,7 +113,7 @@ def test_other_dtypes_are_for_the_formula(name):
     for other in found[:-1]:
         for got, want in zip(other, found[-1], strict=True):
             torch.testing.assert_close(got, want, check_dtype=False, rtol=1e-3, atol=1e-3)
-    if ops.is_available("sgd_"):
+    if ops.is_available("sgd"):
         message = "`fused=True` cannot be kept: the kernel takes tensors of one dtype, and some that belong"
         refused(sgd_, given(**DTYPES[name]), message, **MOMENTUM, **IN_PLACE, fused=True)
         refused(sgd, given(**DTYPES[name]), message, **MOMENTUM, fused=True)

@@ -207,13 +207,16 @@ def test_what_has_no_rule_is_for_the_formula(given):
     with pytest.raises(RuntimeError, match=r"forward-mode differentiation is active"):
         jvp(total(adams, True), given, given)
 
-    def in_place(p):
-        numbers = {"lr": 0.1, "b1": 0.9, "b2": 0.99, "eps": 0.1}
-        zero = torch.zeros(())
-        adam_([p], [p], [p], [p], [zero], **numbers, fused=True)
 
-    with pytest.raises(RuntimeError, match=r"a transformation of `torch.func` is active"):
-        vmap(in_place)(torch.ones(2, 3))
+def test_a_step_in_place_under_vmap_is_that_of_each_row():
+    def in_place(p, g):
+        m, v = torch.zeros_like(p), torch.zeros_like(p)
+        adam_([p], [g], [m], [v], [torch.zeros(())], lr=0.1, b1=0.9, b2=0.99, eps=0.1)
+        return p, m, v
+
+    p, g = torch.rand(2, 3), torch.rand(2, 3)
+    want = [torch.stack(column) for column in zip(*map(in_place, p.clone(), g), strict=True)]
+    torch.testing.assert_close(list(vmap(in_place)(p.clone(), g)), want)
 
 
 @needs_kernels

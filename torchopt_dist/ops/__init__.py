@@ -2,9 +2,8 @@
 
 from torchopt_dist.ops import _fake_kernels
 from torchopt_dist.ops.adam_op import AdamOp
-from torchopt_dist.ops.add_scaled import add_scaled_
 from torchopt_dist.ops.library import accelerated_op_available, is_available, why_not
 
-__all__ = ["AdamOp", "accelerated_op_available", "add_scaled_", "is_available", "why_not"]
+__all__ = ["AdamOp", "accelerated_op_available", "is_available", "why_not"]
 
 _fake_kernels.register()

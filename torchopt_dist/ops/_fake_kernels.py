@@ -71,14 +71,12 @@ def _check_devices(xs: list[Tensor]) -> None:
 
 FAKES: dict[str, Callable[..., Any]] = {
     "adam": _moved,
-    "adam_": _nothing,
     "adam_backward": _adam_backward,
     "add_scaled_": _nothing,
     "rmsprop": _rmsprop,
     "rmsprop_": _nothing,
     "rmsprop_backward": _rmsprop_backward,
     "sgd": _sgd,
-    "sgd_": _nothing,
     "sgd_backward": _sgd_backward,
 }
 

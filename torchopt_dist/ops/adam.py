@@ -12,16 +12,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchopt_dist.ops import bias_correction, dispatch, foreach, node
-from torchopt_dist.ops.columns import Columns, check_lengths, check_tensors, join, portions, split, widened
+from torchopt_dist.ops.columns import (
+    Columns,
+    check_lengths,
+    check_tensors,
+    flatten,
+    overwrite,
+    portions,
+    split,
+)
 from torchopt_dist.ops.foreach import Factor, Factors
-from torchopt_dist.typing import OptionalTensor
 
 __all__ = ["adam", "adam_"]
 
@@ -46,12 +52,12 @@ def adam(
 ) -> tuple[list[Tensor], ...]:
     """The directions and the next state; differentiable to any order, in ``eps`` and the decays too.
 
-    With ``params``, these moved by ``-lr`` times the direction in its stead.
+    With ``params``, the first result is not the directions but the parameters moved by ``-lr`` times the directions.
 
     Args:
         grads: real tensors of any shapes; so are ``exp_avgs`` (``m``) and ``exp_avg_sqs`` (``v``).
         exp_avgs: averages of the gradients.
-        exp_avg_sqs: averages of their squares.
+        exp_avg_sqs: averages of the squared gradients.
         steps: steps made so far: 0-d tensors on the CPU, or numbers.
         params: parameters, of the same shapes; not overwritten.
         b1: decay of ``exp_avgs``; a number, or a tensor of one element, as all of these four.
@@ -59,13 +65,13 @@ def adam(
         eps: added to the root.
         eps_root: added below the root.
         lr: learning rate, for ``params``.
-        weight_decay: how much of a parameter is added to its gradient; or, if ``decoupled``, ``lr`` times which is
-            taken off the parameter. It needs ``params``.
+        weight_decay: how much of a parameter is added to its gradient; or, if ``decoupled``, ``lr`` times how much of
+            the parameter is subtracted from it. It needs ``params``.
         decoupled: AdamW's weight decay.
-        maximize: go up, not down.
-        fused: None uses a kernel where there is one, False uses the formulas here, True demands the kernel, which has
+        maximize: maximize the objective.
+        fused: None uses a kernel where there is one, False uses the formula here, True demands the kernel, which has
             no derivatives for hyper-parameters that are tensors.
-        inplace: leave to overwrite ``exp_avgs``, ``exp_avg_sqs`` and ``steps``.
+        inplace: if True, may overwrite ``exp_avgs``, ``exp_avg_sqs`` and ``steps``.
 
     Returns:
         Directions or moved parameters, ``exp_avgs``, ``exp_avg_sqs``, ``steps``.
@@ -79,29 +85,28 @@ def adam(
         raise ValueError(f"`params` must be given where `weight_decay` is not 0, got {weight_decay}")
     named = {"grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs, "params": params}
     check_lengths({**named, "steps": steps})
-    columns = [column for column in named.values() if column is not None]
-    kernel = dispatch.use_kernel("adam", grads, join(columns[1:]), fused)
+    columns = list(named.values())
+    kernel = dispatch.use_kernel("adam", grads, flatten(columns[1:])[1], fused)
     numbers = not any(isinstance(number, Tensor) for number in (b1, b2, eps, eps_root))
     if fused and not numbers:
         raise RuntimeError("`fused=True` cannot be kept: the kernel takes hyper-parameters that are numbers")
     if not kernel:
         check_tensors(named)
     counts = bias_correction.counts(steps)
-    left1, left2 = bias_correction.bias_corrections((b1, b2), counts, ahead=1)
-    kernel = kernel and numbers and dispatch.sees(left1, fused)
+    bias_correction1, bias_correction2 = bias_correction.bias_corrections((b1, b2), counts, ahead=1)
     step = _Adam(
         b1,
         b2,
         eps,
         eps_root,
-        left1,
-        left2,
-        factor=1.0 if params is None else -lr,
-        kept=1 - lr * weight_decay if decoupled else 1.0,
-        decay=0.0 if decoupled else weight_decay,
+        bias_correction1,
+        bias_correction2,
+        direction_factor=1.0 if params is None else -lr,
+        param_factor=1 - lr * weight_decay if decoupled else 1.0,
+        weight_decay=0.0 if decoupled else weight_decay,
         maximize=maximize,
         with_params=params is not None,
-        kernel_runs=kernel,
+        kernel_runs=kernel and numbers and dispatch.are_concrete(bias_correction1, fused),
     )
     return *node.run(step, columns, inplace), bias_correction.count_up(counts, inplace=inplace)
 
@@ -112,145 +117,87 @@ class _Adam(node.Step):
     b2: Factor
     eps: Factor
     eps_root: Factor
-    left1: Factors
+    bias_correction1: Factors
     """``1 - b1**t``."""
-    left2: Factors
+    bias_correction2: Factors
     """``1 - b2**t``."""
-    factor: float
-    """What the direction is multiplied by before it is added to the parameter."""
-    kept: float
-    """How much of the parameter stays."""
-    decay: float
-    """How much of it is added to the gradient."""
+    direction_factor: float
+    """The direction is multiplied by this before it is added to the parameter."""
+    param_factor: float
+    """The parameter is multiplied by this, which is below 1 for a decoupled weight decay."""
+    weight_decay: float
+    """How much of the parameter is added to its gradient."""
     maximize: bool
     with_params: bool
     kernel_runs: bool
 
     @property
-    def recorded(self) -> bool:
+    def is_one_node(self) -> bool:
         numbers = not any(isinstance(number, Tensor) for number in self._numbers())
-        return numbers and dispatch.sees(self.left1, None)
+        return numbers and dispatch.are_concrete(self.bias_correction1, None)
 
     @property
-    def uniform(self) -> bool:
-        return not isinstance(self.left1, list) and not isinstance(self.left2, list)
+    def is_uniform(self) -> bool:
+        return not isinstance(self.bias_correction1, list) and not isinstance(self.bias_correction2, list)
+
+    @property
+    def direct_factor(self) -> float | None:
+        return self.param_factor if self.with_params and self.weight_decay == 0 else None
 
     def at(self, places: Sequence[int]) -> _Adam:
-        lefts = [x if not isinstance(x, list) else [x[p] for p in places] for x in (self.left1, self.left2)]
-        return replace(self, left1=lefts[0], left2=lefts[1])
+        both = (self.bias_correction1, self.bias_correction2)
+        first, second = ([x[p] for p in places] if isinstance(x, list) else x for x in both)
+        return replace(self, bias_correction1=first, bias_correction2=second)
 
     def formula(self, columns: Columns, inplace: bool = False) -> list[list[Tensor]]:
-        grads, exp_avgs, exp_avg_sqs, *params = (column or [] for column in columns)
-        grads = self._penalized(grads, params)
-        exp_avgs, exp_avg_sqs = self._averages(grads, exp_avgs, exp_avg_sqs, inplace)
-        moved = foreach.divide(exp_avgs, self._denominators(self._roots(exp_avg_sqs)))
-        if params:
-            old = params[0] if self.kept == 1 else foreach.multiply(params[0], self.kept)
-            moved = foreach.add(old, moved, self.factor)
+        grads, exp_avgs, exp_avg_sqs = (column or [] for column in columns[:3])
+        params = columns[3]
+        grads = foreach.descent_gradients(grads, params, self.weight_decay, self.maximize)
+        exp_avgs = foreach.interpolate(exp_avgs, grads, 1 - self.b1, inplace=inplace)
+        exp_avg_sqs = foreach.multiply(exp_avg_sqs, self.b2, inplace=inplace)
+        exp_avg_sqs = foreach.add_product(exp_avg_sqs, grads, grads, 1 - self.b2, inplace=inplace)
+        below = exp_avg_sqs
+        if not foreach.is_zero(self.eps_root):
+            below = foreach.add_number(below, foreach.combine(_times, self.bias_correction2, self.eps_root))
+        # Both sides of the fraction are multiplied by `bias_correction1`: one pass over the memory less.
+        scale = foreach.combine(_over_root, self.bias_correction1, self.bias_correction2)
+        eps = foreach.combine(_times, self.bias_correction1, self.eps)
+        roots = foreach.multiply(foreach.square_root(below), scale)
+        moved = foreach.divide(exp_avgs, foreach.add_number(roots, eps))
+        if params is not None:
+            if self.param_factor != 1:
+                params = foreach.multiply(params, self.param_factor)
+            moved = foreach.add(params, moved, self.direction_factor)
         return [moved, exp_avgs, exp_avg_sqs]
 
     def kernel(self, columns: Columns) -> list[list[Tensor]]:
-        grads, exp_avgs, exp_avg_sqs, *params = (column or [] for column in columns)
-        made = torch.ops.todist.adam(
-            grads, exp_avgs, exp_avg_sqs, *(params or [[]]), *self._arguments(len(grads))
-        )
-        return split(made, 3)
+        lists = [column or [] for column in columns]
+        return split(torch.ops.todist.adam(*lists, *self._arguments(len(lists[0]))), 3)
 
-    def saved(self, given: Columns, made: Columns) -> Columns:
-        """The formula's derivative needs the new averages, and is given them.
+    def saved(self, columns: Columns) -> Columns:
+        """The old averages: the new ones are rounded where the tensors are float16 or bfloat16."""
+        return [*columns[:3], None if self.weight_decay == 0 else columns[3]]
 
-        The kernel's makes them again from the old ones, without the rounding to float16 or bfloat16 that they have as
-        results.
-        """
-        averages = given[1:3] if self.kernel_runs else made[1:]
-        return [given[0], *averages, given[3] if self.decay != 0 else None]
-
-    def backward_formula(self, columns: Columns) -> list[list[Tensor]]:
-        like = columns[0] or []
-        grads, exp_avgs, exp_avg_sqs, params, *flows = (c if c is None else widened(c) for c in columns)
-        grads, exp_avgs, exp_avg_sqs = grads or [], exp_avgs or [], exp_avg_sqs or []
-        grads = self._penalized(grads, [params] if params else [])
-        if self.kernel_runs:
-            exp_avgs, exp_avg_sqs = self._averages(grads, exp_avgs, exp_avg_sqs)
-        of_directions, of_avgs, of_sqs = flows
-        if of_directions is not None:
-            roots = self._roots(exp_avg_sqs)
-            below = self._denominators(roots)
-            over = foreach.divide(of_directions, below)
-            if self.factor != 1:
-                over = foreach.multiply(over, self.factor)
-            slopes = foreach.multiply(foreach.slopes_of_roots(roots), self._scale())
-            through = foreach.product(foreach.product(over, foreach.divide(exp_avgs, below)), slopes)
-            of_avgs = over if of_avgs is None else foreach.add(of_avgs, over)
-            of_sqs = foreach.multiply(through, -1) if of_sqs is None else foreach.add(of_sqs, through, -1.0)
-        of_avgs = of_avgs or [torch.zeros_like(g) for g in grads]
-        of_sqs = of_sqs or [torch.zeros_like(g) for g in grads]
-        of_grads = foreach.multiply(of_avgs, 1 - self.b1)
-        of_grads = foreach.add_product(of_grads, grads, of_sqs, 2 * (1 - self.b2))
-        found = [of_grads, foreach.multiply(of_avgs, self.b1), foreach.multiply(of_sqs, self.b2)]
-        if self.maximize:
-            found[0] = foreach.multiply(of_grads, -1)
-        if self.decay != 0:
-            decayed = foreach.multiply(of_grads, self.decay)
-            found.append(decayed if flows[0] is None else foreach.add(decayed, flows[0], self.kept))
-        return [[x.to(y.dtype) for x, y in zip(column, like, strict=True)] for column in found]
-
-    def backward_kernel(self, columns: Columns) -> list[list[Tensor]]:
-        saved = [column or [] for column in columns[:4]]
-        first, *rest = (column or [] for column in columns[4:])
-        first = first or [torch.zeros_like(g) for g in saved[0]]
-        made = torch.ops.todist.adam_backward(first, *rest, *saved, *self._arguments(len(first)))
-        return split(made, 3 + (self.decay != 0))
-
-    def rest(self, flows: Sequence[Sequence[OptionalTensor]]) -> list[list[OptionalTensor]]:
-        if not self.with_params or self.decay != 0:
-            return []
-        if self.kept == 1:
-            return [list(flows[0])]
-        return [[None if x is None else x * self.kept for x in flows[0]]]
-
-    def _penalized(self, grads: list[Tensor], params: list[list[Tensor]]) -> list[Tensor]:
-        """The gradients downhill, and with the weight decay that goes through the averages."""
-        if self.maximize:
-            grads = foreach.multiply(grads, -1)
-        return foreach.add(grads, params[0], self.decay) if self.decay != 0 else grads
-
-    def _averages(
-        self,
-        grads: list[Tensor],
-        exp_avgs: list[Tensor],
-        exp_avg_sqs: list[Tensor],
-        inplace: bool = False,
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        exp_avgs = foreach.interpolate(exp_avgs, grads, 1 - self.b1, inplace=inplace)
-        exp_avg_sqs = foreach.multiply(exp_avg_sqs, self.b2, inplace=inplace)
-        return exp_avgs, foreach.add_product(exp_avg_sqs, grads, grads, 1 - self.b2, inplace=inplace)
-
-    def _roots(self, exp_avg_sqs: list[Tensor]) -> list[Tensor]:
-        if isinstance(self.eps_root, Tensor) or self.eps_root != 0:
-            exp_avg_sqs = foreach.add_number(exp_avg_sqs, foreach.combine(_times, self.left2, self.eps_root))
-        return foreach.square_root(exp_avg_sqs)
-
-    def _denominators(self, roots: list[Tensor]) -> list[Tensor]:
-        eps = foreach.combine(_times, self.left1, self.eps)
-        return foreach.add_number(foreach.multiply(roots, self._scale()), eps)
-
-    def _scale(self) -> Factors:
-        """What the root is multiplied by, so that only one side of the fraction is corrected."""
-        return foreach.combine(_over_root, self.left1, self.left2)
+    def backward_kernel(self, saved: Columns, grad_outputs: Columns) -> list[list[Tensor]]:
+        inputs = [column or [] for column in saved]
+        first, *rest = (column or [] for column in grad_outputs)
+        first = first or [torch.zeros_like(g) for g in inputs[0]]
+        made = torch.ops.todist.adam_backward(first, *rest, *inputs, *self._arguments(len(first)))
+        return split(made, 3 + (self.weight_decay != 0))
 
     def _numbers(self) -> tuple[Factor, ...]:
         return self.b1, self.b2, self.eps, self.eps_root
 
     def _arguments(self, count: int) -> tuple[Any, ...]:
-        """For the kernels."""
-        move = (_corrections(self.left1, self.left2, count), self.factor, self.kept)
-        return *move, *self._numbers(), self.decay, self.maximize
+        """The numbers that the kernels take."""
+        corrections = _corrections(self.bias_correction1, self.bias_correction2, count)
+        factors = (self.direction_factor, self.param_factor)
+        return corrections, *factors, *self._numbers(), self.weight_decay, self.maximize
 
 
-def _corrections(left1: Factors, left2: Factors, count: int) -> Tensor:
-    """For the kernels: a row a tensor."""
-    columns = (left1, left2)
+def _corrections(bias_correction1: Factors, bias_correction2: Factors, count: int) -> Tensor:
+    """Both bias corrections of each tensor, a row for each."""
+    columns = (bias_correction1, bias_correction2)
     if not any(isinstance(column, list) for column in columns):
         return torch.tensor(columns, dtype=torch.float64, device="cpu").expand(count, 2)
     rows = [column if isinstance(column, list) else [column] * count for column in columns]
@@ -284,8 +231,8 @@ def adam_(
 ) -> None:
     """A whole step of Adam or AdamW in place: ``params``, ``exp_avgs``, ``exp_avg_sqs`` and ``steps`` are overwritten.
 
-    It records no graph. The formula's numbers are those of ``torch.optim.Adam(foreach=True)``, rounding included; the
-    kernel rounds less often.
+    The step records no graph. It is the fused one of ``torch.optim``, where that takes the tensors and there is no
+    ``eps_root``; otherwise it is :func:`adam`, whose results are written over the arguments.
 
     Args:
         params: real tensors of any shapes.
@@ -298,11 +245,11 @@ def adam_(
         b2: as in :func:`adam`.
         eps: as in :func:`adam`.
         eps_root: as in :func:`adam`.
-        weight_decay: how much of a parameter is added to its gradient; or, if ``decoupled``, ``lr`` times which is
-            taken off the parameter.
+        weight_decay: as in :func:`adam`.
         decoupled: AdamW's weight decay.
-        maximize: go up, not down.
-        fused: as in :func:`adam`.
+        maximize: maximize the objective.
+        fused: None uses a fused step or a kernel where there is one, False uses the formula, True demands one of the
+            former.
 
     Raises:
         TypeError: as in :func:`adam`.
@@ -312,42 +259,48 @@ def adam_(
     named = {"params": params, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
     check_lengths({**named, "steps": steps})
     counts = bias_correction.counts(steps)
-    if dispatch.use_kernel("adam_", params, [*grads, *exp_avgs, *exp_avg_sqs], fused):
-        left1, left2 = bias_correction.bias_corrections((b1, b2), counts, ahead=1)
-        corrections = _corrections(left1, left2, len(counts))
-        columns = (list(params), list(grads), list(exp_avgs), list(exp_avg_sqs))
-        numbers = (float(lr), b1, b2, eps, eps_root, weight_decay, decoupled, maximize)
-        torch.ops.todist.adam_(*columns, corrections, *numbers)
-        torch.autograd.graph.increment_version([*params, *exp_avgs, *exp_avg_sqs])
-        bias_correction.count_up_(counts)  # a step that the kernel has refused is none
-        return
-    check_tensors(named)
+    columns = [list(column) for column in named.values()]
+    fused_step = None
+    if eps_root == 0:
+        fused_step = dispatch.torch_fused_step("adamw" if decoupled else "adam", columns, fused)
     with torch.no_grad():
-        for part in portions(params):
-            p, g, m, v, t = (
-                list(tensors[part]) for tensors in (params, grads, exp_avgs, exp_avg_sqs, counts)
+        if fused_step is not None:
+            bias_correction.count_up_(counts)
+            fused_step(
+                *columns,
+                [],
+                bias_correction.on_device(counts, params[0].device),
+                lr=float(lr),
+                beta1=b1,
+                beta2=b2,
+                eps=eps,
+                weight_decay=weight_decay,
+                maximize=maximize,
+                amsgrad=False,
             )
-            if maximize:
-                g = foreach.multiply(g, -1)
-            if weight_decay != 0 and not decoupled:
-                g = foreach.add(g, p, weight_decay)
-            elif weight_decay != 0:
-                foreach.multiply(p, 1 - lr * weight_decay, inplace=True)
-            bias_correction.count_up_(t)
-            foreach.interpolate(m, g, 1 - b1, inplace=True)
-            foreach.multiply(v, b2, inplace=True)
-            foreach.add_product(v, g, g, 1 - b2, inplace=True)
-            left1, left2 = bias_correction.bias_corrections((b1, b2), t)
-            below = v if eps_root == 0 else foreach.add_number(v, foreach.combine(_times, left2, eps_root))
-            roots = foreach.square_root(below)
-            foreach.divide_(roots, foreach.combine(_root, left2))
-            foreach.add_number(roots, eps, inplace=True)
-            foreach.add_quotient_(p, m, roots, foreach.combine(partial(_step_size, lr), left1))
-
-
-def _root(x: Factor) -> Factor:
-    return x**0.5
-
-
-def _step_size(lr: float, left1: Factor) -> Factor:
-    return -(lr / left1)
+            torch.autograd.graph.increment_version(
+                [*params, *exp_avgs, *exp_avg_sqs]
+            )  # torch's step does not
+            return
+        if fused is False:
+            check_tensors(named)  # before the first portion is written
+        for part in portions(params) if fused is False else [slice(None)]:
+            p, g, m, v, t = (column[part] for column in (*columns, counts))
+            new = adam(
+                g,
+                m,
+                v,
+                t,
+                p,
+                b1=b1,
+                b2=b2,
+                eps=eps,
+                eps_root=eps_root,
+                lr=lr,
+                weight_decay=weight_decay,
+                decoupled=decoupled,
+                maximize=maximize,
+                fused=fused,
+                inplace=True,
+            )
+            overwrite((p, m, v), new[:3])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchopt_dist.ops.foreach import Factor, Factors, combine, runs_in_a_loop
 
-__all__ = ["bias_correction", "bias_corrections", "count_up", "count_up_", "counts", "values"]
+__all__ = ["bias_correction", "bias_corrections", "count_up", "count_up_", "counts", "on_device", "values"]
 
 
 def counts(steps: Sequence[Tensor | float]) -> list[Tensor]:
@@ -34,7 +34,7 @@ def count_up_(steps: Sequence[Tensor]) -> None:
 
 
 def count_up(steps: list[Tensor], *, inplace: bool = False) -> list[Tensor]:
-    """Add 1 to each of these 0-d tensors, which stay as they are unless ``inplace``."""
+    """Add 1 to each of these 0-d tensors; if ``inplace``, overwrites them."""
     if inplace:
         count_up_(steps)
         return steps
@@ -42,6 +42,16 @@ def count_up(steps: list[Tensor], *, inplace: bool = False) -> list[Tensor]:
         return [step + 1 for step in steps]
     one = torch.ones((), dtype=torch.float32, device="cpu")
     return list(torch._foreach_add(steps, one, alpha=1.0))
+
+
+def on_device(counts: list[Tensor], device: torch.device) -> list[Tensor]:
+    """The counts for an op that reads them on a device: copies in float32, made by one transfer."""
+    if all(count.device == device for count in counts):
+        return counts
+    numbers = values(counts)
+    if isinstance(numbers, list):
+        return list(torch.tensor(numbers, dtype=torch.float32).to(device).unbind())
+    return [torch.tensor(numbers, dtype=torch.float32, device=device)] * len(counts)
 
 
 def values(counts: Sequence[Tensor]) -> Factors:
@@ -75,10 +85,10 @@ def bias_corrections(decays: Sequence[Factor], steps: Sequence[Tensor], ahead: i
     if ahead:
         t = combine(lambda made: made + ahead, t)
     return [
-        combine(partial(_left, decay.to(torch.float64) if isinstance(decay, Tensor) else decay), t)
+        combine(partial(_bias_correction, decay.to(torch.float64) if isinstance(decay, Tensor) else decay), t)
         for decay in decays
     ]
 
 
-def _left(decay: Factor, t: Factor) -> Factor:
+def _bias_correction(decay: Factor, t: Factor) -> Factor:
     return 1 - decay**t

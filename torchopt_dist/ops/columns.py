@@ -20,6 +20,9 @@ __all__ = [
     "flatten",
     "in_portions",
     "join",
+    "lie_alike",
+    "narrowed",
+    "overwrite",
     "pick",
     "portions",
     "present",
@@ -150,6 +153,40 @@ def as_complex(xs: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
 def widened(xs: Sequence[Tensor]) -> list[Tensor]:
     """float16 and bfloat16 as float32, as the kernels compute; others as they are."""
     return [x.float() if x.dtype in _HALF else x for x in xs]
+
+
+def narrowed(xs: Sequence[Tensor], like: Sequence[Tensor], *, inplace: bool = False) -> list[Tensor]:
+    """The way back from :func:`widened`, to the dtypes of ``like``; if ``inplace``, into the tensors of ``like``."""
+    return [
+        x if x.dtype == y.dtype else y.copy_(x) if inplace else x.to(y.dtype)
+        for x, y in zip(xs, like, strict=True)
+    ]
+
+
+def overwrite(columns: Iterable[Sequence[Tensor]], new: Iterable[Sequence[Tensor]]) -> None:
+    """Write the values of new tensors into old ones; a tensor that is its own new one stays."""
+    for column, values in zip(columns, new, strict=True):
+        for x, y in zip(column, values, strict=True):
+            if x is not y:
+                x.copy_(y)
+
+
+def lie_alike(columns: Sequence[Sequence[Tensor]]) -> bool:
+    """Whether the tensors at each place are of one shape and dtype and lie in memory in one order, without gaps.
+
+    That is what ``torch.optim``'s fused steps silently rely on.
+    """
+    shapes, dtypes = [x.shape for x in columns[0]], [x.dtype for x in columns[0]]
+    for column in columns[1:]:
+        if [x.shape for x in column] != shapes or [x.dtype for x in column] != dtypes:
+            return False
+    if all(all(map(Tensor.is_contiguous, column)) for column in columns):
+        return True
+    return all(
+        len({x.stride() for x in row}) == 1
+        and torch.empty_like(row[0], device="meta").stride() == row[0].stride()
+        for row in zip(*columns, strict=True)
+    )
 
 
 def portions(xs: Sequence[Tensor], nbytes: int = 1 << 19) -> Iterator[slice]:

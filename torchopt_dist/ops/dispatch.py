@@ -1,17 +1,18 @@
-"""Lists of tensors, ``fused=`` → whether the kernel runs, or the reference formula; or why it cannot."""
+"""Lists of tensors, ``fused=`` → whether a kernel runs, ``torch.optim``'s fused step or the formula; or why not."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
+from torchopt_dist import _torch_private
 from torchopt_dist.ops import library
+from torchopt_dist.ops.columns import lie_alike
 from torchopt_dist.ops.foreach import Factors
 
-__all__ = ["obstacle", "sees", "transforms_allow", "use_kernel"]
+__all__ = ["are_concrete", "obstacle", "torch_fused_step", "transforms_allow", "use_kernel"]
 
 _DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
@@ -22,17 +23,16 @@ def use_kernel(op: str, first: Sequence[Tensor], rest: Sequence[Tensor], fused: 
 
     Args:
         op: name of the op.
-        first: the tensors that its others must be like.
-        rest: the others, column by column, of as many tensors each.
+        first: the tensors that the op's other tensors must be like.
+        rest: the op's other tensors, column by column, of as many tensors each.
         fused: None uses the kernel where it can be used (not under ``torch.compile``, which fuses the reference
-            formula itself), False never, True demands it.
+            formula itself), False never uses it, True demands it.
 
     Raises:
         TypeError: ``fused`` is none of these.
-        RuntimeError: ``fused=True`` where it cannot be used; the message says why.
+        RuntimeError: ``fused=True`` where the kernel cannot be used; the message says why.
     """
-    if fused is not None and not isinstance(fused, bool):
-        raise TypeError(f"`fused` must be True, False or None; got {fused!r}")
+    _check_choice(fused)
     if fused is False or (fused is None and (torch.compiler.is_compiling() or not first)):
         return False
     reason = (
@@ -45,14 +45,51 @@ def use_kernel(op: str, first: Sequence[Tensor], rest: Sequence[Tensor], fused: 
     return reason is None
 
 
+def _check_choice(fused: bool | None) -> None:
+    if fused is not None and not isinstance(fused, bool):
+        raise TypeError(f"`fused` must be True, False or None; got {fused!r}")
+
+
+def torch_fused_step(
+    name: str, columns: Sequence[Sequence[Tensor]], fused: bool | None
+) -> Callable[..., None] | None:
+    """The op of a ``torch.optim`` optimizer's fused step, if it takes these tensors.
+
+    Args:
+        name: the optimizer: ``"adam"``, ``"adamw"``, ``"sgd"``, ``"adagrad"``.
+        columns: parameters, gradients and the lists of the state, of one length.
+        fused: False never uses the op; True and None use it where it can be used.
+
+    Returns:
+        The op, or ``None``: then a kernel of this package or a formula is to make the step.
+
+    Raises:
+        TypeError: ``fused`` is neither a bool nor None.
+    """
+    _check_choice(fused)
+    step = _torch_private.fused_step(name)
+    if step is None or fused is False or not columns[0] or torch.compiler.is_compiling():
+        return None
+    tensors = [x for column in columns for x in column]
+    if {*map(type, tensors)} - _PLAIN or {x.layout for x in tensors} != {torch.strided}:
+        return None
+    if _torch_private.forward_mode_is_active() or _torch_private.transforms_are_active():
+        return None
+    devices = {x.device for x in tensors}
+    if len(devices) > 1 or devices.pop().type not in library.DEVICES:
+        return None
+    dtypes = {x.dtype for x in columns[0]}
+    return step if dtypes <= _DTYPES and len(dtypes) == 1 and lie_alike(columns) else None
+
+
 def obstacle(op: str, tensors: Sequence[Tensor], rest: Sequence[Tensor] = ()) -> str | None:
     """Say what keeps an op's kernel from being used for these tensors, if anything does."""
     if not torch.compiler.is_compiling():
         for kind in {*map(type, tensors), *map(type, rest)} - _PLAIN:
             return f"the kernel takes plain tensors; got a {kind.__name__}"
-        if forward_ad._current_level >= 0:
+        if _torch_private.forward_mode_is_active():
             return "forward-mode differentiation is active, and the kernel carries no tangents"
-        if torch._C._are_functorch_transforms_active() and (op.endswith("_") or not transforms_allow()):
+        if _torch_private.transforms_are_active() and (op.endswith("_") or not transforms_allow()):
             return "a transformation of `torch.func` is active, and the kernel has no rule for it"
     devices = {tensor.device for tensor in tensors} or {torch.device("cpu")}
     if len(devices) > 1:
@@ -71,18 +108,18 @@ def obstacle(op: str, tensors: Sequence[Tensor], rest: Sequence[Tensor] = ()) ->
     return None
 
 
-def sees(values: Factors, fused: bool | None) -> bool:
-    """Whether a kernel can look at what was made of the steps' counts: not where ``vmap`` runs over them.
+def are_concrete(values: Factors, fused: bool | None) -> bool:
+    """Whether a kernel can look at the numbers that were made of the steps' counts: not where ``vmap`` batches these.
 
     Args:
-        values: as ``counting.values`` gives them.
+        values: as ``bias_correction.values`` gives them.
         fused: as in :func:`use_kernel`.
 
     Raises:
-        RuntimeError: ``fused=True`` where it cannot.
+        RuntimeError: ``fused=True`` where the kernel cannot.
     """
     batched = isinstance(values, list) and any(isinstance(value, Tensor) for value in values)
-    if not batched or not torch._C._are_functorch_transforms_active():
+    if not batched or not _torch_private.transforms_are_active():
         return True
     if fused:
         raise RuntimeError(
@@ -93,8 +130,6 @@ def sees(values: Factors, fused: bool | None) -> bool:
 
 def transforms_allow() -> bool:
     """Whether no transformation is active but those that a kernel's node has rules for: ``grad``, ``vjp``, ``vmap``."""
-    if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
+    if torch.compiler.is_compiling() or _torch_private.forward_mode_is_active():
         return False
-    functorch = torch._C._functorch
-    kinds = {interpreter.key() for interpreter in functorch.get_interpreter_stack() or ()}
-    return kinds <= {functorch.TransformType.Grad, functorch.TransformType.Vmap}
+    return _torch_private.transforms_are_only("Grad", "Vmap")

@@ -14,8 +14,8 @@ from typing import Any, TypeAlias, TypeGuard, cast
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
+from torchopt_dist import _torch_private
 from torchopt_dist.typing import OptionalTensor
 
 __all__ = [
@@ -24,18 +24,17 @@ __all__ = [
     "add",
     "add_number",
     "add_product",
-    "add_quotient_",
     "are_batched",
     "combine",
+    "descent_gradients",
     "divide",
-    "divide_",
     "in_loops",
     "interpolate",
+    "is_zero",
     "maximum",
     "multiply",
     "product",
     "runs_in_a_loop",
-    "slopes_of_roots",
     "square_root",
 ]
 
@@ -51,7 +50,7 @@ def multiply(xs: list[Tensor], factor: Factors, *, inplace: bool = False) -> lis
     Args:
         xs: tensors of any shapes, dtypes and devices.
         factor: the factor, or one for each; the results keep the dtypes of ``xs``.
-        inplace: overwrite ``xs``.
+        inplace: if True, overwrites ``xs``.
     """
     if _is_number(factor) and not runs_in_a_loop(xs):
         if inplace:
@@ -71,7 +70,7 @@ def add(xs: list[Tensor], ys: list[Tensor], alpha: Factor = 1.0, *, inplace: boo
         xs: tensors of any shapes, dtypes and devices.
         ys: as many, each of the shape of its partner.
         alpha: a number, or a tensor of one element; the results keep the dtypes of ``xs``.
-        inplace: overwrite ``xs``.
+        inplace: if True, overwrites ``xs``.
     """
     if isinstance(alpha, Tensor):
         ys, alpha = multiply(ys, alpha), 1.0
@@ -128,6 +127,22 @@ def interpolate(xs: list[Tensor], ys: list[Tensor], weight: Factor, *, inplace: 
     return list(torch._foreach_lerp(xs, ys, weight))
 
 
+def descent_gradients(
+    grads: list[Tensor], params: list[Tensor] | None, weight_decay: Factor, maximize: bool
+) -> list[Tensor]:
+    """The gradients to descend along: negated to maximize, plus ``weight_decay`` times the parameters (L2 penalty)."""
+    if maximize:
+        grads = multiply(grads, -1)
+    if params is None or is_zero(weight_decay):
+        return grads
+    return add(grads, params, weight_decay)
+
+
+def is_zero(number: Factor) -> bool:
+    """Whether a factor is the number 0, so that its term can be left out; a tensor never is."""
+    return not isinstance(number, Tensor) and number == 0
+
+
 def absolute(xs: list[Tensor]) -> list[Tensor]:
     """The absolute value of each element; its derivative at 0 is 0."""
     return [x.abs() for x in xs] if runs_in_a_loop(xs) else list(torch._foreach_abs(xs))
@@ -152,23 +167,6 @@ def divide(xs: list[Tensor], ys: list[Tensor]) -> list[Tensor]:
     if runs_in_a_loop(xs):
         return [_kept(x / y, x) for x, y in zip(xs, ys, strict=True)]
     return [_kept(z, x) for x, z in zip(xs, torch._foreach_div(xs, ys), strict=True)]
-
-
-def divide_(xs: list[Tensor], factor: Any) -> list[Tensor]:
-    """Each tensor over a number, or over its own, in place."""
-    if runs_in_a_loop(xs):
-        return [x.div_(f) for x, f in zip(xs, _each(factor, len(xs)), strict=True)]
-    torch._foreach_div_(xs, factor)
-    return xs
-
-
-def add_quotient_(xs: list[Tensor], ys: list[Tensor], zs: list[Tensor], factor: Any) -> None:
-    """``x + factor * y / z`` for each triple, in place; ``factor`` is a number, or one for each."""
-    if runs_in_a_loop(xs):
-        for x, y, z, f in zip(xs, ys, zs, _each(factor, len(xs)), strict=True):
-            x.addcdiv_(y, z, value=f)
-    else:
-        torch._foreach_addcdiv_(xs, ys, zs, factor)
 
 
 def square_root(xs: list[Tensor]) -> list[Tensor]:
@@ -200,13 +198,13 @@ class _SquareRoot(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        slopes = slopes_of_roots(ctx.saved_tensors)
+        slopes = _slopes_of_roots(ctx.saved_tensors)
         if are_batched(grads):
             return tuple(grad * slope for grad, slope in zip(grads, slopes, strict=True))
         return tuple(torch._foreach_mul(grads, slopes))
 
 
-def slopes_of_roots(roots: Sequence[Tensor]) -> list[Tensor]:
+def _slopes_of_roots(roots: Sequence[Tensor]) -> list[Tensor]:
     """The derivative of :func:`square_root`, from its results: ``0.5 / root``, and 0 at 0."""
     if runs_in_a_loop(roots):
         zeros = [root == 0 for root in roots]
@@ -233,8 +231,7 @@ def runs_in_a_loop(xs: Sequence[Tensor]) -> bool:
     """Whether to go tensor by tensor: nothing to do, compiling, a ``torch.func`` transform, forward mode."""
     if not xs or torch.compiler.is_compiling():
         return True
-    level = torch._C._functorch.maybe_current_level()
-    return level is not None or forward_ad._current_level >= 0 or _looping.get()
+    return _torch_private.transforms_are_active() or _torch_private.forward_mode_is_active() or _looping.get()
 
 
 _looping: ContextVar[bool] = ContextVar("looping", default=False)
@@ -242,9 +239,8 @@ _looping: ContextVar[bool] = ContextVar("looping", default=False)
 
 def are_batched(xs: Iterable[OptionalTensor]) -> bool:
     """Whether a backward runs for many gradients at a time: in ``torch.func.vmap``, or by ``is_grads_batched=True``."""
-    wrapped = torch._C._functorch
-    return wrapped.maybe_current_level() is not None or any(
-        x is not None and wrapped.is_legacy_batchedtensor(x) for x in xs
+    return _torch_private.transforms_are_active() or any(
+        x is not None and _torch_private.is_batched_gradient(x) for x in xs
     )
 
 

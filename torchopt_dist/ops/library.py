@@ -17,20 +17,19 @@ from typing import Any
 
 import torch
 
+from torchopt_dist import _torch_private
 from torchopt_dist.typing import Device
 
 __all__ = ["accelerated_op_available", "is_available", "why_not"]
 
 OPS = (
     "adam",
-    "adam_",
     "adam_backward",
     "add_scaled_",
     "rmsprop",
     "rmsprop_",
     "rmsprop_backward",
     "sgd",
-    "sgd_",
     "sgd_backward",
 )
 """Every op that has a kernel; a new one is one more row."""
@@ -74,16 +73,9 @@ def _load_cuda() -> str | None:
 
 def _registered() -> frozenset[tuple[str, str]]:
     """Ask torch's dispatcher for the (op, device type) that have a kernel."""
-    found = set()
-    for op in OPS:
-        for device in DEVICES:
-            try:
-                present = torch._C._dispatch_has_kernel_for_dispatch_key(f"todist::{op}", device.upper())
-            except RuntimeError:
-                continue
-            if present:
-                found.add((op, device))
-    return frozenset(found)
+    return frozenset(
+        (op, device) for op in OPS for device in DEVICES if _torch_private.has_kernel(f"todist::{op}", device)
+    )
 
 
 _PROBLEM = load()
@@ -144,4 +136,4 @@ def accelerated_op_available(devices: Device | Iterable[Device] | None = None) -
     elif isinstance(devices, (str, int, torch.device)):
         devices = [devices]
     named = [f"cuda:{device}" if isinstance(device, int) else device for device in devices]
-    return all(is_available(op, device) for device in named for op in ("adam", "adam_", "adam_backward"))
+    return all(is_available(op, device) for device in named for op in ("adam", "adam_backward"))

@@ -1,7 +1,8 @@
-"""A map of lists, with its formula and its kernel → its results, recorded as one node of the graph for all tensors.
+"""A step of an optimizer on lists of tensors → its results, recorded as one node of the graph for all tensors.
 
-It is one in eager mode, under ``torch.func.grad`` and ``vjp``, and in ``torch.func.vmap``, where a batch is more
-elements to a kernel. In forward mode and under ``torch.compile`` the formula runs, operation by operation.
+It is one node in eager mode, under ``torch.func.grad`` and ``vjp``, and in ``torch.func.vmap``, where a batch is more
+elements to a kernel. In forward mode and under ``torch.compile`` the formula runs, operation by operation. A step has
+one formula: its derivatives, to any order, are a kernel's or what autograd makes of the formula.
 """
 
 from __future__ import annotations
@@ -13,11 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchopt_dist import _torch_private
 from torchopt_dist.ops import dispatch, foreach
-from torchopt_dist.ops.columns import Columns, flatten, in_portions, join, put, split, unflatten
+from torchopt_dist.ops.columns import (
+    Columns,
+    flatten,
+    in_portions,
+    join,
+    narrowed,
+    put,
+    split,
+    unflatten,
+    widened,
+)
 from torchopt_dist.typing import OptionalTensor
 
-__all__ = ["Map", "Step", "run"]
+__all__ = ["Step", "run"]
 
 
 class Map(ABC):
@@ -27,67 +39,76 @@ class Map(ABC):
     """Whether the kernel is to be used, where it can be."""
 
     @property
-    def recorded(self) -> bool:
-        """Whether the whole is one node; else each operation of the formula is one."""
+    def is_one_node(self) -> bool:
+        """Whether the whole map is one node of the graph; otherwise each operation of the formula is one."""
         return True
 
     @property
-    def uniform(self) -> bool:
+    def is_uniform(self) -> bool:
         """Whether one set of numbers goes for all places."""
         return True
 
     @abstractmethod
     def formula(self, columns: Columns, inplace: bool = False) -> list[list[Tensor]]:
-        """The reference, by operations that can be differentiated; ``inplace`` is leave to overwrite the state."""
+        """The reference, by operations that can be differentiated; if ``inplace``, may overwrite the state."""
 
     @abstractmethod
     def kernel(self, columns: Columns) -> list[list[Tensor]]:
-        """The same, by one call that records no graph."""
+        """The results of the formula, by one call that records no graph."""
 
 
 class Step(Map):
-    """A map whose derivative has a kernel, too."""
+    """A map whose derivative may have a kernel, too."""
+
+    @property
+    def direct_factor(self) -> float | None:
+        """The gradient of the last column as a multiple of the first result's, where no kernel computes it."""
+        return None
 
     @abstractmethod
     def at(self, places: Sequence[int]) -> Step:
-        """The same, for the tensors at these places."""
+        """The same step, for the tensors at these places."""
 
     @abstractmethod
-    def saved(self, given: Columns, made: Columns) -> Columns:
-        """What the derivative needs, of what came in and of what came out."""
+    def saved(self, columns: Columns) -> Columns:
+        """The columns that the derivative depends on; ``None`` in the place of each other column."""
 
     @abstractmethod
-    def backward_formula(self, columns: Columns) -> list[list[Tensor]]:
-        """What flows out to the columns that came in.
+    def backward_kernel(self, saved: Columns, grad_outputs: Columns) -> list[list[Tensor]]:
+        """The gradients of the columns that are there, but for one that has a ``direct_factor``, by one call.
 
         Args:
-            columns: what was saved, and what flows into each of the results: ``None`` for zeros, but not in all.
+            saved: the columns as :meth:`saved` gave them.
+            grad_outputs: the gradients of the results: ``None`` for zeros, but not for all of them.
         """
-
-    @abstractmethod
-    def backward_kernel(self, columns: Columns) -> list[list[Tensor]]:
-        """The same, by one call."""
-
-    def rest(self, flows: Sequence[Sequence[OptionalTensor]]) -> list[list[OptionalTensor]]:
-        """What flows out to the columns after those, straight from what flows into the results."""
-        return []
 
 
 class _Derivative(Map):
-    """A step's saved columns and what flows into its results → what flows out to what came in."""
+    """The saved columns of a step, the gradients of its results → the gradients of its columns."""
 
-    def __init__(self, step: Step) -> None:
-        self.step, self.kernel_runs = step, step.kernel_runs
+    def __init__(self, step: Step, there: Sequence[bool]) -> None:
+        self.step, self.there, self.kernel_runs = step, there, step.kernel_runs
 
     @property
-    def uniform(self) -> bool:
-        return self.step.uniform
+    def is_uniform(self) -> bool:
+        return self.step.is_uniform
 
     def formula(self, columns: Columns, inplace: bool = False) -> list[list[Tensor]]:
-        return self.step.backward_formula(columns)
+        """Autograd of the step's formula, in float32 for half precision."""
+        like = next(column for column in columns if column is not None)
+        wide = [None if column is None else widened(column) for column in columns]
+        saved, grad_outputs = wide[: len(self.there)], wide[len(self.there) :]
+        given = [
+            _zeros(wide) if there and column is None else column
+            for there, column in zip(self.there, saved, strict=True)
+        ]
+        found = _pulled_back(self.step, given, grad_outputs)
+        if self.step.direct_factor is not None:
+            del found[-1]
+        return [narrowed(column, like) for column in found]
 
     def kernel(self, columns: Columns) -> list[list[Tensor]]:
-        return self.step.backward_kernel(columns)
+        return self.step.backward_kernel(columns[: len(self.there)], columns[len(self.there) :])
 
 
 def run(map: Map, columns: Columns, inplace: bool = False) -> list[list[Tensor]]:
@@ -95,11 +116,11 @@ def run(map: Map, columns: Columns, inplace: bool = False) -> list[list[Tensor]]
 
     Args:
         map: the map.
-        columns: what it is applied to.
-        inplace: leave to overwrite the state, where nothing is recorded.
+        columns: its input.
+        inplace: if True, may overwrite the state, where nothing is recorded.
     """
     first = next(column for column in columns if column is not None)
-    if not map.recorded or not first:
+    if not map.is_one_node or not first:
         return map.formula(columns, inplace)
     if foreach.runs_in_a_loop(first):
         return _as_node(map, columns) if dispatch.transforms_allow() else map.formula(columns, inplace)
@@ -111,7 +132,7 @@ def run(map: Map, columns: Columns, inplace: bool = False) -> list[list[Tensor]]
 
 
 def _in_portions(map: Map, columns: Columns) -> list[list[Tensor]]:
-    return in_portions(map.formula, columns) if map.uniform else map.formula(columns)
+    return in_portions(map.formula, columns) if map.is_uniform else map.formula(columns)
 
 
 def _as_node(map: Map, columns: Columns) -> list[list[Tensor]]:
@@ -126,10 +147,8 @@ class OptimizerStep(torch.autograd.Function):
     @classmethod
     def apply(cls, *args: Any) -> tuple[Tensor, ...]:
         """As torch's, which for a class with ``setup_context`` takes 50 µs to look at ``forward``'s signature."""
-        if _SHORTCUT and not torch._C._are_functorch_transforms_active():
-            args = torch._functorch.utils.unwrap_dead_wrappers(args)
-            return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
-        return super().apply(*args)  # type: ignore[no-untyped-call]
+        made: tuple[Tensor, ...] = _torch_private.apply_function(cls, *args)
+        return made
 
     @staticmethod
     def forward(map: Map, there: tuple[bool, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -140,28 +159,29 @@ class OptimizerStep(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         map, there, *tensors = inputs
-        given = unflatten(tensors, there)
+        columns = unflatten(tensors, there)
         ctx.map, ctx.there, ctx.length = map, there, len(tensors) // sum(there)
-        made = split(output, len(output) // ctx.length)
-        ctx.saved_there, saved = flatten(map.saved(given, made) if isinstance(map, Step) else given)
+        ctx.saved_there, saved = flatten(map.saved(columns) if isinstance(map, Step) else columns)
         ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *output_grads: OptionalTensor) -> tuple[OptionalTensor, ...]:
         map, length = ctx.map, ctx.length
-        flows = split(output_grads, len(output_grads) // length)
+        grad_outputs = split(output_grads, len(output_grads) // length)
         saved = unflatten(ctx.saved_tensors, ctx.saved_there)
         if not isinstance(map, Step):
-            return None, None, *_pulled_back(map, saved, ctx.there, flows)
-        if any(all(x is not None for x in column) for column in flows):
-            return None, None, *join(_flow_back(map, saved, flows))
-        places = [p for p, flow in enumerate(zip(*flows, strict=True)) if any(x is not None for x in flow)]
+            return None, None, *join(_pulled_back(map, saved, _with_zeros(grad_outputs)))
+        if any(all(x is not None for x in column) for column in grad_outputs):
+            return None, None, *join(_gradients(map, saved, ctx.there, grad_outputs))
+        places = [
+            p for p, row in enumerate(zip(*grad_outputs, strict=True)) if any(x is not None for x in row)
+        ]
         if not places:
             return None, None, *[None] * (sum(ctx.there) * length)
         saved = [column and [column[place] for place in places] for column in saved]
-        flows = [[column[place] for place in places] for column in flows]
-        found = _flow_back(map.at(places), saved, flows)
+        grad_outputs = [[column[place] for place in places] for column in grad_outputs]
+        found = _gradients(map.at(places), saved, ctx.there, grad_outputs)
         return None, None, *join(put([None] * length, places, column) for column in found)
 
     @staticmethod
@@ -184,46 +204,61 @@ class OptimizerStep(torch.autograd.Function):
         return made, tuple(0 if batched[i % length] else None for i in range(len(made)))
 
 
-_SHORTCUT = hasattr(torch._C, "_are_functorch_transforms_active") and hasattr(
-    torch._functorch.utils, "unwrap_dead_wrappers"
-)
-
-
-def _flow_back(
-    step: Step, saved: Columns, flows: Sequence[Sequence[OptionalTensor]]
+def _gradients(
+    step: Step, saved: Columns, there: Sequence[bool], grad_outputs: Sequence[Sequence[OptionalTensor]]
 ) -> list[Sequence[OptionalTensor]]:
-    """What flows out to each column that came in; at each place something flows into one of the results."""
-    columns = [*saved, *(_filled(flow, flows) for flow in flows)]
-    if not torch._C._are_functorch_transforms_active() and any(map(foreach.are_batched, flows)):
+    """The gradients of the columns that are there; at each place one of the results has a gradient."""
+    columns = [*saved, *_with_zeros(grad_outputs)]
+    derivative = _Derivative(step, there)
+    if not _torch_private.transforms_are_active() and any(map(foreach.are_batched, grad_outputs)):
         with foreach.in_loops():
-            found = step.backward_formula(columns)
+            found = derivative.formula(columns)
     else:
-        found = run(_Derivative(step), columns)
-    return [*found, *step.rest(flows)]
+        found = run(derivative, columns)
+    factor = step.direct_factor
+    if factor is None:
+        return list(found)
+    direct = [x if x is None or factor == 1 else x * factor for x in grad_outputs[0]]
+    return [*found, direct]
 
 
-def _filled(
-    column: Sequence[OptionalTensor], columns: Sequence[Sequence[OptionalTensor]]
-) -> list[Tensor] | None:
-    """Zeros in the places that are ``None``, like another column's tensor there; ``None`` if all are."""
-    present = [x for x in column if x is not None]
-    if len(present) == len(column):
-        return present
-    if not present:
-        return None
-    models = (next(x for x in row if x is not None) for row in zip(*columns, strict=True))
-    return [torch.zeros_like(like) if x is None else x for x, like in zip(column, models, strict=True)]
+def _with_zeros(columns: Sequence[Sequence[OptionalTensor]]) -> list[list[Tensor] | None]:
+    """The columns with zeros in the places that are ``None``; ``None`` for a column that has only such places."""
+    models = [next((x for x in row if x is not None), None) for row in zip(*columns, strict=True)]
+
+    def filled(column: Sequence[OptionalTensor]) -> list[Tensor]:
+        pairs = zip(column, models, strict=True)
+        return [torch.zeros_like(model) if x is None else x for x, model in pairs if model is not None]
+
+    return [None if all(x is None for x in column) else filled(column) for column in columns]
 
 
-def _pulled_back(
-    map: Map, columns: Columns, there: tuple[bool, ...], flows: Sequence[Sequence[OptionalTensor]]
-) -> tuple[Tensor, ...]:
-    """What flows out of a map that has a formula, but no derivative of its own."""
+def _zeros(columns: Columns) -> list[Tensor]:
+    """Zeros of the shapes of the first column that is there."""
+    like = next(column for column in columns if column is not None)
+    return [torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in like]
 
-    def flat(*tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(join(map.formula(unflatten(tensors, there))))
 
-    made, pull, *_ = torch.func.vjp(flat, *flatten(columns)[1])
-    into = join(flows)
-    grads = pull(tuple(torch.zeros_like(y) if x is None else x for x, y in zip(into, made, strict=True)))
-    return tuple(grads)
+def _pulled_back(map: Map, columns: Columns, grad_outputs: Columns) -> list[list[Tensor]]:
+    """The gradients of the columns that are there, by autograd of a map's formula; differentiable themselves."""
+    there, tensors = flatten(columns)
+    used = [k for k, column in enumerate(grad_outputs) if column is not None]
+    into = join(grad_outputs[k] or [] for k in used)
+
+    def formula(*tensors: Tensor) -> tuple[Tensor, ...]:
+        made = map.formula(unflatten(tensors, there))
+        return tuple(join(made[k] for k in used))
+
+    if _torch_private.transforms_are_active():
+        _results, pull, *_ = torch.func.vjp(formula, *tensors)
+        grads = pull(tuple(into))
+    else:
+        record = torch.is_grad_enabled()
+        with torch.enable_grad():
+            # Aliases: what a tensor gets at this place is not what it gets at another, or by way of another.
+            aliases = [x.view_as(x) if record else x.detach() for x in tensors]
+            given = [x if x.requires_grad else x.detach().requires_grad_() for x in aliases]
+            grads = torch.autograd.grad(
+                formula(*given), given, into, create_graph=record, allow_unused=True, materialize_grads=True
+            )
+    return split(grads, sum(there))

@@ -24,12 +24,14 @@ from torchopt_dist.ops.columns import (
     check_tensors,
     flatten,
     join,
+    narrowed,
+    overwrite,
     portions,
     split,
     widened,
 )
 from torchopt_dist.ops.foreach import Factor
-from torchopt_dist.typing import OptionalTensor
+from torchopt_dist.ops.momentum import with_momentum
 
 __all__ = ["rmsprop", "rmsprop_"]
 
@@ -66,7 +68,7 @@ def rmsprop(
         lr: learning rate, for ``params``.
         fused: None uses a kernel where there is one, False the formulas here, True demands the kernel, which has no
             derivatives for hyper-parameters that are tensors.
-        inplace: leave to overwrite the averages and the running sums.
+        inplace: if True, may overwrite the averages and the running sums.
 
     Returns:
         Directions or moved parameters, ``square_avgs``, ``grad_avgs`` if centered, ``momentum_buffers`` if given.
@@ -119,121 +121,59 @@ class _RMSprop(node.Step):
     kernel_runs: bool
 
     @property
-    def recorded(self) -> bool:
+    def is_one_node(self) -> bool:
         return not any(isinstance(number, Tensor) for number in (self.alpha, self.eps, self.momentum))
 
     def at(self, places: Sequence[int]) -> _RMSprop:
         return self
 
+    @property
+    def direct_factor(self) -> float | None:
+        return 1.0 if self.there[4] else None
+
     def formula(self, columns: Columns, inplace: bool = False) -> list[list[Tensor]]:
-        """Halves are computed in float32."""
-        wide = [None if column is None else widened(column) for column in columns]
-        grads, _, _, sums, params = wide
-        square_avgs, grad_avgs, below = self._below_root(wide, inplace)
-        moved = foreach.divide(grads or [], foreach.add_number(foreach.square_root(below), self.eps))
+        """Half precision is computed in float32."""
+        grads, square_avgs, grad_avgs, sums, params = (c if c is None else widened(c) for c in columns)
+        grads, square_avgs = grads or [], square_avgs or []
+        square_avgs = foreach.multiply(square_avgs, self.alpha, inplace=inplace)
+        square_avgs = foreach.add_product(square_avgs, grads, grads, 1 - self.alpha, inplace=inplace)
+        below = square_avgs
+        if grad_avgs is not None:
+            grad_avgs = foreach.interpolate(grad_avgs, grads, 1 - self.alpha, inplace=inplace)
+            below = foreach.add_product(square_avgs, grad_avgs, grad_avgs, -1.0)
+        moved = foreach.divide(grads, foreach.add_number(foreach.square_root(below), self.eps))
         if sums is not None:
-            directions = moved
-            sums = foreach.add(foreach.multiply(sums, self.momentum, inplace=inplace), moved, inplace=inplace)
-            if self.nesterov:
-                moved = foreach.add(directions, sums, self.momentum)
-            else:
-                moved = sums if params is not None else [b.clone() for b in sums]
+            moved, sums = with_momentum(moved, sums, self.momentum, nesterov=self.nesterov, inplace=inplace)
         if params is not None:
             moved = foreach.add(params, moved, self.factor)
+        elif moved is sums:
+            moved = [x.clone() for x in moved]
         like = columns[0] if params is None else columns[4]
         state = [
-            _narrowed(new, old, inplace)
+            narrowed(new, old, inplace=inplace)
             for new, old in zip((square_avgs, grad_avgs, sums), columns[1:4], strict=True)
             if new is not None and old is not None
         ]
-        return [_narrowed(moved, like or []), *state]
+        return [narrowed(moved, like or []), *state]
 
     def kernel(self, columns: Columns) -> list[list[Tensor]]:
         made = torch.ops.todist.rmsprop(*(column or [] for column in columns), *self._numbers())
         return split(made, sum(self.there[:4]))
 
-    def saved(self, given: Columns, made: Columns) -> Columns:
-        """The new averages are made again, without the rounding to float16 or bfloat16 that they have as results."""
-        return given[:3]
+    def saved(self, columns: Columns) -> Columns:
+        """The old averages: the new ones are rounded where the tensors are float16 or bfloat16."""
+        return [*columns[:3], None, None]
 
-    def backward_formula(self, columns: Columns) -> list[list[Tensor]]:
-        wide = [None if column is None else widened(column) for column in columns]
-        grads, _, _, *flows = wide
-        flows_of = iter(flows)
-        of_moved, of_squares, of_avgs, of_sums = (next(flows_of) if here else None for here in self.there[:4])
-        grads, alpha, momentum = grads or [], self.alpha, self.momentum
-        of_directions = of_moved if of_moved is None else foreach.multiply(of_moved, self.factor)
-        if self.there[3]:
-            of_last = of_directions
-            if of_last is not None:
-                ahead = foreach.multiply(of_last, momentum) if self.nesterov else of_last
-                of_sums = ahead if of_sums is None else foreach.add(of_sums, ahead)
-            of_directions = of_sums
-            if self.nesterov and of_last is not None and of_sums is not None:
-                of_directions = foreach.add(of_sums, of_last)
-        of_grads = None
-        if of_directions is not None:
-            _, new_avgs, below = self._below_root(wide)
-            roots = foreach.square_root(below)
-            below = foreach.add_number(roots, self.eps)
-            of_grads = foreach.divide(of_directions, below)
-            through = foreach.product(foreach.divide(grads, below), foreach.slopes_of_roots(roots))
-            through = foreach.product(of_grads, through)
-            of_squares = _sum(of_squares, foreach.multiply(through, -1))
-            if new_avgs is not None:
-                of_avgs = _sum(of_avgs, foreach.multiply(foreach.product(new_avgs, through), 2))
-        of_squares = _or_zeros(of_squares, grads)
-        twice = foreach.multiply(foreach.product(grads, of_squares), 2 * (1 - alpha))
-        found = [_sum(of_grads, twice), foreach.multiply(of_squares, alpha)]
-        if self.there[2]:
-            of_avgs = _or_zeros(of_avgs, grads)
-            found[0] = foreach.add(found[0], of_avgs, 1 - alpha)
-            found.append(foreach.multiply(of_avgs, alpha))
-        if self.there[3]:
-            found.append(foreach.multiply(_or_zeros(of_sums, grads), momentum))
-        return [_narrowed(column, columns[0] or []) for column in found]
-
-    def backward_kernel(self, columns: Columns) -> list[list[Tensor]]:
-        grads, square_avgs, grad_avgs, *flows = (column or [] for column in columns)
-        flows_of = iter(flows)
-        into = [next(flows_of) if here else [] for here in self.there[:4]]
-        into[0] = _or_zeros(into[0] or None, grads)
-        made = torch.ops.todist.rmsprop_backward(*into, grads, square_avgs, grad_avgs, *self._numbers())
-        return split(made, len(made) // len(grads))
-
-    def rest(self, flows: Sequence[Sequence[OptionalTensor]]) -> list[list[OptionalTensor]]:
-        return [list(flows[0])] if self.there[4] else []
-
-    def _below_root(
-        self, columns: Columns, inplace: bool = False
-    ) -> tuple[list[Tensor], list[Tensor] | None, list[Tensor]]:
-        """The next averages, and what the root is taken of."""
-        grads, square_avgs, grad_avgs = (column or [] for column in columns[:3])
-        square_avgs = foreach.multiply(square_avgs, self.alpha, inplace=inplace)
-        square_avgs = foreach.add_product(square_avgs, grads, grads, 1 - self.alpha, inplace=inplace)
-        if columns[2] is None:
-            return square_avgs, None, square_avgs
-        grad_avgs = foreach.interpolate(grad_avgs, grads, 1 - self.alpha, inplace=inplace)
-        return square_avgs, grad_avgs, foreach.add_product(square_avgs, grad_avgs, grad_avgs, -1.0)
+    def backward_kernel(self, saved: Columns, grad_outputs: Columns) -> list[list[Tensor]]:
+        inputs = [column or [] for column in saved[:3]]
+        given = iter([column or [] for column in grad_outputs])
+        into = [next(given) if there else [] for there in self.there[:4]]
+        into[0] = into[0] or [torch.zeros_like(x) for x in inputs[0]]
+        made = torch.ops.todist.rmsprop_backward(*into, *inputs, *self._numbers())
+        return split(made, len(made) // len(inputs[0]))
 
     def _numbers(self) -> tuple[Any, ...]:
         return self.factor, self.alpha, self.eps, self.momentum, self.nesterov
-
-
-def _narrowed(xs: list[Tensor], like: list[Tensor], inplace: bool = False) -> list[Tensor]:
-    """The way back from :func:`columns.widened`, into the tensors of ``like`` if ``inplace``."""
-    return [
-        x if x.dtype == y.dtype else y.copy_(x) if inplace else x.to(y.dtype)
-        for x, y in zip(xs, like, strict=True)
-    ]
-
-
-def _sum(xs: list[Tensor] | None, ys: list[Tensor]) -> list[Tensor]:
-    return ys if xs is None else foreach.add(xs, ys)
-
-
-def _or_zeros(xs: list[Tensor] | None, like: list[Tensor]) -> list[Tensor]:
-    return [torch.zeros_like(x) for x in like] if xs is None else xs
 
 
 def rmsprop_(
@@ -268,7 +208,7 @@ def rmsprop_(
         momentum: how much of a running sum stays.
         nesterov: look ahead.
         weight_decay: how much of a parameter is added to its gradient.
-        maximize: go up, not down.
+        maximize: maximize the objective.
         fused: None uses a kernel where there is one, False the formula, True demands the kernel.
 
     Raises:
@@ -291,27 +231,24 @@ def rmsprop_(
             torch.ops.todist.rmsprop_(*map(list, columns), *numbers)
         torch.autograd.graph.increment_version([*params, *square_avgs, *grad_avgs, *momentum_buffers])
         return
-    check_tensors(named)
+    if fused is False:
+        check_tensors(named)  # before the first portion is written
     with torch.no_grad():
-        for part in portions(params):
-            p, g, v, a, b = (list(column[part]) for column in columns)
-            if maximize:
-                g = foreach.multiply(g, -1)
-            if weight_decay != 0:
-                g = foreach.add(g, p, weight_decay)
-            foreach.multiply(v, alpha, inplace=True)
-            foreach.add_product(v, g, g, 1 - alpha, inplace=True)
-            below = v
-            if a:
-                foreach.interpolate(a, g, 1 - alpha, inplace=True)
-                below = foreach.add_product(v, a, a, -1.0)
-            roots = foreach.square_root(below)
-            foreach.add_number(roots, eps, inplace=True)
-            if not b:
-                foreach.add_quotient_(p, g, roots, -lr)
-                continue
-            foreach.multiply(b, momentum, inplace=True)
-            foreach.add_quotient_(b, g, roots, 1.0)
-            if nesterov:
-                foreach.add_quotient_(p, g, roots, -lr)
-            foreach.add(p, b, -lr * momentum if nesterov else -lr, inplace=True)
+        for part in portions(params) if fused is False else [slice(None)]:
+            p, g, v = (list(column[part]) for column in columns[:3])
+            a, b = (list(column[part]) or None for column in columns[3:])
+            new = rmsprop(
+                foreach.descent_gradients(g, p, weight_decay, maximize),
+                v,
+                a,
+                b,
+                p,
+                alpha=alpha,
+                eps=eps,
+                momentum=momentum,
+                nesterov=nesterov,
+                lr=lr,
+                fused=fused,
+                inplace=True,
+            )
+            overwrite([column for column in (p, v, a, b) if column is not None], new)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchopt_dist import ops, pytree
+from torchopt_dist import pytree
 from torchopt_dist.ops import foreach
 from torchopt_dist.ops.columns import pick, present, put
 from torchopt_dist.transform.base import ChainedGradientTransformation, GradientTransformation
@@ -52,11 +52,7 @@ def move_(params: list[OptionalTensor], updates: list[OptionalTensor], factor: f
     """Add ``factor`` times the updates to the parameters in place, in one pass over the memory."""
     old, step = _pairs(params, updates, present(updates))
     with torch.no_grad():
-        # With a factor the kernel rounds once where torch rounds twice, and `Optimizer` is torch's bit for bit.
-        if factor == 1.0 and all(p.dtype == u.dtype for p, u in zip(old, step, strict=True)):
-            ops.add_scaled_(old, step)
-        else:
-            foreach.add(old, step, factor, inplace=True)
+        foreach.add(old, step, factor, inplace=True)
 
 
 def step_(

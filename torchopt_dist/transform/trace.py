@@ -5,10 +5,9 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from torchopt_dist.ops import bias_correction, foreach
+from torchopt_dist.ops.sgd import sgd
 from torchopt_dist.transform.base import GradientTransformation, identity
 from torchopt_dist.transform.elementwise import counts, elementwise, filled
 from torchopt_dist.transform.hyperparameters import HyperParameter, check_at_least_zero, is_zero
@@ -97,19 +96,14 @@ def _formula(
     nesterov: bool,
     inplace: bool,
 ) -> tuple[list[Tensor], ...]:
-    sums = foreach.multiply(sums, momentum, inplace=inplace)
-    if steps:  # there is dampening, and the first gradient is not dampened
-        taken = foreach.combine(partial(_taken, dampening), bias_correction.values(steps[0]))
-        sums = foreach.add(sums, foreach.multiply(grads, taken), inplace=inplace)
-        steps = (foreach.add_number(steps[0], 1, inplace=inplace),)
-    else:
-        sums = foreach.add(sums, grads, inplace=inplace)
-    moved = foreach.add(grads, sums, momentum) if nesterov else sums
-    return moved, sums, *steps
-
-
-def _taken(dampening: HyperParameter, t: HyperParameter) -> HyperParameter:
-    """How much of a gradient goes into the sum, if there were ``t`` before it."""
-    if isinstance(t, Tensor):
-        return torch.where(t > 0, 1 - dampening, 1.0)
-    return 1 - dampening if t > 0 else 1.0
+    return sgd(
+        grads,
+        sums,
+        *steps,
+        lr=-1.0,
+        momentum=momentum,
+        dampening=dampening,
+        nesterov=nesterov,
+        fused=False,
+        inplace=inplace,
+    )
