@@ -7,8 +7,8 @@
 
 ``torchopt.x`` offers TorchOpt's own spellings (``_names.py``), then what ``torchopt_dist.x`` offers, the same objects,
 and after that torchopt_dist's flat names: so ``todist.module_clone`` works in a program that only imports
-``torchopt.distributed as todist``. What torchopt_dist does not have is an error that says so. Processes that a program
-starts itself need an :func:`install` of their own.
+``torchopt.distributed as todist``. A name that torchopt_dist does not have is an error that says so. Processes that a
+program starts itself need an :func:`install` of their own.
 """
 
 from __future__ import annotations

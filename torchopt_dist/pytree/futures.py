@@ -89,6 +89,6 @@ def tree_to_here(rref_tree: PyTree[Any], timeout: float = -1.0) -> Any:
     """
     references, spec = optree.tree_flatten(rref_tree)
     for reference in references:
-        if not hasattr(reference, "to_here"):  # one that came from another worker is of RRef's base class
+        if not hasattr(reference, "to_here"):  # a reference from another worker is of RRef's base class
             raise TypeError(f"`rref_tree` must be a tree of RRefs, got {type(reference).__name__}")
     return optree.tree_unflatten(spec, [reference.to_here(timeout) for reference in references])
