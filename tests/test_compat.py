@@ -4,8 +4,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import torchopt_dist as todist
 
 ROOT = Path(__file__).parents[1]
@@ -51,11 +49,10 @@ assert not hasattr(torchopt, "NoSuchName") and not hasattr(todist, "_private")
 
 def python(*arguments: object, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *map(str, arguments)], cwd=cwd, capture_output=True, text=True, timeout=50
+        [sys.executable, *map(str, arguments)], cwd=cwd, capture_output=True, text=True, timeout=250
     )
 
 
-@pytest.mark.timeout(60)
 def test_torchopt_means_torchopt_dist() -> None:
     ended = python("-c", SAME_OBJECTS)
     assert ended.returncode == 0, ended.stderr
@@ -146,7 +143,6 @@ assert leaves == (1, (2,)) and pytree.tree_unflatten(spec, leaves) == [1, (2,)]
 """
 
 
-@pytest.mark.timeout(60)
 def test_typing_and_pytree_have_torchopts_names() -> None:
     ended = python("-c", TYPES)
     assert ended.returncode == 0, ended.stderr
@@ -202,13 +198,11 @@ else:
 """
 
 
-@pytest.mark.timeout(60)
 def test_adam_takes_torchopts_name_of_fused() -> None:
     ended = python("-c", ACCELERATED)
     assert ended.returncode == 0, ended.stderr
 
 
-@pytest.mark.timeout(60)
 def test_missing_names_say_what_is_missing() -> None:
     program = """
 from torchopt_dist import compat
@@ -231,7 +225,6 @@ for statement in ("import torchopt.nothing", "from torchopt import Nothing", "im
         assert "torchopt_dist stands in for torchopt here, and it has no such name (yet)" in message
 
 
-@pytest.mark.timeout(60)
 def test_refuses_where_torchopt_is_imported_already(tmp_path: Path) -> None:
     (tmp_path / "torchopt.py").write_text("")
     program = "import torchopt; from torchopt_dist import compat; compat.install()"
@@ -240,7 +233,6 @@ def test_refuses_where_torchopt_is_imported_already(tmp_path: Path) -> None:
     assert str(tmp_path / "torchopt.py") in ended.stderr
 
 
-@pytest.mark.timeout(60)
 def test_a_script_runs_as_python_would_run_it(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("import torchopt\n")
     script = tmp_path / "script.py"
@@ -269,7 +261,6 @@ def test_a_script_runs_as_python_would_run_it(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.timeout(60)
 def test_usage_and_missing_script(tmp_path: Path) -> None:
     ended = python("-m", "torchopt_dist.compat")
     assert ended.returncode == 1

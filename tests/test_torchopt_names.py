@@ -34,7 +34,7 @@ def test_every_name_is_there(how: str) -> None:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=250,
         cwd=HERE.parent,
     )
     assert set(found.stdout.splitlines()) == set()
