@@ -53,7 +53,7 @@ from torchopt_dist.errors import (
     WorkerFailedError,
     WorkerLostError,
 )
-from torchopt_dist.launch import Launcher, LaunchResult, launch
+from torchopt_dist.launch import Launcher, LaunchResult, groups, launch
 from torchopt_dist.nn import (
     ModuleState,
     extract_state_dict,
@@ -114,6 +114,8 @@ from torchopt_dist.transform import (
 )
 
 __version__ = "0.1.0"
+
+groups.connect_rpc = auto_init_rpc  # what `Launcher(rpc=True)` does
 
 __all__ = [
     "SGD",

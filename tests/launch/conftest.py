@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import pytest
 
-from tests.launch.ferries import Ferries
 from tests.launch.sshd import Sshd
 from torchopt_dist.launch import Launcher, remote
 
@@ -11,8 +10,7 @@ from torchopt_dist.launch import Launcher, remote
 def sshd(tmp_path_factory):
     server = Sshd(tmp_path_factory.mktemp("sshd"))
     yield server
-    for machine in remote._machines.values():
-        machine.close()
+    remote.close_all()
     server.stop()
 
 
@@ -23,21 +21,3 @@ def launcher(sshd):
         return Launcher(hosts=list(hosts), nproc_per_host=nproc_per_host, **options)
 
     return make
-
-
-@pytest.fixture
-def ferries():
-    made = []
-
-    def make(*args, **kwargs):
-        made.append(Ferries(*args, **kwargs))
-        return made[-1]
-
-    yield make
-    for both in made:
-        both.close()
-
-
-@pytest.fixture
-def channel(ferries):
-    return ferries().channel()

@@ -43,12 +43,12 @@ def start_a_family(folder):
     say(path, " ".join([*pids, str(os.getpid()), str(os.getppid())]))
 
 
-def start_program(code, *arguments):
+def start_program(code, *arguments, **env):
     """A program of its own, which can import what is here."""
     return subprocess.Popen(
         [sys.executable, "-c", code, *arguments],
         cwd=torchrun.ROOT,
-        env={**os.environ, "PYTHONPATH": str(torchrun.ROOT)},
+        env={**os.environ, "PYTHONPATH": str(torchrun.ROOT), **env},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -76,6 +76,6 @@ def family_of(folder, ranks=2):
     return [int(pid) for rank in range(ranks) for pid in (folder / f"family{rank}").read_text().split()]
 
 
-def relay_of(agent):
-    """It has started the forkserver, and that the agent."""
-    return psutil.Process(agent).parent().ppid()
+def forkserver_of(agent):
+    """The process that has forked it."""
+    return psutil.Process(agent).ppid()

@@ -25,13 +25,14 @@ class Sshd:
         address: where it listens.
         names: what the configuration file calls it.
         prefix: a command that runs it, such as `ip netns exec name`.
+        more: lines of its configuration.
 
     Attributes:
         config: what a launcher's `ssh_config` wants: `node1`, `node2` and `node3` are this server.
         port: where it listens.
     """
 
-    def __init__(self, folder, address="127.0.0.1", names=("node1", "node2", "node3"), prefix=()):
+    def __init__(self, folder, address="127.0.0.1", names=("node1", "node2", "node3"), prefix=(), more=""):
         self.folder, self.address, self.port = folder, address, free_port()
         folder.mkdir(exist_ok=True)
         for name in ("host_key", "user_key"):
@@ -42,7 +43,7 @@ class Sshd:
         (folder / "sshd_config").write_text(
             f"HostKey {folder}/host_key\nAuthorizedKeysFile {folder}/user_key.pub\nPidFile none\nUsePAM no\n"
             "StrictModes no\nPasswordAuthentication no\nKbdInteractiveAuthentication no\nPermitRootLogin yes\n"
-            "MaxStartups 100\nPrintMotd no\n"
+            f"MaxStartups 100\nPrintMotd no\n{more}"
         )
         key = (folder / "host_key.pub").read_text().rsplit(" ", 1)[0]
         known = f"[{address}]:{self.port}" if self.port != 22 else address

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
+import shlex
+import socket
 import subprocess
 import sys
 import time
@@ -16,7 +19,7 @@ from tests.launch.families import assert_gone
 from tests.launch.sshd import NEEDS_SSHD
 from tests.launch.two import ON_TWO
 from torchopt_dist.launch.failures import death
-from torchopt_dist.launch.ssh import SshProcess
+from torchopt_dist.launch.ssh import carry, in_loop, log_in
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -109,16 +112,29 @@ def test_what_is_not_read_here_makes_the_writer_elsewhere_wait(sshd, tmp_path):
         "    os.pwrite(told, b'%12d' % written, 0)\n"
     )
     (tmp_path / "write.py").write_text(write)
-    command = f"exec {sys.executable} -S {tmp_path}/write.py {tmp_path}/written"
-    stream = SshProcess("node1", command, str(sshd.config), 10).stream
-    stream.settimeout(10)
-    assert watch(tmp_path / "written")
-    read = 0
-    while read < 10_000_000:
-        time.sleep(0.01)  # so that more than is read has come
-        read += len(stream.recv(1 << 16))
-    ahead = int((tmp_path / "written").read_text()) - read
-    stream.close()
+    command = [sys.executable, "-S", str(tmp_path / "write.py"), str(tmp_path / "written")]
+
+    async def start(end):
+        connection = await log_in("node1", str(sshd.config), 5.0, 10.0)
+        process = await connection.create_process(shlex.join(command), encoding=None)
+        return connection, asyncio.create_task(carry(end, process.stdout, process.stdin))
+
+    async def stop(connection):
+        connection.close()
+        await connection.wait_closed()
+
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    connection, _ = in_loop(start(theirs)).result(20)
+    with ours:
+        ours.settimeout(10)
+        assert watch(tmp_path / "written")
+        read = 0
+        while read < 10_000_000:
+            time.sleep(0.01)  # so that more than is read has come
+            read += len(ours.recv(1 << 16))
+        ahead = int((tmp_path / "written").read_text()) - read
+    in_loop(stop(connection)).result(20)
     assert ahead < 20_000_000  # what pipes, sockets and SSH hold
 
 

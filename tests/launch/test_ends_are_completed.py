@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import resource
 import signal
 import sys
 import time
@@ -15,7 +17,7 @@ from tests.distributed.bare import say, soon, watch
 from tests.launch.descriptors import no_new_descriptors
 from tests.launch.families import alive, assert_gone, family_of, start_a_family, start_program
 from tests.launch.two import ON_TWO
-from torchopt_dist.launch import Launcher
+from torchopt_dist.launch import Launcher, forkserver
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -27,16 +29,19 @@ class MyError(Exception):
 # Agents.
 
 
-def test_an_agent_that_is_stopped_when_a_worker_fails_is_killed_with_all_below_it(tmp_path, monkeypatch):
+def test_an_agent_that_is_stopped_while_it_ends_its_workers_is_killed_with_all_below_it(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(sys.modules["torchopt_dist.launch.job"], "AGENT_SECONDS", 0.5)
 
     def work():
+        signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getppid(), signal.SIGSTOP))
         start_a_family(tmp_path)
         if os.environ["RANK"] == "0":
             assert watch(tmp_path / "family1")
-            os.kill(os.getppid(), signal.SIGSTOP)
             raise MyError
-        time.sleep(60)
+        while True:
+            time.sleep(60)
 
     launcher = Launcher(nproc_per_host=2, handlers=[], stop_timeout=0.2)
     launcher.run(int)
@@ -152,7 +157,7 @@ launch(int, nproc_per_host=1)
 def count():
     return len(os.listdir("/proc/self/fd"))
 before = count()
-for more in range(32, 20, -1):
+for more in range(11, -1, -1):
     resource.setrlimit(resource.RLIMIT_NOFILE, (before + more, before + more))
     try:
         values = launch(int, nproc_per_host=4, log_dir=None, handlers=[]).results["localhost"]
@@ -177,3 +182,20 @@ def test_too_few_descriptors_for_all_workers_are_an_error_that_says_so_and_are_a
     good = told.count("good")
     assert 1 <= good <= 10
     assert told == ["good"] * good + [said] * (12 - good)
+
+
+def test_too_few_descriptors_for_an_agent_are_an_error_that_says_so():
+    ON_TWO.run(int)
+    server, number = forkserver._server.process.pid, resource.RLIMIT_NOFILE
+    before = resource.prlimit(server, number)
+    resource.prlimit(server, number, (20, before[1]))
+    try:
+        with (
+            no_new_descriptors(),
+            pytest.raises(OSError, match="too many open files: raise `ulimit -n`") as told,
+        ):
+            Launcher(nproc_per_host=8, handlers=[], log_dir=None).run(int)
+        assert told.value.errno == errno.EMFILE
+    finally:
+        resource.prlimit(server, number, before)
+    assert ON_TWO.run(int).results == {"localhost": [0, 0]}

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 import torchopt_dist as todist
-from torchopt_dist.launch import duties, launch
+from torchopt_dist.launch import launch, worker
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -37,13 +37,13 @@ class Mute:
     ids=lambda part: type(part).__name__ if isinstance(part, Mute) else repr(part),
 )
 def test_the_status_is_what_python_and_the_system_make_of_it(code, status, said, capsys):
-    assert duties.asked_to_exit(SystemExit(code)) == status
+    assert worker.asked_to_exit(SystemExit(code)) == status
     assert capsys.readouterr() == ("", said)
 
 
 def test_other_exceptions_are_no_exit(capsys):
-    assert duties.asked_to_exit(KeyboardInterrupt("text")) is None
-    assert duties.asked_to_exit(ValueError("text")) is None
+    assert worker.asked_to_exit(KeyboardInterrupt("text")) is None
+    assert worker.asked_to_exit(ValueError("text")) is None
     assert capsys.readouterr() == ("", "")
 
 

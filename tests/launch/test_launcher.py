@@ -227,7 +227,7 @@ def test_variables_that_make_a_new_server():
         "HOME",
         "TORCHINDUCTOR_CACHE_DIR",
     )
-    assert list(forkserver._read_on_import(dict.fromkeys(given, "1"))) == list(given[:3])
+    assert list(forkserver.read_on_import(dict.fromkeys(given, "1"))) == list(given[:3])
 
 
 def test_a_server_that_died_is_replaced():

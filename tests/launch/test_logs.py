@@ -14,7 +14,7 @@ import pytest
 import torchopt_dist as todist
 from tests.seeds import torchrun
 from torchopt_dist.launch import Launcher, on_ranks
-from torchopt_dist.launch.logs import LineReader, WorkerLogs
+from torchopt_dist.launch.logs import LineSplitter, WorkerLogs
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -162,16 +162,11 @@ def test_a_handler_that_raises_ends_the_launch():
 
 def lines_of(*chunks, last=b""):
     kept = Kept()
-    reader = LineReader(WorkerLogs([kept], None, range(1)), 0, 0, "here", "stdout")
-    try:
-        for chunk in chunks:
-            os.write(reader.for_worker, chunk)
-            assert reader.read()
-        os.write(reader.for_worker, last)
-        os.close(reader.for_worker)
-        reader.drain()
-    finally:
-        reader.close()
+    splitter = LineSplitter(WorkerLogs([kept], None, range(1)), 0, 0, "here", "stdout")
+    for chunk in (*chunks, last):
+        splitter.feed(chunk)
+    splitter.finish()
+    splitter.finish()  # there is nothing any more
     return [line for _, _, line in kept.lines]
 
 

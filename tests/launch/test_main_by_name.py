@@ -11,7 +11,7 @@ import cloudpickle
 import pytest
 
 from tests.seeds import torchrun
-from torchopt_dist.launch import duties
+from torchopt_dist.launch import pickling
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -37,6 +37,7 @@ def use():
     return double(Color.RED.value)
 
 def save(path):
+    path += os.environ["RANK"]
     torch.save(Net(2, 2), path)
     assert type(torch.load(path, weights_only=False)) is Net
     return pickle.dumps([Color.RED, Stat(1.0), double, save])
@@ -51,7 +52,7 @@ elastic = {"min_hosts": 1} if sys.argv[2] == "elastic" else {}
 launcher = Launcher(nproc_per_host=2, handlers=[], log_dir=None, **elastic)
 dumped = launcher.run(save, sys.argv[1] + "/net").rank(1)
 assert pickle.loads(dumped) == [Color.RED, Stat(1.0), double, save]
-assert isinstance(torch.load(sys.argv[1] + "/net", weights_only=False), Net)
+assert isinstance(torch.load(sys.argv[1] + "/net1", weights_only=False), Net)
 assert launcher.run(functools.partial(use)).rank(0) == 2
 (found,) = {str(each) for each in Launcher(
     nproc_per_host=2, backend="gloo", handlers=[], log_dir=None, **elastic
@@ -98,8 +99,7 @@ def functions(**names):
 def test_functions_and_those_that_they_call_are_put_there(main):
     first, *_ = functions(first="return second()", second="return taken()", taken="return 3")
     task = functools.partial(print, functools.partial(first), key=len)
-    loaded = duties.read_task((task, (), {}), lambda task: task)
-    assert loaded == (task, (), {})
+    pickling.fill_main((task,))
     assert main["first"] is first
     assert main["second"] is first.__globals__["second"]
     assert main["taken"] == "before"
@@ -109,7 +109,8 @@ def test_functions_and_those_that_they_call_are_put_there(main):
 
 def test_without_cloudpickle_s_list_of_classes_work_goes_on(main, monkeypatch):
     monkeypatch.delattr(cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_CLASS")
-    assert duties.read_task((max, (1, 2), {}), lambda task: task) == (max, (1, 2), {})
+    task = (max, (1, 2), {})
+    assert pickling.unpack_task(pickling.pack_task(*task)) == task
 
 
 def test_what_a_function_or_a_class_defines_is_not_put_there(main):
@@ -129,9 +130,9 @@ def test_what_a_function_or_a_class_defines_is_not_put_there(main):
     parts = cloudpickle.dumps((*there["outer"](), there["Outer"](), there["Outer"].Nested()))
     code = f"""
 import cloudpickle, sys
-from torchopt_dist.launch import duties
-read = lambda parts: (max, cloudpickle.loads(parts), {{}})
-function, parts, kwargs = duties.read_task({parts!r}, read)
+from torchopt_dist.launch import pickling
+parts = cloudpickle.loads({parts!r})
+pickling.fill_main(parts)
 main = vars(sys.modules["__main__"])
 assert main["Outer"] is type(parts[2])
 assert [type(part).__name__ for part in parts] == ["Local", "function", "Outer", "Nested"]

@@ -147,10 +147,7 @@ class Big(Machine):
     def __init__(self, name):
         self.name = name
 
-    def request_agent(self, env):
-        raise NotImplementedError
-
-    def open_meeting(self):
+    def connect(self, env):
         raise NotImplementedError
 
     def kill_agent(self, pid):
@@ -241,7 +238,5 @@ def test_a_job_runs_on_its_hosts(job, scontrol, tmp_path):
         assert len(result.results["node1"]) == cores
         assert result.results["node2"] == [(cores, cores + 1, "1")]
     finally:
-        for (_, name, options), machine in list(remote._machines.items()):
-            if name in ("node1", "node2") and options.config == str(server.config):
-                machine.close()
+        remote.close_all(["node1", "node2"])
         server.stop()

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import torchopt_dist as todist
-from tests.launch.families import relay_of
+from tests.launch.families import forkserver_of
 from tests.launch.sshd import NEEDS_SSHD
 from torchopt_dist.launch import Launcher, remote
 
@@ -101,14 +101,19 @@ def test_the_environment_there_is_its_own_with_what_is_copied_and_added(launcher
         launcher(copy_env="MY_*")
 
 
-def test_a_second_launch_finds_the_relay_warm(launcher):
+def reached(name):
+    return {task.result() for key, task in remote._machines.items() if key[1] == name and task.done()}
+
+
+def test_a_second_launch_finds_the_forkserver_warm(launcher):
     where = launcher()
     where.run(place)
-    before = {machine for key, machine in remote._machines.items() if key[1] == "node1"}
+    before = reached("node1")
     start = time.monotonic()
     where.run(place)
     assert time.monotonic() - start < 2.0  # importing torch alone would take longer
-    assert before >= {machine for key, machine in remote._machines.items() if key[1] == "node1"}
+    assert before
+    assert before == reached("node1")
 
 
 def test_workers_there_launch_in_their_turn(launcher):
@@ -168,8 +173,8 @@ def test_nothing_listens_for_the_launch_but_the_store(launcher):
     """Launcher and hosts talk through SSH alone, so there is no door at which a stranger could knock."""
 
     def listeners(launcher_pid):
-        relay = psutil.Process(relay_of(os.getppid()))
-        theirs = [psutil.Process(launcher_pid), relay, *relay.children(recursive=True)]
+        server = psutil.Process(forkserver_of(os.getppid()))
+        theirs = [psutil.Process(launcher_pid), server, *server.children(recursive=True)]
         doors = [c.laddr for process in theirs for c in process.net_connections() if c.status == "LISTEN"]
         return [(door.ip, door.port) for door in doors], os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
 

@@ -1,4 +1,4 @@
-"""However a worker, an agent, a relay or the launcher ends: the launch tells it, and nothing is left on other hosts."""
+"""However a worker, an agent, a forkserver or the launcher ends: the launch tells it, and nothing is left elsewhere."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 import torchopt_dist as todist
 from tests.distributed.bare import say, watch
-from tests.launch.families import alive, assert_gone, family_of, relay_of, start_a_family
+from tests.launch.families import alive, assert_gone, family_of, forkserver_of, start_a_family
 from tests.launch.sshd import NEEDS_SSHD
 from torchopt_dist.launch import remote
 
@@ -88,17 +88,17 @@ def test_an_agent_there_that_dies_is_named_and_leaves_nothing(launcher, tmp_path
     assert_gone([int(pid) for pid in (tmp_path / "family1").read_text().split()])
 
 
-def test_a_relay_that_dies_is_a_lost_host_and_the_next_launch_has_a_new_one(launcher, tmp_path):
-    def kill_the_relay():
+def test_a_forkserver_that_dies_is_a_lost_host_and_the_next_launch_has_a_new_one(launcher, tmp_path):
+    def kill_the_server():
         assert watch(tmp_path / "family1")
-        relay = relay_of(int((tmp_path / "family1").read_text().split()[-1]))
+        server = forkserver_of(int((tmp_path / "family1").read_text().split()[-1]))
         say(tmp_path / "killed", str(time.monotonic()))
-        os.kill(relay, signal.SIGKILL)
+        os.kill(server, signal.SIGKILL)
 
-    thread = threading.Thread(target=kill_the_relay)
+    thread = threading.Thread(target=kill_the_server)
     thread.start()
     with pytest.raises(
-        todist.AgentFailedError, match="the agent on node2 was lost: its relay was ended by SIGKILL"
+        todist.AgentFailedError, match="the agent on node2 was lost: its forkserver was ended by SIGKILL"
     ):
         launcher(["node1", "node2"]).run(crash, wait, tmp_path)
     thread.join()
@@ -107,24 +107,46 @@ def test_a_relay_that_dies_is_a_lost_host_and_the_next_launch_has_a_new_one(laun
     assert len(launcher(["node1", "node2"]).run(os.getpid).results) == 2
 
 
-def test_a_relay_that_is_stopped_is_a_lost_host(launcher, tmp_path):
-    """As when the network is cut: there is no sign of life."""
-
-    def stop_the_relay():
+def test_an_agent_there_that_is_stopped_is_killed_and_named(launcher, tmp_path):
+    def stop_the_agent():
         assert watch(tmp_path / "family1")
-        relay = relay_of(int((tmp_path / "family1").read_text().split()[-1]))
-        say(tmp_path / "stopped", f"{relay} {time.monotonic()}")
-        os.kill(relay, signal.SIGSTOP)
+        os.kill(int((tmp_path / "family1").read_text().split()[-1]), signal.SIGSTOP)
 
-    thread = threading.Thread(target=stop_the_relay)
+    thread = threading.Thread(target=stop_the_agent)
     thread.start()
-    with pytest.raises(todist.AgentFailedError, match="node2 was lost: there was no sign of life for 2 s"):
+    message = "the agent on node2 gave no sign of life for 2 s, and was killed; rank 1 on node2 was ended"
+    with pytest.raises(todist.AgentFailedError, match=message):
         launcher(["node1", "node2"], agent_timeout=2).run(crash, wait, tmp_path)
     thread.join()
-    relay, then = (tmp_path / "stopped").read_text().split()
-    assert time.monotonic() - float(then) < 7
-    os.kill(int(relay), signal.SIGCONT)  # it finds that the launcher has gone
     assert_gone([int(pid) for pid in (tmp_path / "family1").read_text().split()])
+
+
+def test_an_ssh_server_that_is_stopped_is_a_lost_host(sshd, launcher, tmp_path):
+    """As when the network is cut: there is no sign of life, in either direction."""
+    stopped = []
+
+    def stop_the_server():
+        assert watch(tmp_path / "family1")
+        session = psutil.Process(forkserver_of(int((tmp_path / "family1").read_text().split()[-1]))).parent()
+        while session.pid != sshd.process.pid:
+            session.suspend()
+            stopped.append(session)
+            session = session.parent()
+
+    thread = threading.Thread(target=stop_the_server)
+    thread.start()
+    try:
+        with pytest.raises(
+            todist.AgentFailedError,
+            match="node2 was lost: there was no sign of life for 2 s; rank 1 on node2",
+        ):
+            launcher(["node1", "node2"], agent_timeout=2).run(crash, wait, tmp_path)
+        thread.join()
+        assert_gone([int(pid) for pid in (tmp_path / "family1").read_text().split()], 10.0)
+    finally:
+        for process in stopped:
+            process.kill()
+    assert len(launcher(["node1", "node2"]).run(os.getpid).results) == 2
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
@@ -149,18 +171,17 @@ def test_a_launcher_that_ends_leaves_nothing_on_other_hosts(sshd, tmp_path, numb
     program = subprocess.Popen([sys.executable, script], env=env, stderr=subprocess.PIPE)
     try:
         family = family_of(tmp_path)
-        relays = [relay_of(agent) for agent in family[4::5]]
+        servers = [forkserver_of(agent) for agent in family[4::5]]
         program.send_signal(number)
         program.wait(15)
-        assert_gone([*family, *relays])
+        assert_gone([*family, *servers])
     finally:
         program.kill()
         program.communicate()
 
 
 def test_no_process_is_left_when_all_is_closed(sshd, launcher):
-    pids = launcher(["node1"]).run(lambda: [os.getppid(), psutil.Process(os.getppid()).ppid()]).rank(0)
-    for machine in list(remote._machines.values()):
-        machine.close()
+    pids = launcher(["node1"]).run(lambda: [os.getppid(), forkserver_of(os.getppid())]).rank(0)
+    remote.close_all()
     assert_gone(pids)
     assert not alive(pids)

@@ -79,7 +79,7 @@ def test_a_host_without_the_package(launcher, tmp_path):
 def test_a_host_with_another_version(launcher, monkeypatch, what):
     versions = remote.versions()
     monkeypatch.setattr(remote, "versions", lambda: {**versions, what: "1.2.3"})
-    # A name that no launch has reached yet: relays that are there are not asked again.
+    # A name that no launch has reached yet: forkservers that are there are not asked again.
     message = f"all hosts must have the same {what}, and node3 has {versions[what]}, this machine 1.2.3"
     refuse(launcher, message, "node3")
 

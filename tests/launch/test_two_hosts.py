@@ -321,7 +321,7 @@ def wait_with_a_family(folder):
 def test_a_host_that_is_cut_off_is_named_and_nothing_is_left_there(
     network, elsewhere, config, launch, tmp_path
 ):
-    launch(places)  # so that relays of another launch are there, too
+    launch(places)  # so that the forkservers of another launch are there, too
     options = {"hosts": ["alpha", "beta"], "nproc_per_host": 1, "ssh_config": config, "handlers": []}
     options.update(agent_timeout=AGENT_TIMEOUT, log_dir=None)
     future = elsewhere.submit(run_there, options, wait_with_a_family, tmp_path)
@@ -341,7 +341,7 @@ def test_a_host_that_is_cut_off_is_named_and_nothing_is_left_there(
         elsewhere.submit(wait_until_lost, "beta").result()
     finally:
         network.up("launcher", "port1")
-    assert launch(places) == at("10.77.0.1", "net0", "net1")  # by a new relay
+    assert launch(places) == at("10.77.0.1", "net0", "net1")  # by a new forkserver
 
 
 def test_an_elastic_launch_goes_on_without_a_host_that_is_cut_off_and_takes_it_back(
@@ -378,7 +378,8 @@ def call_the_other(folder):
 
 def wait_until_lost(name):
     """Both ends of a connection are patient, and one of them notices a little later than the other."""
-    known = [machine for (_, host, _), machine in remote._machines.items() if host == name]
+    known = [task.result() for key, task in remote._machines.items() if key[1] == name and task.done()]
+    assert known
     wait_until(lambda: all(machine.why_lost() is not None for machine in known), lambda: known)
 
 
@@ -412,7 +413,7 @@ def test_a_host_that_is_cut_off_before_the_launch_is_named(network, launch):
     launch(places)
     network.ip("launcher", "link", "set", "port1", "down")
     try:
-        lost = "beta gave no answer when a place to meet was looked for: there was no sign of life for 3 s"
+        lost = "the agent on beta was lost: there was no sign of life for 3 s, before it started a worker"
         fails(launch, NAMES[:2], lost, 6, todist.AgentFailedError)
         message = "beta cannot be reached by SSH: (there was no answer within 2 s|.*No route to host)"
         fails(launch, NAMES[:2], message, 5, start_timeout=2)

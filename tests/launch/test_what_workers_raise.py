@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import cloudpickle
 import pytest
 
 import torchopt_dist as todist
@@ -10,7 +9,7 @@ from tests.launch import exceptions
 from tests.launch.exceptions import MoreSlots, Mute, NoArgs, NoDict, Own, Picked, WithMeta
 from torchopt_dist._serialized_exception import SerializedException
 from torchopt_dist.launch import launch
-from torchopt_dist.launch.failures import revive
+from torchopt_dist.launch.pickling import pack, pack_failure, unpack_failure
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -32,8 +31,7 @@ def caught(error):
 
 
 def there_and_back(error):
-    failure = SerializedException.of(caught(error))
-    return revive(failure.traceback, cloudpickle.dumps(failure), "rank 3")
+    return unpack_failure(*pack_failure(caught(error)), "rank 3")
 
 
 @pytest.mark.parametrize("kind", AWKWARD)
@@ -64,13 +62,13 @@ def test_such_an_exception_comes_through_a_launch(kind, launches):
 
 def test_a_class_that_can_be_told_only_here_is_told_in_words(monkeypatch):
     failure = SerializedException.of(caught(NoDict("text")))
-    pickled = cloudpickle.dumps(failure)
+    packed = pack(failure)
     monkeypatch.setattr(
         SerializedException, "to_error", lambda failure, worker: ValueError(worker, failure.args)
     )
-    assert revive(failure.traceback, pickled, "rank 3").args == ("rank 3", ("text",))
+    assert unpack_failure(failure.traceback, packed, "rank 3").args == ("rank 3", ("text",))
     monkeypatch.delattr(exceptions, "NoDict")
-    (worker, (told,)) = revive(failure.traceback, pickled, "rank 3").args
+    (worker, (told,)) = unpack_failure(failure.traceback, packed, "rank 3").args
     assert worker == "rank 3"
     assert told.endswith("NoDict: text")
 

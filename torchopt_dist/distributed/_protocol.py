@@ -72,8 +72,8 @@ class Reply:
 
     Attributes:
         values: one for each task of a call; one for each input of a graph, ``None`` where it has no gradient.
-        exception: the exception that ended the request, if one did.
+        failure: the exception that ended the request, if one did.
     """
 
     values: list[Any] = field(default_factory=list)
-    exception: SerializedException | None = None
+    failure: SerializedException | None = None

@@ -1,219 +1,336 @@
-"""StartWorker → a worker process; its end → Exited; Stop, or the launcher's end → the end of all of them.
+"""One stream to the launcher ⇄ the workers of one host in one launch: their starts, their output and their ends.
 
-One agent looks after the workers of one host in one launch. It is the kernel's "child subreaper": a process that a
-worker has started, and whose parent has ended, becomes the agent's child. So whatever workers start stays among the
-agent's descendants, and the agent does not end before they have.
+The agent is the only process on its host that speaks with the launcher. It forks the workers, hands on what they write,
+and tells how they end. It is the kernel's "child subreaper": a process that a worker has started, and whose parent has
+ended, becomes the agent's child. So whatever workers start stays among the agent's descendants, and the agent does not
+end before they have. When the launcher says so or ends, the agent ends all of them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import math
+import fcntl
+import functools
 import os
-import select
+import selectors
 import signal
 import socket
+import threading
 import time
-from collections.abc import Iterator, Sequence
-from typing import NoReturn
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
-import psutil
 import setproctitle
 
-from torchopt_dist.launch import worker
+from torchopt_dist.errors import InitializationError
+from torchopt_dist.launch import processes, store, worker
 from torchopt_dist.launch.messages import (
     Alive,
     Exited,
     Halted,
+    Listen,
+    Listening,
+    NotStarted,
+    Output,
+    Reach,
     Started,
-    StartWorker,
+    StartWorkers,
     Stop,
-    receive,
-    send,
-    send_at_once,
 )
+from torchopt_dist.launch.stream import Stream
 
-__all__ = ["adopt_orphans", "end_tree", "reap", "serve", "wake_on_children"]
+__all__ = ["Agent"]
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+CHUNK = 1 << 16
+ALIVE_SECONDS = 1.0
 KILL_SECONDS = 3.0
 """For killed processes to end; one that the kernel holds, in a broken file system say, may not."""
-ALIVE_SECONDS = 1.0
+KILL_AGAIN_SECONDS = 0.002
 JANITOR_SECONDS = 0.5
-JANITORS = ("multiprocessing.resource_tracker", "torch_shm_manager")
-"""Programs that unlink shared memory when those who used it have ended, and then end themselves."""
+"""For programs that unlink shared memory to end by themselves."""
+LAST_WORDS_SECONDS = 5.0
+"""For the launcher to take what workers have written before they ended."""
 ORPHANED_GRACE = 1.0
 """Seconds that workers have after SIGTERM when the launcher has ended and not waited for them, at most."""
 
-libc = ctypes.CDLL(None, use_errno=True)
+
+@dataclass(frozen=True)
+class _Worker:
+    """A worker that has been forked.
+
+    Attributes:
+        rank: its rank.
+        pipes: descriptor of the end of a pipe to read from → what the worker knows it as.
+    """
+
+    rank: int
+    pipes: dict[int, str]
 
 
-def serve(control: socket.socket, launcher_pid: int) -> None:
-    """Look after workers until the launcher says stop, or ends.
+class Agent:
+    """Looks after the workers of one host in one launch.
 
     Args:
-        control: the channel to the launcher.
-        launcher_pid: the launcher. Its end is watched for beside that of ``control``, which processes that it has
-            forked may hold open.
+        connection: to the launcher.
+        watched: processes; when one of them ends, the launcher has ended. The first is at the other end.
     """
-    os.setsid()
-    adopt_orphans()
-    setproctitle.setproctitle(f"todist: agent of {launcher_pid}")
-    try:
-        launcher = os.pidfd_open(launcher_pid)
-    except ProcessLookupError:
-        return
-    woken, wake = wake_on_children()
-    ranks: dict[int, int] = {}
-    own = (launcher, woken, wake)
-    spoke = -math.inf
-    while True:
-        watched: list[socket.socket | int] = [control, launcher, woken]
-        ready, _, _ = select.select(watched, [], [], ALIVE_SECONDS)
-        if woken in ready:
-            os.read(woken, 1 << 12)
-        for message in _changes(ranks):
-            with contextlib.suppress(OSError):  # the launcher's end is seen below
-                send(control, message)
-        if time.monotonic() - spoke > ALIVE_SECONDS:
-            spoke = time.monotonic()
-            with contextlib.suppress(OSError):  # nor does a launcher that has been stopped make an agent wait
-                send_at_once(control, Alive(os.getpid()))
-        if launcher not in ready and control not in ready:
-            continue
-        received = receive(control) if launcher not in ready else None
-        if received is None:
-            _end(list(ranks), ORPHANED_GRACE, ())
+
+    def __init__(self, connection: socket.socket, watched: list[int]) -> None:
+        self._stream, self._peer = Stream(connection), watched[0]
+        self._selector = selectors.DefaultSelector()
+        self._pipes = selectors.EpollSelector()
+        """Watches the workers' pipes. The other selector watches this one, unless the stream is full."""
+        self._woken, self._wake = processes.wake_on_children()
+        opened = [processes.open_process(pid) for pid in watched]
+        self._watched = [descriptor for descriptor in opened if descriptor is not None]
+        self._launcher_has_ended = len(self._watched) < len(watched)
+        self._workers: list[_Worker] = []
+        self._running: dict[int, _Worker] = {}
+        """Those of them whose process has not ended, by that."""
+        self._listeners: store.Listeners | None = None
+        self._store: Any = None
+        self._grace: float | None = None
+        """Seconds for the workers to end, once they are to."""
+        self._spoke_at = -ALIVE_SECONDS
+
+    def run(self) -> None:
+        """Work until the launcher says that it is over, or ends."""
+        os.setsid()
+        setproctitle.setproctitle(f"todist: agent of {self._peer}")
+        processes.adopt_orphans()
+        self._watch(self._stream.fileno(), self._hear)
+        self._watch(self._woken, self._wake_up)
+        for descriptor in self._watched:
+            self._watch(descriptor, self._lose_launcher)
+        self._watch(self._pipes.fileno(), self._read_pipes)
+        while self._grace is None and not self._launcher_has_ended:
+            self._turn(ALIVE_SECONDS)
+        self._end(ORPHANED_GRACE if self._grace is None else self._grace)
+
+    # The loop.
+
+    def _watch(self, descriptor: int, then: Callable[[], object]) -> None:
+        self._selector.register(descriptor, selectors.EVENT_READ, then)
+
+    def _turn(self, seconds: float) -> None:
+        """Do what there is to do, or wait so long for it."""
+        now = time.monotonic()
+        if now - self._spoke_at >= ALIVE_SECONDS and not self._stream.waits_to_send:
+            self._spoke_at = now
+            self._tell(Alive(os.getpid()))
+        if not self._launcher_has_ended:
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._stream.waits_to_send else 0)
+            self._selector.modify(self._stream.fileno(), events, self._hear)
+        full = self._stream.is_full and not self._launcher_has_ended
+        if full is (self._pipes.fileno() in self._selector.get_map()):
+            if full:
+                self._selector.unregister(self._pipes.fileno())
+            else:
+                self._watch(self._pipes.fileno(), self._read_pipes)
+        for key, _ in self._selector.select(seconds):
+            key.data()
+
+    def _tell(self, message: object, payload: bytes = b"") -> None:
+        if not self._launcher_has_ended:
+            try:
+                self._stream.put(message, payload)
+            except OSError:
+                self._lose_launcher()
+
+    def _hear(self) -> None:
+        try:
+            self._stream.send()
+            messages = self._stream.receive()
+        except (EOFError, OSError):
+            self._lose_launcher()
             return
-        message, descriptors = received
-        if isinstance(message, StartWorker):
-            agent_pid = os.getpid()
+        for message, payload in messages or ():
+            if isinstance(message, StartWorkers):
+                self._start(message, payload)
+            elif isinstance(message, Stop):
+                self._grace = message.grace
+            elif isinstance(message, Listen):
+                self._tell(self._listen(message))
+            elif isinstance(message, Reach):
+                self._tell(store.reach(message, self._goes_on))
+
+    def _lose_launcher(self) -> None:
+        if not self._launcher_has_ended:
+            self._launcher_has_ended = True
+            self._selector.unregister(self._stream.fileno())
+            for descriptor in self._watched:
+                self._selector.unregister(descriptor)
+
+    # The rendezvous.
+
+    def _listen(self, question: Listen) -> Listening:
+        try:
+            self._listeners = store.Listeners(question)
+        except InitializationError as error:
+            return Listening((), 0, b"", str(error))
+        for listener in self._listeners:
+            self._watch(listener.fileno(), functools.partial(self._listeners.greet, listener))
+        return self._listeners.where
+
+    def _goes_on(self) -> bool:
+        """Do what else there is to do; whether there is still somebody to do it for."""
+        self._turn(0.0)
+        return self._grace is None and not self._launcher_has_ended
+
+    # Starts of workers.
+
+    def _start(self, message: StartWorkers, task: bytes) -> None:
+        if message.cores is not None:
+            os.sched_setaffinity(0, message.cores)
+        if message.umask is not None:
+            os.umask(message.umask)
+        listener = None
+        if self._listeners is not None and message.store is not None:
+            for each in self._listeners:
+                self._selector.unregister(each.fileno())
+            listener = self._listeners.keep(message.store)
+        try:
+            for rank in message.env:
+                self._fork(rank, message, task, listener)
+        except OSError as error:  # there are too many files or processes
+            self._tell(NotStarted(error.errno or 0, str(error.strerror)))
+            return
+        if listener is not None:  # now, since no process should be forked from one that has threads
+            threading.Thread(
+                target=self._hold_store, args=(listener,), name="todist store", daemon=True
+            ).start()
+
+    def _hold_store(self, listener: socket.socket) -> None:
+        """Make the store, in a thread: torch looks names up, which may take seconds."""
+        try:
+            self._store = store.store_at(listener)
+        except RuntimeError as error:
+            self._store = error
+            os.write(self._wake, b"\0")
+
+    def _fork(self, rank: int, message: StartWorkers, task: bytes, listener: socket.socket | None) -> None:
+        ends: dict[str, tuple[int, int]] = {}
+        agent = os.getpid()
+        try:
+            for name in ("stdout", "stderr", "report"):
+                ends[name] = os.pipe2(os.O_CLOEXEC)
             pid = os.fork()
-            if pid == 0:
-                _become_worker(message, descriptors, control, own, agent_pid)
-            ranks[pid] = message.rank
-            for descriptor in descriptors:
-                os.close(descriptor)
-            with contextlib.suppress(OSError):  # the launcher's end is seen above
-                send(control, Started(message.rank, pid))
-        elif isinstance(message, Stop):
-            _end(list(ranks), message.grace, (control, launcher))
-            return
+        except OSError:
+            for pair in ends.values():
+                os.close(pair[0])
+                os.close(pair[1])
+            raise
+        if pid == 0:
+            try:
+                self._become_worker(agent, [pair[0] for pair in ends.values()])
+                if listener is not None:
+                    listener.close()
+                worker.work(rank, message, task, **{name: pair[1] for name, pair in ends.items()})
+            finally:
+                os._exit(1)
+        forked = _Worker(rank, {reading: name for name, (reading, _) in ends.items()})
+        for reading, writing in ends.values():
+            os.close(writing)
+            os.set_blocking(reading, False)
+            self._pipes.register(reading, selectors.EVENT_READ, forked)
+        self._workers.append(forked)
+        self._running[pid] = forked
+        self._tell(Started(rank, pid))
 
-
-def adopt_orphans() -> None:
-    """Become the parent of those descendants whose own parent ends."""
-    libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-def wake_on_children() -> tuple[int, int]:
-    """A pipe, both ends, whose first one has something to read when a child has ended."""
-    woken, wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-    return woken, wake
-
-
-def _become_worker(
-    message: StartWorker,
-    descriptors: list[int],
-    control: socket.socket,
-    own: tuple[int, ...],
-    agent_pid: int,
-) -> NoReturn:
-    try:
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # should the agent be killed
+    def _become_worker(self, agent: int, not_for_it: list[int]) -> None:
+        """In a process that has just been forked: let go of all that is the agent's."""
+        processes.end_with_parent(agent)  # should the agent be killed
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.setsid()
-        control.close()
-        for descriptor in own:
+        of_others = [pipe for forked in self._workers for pipe in forked.pipes]
+        for descriptor in (*not_for_it, *of_others, self._woken, self._wake, *self._watched):
             os.close(descriptor)
-        if os.getppid() == agent_pid:  # else the agent ended before it was watched
-            worker.work(message, *descriptors)
-    finally:
-        os._exit(1)
+        self._selector.close()
+        self._pipes.close()
+        self._stream.close()
 
+    # What workers write, and how they end.
 
-def reap() -> list[tuple[int, int]]:
-    """The processes that have ended, with exit codes or minus signals."""
-    ended = []
-    with contextlib.suppress(ChildProcessError):
-        while True:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if pid == 0:
-                break
-            ended.append((pid, os.waitstatus_to_exitcode(status)))
-    return ended
+    def _read_pipes(self) -> None:
+        for key, _ in self._pipes.select(0):
+            writer: _Worker = key.data
+            if writer.pipes.get(key.fd) == "report":
+                self._drain(writer, but=key.fd)  # what it has printed comes before what it says of that
+            if key.fd in writer.pipes:
+                self._read(key.fd, writer)
 
-
-def _changes(ranks: dict[int, int]) -> Iterator[Exited | Halted]:
-    """What has become of workers; those that have ended leave ``ranks``."""
-    with contextlib.suppress(ChildProcessError):
-        while True:
-            pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
-            if pid == 0:
-                return
-            if pid not in ranks:
-                continue
-            if os.WIFSTOPPED(status):
-                yield Halted(ranks[pid], os.WSTOPSIG(status))
-            elif os.WIFCONTINUED(status):
-                yield Halted(ranks[pid], None)
-            else:
-                yield Exited(ranks.pop(pid), os.waitstatus_to_exitcode(status))
-
-
-def _end(workers: list[int], grace: float, launcher: Sequence[socket.socket | int]) -> None:
-    """End the workers, gently first, and then everything that is left below this process.
-
-    Args:
-        workers: their processes.
-        grace: seconds that they have after SIGTERM.
-        launcher: what can be read when the launcher has ended; who does not wait for the workers gives them less time.
-    """
-    if grace > 0 and workers:
-        for pid in workers:
-            _signal(pid, signal.SIGTERM)
-            _signal(pid, signal.SIGCONT)  # should it have been stopped
-        _wait_until_ended(set(workers), grace, launcher)
-    deadline = time.monotonic() + KILL_SECONDS
-    janitors_until = time.monotonic() + JANITOR_SECONDS
-    while time.monotonic() < deadline:
+    def _read(self, pipe: int, writer: _Worker) -> bool:
+        """Hand on a chunk of what has been written into a pipe; whether there was any."""
         try:
-            if os.waitpid(-1, os.WNOHANG)[0]:
-                continue
-        except ChildProcessError:
-            return  # no children, and so no descendants
-        end_tree(psutil.Process(), and_janitors=time.monotonic() > janitors_until)
-        time.sleep(0.002)
-
-
-def end_tree(root: psutil.Process, and_janitors: bool) -> None:
-    """Kill all descendants of a process."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        for process in root.children(recursive=True):
-            if and_janitors or not _is_janitor(process):
-                _signal(process.pid, signal.SIGKILL)
-
-
-def _wait_until_ended(pids: set[int], seconds: float, launcher: Sequence[socket.socket | int]) -> None:
-    deadline = time.monotonic() + seconds
-    while pids and time.monotonic() < deadline:
-        pids.difference_update(pid for pid, _ in reap())
-        if select.select(launcher, [], [], 0.002)[0]:
-            launcher, deadline = (), min(deadline, time.monotonic() + ORPHANED_GRACE)
-
-
-def _is_janitor(process: psutil.Process) -> bool:
-    try:
-        return any(name in part for part in process.cmdline() for name in JANITORS)
-    except psutil.Error:
+            data = os.read(pipe, CHUNK)
+        except BlockingIOError:
+            return False
+        if data:
+            self._tell(Output(writer.rank, writer.pipes[pipe]), data)
+            return True
+        self._pipes.unregister(pipe)
+        os.close(pipe)
+        del writer.pipes[pipe]
         return False
 
+    def _drain(self, writer: _Worker, but: int | None = None) -> None:
+        """Hand on all that a worker has written up to now.
 
-def _signal(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
+        Others may write on: no more is read than the pipe can hold.
+
+        Args:
+            writer: the worker.
+            but: the descriptor of a pipe that is left out.
+        """
+        for pipe in writer.pipes.keys() - {but}:
+            for _ in range(fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ) // CHUNK + 1):
+                if not self._read(pipe, writer):
+                    break
+
+    def _wake_up(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._woken, 1 << 12)
+        if isinstance(self._store, RuntimeError):
+            self._tell(NotStarted(0, str(self._store)))
+            self._store = None
+        for pid, status in processes.reap(os.WUNTRACED | os.WCONTINUED):
+            changed = self._running.get(pid)
+            if changed is None:
+                continue  # what a worker has started, and has not waited for
+            self._drain(changed)
+            if os.WIFSTOPPED(status):
+                self._tell(Halted(changed.rank, os.WSTOPSIG(status)))
+            elif os.WIFCONTINUED(status):
+                self._tell(Halted(changed.rank, None))
+            else:
+                del self._running[pid]
+                self._tell(Exited(changed.rank, os.waitstatus_to_exitcode(status)))
+
+    def _end(self, grace: float) -> None:
+        """End the workers, gently first, and then everything that is left below this process.
+
+        Args:
+            grace: seconds that workers have after SIGTERM.
+        """
+        for pid in self._running if grace > 0 else ():
+            processes.kill(pid, signal.SIGTERM)
+            processes.kill(pid, signal.SIGCONT)  # should it have been stopped
+        begun = time.monotonic()
+        while self._running and time.monotonic() < begun + grace:
+            launcher_waits = not self._launcher_has_ended
+            self._turn(min(ALIVE_SECONDS, begun + grace - time.monotonic()))
+            if launcher_waits and self._launcher_has_ended:
+                grace = min(grace, time.monotonic() - begun + ORPHANED_GRACE)
+        begun = time.monotonic()
+        while not processes.end_descendants(and_janitors=time.monotonic() > begun + JANITOR_SECONDS):
+            if time.monotonic() > begun + KILL_SECONDS:
+                break
+            time.sleep(KILL_AGAIN_SECONDS)
+        for writer in self._workers:
+            self._drain(writer)
+        with contextlib.suppress(OSError):
+            if not self._launcher_has_ended:
+                self._stream.send_all(LAST_WORDS_SECONDS)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import logging
-import os
 from typing import Any
 
 from torchopt_dist._serialized_exception import safe_repr
 from torchopt_dist.errors import AgentFailedError, InitializationError, RemoteError, WorkerFailedError
 from torchopt_dist.launch.elastic import Membership
 from torchopt_dist.launch.job import Job, StoppedError
-from torchopt_dist.launch.machine import Machine
-from torchopt_dist.launch.plan import Orders, Plan
+from torchopt_dist.launch.plan import Plan
 
 __all__ = ["run_attempts"]
 
@@ -35,34 +32,30 @@ def run_attempts(plan: Plan, membership: Membership | None = None) -> dict[str, 
     Raises:
         Exception: as :meth:`~torchopt_dist.launch.job.Job.run` and :meth:`~Membership.next_hosts`.
     """
-    failures = 0
+    failures, most = 0, plan.options.max_restarts
     for attempt in itertools.count():
         if membership is not None:
             plan = dataclasses.replace(plan, hosts=membership.next_hosts())
             workers = sum(host.workers for host in plan.hosts)
             log.info("world %d: %d hosts, %d workers", attempt, len(plan.hosts), workers)
         plan.logs.forget_tails()
-        with contextlib.ExitStack() as afterwards:
-            orders: dict[Machine, Orders] = {}
-            for machine in {host.machine for host in plan.hosts}:
-                orders[machine] = plan.orders(machine)
-                afterwards.callback(os.close, orders[machine].header)
-            job = Job(plan, orders, attempt, None if membership is None else membership.stop)
-            try:
-                values = job.run()
-                break
-            except StoppedError:
+        setups = {machine: plan.setup(machine) for machine in {host.machine for host in plan.hosts}}
+        job = Job(plan, setups, attempt, None if membership is None else membership.stop)
+        try:
+            values = job.run()
+            break
+        except StoppedError:
+            continue
+        except (AgentFailedError, InitializationError, RemoteError, WorkerFailedError) as error:
+            if membership is not None and membership.explains(error, job.lost):
                 continue
-            except (AgentFailedError, InitializationError, RemoteError, WorkerFailedError) as error:
-                if membership is not None and membership.explains(error, job.lost):
-                    continue
-                if failures == plan.max_restarts or not isinstance(error, (RemoteError, WorkerFailedError)):
-                    raise
-                failures += 1
-                why = (
-                    f"{type(error).__name__}: {safe_repr(error, str)}"
-                    if isinstance(error, RemoteError)
-                    else error
-                )
-                log.warning("restart %d of %d: %s", failures, plan.max_restarts, why)
+            if failures == most or not isinstance(error, (RemoteError, WorkerFailedError)):
+                raise
+            failures += 1
+            why = (
+                f"{type(error).__name__}: {safe_repr(error, str)}"
+                if isinstance(error, RemoteError)
+                else error
+            )
+            log.warning("restart %d of %d: %s", failures, most, why)
     return {host.name: values[host.first_rank : host.first_rank + host.workers] for host in plan.hosts}

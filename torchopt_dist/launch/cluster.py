@@ -1,16 +1,15 @@
-"""``hosts``, ``nproc_per_host`` → how many workers run on which machine."""
+"""``hosts``, ``nproc_per_host`` → how many workers run on which machine, and what torchrun would tell each of them."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 
-from torchopt_dist.launch import remote, slurm, ssh
+from torchopt_dist.launch import slurm, ssh
 from torchopt_dist.launch.machine import Machine, ThisMachine, is_this_machine
 
-__all__ = ["Host", "find_hosts"]
+__all__ = ["Host", "Reach", "find_hosts", "name_hosts", "torchrun_variables"]
 
 Reach = Callable[[Sequence[str]], dict[str, Machine]]
 
@@ -69,7 +68,7 @@ def find_hosts(
     Args:
         hosts: as in :func:`name_hosts`.
         nproc_per_host: a number, ``"auto"``, ``"cpu"``, ``"gpu"`` or ``"gpu:<number>"``; or one of these for each host.
-        reach: names of other machines → these; ``None`` means by SSH, as it is configured.
+        reach: names of other machines → these; ``None`` if there are none.
 
     Raises:
         ValueError: an argument is out of range, or asks for more than a machine has.
@@ -85,7 +84,7 @@ def find_hosts(
             )
     else:
         numbers = [_checked(nproc_per_host)] * len(names)
-    machines = _machines(names, reach or _by_ssh)
+    machines = _machines(names, reach)
     of_job = isinstance(hosts, str)  # and not named by the user
     cpus = slurm.cpus_per_host(len(names)) if of_job else [None] * len(names)
     gpus = slurm.gpus_per_host(len(names)) if of_job else [None] * len(names)
@@ -101,16 +100,14 @@ def find_hosts(
     return found
 
 
-def _by_ssh(names: Sequence[str]) -> dict[str, Machine]:
-    options = remote.SshOptions(sys.executable, None, remote.PATIENCE)
-    return dict(remote.connect(names, options, remote.START_SECONDS))
-
-
-def _machines(names: list[str], reach: Reach) -> dict[str, Machine]:
+def _machines(names: list[str], reach: Reach | None) -> dict[str, Machine]:
     here = {name for name in names if is_this_machine(name)}
     others = [name for name in dict.fromkeys(names) if name not in here]
     machines: dict[str, Machine] = dict.fromkeys(here, ThisMachine())
-    return machines | (reach(others) if others else {})
+    if others:
+        assert reach is not None, f"there is no way to {others}"
+        machines |= reach(others)
+    return machines
 
 
 def _least(there: int, of_job: int | None) -> int:
@@ -148,3 +145,52 @@ def _workers(number: int | str, name: str, cores: int, gpus: int) -> int:
             )
         return wanted
     return cores if kind == "cpu" else gpus or cores
+
+
+def torchrun_variables(
+    *,
+    hosts: list[Host],
+    host: int,
+    local_rank: int,
+    master: tuple[str, int],
+    run_id: str,
+    restarts: int,
+    max_restarts: int,
+    env: Mapping[str, str],
+) -> dict[str, str]:
+    """What torchrun sets for one worker.
+
+    Args:
+        hosts: all hosts.
+        host: the worker's own, by its place among them.
+        local_rank: the worker's rank there.
+        master: address and port of the store at which workers meet; the launcher holds it.
+        run_id: a name of this launch that no other has.
+        restarts: how often the workers have been started again.
+        max_restarts: how often they may be.
+        env: the environment, two variables of which are left as they are if they are set.
+    """
+    here = hosts[host]
+    rank, world_size = here.first_rank + local_rank, sum(host.workers for host in hosts)
+    variables = {
+        "RANK": rank,
+        "LOCAL_RANK": local_rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": here.workers,
+        "GROUP_RANK": host,
+        "GROUP_WORLD_SIZE": len(hosts),
+        "ROLE_NAME": "default",
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": world_size,
+        "MASTER_ADDR": master[0],
+        "MASTER_PORT": master[1],
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_RESTART_COUNT": restarts,
+        "TORCHELASTIC_MAX_RESTARTS": max_restarts,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": env.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", 1),
+    }
+    if here.workers > 1 and "OMP_NUM_THREADS" not in env:
+        variables["OMP_NUM_THREADS"] = 1
+    return {name: str(value) for name, value in variables.items()}

@@ -7,8 +7,8 @@ import time
 from collections.abc import Iterator, Sequence
 
 from torchopt_dist.errors import CallTimeoutError, InitializationError
-from torchopt_dist.launch.crew import Agent, Worker
-from torchopt_dist.launch.plan import Times
+from torchopt_dist.launch.handles import AgentHandle, WorkerHandle
+from torchopt_dist.launch.options import LaunchOptions
 
 __all__ = ["LONGEST_WAIT", "Deadlines"]
 
@@ -23,13 +23,20 @@ class Deadlines:
     """Those of one attempt, which begins now. All moments are by ``time.monotonic``.
 
     Args:
-        times: how long they may take.
+        options: how long they may take.
+        begun: when the launch has begun.
         agents: all that have been asked for, the later ones too.
         workers: theirs, by rank.
     """
 
-    def __init__(self, times: Times, agents: Sequence[Agent], workers: Sequence[Worker]) -> None:
-        self._times, self._agents, self._workers = times, agents, workers
+    def __init__(
+        self,
+        options: LaunchOptions,
+        begun: float,
+        agents: Sequence[AgentHandle],
+        workers: Sequence[WorkerHandle],
+    ) -> None:
+        self._options, self._begun, self._agents, self._workers = options, begun, agents, workers
         self._started = time.monotonic()
 
     def ahead(self, returned_at: float | None) -> list[float]:
@@ -40,51 +47,52 @@ class Deadlines:
         """
         ends = []
         if returned_at is not None:
-            ends.append(returned_at + self._times.exit)
+            ends.append(returned_at + self._options.exit_timeout)
         if not all(worker.running for worker in self._workers):
-            ends.append(self._started + self._times.start)
-        if self._times.whole is not None:
-            ends.append(self._times.begun + self._times.whole)
+            ends.append(self._started + self._options.start_timeout)
+        if self._options.timeout is not None:
+            ends.append(self._begun + self._options.timeout)
         ends += [self._silent_at(agent) for agent in self._agents if agent.heard < math.inf]
-        if self._times.halted is not None:
-            ends += [worker.halted[0] + self._times.halted for worker in self._workers if worker.halted]
+        if self._options.halted_timeout is not None:
+            ends += [
+                worker.halted[0] + self._options.halted_timeout for worker in self._workers if worker.halted
+            ]
         return ends
 
     def raise_if_late(self, now: float) -> None:
-        """Hold the workers to the times for their start and for their whole work.
+        """Refuse to wait any longer for workers to start, or to return.
 
         Raises:
             InitializationError: some have not started in time.
             CallTimeoutError: some have not returned in time.
         """
         waiting = [worker for worker in self._workers if not worker.running]
-        if waiting and now > self._started + self._times.start:
+        if waiting and now > self._started + self._options.start_timeout:
+            seconds = self._options.start_timeout
             raise InitializationError(
-                f"{', '.join(map(str, waiting))} did not start within `start_timeout`, {self._times.start:g} s"
+                f"{', '.join(map(str, waiting))} did not start within `start_timeout`, {seconds:g} s"
             )
-        whole = self._times.whole
-        waiting = [worker for worker in self._workers if worker.result is None]
-        if waiting and whole is not None and now > self._times.begun + whole:
+        whole = self._options.timeout
+        waiting = [worker for worker in self._workers if worker.value is None]
+        if waiting and whole is not None and now > self._begun + whole:
             raise CallTimeoutError(
                 f"{', '.join(map(str, waiting))} did not return within `timeout`, {whole:g} s"
             )
 
-    def silent(self, now: float) -> Iterator[Agent]:
+    def silent(self, now: float) -> Iterator[AgentHandle]:
         """The agents that have nothing to say, not even that they live."""
         for agent in self._agents:
             late = not agent.ended and now > self._silent_at(agent)
-            if late and not agent.waits_to_be_heard:  # else it is this process that has been slow
+            if late and not agent.stream.waits_to_be_read:  # else it is this process that has been slow
                 yield agent
 
-    def halted(self, now: float) -> Iterator[tuple[Worker, int, float]]:
+    def halted(self, now: float) -> Iterator[tuple[WorkerHandle, int, float]]:
         """The workers that have been stopped for too long, by which signal, and how many seconds are too long."""
-        seconds = self._times.halted
+        seconds = self._options.halted_timeout
         for worker in self._workers:
             if worker.halted is not None and seconds is not None and now > worker.halted[0] + seconds:
                 yield worker, worker.halted[1], seconds
 
-    def _silent_at(self, agent: Agent) -> float:
+    def _silent_at(self, agent: AgentHandle) -> float:
         """When an agent counts as lost."""
-        machine = agent.host.machine
-        heard = max(agent.heard, machine.held_up_at)  # what it says waits behind output that is not taken
-        return heard + self._times.agent * (1.0 if machine.here else SILENT_THERE)
+        return agent.heard + self._options.agent_timeout * (1.0 if agent.machine.here else SILENT_THERE)

@@ -6,23 +6,22 @@ import contextlib
 import dataclasses
 import logging
 import math
-import os
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torchopt_dist.errors import AgentFailedError, CallTimeoutError, InitializationError, WorkerFailedError
-from torchopt_dist.launch.at_once import at_once
 from torchopt_dist.launch.cluster import Host, Reach
 from torchopt_dist.launch.deadlines import LONGEST_WAIT
 from torchopt_dist.launch.failures import may_be_an_echo
 from torchopt_dist.launch.machine import Machine
-from torchopt_dist.launch.messages import Stop, receive, send
+from torchopt_dist.launch.messages import Stop
 from torchopt_dist.launch.plan import Plan
+from torchopt_dist.launch.stream import frame
 
-__all__ = ["Membership", "reach_some"]
+__all__ = ["Membership", "UnreachedMachine"]
 
 log = logging.getLogger(__package__)
 
@@ -33,28 +32,6 @@ GATHER_SECONDS = 1.0
 NOTICE_SECONDS = 1.0
 """For the loss of another machine to become known, when a worker has failed in a way that may follow from it."""
 POLL_SECONDS = 0.05
-
-
-def reach_some(reach: Reach) -> Reach:
-    """A way to reach machines that goes on without those that cannot be reached.
-
-    Args:
-        reach: names of machines → the machines.
-
-    Returns:
-        A function of names that gives an :class:`UnreachedMachine` for each machine that ``reach`` does not reach.
-    """
-
-    def reach_each(names: Sequence[str]) -> dict[str, Machine]:
-        def reach_one(name: str) -> Machine:
-            try:
-                return reach([name])[name]
-            except InitializationError as error:
-                return UnreachedMachine(name, str(error))
-
-        return dict(zip(names, at_once(reach_one, names), strict=True))
-
-    return reach_each
 
 
 class UnreachedMachine(Machine):
@@ -72,18 +49,14 @@ class UnreachedMachine(Machine):
         self.name, self._why = name, why
         self.env, self.path = {}, []
 
-    def request_agent(self, env: Mapping[str, str]) -> socket.socket:
-        """Raise the reason."""
-        raise InitializationError(self._why)
-
-    def open_meeting(self) -> socket.socket:
+    def connect(self, env: Mapping[str, str]) -> socket.socket:
         """Raise the reason."""
         raise InitializationError(self._why)
 
     def kill_agent(self, pid: int) -> None:
         """Do nothing: there is no agent."""
 
-    def why_lost(self) -> str:
+    def why_lost(self, seconds: float = 0.0) -> str:
         """The reason."""
         return self._why
 
@@ -225,9 +198,9 @@ class Membership:
 
     def _wait_for_hosts(self, number: int, since: float) -> None:
         """Wait until a host has come, or raise if the time for that is up."""
-        times, now = self._plan.times, time.monotonic()
-        until = since + times.start
-        end = math.inf if times.whole is None else times.begun + times.whole
+        options, now = self._plan.options, time.monotonic()
+        until = since + options.start_timeout
+        end = math.inf if options.timeout is None else self._plan.begun + options.timeout
         if now < min(until, end):
             self._changed.wait(min(until, end, now + LONGEST_WAIT) - now)
             return
@@ -236,9 +209,9 @@ class Membership:
         ]
         few = f"there are {number} hosts, and at least {self._min_hosts} are needed (`min_hosts`)"
         if now < until:
-            few = f"{few}, and `timeout`, {times.whole:g} s, has passed:"
+            few = f"{few}, and `timeout`, {options.timeout:g} s, has passed:"
             raise CallTimeoutError("\n".join([few, *missing]))
-        few = f"{few}, since {times.start:g} s (`start_timeout`):"
+        few = f"{few}, since {options.start_timeout:g} s (`start_timeout`):"
         raise AgentFailedError("\n".join([few, *missing]))
 
     def _bring_back(self, member: _Member) -> None:
@@ -279,13 +252,12 @@ class Membership:
         machine = host.machine
         if machine.why_lost() is not None:
             return self._reach([machine.name])[machine.name]
-        orders, seconds = self._plan.orders(machine), self._plan.times.agent
-        os.close(orders.header)
-        with machine.request_agent(orders.env) as control, contextlib.suppress(ConnectionError):
-            control.settimeout(seconds)
+        seconds = self._plan.options.agent_timeout
+        with machine.connect(self._plan.setup(machine).env) as agent, contextlib.suppress(ConnectionError):
+            agent.settimeout(seconds)
             try:
-                send(control, Stop(0.0))
-                while receive(control) is not None:
+                agent.sendall(b"".join(frame(Stop(0.0))))
+                while agent.recv(1 << 12):
                     pass
             except TimeoutError:
                 raise AgentFailedError(f"an agent on {host.name} took no orders for {seconds:g} s") from None

@@ -1,4 +1,4 @@
-"""A worker's place → the environment variables that torchrun would set; a file of variables → a dictionary."""
+"""The launcher's variables, a file of variables, patterns of names → those that workers get."""
 
 from __future__ import annotations
 
@@ -8,12 +8,8 @@ import sys
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from torchopt_dist.launch.cluster import Host
-
-__all__ = ["COPIED", "check_variables", "chosen_by", "import_path", "read_env_file", "torchrun_variables"]
+__all__ = ["COPIED", "check_variables", "chosen_by", "import_path", "read_env_file"]
 
 COPIED = (
     "PATH",
@@ -34,55 +30,6 @@ COPIED = (
 """Variables that go to other hosts, unless others are asked for."""
 
 LINE = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)\s*=(.*)")
-
-
-def torchrun_variables(
-    *,
-    hosts: list[Host],
-    host: int,
-    local_rank: int,
-    master: tuple[str, int],
-    run_id: str,
-    restarts: int,
-    max_restarts: int,
-    env: Mapping[str, str],
-) -> dict[str, str]:
-    """What torchrun sets for one worker.
-
-    Args:
-        hosts: all hosts.
-        host: the worker's own, by its place among them.
-        local_rank: the worker's rank there.
-        master: address and port of the store at which workers meet; the launcher holds it.
-        run_id: a name of this launch that no other has.
-        restarts: how often the workers have been started again.
-        max_restarts: how often they may be.
-        env: the environment, two variables of which are left as they are if they are set.
-    """
-    here = hosts[host]
-    rank, world_size = here.first_rank + local_rank, sum(host.workers for host in hosts)
-    variables = {
-        "RANK": rank,
-        "LOCAL_RANK": local_rank,
-        "WORLD_SIZE": world_size,
-        "LOCAL_WORLD_SIZE": here.workers,
-        "GROUP_RANK": host,
-        "GROUP_WORLD_SIZE": len(hosts),
-        "ROLE_NAME": "default",
-        "ROLE_RANK": rank,
-        "ROLE_WORLD_SIZE": world_size,
-        "MASTER_ADDR": master[0],
-        "MASTER_PORT": master[1],
-        "TORCHELASTIC_RUN_ID": run_id,
-        "TORCHELASTIC_RESTART_COUNT": restarts,
-        "TORCHELASTIC_MAX_RESTARTS": max_restarts,
-        "TORCHELASTIC_USE_AGENT_STORE": True,
-        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": env.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", 1),
-    }
-    if here.workers > 1 and "OMP_NUM_THREADS" not in env:
-        variables["OMP_NUM_THREADS"] = 1
-    return {name: str(value) for name, value in variables.items()}
 
 
 def chosen_by(patterns: Iterable[str], env: Mapping[str, str]) -> dict[str, str]:
@@ -125,7 +72,7 @@ def read_env_file(path: str | os.PathLike[str]) -> dict[str, str]:
 
 
 def check_variables(option: str, variables: Mapping[str, str]) -> None:
-    """Hold variables to what an environment can have.
+    """Refuse variables that an environment cannot have.
 
     Args:
         option: the launcher's, by which they were given.

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import pickle
 import re
 import signal
 import time
 
 import torch.distributed as dist
 
-from torchopt_dist._serialized_exception import SerializedException, safe_repr
+from torchopt_dist._serialized_exception import safe_repr
 from torchopt_dist.errors import (
     PeerFailedError,
-    RemoteError,
     WorkerFailedError,
     WorkerLostError,
 )
 
-__all__ = ["EXIT_SECONDS", "Failures", "death", "halt", "may_be_an_echo", "revive"]
+__all__ = ["EXIT_SECONDS", "Failures", "death", "halt", "may_be_an_echo"]
 
 ECHO_SECONDS, EXIT_SECONDS = 1.0, 0.25
 """How long an error waits for another one that may have caused it: one of a broken connection, and an exit."""
@@ -66,22 +64,6 @@ def may_be_an_echo(error: Exception) -> bool:
     if isinstance(error, (PeerFailedError, WorkerLostError, ConnectionError, dist.DistError)):
         return True
     return isinstance(error, RuntimeError) and bool(BROKEN.search(safe_repr(error, str)))
-
-
-def revive(text: str, pickled: bytes, worker: str) -> Exception:
-    """The exception that a worker has sent.
-
-    Args:
-        text: its traceback there.
-        pickled: a pickled :class:`~torchopt_dist.errors.SerializedException`.
-        worker: who sent it.
-    """
-    try:
-        failure: SerializedException = pickle.loads(pickled)
-        return failure.to_error(worker)
-    except Exception:  # its class is known on the worker only, or does not admit to be made here
-        words = (text.strip().rpartition("\n")[2],)
-        return SerializedException(RemoteError, words, words, {}, text).to_error(worker)
 
 
 def death(rank: int, host: str, status: int, log: tuple[str, ...], *, asked: bool) -> WorkerFailedError:

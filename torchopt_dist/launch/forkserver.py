@@ -1,8 +1,8 @@
-"""Request → an agent, forked from a process that has imported torch already.
+"""A connection to a socket → an agent at its other end, forked from a process that has imported torch already.
 
-Importing torch takes seconds, forking takes milliseconds. The server is started by the first launch of a program and
-lives as long as the program. It has one thread, and it never touches a GPU: CUDA does not survive a fork. An agent or a
-worker that launches in its turn asks the same server.
+Importing torch takes seconds, forking takes milliseconds. The forkserver is started by the first launch of a program,
+on this machine or by SSH on another, and lives as long as the program. It has one thread, and it never touches a GPU:
+CUDA does not survive a fork. An agent or a worker that launches in its turn connects to the same forkserver.
 """
 
 from __future__ import annotations
@@ -11,30 +11,37 @@ import atexit
 import contextlib
 import gc
 import importlib
+import json
 import os
-import re
+import platform
+import secrets
 import select
+import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing import util
-from pathlib import Path
-from typing import NoReturn
+from typing import Any
 
+import cloudpickle
 import psutil
+import setproctitle
+import torch
 
-from torchopt_dist.launch import agent
+from torchopt_dist.launch import processes
+from torchopt_dist.launch.agent import Agent
 from torchopt_dist.launch.environment import import_path
-from torchopt_dist.launch.messages import ForkAgent, pair, receive, send
 
-__all__ = ["PRELOAD", "fork_server", "request_agent", "serve"]
+__all__ = ["MARK", "PROGRAM", "connect", "read_on_import", "serve", "serve_by_ssh", "versions"]
 
-PRELOAD = ("numpy.random", "torch", "torch.distributed.rpc", "setproctitle", "psutil", "torchopt_dist")
 PRELOAD_WHEN_IDLE = "torch._dynamo"
 """It takes as long as torch itself, and torch imports it when the first optimizer is made. Without it the first workers
 start sooner."""
@@ -55,26 +62,43 @@ READ_ON_IMPORT = (
 )
 SET_LATER = ("OMP_NUM_THREADS", "TORCH_NCCL_", "TORCHINDUCTOR_CACHE_DIR")
 """Of these, workers take the value that they are given, whenever they are forked. Compiling sets the last one."""
-UMASK = re.compile(r"^Umask:\s*([0-7]+)$", re.MULTILINE)
+CREDENTIALS = struct.Struct("iII")
+"""Process, user and group of who has connected."""
+BACKLOG = 1024
+MARK = b"\0todist\0"
+"""Stands before a greeting; what a shell's start-up files print comes before."""
+PROGRAM = (
+    "import json,os,sys;"
+    "start=json.loads(open(0,'rb',0,closefd=False).readline());"
+    "start['own']=dict(os.environ);"
+    "os.environ.update(start['env']);"
+    "sys.path+=[p for p in start['path'] if p not in sys.path];"
+    "from torchopt_dist.launch.forkserver import serve_by_ssh;"
+    "serve_by_ssh(start)"
+)
+"""What Python is given to run on another machine. Variables and paths come by standard input: a command line is for all
+to see."""
+
+
+# The side of those who launch.
 
 
 @dataclass
 class _Server:
-    """The launcher's side of a server.
+    """A forkserver of this program.
 
     Attributes:
-        requests: the channel to it.
+        address: of its socket, which has no name in the file system.
         loaded: the variables that libraries read when it imported them.
         process: the process, if this one has started it.
     """
 
-    requests: socket.socket
+    address: str
     loaded: dict[str, str]
     process: subprocess.Popen[bytes] | None = None
 
     def stop(self) -> None:
-        """End the server, which has nothing to put in order. The agents that it has forked go on."""
-        self.requests.close()
+        """End it, which has nothing to put in order. The agents that it has forked go on."""
         if self.process is not None:
             self.process.kill()  # since one that has been stopped does not see SIGTERM
             self.process.wait()
@@ -84,69 +108,38 @@ _server: _Server | None = None
 _lock = threading.Lock()
 
 
-def request_agent(env: Mapping[str, str]) -> socket.socket:
-    """Have an agent forked.
+def connect(env: Mapping[str, str]) -> socket.socket:
+    """A connection to a new agent on this machine.
 
     Args:
         env: the environment of its workers. If variables among it that libraries read while they are imported have
-            changed, the server is replaced by a new one.
+            changed, the forkserver is replaced by a new one.
 
-    Returns:
-        The launcher's end of the agent's control channel.
+    Raises:
+        OSError: the system lets no process be started, or no file be opened.
     """
     global _server
     with _lock:
         while True:
-            if _server is not None and _server.loaded != _read_on_import(env):
+            if _server is not None and _server.loaded != read_on_import(env):
                 _server.stop()
                 _server = None
             fresh = _server is None
-            server = _server = _server or _start(env)
-            ours, theirs = pair()
+            _server = _server or _start(env)
+            connection = socket.socket(socket.AF_UNIX)
             try:
-                with theirs:
-                    ends = (theirs.fileno(), server.requests.fileno())
-                    request = ForkAgent(os.getpid(), os.sched_getaffinity(0), _umask())
-                    send(server.requests, request, *ends)
-                return ours
-            except OSError:  # the server has ended
-                ours.close()
-                server.stop()
+                connection.connect(_server.address)
+                return connection
+            except OSError:  # it has ended
+                connection.close()
+                _server.stop()
                 _server = None
                 if fresh:
                     raise
 
 
-def fork_server(not_for_it: tuple[int, ...]) -> None:
-    """Make a server of a fork of this process, which has imported what a server imports and has one thread.
-
-    Args:
-        not_for_it: descriptors that it must not hold.
-    """
-    global _server
-    ours, theirs = pair()
-    launcher_pid = os.getpid()
-    if os.fork() == 0:
-        try:
-            os.setsid()
-            ours.close()
-            for descriptor in not_for_it:
-                os.close(descriptor)
-            serve(theirs.detach(), launcher_pid)
-        finally:
-            os._exit(0)
-    theirs.close()
-    _server = _Server(ours, _read_on_import(os.environ))
-
-
-def inherit(requests: socket.socket) -> None:
-    """In an agent: launches from here on ask the server that has forked it."""
-    global _server, _lock
-    _lock = threading.Lock()
-    _server = _Server(requests, _read_on_import(os.environ))
-
-
-def _read_on_import(env: Mapping[str, str]) -> dict[str, str]:
+def read_on_import(env: Mapping[str, str]) -> dict[str, str]:
+    """Those of the variables that libraries read when they are imported."""
     return {
         name: value
         for name, value in env.items()
@@ -154,28 +147,25 @@ def _read_on_import(env: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _umask() -> int | None:
-    """This process's, which cannot be asked for without setting it."""
-    found = UMASK.search(Path("/proc/self/status").read_text("utf-8", "replace"))
-    return int(found[1], 8) if found else None
-
-
 def _start(env: Mapping[str, str]) -> _Server:
-    ours, theirs = pair()
-    with theirs:
+    with socket.socket(socket.AF_UNIX) as listener:
+        address = f"\0todist-{secrets.token_hex(16)}"
+        listener.bind(address)
+        listener.listen(BACKLOG)
         program = (
             f"import sys; sys.path[:] = {import_path()!r}\n"
-            f"from torchopt_dist.launch.forkserver import serve; serve({theirs.fileno()}, {os.getpid()})"
+            "from torchopt_dist.launch import forkserver\n"
+            f"forkserver.serve({listener.fileno()}, {os.getpid()})"
         )
         process = subprocess.Popen(
             [sys.executable, *util._args_from_interpreter_flags(), "-c", program],  # type: ignore[attr-defined]
             env=dict(env),
-            pass_fds=[theirs.fileno()],
+            pass_fds=[listener.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C in the terminal is the launcher's to handle
         )
-    server = _Server(ours, _read_on_import(env), process)
+        server = _Server(address, read_on_import(env), process)
     atexit.register(_stop_at_exit, server, os.getpid())
     return server
 
@@ -185,75 +175,173 @@ def _stop_at_exit(server: _Server, pid: int) -> None:
         server.stop()
 
 
-def serve(descriptor: int, launcher_pid: int) -> None:
-    """Fork agents until the launcher has ended: the server's whole life."""
-    os.set_inheritable(descriptor, False)
-    for name in PRELOAD:
-        importlib.import_module(name)
-    importlib.import_module("setproctitle").setproctitle(f"todist: forkserver of {launcher_pid}")
+# The side of the forkserver.
+
+
+def serve(listener: int, launcher: int) -> None:
+    """The whole life of a forkserver on the launcher's machine.
+
+    Args:
+        listener: descriptor of the socket to which launches connect.
+        launcher: the process of the launcher, after whose end there is nothing to do.
+    """
+    launcher_end = processes.open_process(launcher)
+    if launcher_end is not None:
+        with socket.socket(fileno=listener) as connections:
+            connections.set_inheritable(False)
+            _serve(connections, launcher_end, f"{launcher}", patience=None)
+
+
+def serve_by_ssh(start: dict[str, Any]) -> None:
+    """The whole life of a forkserver on another machine, whose standard input and output lead to the launcher.
+
+    Args:
+        start: what the launcher has sent: ``launcher``, what it is called; ``folder``, where its workers are to run;
+            ``patience``, the seconds without a byte from it after which it counts as lost; ``base``, those among the
+            variables ``env`` that all programs here should have; and what :data:`PROGRAM` has used or added.
+    """
+    launcher_end, out = os.dup(0), os.dup(1)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    os.dup2(2, 1)  # whatever is printed here is no greeting
+    processes.allow_many_files()
+    folder = tempfile.mkdtemp(prefix="todist-")  # for this user alone
+    try:
+        with socket.socket(socket.AF_UNIX) as connections:
+            connections.bind(f"{folder}/socket")
+            connections.listen(BACKLOG)
+            ssh = os.environ.get("SSH_CONNECTION", "").split()
+            greeting = {
+                "versions": versions(),
+                "socket": f"{folder}/socket",
+                "cores": len(os.sched_getaffinity(0)),
+                "gpus": _count_gpus(),
+                "env": {**start["own"], **start["base"]},
+                "path": sys.path,
+                "has_folder": os.path.isdir(start["folder"]),
+                "launcher_address": ssh[0] if len(ssh) == 4 else "",
+                "address": ssh[2] if len(ssh) == 4 else "",
+            }
+            with open(out, "wb") as file:
+                file.write(MARK + json.dumps(greeting).encode() + b"\n")
+            os.set_blocking(launcher_end, False)
+            _serve(connections, launcher_end, start["launcher"], start["patience"])
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def versions() -> dict[str, str]:
+    """What must be the same on all hosts, since they send each other pickles and call each other's kernels."""
+    package = sys.modules[__name__.partition(".")[0]]  # it is above this room, and there
+    return {
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+        "torch": torch.__version__.partition("+")[0],
+        "torchopt_dist": str(package.__version__),
+        "cloudpickle": cloudpickle.__version__,
+    }
+
+
+def _count_gpus() -> int:
+    """The number of GPUs, found by another process: to look at them may make a process unfit for forks."""
+    pid = os.fork()
+    if pid == 0:
+        number = 0
+        try:
+            number = min(torch.cuda.device_count(), 255)
+        finally:
+            os._exit(number)
+    return max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), 0)
+
+
+def _serve(connections: socket.socket, launcher_end: int, launcher: str, patience: float | None) -> None:
+    """Fork agents until the launcher has ended.
+
+    Args:
+        connections: the socket to which launches connect.
+        launcher_end: descriptor that can be read when the launcher has ended, or, if there is a patience, when it has
+            given a sign of life.
+        launcher: what it is called.
+        patience: seconds without a sign of life after which it counts as lost.
+    """
+    setproctitle.setproctitle(f"todist: forkserver of {launcher}")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    agent.adopt_orphans()  # of an agent that is killed
-    woken, wake = agent.wake_on_children()
+    processes.adopt_orphans()  # of an agent that is killed
+    woken, wake = processes.wake_on_children()
     agents: set[int] = set()
     gc.collect()
     gc.freeze()  # the collector of a forked process need not walk over, and so copy, all of torch
-    try:
-        launcher = os.pidfd_open(launcher_pid)
-    except ProcessLookupError:
-        return
-    with socket.socket(fileno=descriptor) as requests:
-        watched: list[socket.socket | int] = [requests, launcher, woken]
-        idle_seconds = None
-        while True:
-            ready, _, _ = select.select(watched, [], [], idle_seconds)
-            if not ready:
-                importlib.import_module(PRELOAD_WHEN_IDLE)
-                gc.freeze()
-                idle_seconds = None
-                continue
-            if woken in ready:
-                os.read(woken, 1 << 12)
-                _bury(agents)
-                continue
-            received = receive(requests) if launcher not in ready else None
-            if received is None:
+    heard, forked = time.monotonic(), None
+    while True:
+        waits = [] if patience is None else [heard + patience]
+        waits += [] if forked is None else [forked + IDLE_SECONDS]
+        seconds = max(0.0, min(waits) - time.monotonic()) if waits else None
+        ready, _, _ = select.select([connections.fileno(), launcher_end, woken], [], [], seconds)
+        if launcher_end in ready:
+            if patience is None or not os.read(launcher_end, 1 << 12):
                 return
-            idle_seconds = None if PRELOAD_WHEN_IDLE in sys.modules else IDLE_SECONDS
-            message, (control, for_children) = received
-            pid = os.fork()
-            if pid == 0:
-                _become_agent(message, control, for_children, (requests.detach(), launcher, woken, wake))
-            agents.add(pid)
-            os.close(control)
-            os.close(for_children)
+            heard = time.monotonic()
+        elif patience is not None and time.monotonic() > heard + patience:
+            return
+        if woken in ready:
+            os.read(woken, 1 << 12)
+            _bury(agents)
+        if connections.fileno() in ready:
+            connection, peer = _accept(connections)
+            if connection is not None:
+                watched = [peer] if patience is None else [peer, os.getpid()]
+                pid = os.fork()
+                if pid == 0:
+                    _become_agent(connection, watched, connections, (launcher_end, woken, wake))
+                agents.add(pid)
+                connection.close()
+                forked = None if PRELOAD_WHEN_IDLE in sys.modules else time.monotonic()
+        if forked is not None and time.monotonic() > forked + IDLE_SECONDS:
+            importlib.import_module(PRELOAD_WHEN_IDLE)
+            gc.freeze()
+            forked = None
+
+
+def _accept(connections: socket.socket) -> tuple[socket.socket | None, int]:
+    """The next connection and the process at its other end, if that is this user's."""
+    connection, _ = connections.accept()
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+    pid, user, _ = CREDENTIALS.unpack(credentials)
+    if user == os.getuid() and pid:
+        return connection, pid
+    connection.close()
+    return None, 0
 
 
 def _bury(agents: set[int]) -> None:
     """Take note of agents that have ended, and kill what those have left that could not do so themselves."""
     left_something = False
-    for pid, status in agent.reap():
+    for pid, status in processes.reap():
         left_something |= pid not in agents or status != 0
         agents.discard(pid)
     if left_something:
         for orphan in psutil.Process().children():
             if orphan.pid not in agents:
-                agent.end_tree(orphan, and_janitors=True)
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    orphan.kill()
+                processes.end_tree(orphan, and_janitors=True)
+                processes.kill(orphan.pid)
 
 
-def _become_agent(message: ForkAgent, control: int, requests: int, of_server: tuple[int, ...]) -> NoReturn:
+def _become_agent(
+    connection: socket.socket, watched: list[int], connections: socket.socket, not_for_it: tuple[int, ...]
+) -> None:
+    """In a process that has just been forked: be an agent, and end."""
+    global _server
     code = 1
     try:
         signal.set_wakeup_fd(-1)
-        for descriptor in of_server:
+        address = connections.getsockname()
+        connections.close()
+        for descriptor in not_for_it:
             os.close(descriptor)
-        inherit(socket.socket(fileno=requests))
-        os.sched_setaffinity(0, message.cores)
-        if message.umask is not None:
-            os.umask(message.umask)
-        channel = socket.socket(fileno=control)  # closed by the exit, so that the launcher sees that
-        agent.serve(channel, message.launcher_pid)
+        _server = _Server(
+            address, read_on_import(os.environ)
+        )  # launches from here on ask the same forkserver
+        Agent(connection, watched).run()
         code = 0
     except BaseException:
         with contextlib.suppress(Exception):

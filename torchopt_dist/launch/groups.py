@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import os
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
@@ -16,23 +15,21 @@ __all__ = ["check_backend", "in_groups"]
 P = ParamSpec("P")
 T = TypeVar("T")
 
+connect_rpc: Callable[[], Callable[[Callable[..., Any]], Callable[..., Any]]] | None = None
+"""``auto_init_rpc``. The package says so, for this room knows the other only as any user of it does."""
 
-def check_backend(backend: str | None) -> None:
-    """Hold ``backend`` to what torch knows.
+
+def check_backend(name: str, backend: str) -> None:
+    """Refuse a backend that torch does not know.
 
     Raises:
-        TypeError: it is no string.
         ValueError: torch knows no such backend.
     """
-    if backend is None:
-        return
-    if not isinstance(backend, str):
-        raise TypeError(f"`backend` must be a string or None, got {type(backend).__name__} {backend!r}")
     names = [part.rpartition(":")[2] for part in backend.split(",")]  # as in "cpu:gloo,cuda:nccl"
     known = [name for name in dist.Backend.backend_list if name != "undefined"]
-    for name in names:
-        if name.lower() not in known:
-            raise ValueError(f"`backend` must be made of {', '.join(known)}, got {backend!r}")
+    for each in names:
+        if each.lower() not in known:
+            raise ValueError(f"`{name}` must be made of {', '.join(known)}, got {backend!r}")
 
 
 def in_groups(func: Callable[P, T], backend: str | None, rpc: bool) -> Callable[P, T]:
@@ -61,7 +58,6 @@ def _in_process_group(func: Callable[..., T], backend: str, /, *args: Any, **kwa
 
 
 def _in_rpc_group(func: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
-    # By name: this room knows the other only as any user of it does.
-    connect: Any = importlib.import_module("torchopt_dist").auto_init_rpc
-    value: T = connect()(func)(*args, **kwargs)
+    assert connect_rpc is not None
+    value: T = connect_rpc()(func)(*args, **kwargs)
     return value

@@ -1,48 +1,52 @@
 """``Launcher(...).run(func, *args)`` → ``func(*args)`` on every worker → what all of them returned.
 
 The way of a launch: ``launcher.py`` → ``cluster.py`` (which machines) → ``job.py`` (this process's side) →
-``forkserver.py`` (a process that has torch) → ``agent.py`` (one a host) → ``worker.py`` (one a rank) → back to
+``forkserver.py`` (a process that has imported torch) → ``agent.py`` (one a host) → ``worker.py`` (one a rank) → back to
 ``job.py``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import functools
 import linecache
-import logging
 import os
+import re
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from torchopt_dist._serialized_exception import safe_repr
-from torchopt_dist.errors import SerializationError
+from torchopt_dist.errors import RemoteError
 from torchopt_dist.launch.attempts import run_attempts
 from torchopt_dist.launch.cluster import find_hosts
-from torchopt_dist.launch.elastic import Membership, reach_some
-from torchopt_dist.launch.environment import COPIED, chosen_by, import_path, read_env_file
+from torchopt_dist.launch.elastic import Membership, UnreachedMachine
+from torchopt_dist.launch.environment import chosen_by, import_path, read_env_file
 from torchopt_dist.launch.groups import in_groups
 from torchopt_dist.launch.logs import TerminalHandler, WorkerLogs, log_folder
-from torchopt_dist.launch.machine import Machine, allow_many_files
-from torchopt_dist.launch.messages import Header, pack
-from torchopt_dist.launch.options import check_options
-from torchopt_dist.launch.plan import Orders, Plan, Times
-from torchopt_dist.launch.remote import PATIENCE, START_SECONDS, SshOptions, connect
+from torchopt_dist.launch.machine import Machine
+from torchopt_dist.launch.messages import Header
+from torchopt_dist.launch.options import LaunchOptions, args_section
+from torchopt_dist.launch.pickling import pack, pack_task
+from torchopt_dist.launch.plan import Plan, WorkerSetup
+from torchopt_dist.launch.processes import allow_many_files
+from torchopt_dist.launch.remote import SshOptions, connect
 from torchopt_dist.launch.result import LaunchResult
 from torchopt_dist.launch.termination import ended_in_order
 
 __all__ = ["Launcher", "launch"]
+
+TOO_MANY_FILES = "too many open files: raise `ulimit -n`, or lower `nproc_per_host`"
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Launcher:
+class Launcher(LaunchOptions):
     """Runs functions on worker processes, each launch on new ones.
 
     Workers have all the environment variables that torchrun sets, so that
@@ -50,41 +54,7 @@ class Launcher:
     from a process that has imported torch, so that all launches but a program's first one start at once.
 
     Args:
-        hosts: a list of hosts, each ``[user@]host[:port]`` or a name of SSH's configuration file. Rank 0 is on the
-            first. Names of this machine need no SSH. ``"slurm"``: those of the SLURM job; ``"auto"``: these if the job
-            has several, else this machine.
-        nproc_per_host: the number of workers on each host, or a list with a number for each. ``"cpu"``: one a core;
-            ``"gpu"``: one a GPU; ``"gpu:<number>"``: so many, if there are as many GPUs; ``"auto"``: one a GPU if there
-            is one, else one a core.
-        rpc: connect the workers for remote calls, as ``auto_init_rpc`` does.
-        backend: make them torch's default process group, by ``"gloo"`` or ``"nccl"``. ``None``: make none.
-        max_restarts: how often all workers are started again after one has failed.
-        min_hosts: with how many hosts the work goes on when others are lost, or cannot be reached. Workers are started
-            again whenever hosts are lost or come back. Given this or ``max_hosts``, a lost host is no error until there
-            have been too few for ``start_timeout``. ``None``: all of them.
-        max_hosts: how many hosts take part at a time; others wait until one is lost. ``None``: all of them.
-        log_dir: a folder, made if need be, where every rank's output is added to a file ``rank<n>.log``. ``"auto"``: a
-            folder of this launch's own, named after its time, in ``$TODIST_LOG_DIR`` or, if that is not set, in
-            ``todist_logs``, as soon as there is a line. ``None`` or ``"none"``: no files.
-        handlers: handlers of ``logging`` that get every line of every rank; see
-            ``torchopt_dist.launch.on_ranks``. ``None``: the lines of local rank 0 go to the terminal.
-        env: variables for the workers, besides those of this process on this machine, and of ``copy_env`` on others.
-        env_file: a file of such variables, a line ``NAME=value`` each; ``env`` has the last word.
-        copy_env: patterns of names, such as ``"CUDA*"``, of the variables of this process that workers on other
-            machines get; the rest of their environment is what programs have there.
-        python: the interpreter on other machines; ``None``: this one's path. It must have the same versions of Python,
-            torch and torchopt_dist, and there must be the same working folder.
-        ssh_config: SSH's configuration file; ``None``: ``~/.ssh/config``.
-        master_port: the port at which workers meet; 0: a free one.
-        timeout: seconds after which the launch is given up, restarts included. ``None``: never.
-        start_timeout: seconds for all workers to reach the function.
-        stop_timeout: seconds for workers to end after SIGTERM, when another has failed or the launch is interrupted or
-            terminated, before they are killed.
-        exit_timeout: seconds for processes to end when all functions have returned, before they are killed.
-        agent_timeout: seconds without a sign of life of a host, before it counts as lost. If it is the launcher that is
-            not heard of, its workers on other hosts are ended.
-        halted_timeout: seconds for a worker that a signal such as SIGSTOP has stopped to go on. ``None``: as long as it
-            takes.
+        OPTIONS: made from the fields of :class:`~torchopt_dist.launch.options.LaunchOptions`, below.
 
     Raises:
         ValueError: an argument is out of range.
@@ -97,31 +67,6 @@ class Launcher:
         >>> result.rank(1)
         'worker 1'
     """
-
-    hosts: str | Sequence[str] = "auto"
-    nproc_per_host: int | str | Sequence[int | str] = "auto"
-    rpc: bool = False
-    backend: str | None = None
-    max_restarts: int = 0
-    min_hosts: int | None = None
-    max_hosts: int | None = None
-    log_dir: str | Path | None = "auto"
-    handlers: Sequence[logging.Handler] | None = None
-    env: Mapping[str, str] | None = None
-    env_file: str | Path | None = None
-    copy_env: Sequence[str] = COPIED
-    python: str | None = None
-    ssh_config: str | Path | None = None
-    master_port: int = 0
-    timeout: float | None = None
-    start_timeout: float = START_SECONDS
-    stop_timeout: float = 3.0
-    exit_timeout: float = 10.0
-    agent_timeout: float = PATIENCE
-    halted_timeout: float | None = 5.0
-
-    def __post_init__(self) -> None:
-        check_options(vars(self))
 
     @classmethod
     def from_args(cls, args: Any) -> Launcher:
@@ -172,17 +117,17 @@ class Launcher:
             raise OSError(f"launching workers needs Linux 5.3 or later, got {sys.platform}")
         begun, folder = time.monotonic(), _working_folder()
         allow_many_files()
-        elastic = self.min_hosts is not None or self.max_hosts is not None
-        hosts = find_hosts(
-            self.hosts, self.nproc_per_host, reach_some(self._reach) if elastic else self._reach
-        )
-        least, most = self._bounds(len(hosts))
         added = {} if self.env_file is None else read_env_file(self.env_file)
         added.update(self.env or {})
+        reach = functools.partial(self._reach, added)
+        elastic = self.min_hosts is not None or self.max_hosts is not None
+        reach_at_start = functools.partial(reach, otherwise=UnreachedMachine) if elastic else reach
+        hosts = find_hosts(self.hosts, self.nproc_per_host, reach_at_start)
+        least, most = self._bounds(len(hosts))
         with contextlib.ExitStack() as afterwards:
             afterwards.enter_context(ended_in_order())
-            task = _pack_task(in_groups(func, self.backend, self.rpc), args, kwargs)
-            afterwards.callback(os.close, task)
+            afterwards.enter_context(_too_many_files_told())
+            task = pack_task(in_groups(func, self.backend, self.rpc), args, kwargs)
             logs = WorkerLogs(
                 [TerminalHandler.of_ranks([host.first_rank for host in hosts])]
                 if self.handlers is None
@@ -191,25 +136,9 @@ class Launcher:
                 range(sum(host.workers for host in hosts)),
             )
             afterwards.callback(logs.close)
-            plan = Plan(
-                hosts=hosts,
-                orders=lambda machine: self._orders(machine, folder, added),
-                task=task,
-                port=self.master_port,
-                logs=logs,
-                times=Times(
-                    begun=begun,
-                    whole=self.timeout,
-                    start=self.start_timeout,
-                    stop=self.stop_timeout,
-                    exit=self.exit_timeout,
-                    agent=self.agent_timeout,
-                    halted=self.halted_timeout,
-                ),
-                run_id=uuid.uuid4().hex,
-                max_restarts=self.max_restarts,
-            )
-            membership = Membership(plan, least, most, self._reach) if elastic else None
+            setup = functools.partial(self._setup, folder, added)
+            plan = Plan(self, begun, hosts, setup, task, logs, uuid.uuid4().hex)
+            membership = Membership(plan, least, most, reach) if elastic else None
             if membership is not None:
                 afterwards.callback(membership.close)
             values = run_attempts(plan, membership)
@@ -225,12 +154,21 @@ class Launcher:
             )
         return least, most
 
-    def _reach(self, names: Sequence[str]) -> dict[str, Machine]:
-        config = None if self.ssh_config is None else os.path.abspath(self.ssh_config)
-        options = SshOptions(self.python or sys.executable, config, self.agent_timeout)
-        return dict(connect(names, options, self.start_timeout))
+    def _reach(
+        self,
+        added: Mapping[str, str],
+        names: Sequence[str],
+        otherwise: Callable[[str, str], Machine] | None = None,
+    ) -> dict[str, Machine]:
+        options = SshOptions(
+            python=self.python or sys.executable,
+            config=None if self.ssh_config is None else os.path.abspath(self.ssh_config),
+            patience=self.agent_timeout,
+            env={**chosen_by(self.copy_env, os.environ), **added},
+        )
+        return connect(names, options, self.start_timeout, otherwise)
 
-    def _orders(self, machine: Machine, folder: str, added: Mapping[str, str]) -> Orders:
+    def _setup(self, folder: str, added: Mapping[str, str], machine: Machine) -> WorkerSetup:
         """What workers on a machine take over."""
         if machine.here:
             env, path = {**os.environ, **added}, import_path()
@@ -238,7 +176,10 @@ class Launcher:
             env = {**machine.env, **chosen_by(self.copy_env, os.environ), **added}
             ours = [os.path.abspath(entry) for entry in import_path()]  # that of the script is the first
             path = list(dict.fromkeys([*ours[:1], *machine.path, *ours]))
-        return Orders(env, pack(Header(env, path, list(sys.argv), folder, _sources())))
+        return WorkerSetup(env, pack(Header(env, path, list(sys.argv), folder, _sources())))
+
+
+Launcher.__doc__ = re.sub(r"OPTIONS: .*", args_section, Launcher.__doc__ or "")
 
 
 def launch(
@@ -274,6 +215,16 @@ def launch(
     return Launcher(**options).run(func, *args, **kwargs)
 
 
+@contextlib.contextmanager
+def _too_many_files_told() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE) or isinstance(error, RemoteError):
+            raise
+        raise OSError(error.errno, TOO_MANY_FILES) from error
+
+
 def _working_folder() -> str:
     try:
         return os.getcwd()
@@ -286,19 +237,3 @@ def _working_folder() -> str:
 def _sources() -> dict[str, Any]:
     """Code that is in no file: an entry of ``linecache`` without a time of change."""
     return {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
-
-
-def _pack_task(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    try:
-        return pack((func, args, kwargs))
-    except Exception as error:
-        parts = {"func": func, **{f"args[{i}]": arg for i, arg in enumerate(args)}, **kwargs}
-        for name, part in parts.items():
-            try:
-                os.close(pack(part))
-            except Exception as cause:
-                raise SerializationError(
-                    f"`{name}` must be something that can be pickled, since workers are other processes, got "
-                    f"{type(part).__name__} {safe_repr(part):.200}: {type(cause).__name__}: {safe_repr(cause, str)}"
-                ) from error
-        raise SerializationError(f"the arguments cannot be sent to the workers: {error}") from error

@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import fcntl
 import logging
 import os
 import re
 import secrets
-import select
 import sys
 import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from torchopt_dist.launch.options import check_line_filter
 
-__all__ = ["LineReader", "TerminalHandler", "WorkerLogs", "log_folder", "on_ranks"]
+__all__ = ["LineSplitter", "TerminalHandler", "WorkerLogs", "log_folder", "on_ranks"]
 
 log = logging.getLogger(__package__)
 
 VARIABLE, DEFAULT = "TODIST_LOG_DIR", "todist_logs"
-CHUNK = 1 << 16
 LONGEST_LINE = 1 << 20
 TAIL_LINES = 100
 LEVELS = {"stdout": logging.INFO, "stderr": logging.WARNING}
@@ -205,60 +202,37 @@ class WorkerLogs:
             file.close()
 
 
-class Lines(Protocol):
-    """What takes the lines of workers."""
-
-    def write(self, line: str, rank: int, local_rank: int, host: str, stream: str) -> None:
-        """Take one line."""
-
-
-class LineReader:
-    """The launcher's end of a pipe into which one worker, and whatever it starts, write.
+class LineSplitter:
+    """Bytes that one worker, and whatever it starts, have written into one stream → lines.
 
     A progress bar's carriage return ends a line, too.
+
+    Args:
+        logs: takes the lines.
+        rank: the worker's.
+        local_rank: its rank on its host.
+        host: the name of that.
+        stream: ``"stdout"`` or ``"stderr"``.
     """
 
-    def __init__(self, logs: Lines, rank: int, local_rank: int, host: str, stream: str) -> None:
-        self.end, self.for_worker = os.pipe2(os.O_CLOEXEC)
-        os.set_blocking(self.end, False)
+    def __init__(self, logs: WorkerLogs, rank: int, local_rank: int, host: str, stream: str) -> None:
         self._logs, self._place = logs, (rank, local_rank, host, stream)
         self._part = b""
 
-    def fileno(self) -> int:
-        """The descriptor to watch."""
-        return self.end
-
-    def read(self) -> bool:
-        """Hand on a chunk of what is there; whether more may come."""
-        try:
-            data = os.read(self.end, CHUNK)
-        except BlockingIOError:
-            return True
+    def feed(self, data: bytes) -> None:
+        """Hand on the lines that are complete with these bytes."""
         *lines, self._part = LINE_END.split(self._part + data)
         if len(self._part) > LONGEST_LINE:
             end = len(self._part) - len(UNFINISHED.findall(self._part[-3:])[0])
             lines, self._part = [*lines, self._part[:end]], self._part[end:]
         for line in lines:
             self._write(line)
-        return bool(data)
 
-    def drain(self) -> None:
-        """Hand on all that has been written up to now, an unfinished line included.
-
-        Others may write on: no more is read than the pipe can hold.
-        """
-        ready = select.poll()  # not `select`, which knows the first 1024 descriptors only
-        ready.register(self.end, select.POLLIN)
-        for _ in range(fcntl.fcntl(self.end, fcntl.F_GETPIPE_SZ) // CHUNK + 1):
-            if not ready.poll(0) or not self.read():
-                break
+    def finish(self) -> None:
+        """Hand on an unfinished line, if there is one."""
         if self._part:
-            self._write(self._part.rstrip(b"\r"))
-            self._part = b""
-
-    def close(self) -> None:
-        """Close the pipe."""
-        os.close(self.end)
+            part, self._part = self._part.rstrip(b"\r"), b""
+            self._write(part)
 
     def _write(self, line: bytes) -> None:
         self._logs.write(line.decode("utf-8", "replace"), *self._place)

@@ -1,26 +1,20 @@
-"""A machine, as a launch sees it: how many workers it has room for, and a way to have agents there."""
+"""A machine, as a launch sees it: how many workers it has room for, and a way to connect to new agents there."""
 
 from __future__ import annotations
 
-import contextlib
-import math
 import os
-import resource
-import signal
 import socket
 import sys
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 import psutil
 import torch
 
-from torchopt_dist.launch import meeting
-from torchopt_dist.launch.forkserver import request_agent
-from torchopt_dist.launch.messages import pair
+from torchopt_dist.launch import forkserver, processes
+from torchopt_dist.launch.store import LOOPBACK
 
-__all__ = ["Machine", "ThisMachine", "allow_many_files", "is_this_machine", "kill"]
+__all__ = ["Machine", "ThisMachine", "is_this_machine"]
 
 
 class Machine(ABC):
@@ -43,38 +37,30 @@ class Machine(ABC):
     gpus: int
     env: Mapping[str, str]
     path: list[str]
-    address: str = meeting.LOOPBACK
-    launcher_address: str = meeting.LOOPBACK
+    address: str = LOOPBACK
+    launcher_address: str = LOOPBACK
 
     @abstractmethod
-    def request_agent(self, env: Mapping[str, str]) -> socket.socket:
-        """Have an agent forked there.
+    def connect(self, env: Mapping[str, str]) -> socket.socket:
+        """A connection to a new agent there.
 
         Args:
             env: the environment that its workers will have.
 
-        Returns:
-            The launcher's end of its control channel.
+        Raises:
+            OSError: the system lets no process be started, or no file be opened.
         """
-
-    @abstractmethod
-    def open_meeting(self) -> socket.socket:
-        """A channel to what helps to find a place to meet, there."""
 
     @abstractmethod
     def kill_agent(self, pid: int) -> None:
         """End an agent that gives no sign of life. Its workers are ended with it."""
 
-    @property
-    def held_up_at(self) -> float:
-        """When something that came from there, and all that came after it, was last held up here.
+    def why_lost(self, seconds: float = 0.0) -> str | None:
+        """Why it cannot be reached any more; ``None`` while it can.
 
-        By ``time.monotonic``: there has been no silence before.
+        Args:
+            seconds: to wait for that to become known.
         """
-        return -math.inf
-
-    def why_lost(self) -> str | None:
-        """Why it cannot be reached any more; ``None`` while it can."""
         return None
 
 
@@ -88,33 +74,13 @@ class ThisMachine(Machine):
         self.cores, self.gpus = len(os.sched_getaffinity(0)), torch.cuda.device_count()
         self.env, self.path = dict(os.environ), list(sys.path)
 
-    def request_agent(self, env: Mapping[str, str]) -> socket.socket:
-        """Have an agent forked by this process's own forkserver."""
-        return request_agent(env)
-
-    def open_meeting(self) -> socket.socket:
-        """A channel to a thread of this process."""
-        ours, theirs = pair()
-        threading.Thread(target=meeting.serve, args=(theirs,), name="todist meeting", daemon=True).start()
-        return ours
+    def connect(self, env: Mapping[str, str]) -> socket.socket:
+        """A connection to an agent that this process's own forkserver forks."""
+        return forkserver.connect(env)
 
     def kill_agent(self, pid: int) -> None:
         """Kill it."""
-        kill(pid)
-
-
-def kill(pid: int) -> None:
-    """End a process, if it is there."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-
-
-def allow_many_files() -> None:
-    """Let this process have as many open files as the system allows: a worker takes four to six of them."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        processes.kill(pid)
 
 
 def is_this_machine(name: str) -> bool:

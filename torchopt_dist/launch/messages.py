@@ -1,91 +1,85 @@
-"""Message, file descriptors → one datagram on a socket; object → a nameless file in memory, and back.
+"""What launcher, agents and workers tell each other: dataclasses, in the order in which they are sent.
 
-The launcher, the agent and the workers talk over socket pairs that they inherit or pass on. These have no address, so
-no stranger can connect to them. What is large (the function, its arguments, its result) goes into a file in memory
-whose descriptor travels with the message; it has no name, so nothing of it is left behind.
+``stream.py`` carries them. Some have a payload, bytes that go with the message.
 """
 
 from __future__ import annotations
 
-import errno
-import io
-import mmap
-import os
-import pickle
-import socket
 from dataclasses import dataclass, field
 from typing import Any
 
-import cloudpickle
-
 __all__ = [
-    "TOO_MANY_FILES",
     "Alive",
     "Exited",
-    "ForkAgent",
     "Halted",
     "Header",
-    "Held",
-    "Hold",
-    "KillAgent",
     "Listen",
     "Listening",
-    "OpenAgent",
-    "OpenMeeting",
+    "NotStarted",
+    "Output",
     "Raised",
     "Reach",
     "Reached",
     "Returned",
     "Running",
-    "StartWorker",
+    "StartWorkers",
     "Started",
     "Stop",
-    "pack",
-    "pair",
-    "receive",
-    "receive_data",
-    "send",
-    "send_at_once",
-    "unpack",
 ]
 
-LARGEST = 1 << 17
-"""Bytes of the largest message."""
-MOST_DESCRIPTORS = 8
-TOO_MANY_FILES = "too many open files: raise `ulimit -n`, or lower `nproc_per_host`"
+
+@dataclass(frozen=True)
+class Listen:
+    """Launcher → the agent of the first host: listen, for the store at which the workers will meet.
+
+    Attributes:
+        port: at which port; 0 means any free one.
+        everywhere: whether at all addresses of the machine; else at the loopback address.
+    """
+
+    port: int
+    everywhere: bool
 
 
 @dataclass(frozen=True)
-class ForkAgent:
-    """Launcher → forkserver: fork an agent.
-
-    With it go the agent's end of its control channel, and the end of the forkserver's own channel on which this message
-    was sent, so that the workers can launch in their turn.
+class Listening:
+    """The agent of the first host → launcher.
 
     Attributes:
-        launcher_pid: the agent ends itself and all its workers when this process has ended.
-        cores: those that this process may use, and so its workers.
-        umask: its mask for the modes of new files; ``None`` if the system does not tell.
+        addresses: where it listens; the likeliest first.
+        port: at which port.
+        token: what those who connect are given, so that they know that they have reached it.
+        error: why it does not listen.
     """
 
-    launcher_pid: int
-    cores: set[int]
-    umask: int | None
+    addresses: tuple[str, ...]
+    port: int
+    token: bytes
+    error: str | None = None
 
 
 @dataclass(frozen=True)
-class StartWorker:
-    """Launcher → agent: fork a worker.
-
-    With it go the worker's end of its channel, the pipes for its standard output and error, the header and the task.
+class Reach:
+    """Launcher → an agent of each other machine: try which addresses can be reached.
 
     Attributes:
-        rank: the worker's rank.
-        env: the variables that are this worker's alone.
+        where: what the first host's agent has said.
+        seconds: for all of them.
     """
 
-    rank: int
-    env: dict[str, str]
+    where: Listening
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Reached:
+    """An agent of another machine → launcher.
+
+    Attributes:
+        addresses: those that can be reached.
+    """
+
+    addresses: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -108,14 +102,35 @@ class Header:
 
 
 @dataclass(frozen=True)
-class Stop:
-    """Launcher → agent: end every worker and everything that they have started, then end.
+class StartWorkers:
+    """Launcher → agent: fork all workers of the host. The payload is the packed function and its arguments.
 
     Attributes:
-        grace: seconds that workers have after SIGTERM, before they are killed.
+        header: the packed :class:`Header`.
+        env: by the workers' ranks, the variables that are each worker's alone.
+        cores: those that the workers may use; ``None`` means all that the agent may use.
+        umask: their mask for the modes of new files; ``None`` means the agent's.
+        store: the address, of those where the agent listens, at which the store is to be; ``None`` means at none.
     """
 
-    grace: float
+    header: bytes
+    env: dict[int, dict[str, str]]
+    cores: frozenset[int] | None
+    umask: int | None
+    store: str | None
+
+
+@dataclass(frozen=True)
+class NotStarted:
+    """Agent → launcher: the system lets no more workers be forked.
+
+    Attributes:
+        number: the number of the system's error.
+        reason: its text.
+    """
+
+    number: int
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -132,8 +147,55 @@ class Started:
 
 
 @dataclass(frozen=True)
+class Alive:
+    """Agent → launcher, every second: it is at work.
+
+    Attributes:
+        pid: its process.
+    """
+
+    pid: int
+
+
+@dataclass(frozen=True)
+class Output:
+    """Agent → launcher: a worker, or a process that it has started, has written the payload.
+
+    Attributes:
+        rank: the worker's rank.
+        into: ``"stdout"``, ``"stderr"``, or ``"report"``, in which the worker writes frames of what follows.
+    """
+
+    rank: int
+    into: str
+
+
+@dataclass(frozen=True)
+class Running:
+    """Worker → launcher, in its report: the function is about to be called."""
+
+
+@dataclass(frozen=True)
+class Returned:
+    """Worker → launcher, in its report: the function has returned. The payload is the packed value."""
+
+
+@dataclass(frozen=True)
+class Raised:
+    """Worker → launcher, in its report: the function has raised. The payload is a packed ``SerializedException``.
+
+    Attributes:
+        text: the traceback on the worker.
+        exit_code: what the process is about to exit with if it was ``sys.exit``, else ``None``.
+    """
+
+    text: str
+    exit_code: int | None = None
+
+
+@dataclass(frozen=True)
 class Exited:
-    """Agent → launcher: a worker's process has ended.
+    """Agent → launcher: a worker's process has ended. All that it has written has been sent before.
 
     Attributes:
         rank: its rank.
@@ -158,241 +220,11 @@ class Halted:
 
 
 @dataclass(frozen=True)
-class Alive:
-    """Agent → launcher, every second: it is at work.
+class Stop:
+    """Launcher → agent: end every worker and everything that they have started, then end.
 
     Attributes:
-        pid: its process.
+        grace: seconds that workers have after SIGTERM, before they are killed.
     """
 
-    pid: int
-
-
-@dataclass(frozen=True)
-class Running:
-    """Worker → launcher: the function is about to be called."""
-
-
-@dataclass(frozen=True)
-class Returned:
-    """Worker → launcher: the function has returned; with it goes the packed value."""
-
-
-@dataclass(frozen=True)
-class Raised:
-    """Worker → launcher: the function has raised; with it go, packed, the traceback and the pickled exception as data.
-
-    Attributes:
-        exit_code: what the process is about to exit with if it was ``sys.exit``, else ``None``.
-    """
-
-    exit_code: int | None = None
-
-
-@dataclass(frozen=True)
-class OpenAgent:
-    """Launcher → relay: have an agent forked; the channel that this opens leads to it.
-
-    Attributes:
-        env: the environment that its workers will have.
-    """
-
-    env: dict[str, str]
-
-
-@dataclass(frozen=True)
-class KillAgent:
-    """Launcher → relay: end an agent that gives no sign of life; the channel that this opens is closed at once.
-
-    Attributes:
-        pid: its process.
-    """
-
-    pid: int
-
-
-@dataclass(frozen=True)
-class OpenMeeting:
-    """Launcher → relay: help to find a place where the workers can meet; the channel that this opens leads to that."""
-
-
-@dataclass(frozen=True)
-class Listen:
-    """Launcher → the first host: listen on all addresses.
-
-    Attributes:
-        port: at which port; 0 means any free one.
-    """
-
-    port: int
-
-
-@dataclass(frozen=True)
-class Listening:
-    """The first host → launcher.
-
-    Attributes:
-        addresses: where it listens; the likeliest first.
-        port: at which port.
-        token: what those who connect are given, so that they know that they have reached it.
-        error: why it does not listen.
-    """
-
-    addresses: tuple[str, ...]
-    port: int
-    token: bytes
-    error: str | None = None
-
-
-@dataclass(frozen=True)
-class Reach:
-    """Launcher → each other host: try which addresses can be reached.
-
-    Attributes:
-        where: what the first host has said.
-        seconds: for all of them.
-    """
-
-    where: Listening
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Reached:
-    """Another host → launcher.
-
-    Attributes:
-        addresses: those that can be reached.
-    """
-
-    addresses: frozenset[str]
-
-
-@dataclass(frozen=True)
-class Hold:
-    """Launcher → the first host: stop listening, but for this address, and hold the store there.
-
-    Attributes:
-        address: one of those at which it listens.
-    """
-
-    address: str
-
-
-@dataclass(frozen=True)
-class Held:
-    """The first host → launcher: the store is there, until the channel is closed."""
-
-
-Message = (
-    ForkAgent
-    | StartWorker
-    | Stop
-    | Started
-    | Exited
-    | Halted
-    | Alive
-    | Running
-    | Returned
-    | Raised
-    | Listen
-    | Listening
-    | Reach
-    | Reached
-    | Hold
-    | Held
-)
-
-
-def pair() -> tuple[socket.socket, socket.socket]:
-    """Two ends of a channel that keeps messages apart and is at its end when all who hold the other end are gone."""
-    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-
-
-def send(channel: socket.socket, message: Message, *descriptors: int) -> None:
-    """Send a message, and copies of the descriptors with it.
-
-    Raises:
-        OSError: nobody holds the other end any more.
-    """
-    data = pickle.dumps(message)
-    if descriptors:
-        socket.send_fds(channel, [data], descriptors)
-    else:
-        channel.sendall(data)
-
-
-def send_at_once(channel: socket.socket, message: Message) -> None:
-    """Send a message, if that is possible without waiting.
-
-    Raises:
-        OSError: it is not.
-    """
-    channel.send(pickle.dumps(message), socket.MSG_DONTWAIT)
-
-
-def receive(channel: socket.socket) -> tuple[Any, list[int]] | None:
-    """The next message and the descriptors that came with it; ``None`` at the end.
-
-    Raises:
-        BlockingIOError: the channel does not block, and there is no message now.
-        OSError: this process has too many open files to take the descriptors.
-    """
-    try:
-        data, descriptors = receive_data(channel)
-    except ConnectionError:
-        return None
-    return (pickle.loads(data), descriptors) if data else None
-
-
-def receive_data(channel: socket.socket) -> tuple[bytes, list[int]]:
-    """As :func:`receive`, but the message as it was sent; at the end it has no bytes, or raises ``ConnectionError``."""
-    data, descriptors, flags, _ = socket.recv_fds(channel, LARGEST, MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
-    if flags & socket.MSG_CTRUNC:
-        for descriptor in descriptors:
-            os.close(descriptor)
-        raise OSError(errno.EMFILE, TOO_MANY_FILES)
-    return data, descriptors
-
-
-def pack(value: object) -> int:
-    """Pickle a value into a file in memory.
-
-    Returns:
-        The file's descriptor.
-    """
-    descriptor = os.memfd_create("todist", os.MFD_CLOEXEC)
-    try:
-        with os.fdopen(os.dup(descriptor), "wb") as file:
-            cloudpickle.dump(value, file)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
-def unpack(descriptor: int) -> Any:
-    """The value that :func:`pack` has put into a file; its descriptor is closed."""
-    try:
-        with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as data, memoryview(data) as view:
-            return _Unpickler(io.BytesIO(view)).load()
-    finally:
-        os.close(descriptor)
-
-
-class _Unpickler(pickle.Unpickler):
-    """Leaves classes that are here already as they are.
-
-    A class of ``__main__`` travels by value. When an instance comes back, cloudpickle finds the class that it was made
-    from, and would overwrite its methods and attributes with the worker's.
-    """
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file)
-        self._here = set(getattr(cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_CLASS", ()))
-
-    def find_class(self, module: str, name: str) -> Any:
-        found = super().find_class(module, name)
-        if (module, name) == ("cloudpickle.cloudpickle", "_class_setstate"):
-            return lambda kind, state: kind if kind in self._here else found(kind, state)
-        return found
+    grace: float

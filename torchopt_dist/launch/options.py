@@ -1,94 +1,322 @@
-"""A launcher's options → the same, if each is of a type that it can have and within its bounds.
+"""The options of a launch, each spelled once → their documentation, their checks, and the arguments of command lines.
 
-What needs the machines, such as whether there are as many GPUs as asked for, is seen in ``cluster.py``.
+:class:`Launcher` has these fields, and a running launch reads them. What needs the machines, such as whether there are
+as many GPUs as asked for, is seen in ``cluster.py``.
 """
 
 from __future__ import annotations
 
+import argparse
 import logging
 import math
 import os
-from collections.abc import Collection, Mapping
+import textwrap
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache, partial
 from numbers import Integral, Real
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
 
-from torchopt_dist.launch.environment import check_variables
+from torchopt_dist.launch.environment import COPIED, check_variables
 from torchopt_dist.launch.groups import check_backend
 
-__all__ = ["check_integer", "check_line_filter", "check_options"]
+__all__ = ["LaunchOptions", "add_launcher_args", "args_section", "check_integer", "check_line_filter"]
 
 LEAST_AGENT_TIMEOUT = 2.0
-PATH = (str, os.PathLike)
-SECONDS = "a number of seconds"
-
-TYPES: dict[str, tuple[tuple[type, ...], str]] = {
-    "hosts": ((Collection,), '"auto", "slurm" or a list of names'),
-    "nproc_per_host": (
-        (Integral, Collection),
-        'an integer, "auto", "cpu", "gpu" or "gpu:<number>", or a list of these',
-    ),
-    "rpc": ((bool,), "True or False"),
-    "backend": ((str, type(None)), "a string or None"),
-    "max_restarts": ((Integral,), "an integer"),
-    "min_hosts": ((Integral, type(None)), "an integer or None"),
-    "max_hosts": ((Integral, type(None)), "an integer or None"),
-    "log_dir": ((*PATH, type(None)), 'a folder, "auto" or None'),
-    "handlers": ((Collection, type(None)), "a list of logging handlers, or None"),
-    "env": ((Mapping, type(None)), "a dictionary or None"),
-    "env_file": ((*PATH, type(None)), "a path or None"),
-    "copy_env": ((Collection,), "a list of patterns"),
-    "python": ((str, type(None)), "a string or None"),
-    "ssh_config": ((*PATH, type(None)), "a path or None"),
-    "master_port": ((Integral,), "an integer"),
-    "timeout": ((Real, type(None)), f"{SECONDS}, or None"),
-    "start_timeout": ((Real,), SECONDS),
-    "stop_timeout": ((Real,), SECONDS),
-    "exit_timeout": ((Real,), SECONDS),
-    "agent_timeout": ((Real,), SECONDS),
-    "halted_timeout": ((Real, type(None)), f"{SECONDS}, or None"),
-}
-"""Option → the types that it can have, and how these are called."""
+NONE = type(None)
+PATHS = (str, os.PathLike)
 
 
-def check_options(given: Mapping[str, Any]) -> None:
-    """Hold a launcher's options to their types and bounds.
+# What options can be.
+
+
+def _at_least(least: int, name: str, value: int) -> None:
+    if value < least:
+        raise ValueError(f"`{name}` must be at least {least}, got {value}")
+
+
+def _is_port(name: str, value: int) -> None:
+    if not 0 <= value < 1 << 16:
+        raise ValueError(f"`{name}` must be a port, in [0, 65536), got {value}")
+
+
+def _is_positive(name: str, seconds: float) -> None:
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"`{name}` must be a positive, finite number of seconds, got {seconds}")
+
+
+def _is_positive_or_zero(name: str, seconds: float) -> None:
+    if seconds != 0:
+        _is_positive(name, seconds)
+
+
+def _is_agent_timeout(name: str, seconds: float) -> None:
+    _is_positive(name, seconds)
+    if seconds < LEAST_AGENT_TIMEOUT:
+        raise ValueError(
+            f"`{name}` must be at least {LEAST_AGENT_TIMEOUT:g} s, since signs of life come every second, got {seconds}"
+        )
+
+
+def _are_handlers(name: str, handlers: Collection[object]) -> None:
+    for handler in handlers:
+        _check_handler(name, "hold logging.Handler objects", handler)
+
+
+def _are_patterns(name: str, patterns: Collection[object]) -> None:
+    if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise TypeError(f"`{name}` must be a list of patterns, got {patterns!r}")
+
+
+def _nproc(text: str) -> int | str:
+    return int(text) if text.lstrip("-").isdecimal() else text
+
+
+def _seconds_or_none(text: str) -> float | None:
+    return None if text == "none" else float(text)
+
+
+class _HostsAction(argparse.Action):
+    """Names; the words ``auto`` and ``slurm``, alone, are what they are to a launcher."""
+
+    def __call__(self, parser: object, namespace: object, values: object, option: object = None) -> None:
+        assert isinstance(values, list)
+        setattr(namespace, self.dest, values[0] if values in (["auto"], ["slurm"]) else values)
+
+
+@dataclass(frozen=True, eq=False)  # so that parsers made of dataclasses can hash it
+class Kind:
+    """What an option can be.
+
+    Attributes:
+        types: the types that it can have.
+        words: how these are called.
+        argument: how ``ArgumentParser.add_argument`` reads it; ``None``: command lines do not have it.
+        check: name, value that is not ``None`` → the error of one that is out of range.
+    """
+
+    types: tuple[type, ...]
+    words: str
+    argument: Mapping[str, Any] | None
+    check: Callable[[str, Any], None] | None = None
+
+
+HOSTS = Kind(
+    (Collection,),
+    '"auto", "slurm" or a list of names',
+    {"nargs": "+", "action": _HostsAction, "metavar": "HOST"},
+)
+NPROC = Kind(
+    (Integral, Collection),
+    'an integer, "auto", "cpu", "gpu" or "gpu:<number>", or a list of these',
+    {"type": _nproc, "metavar": "N"},
+)
+SWITCH = Kind((bool,), "True or False", {"action": "store_true"})
+BACKEND = Kind((str, NONE), "a string or None", {"metavar": "NAME"}, check_backend)
+PYTHON = Kind((str, NONE), "a string or None", {"metavar": "FILE"})
+RESTARTS = Kind((Integral,), "an integer", {"type": int, "metavar": "N"}, partial(_at_least, 0))
+NUMBER_OF_HOSTS = Kind(
+    (Integral, NONE), "an integer or None", {"type": int, "metavar": "N"}, partial(_at_least, 1)
+)
+PORT = Kind((Integral,), "an integer", {"type": int, "metavar": "PORT"}, _is_port)
+FOLDER = Kind((*PATHS, NONE), 'a folder, "auto" or None', {"metavar": "DIR"})
+PATH = Kind((*PATHS, NONE), "a path or None", {"metavar": "FILE"})
+HANDLERS = Kind((Collection, NONE), "a list of logging handlers, or None", None, _are_handlers)
+VARIABLES = Kind((Mapping, NONE), "a dictionary or None", None, check_variables)
+PATTERNS = Kind((Collection,), "a list of patterns", {"nargs": "+", "metavar": "PATTERN"}, _are_patterns)
+SECONDS = Kind((Real,), "a number of seconds", {"type": float, "metavar": "SECONDS"}, _is_positive)
+SECONDS_OR_ZERO = replace(SECONDS, check=_is_positive_or_zero)
+AGENT_SECONDS = replace(SECONDS, check=_is_agent_timeout)
+SECONDS_OR_NEVER = Kind(
+    (Real, NONE),
+    "a number of seconds, or None",
+    {"type": _seconds_or_none, "metavar": "SECONDS"},
+    _is_positive,
+)
+
+
+# The options.
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """All options of a launch: of each its type, what it can be, what it means, and its default."""
+
+    hosts: Annotated[
+        str | Sequence[str],
+        HOSTS,
+        "a list of hosts, each ``[user@]host[:port]`` or a name of SSH's configuration file. Rank 0 is on the first. "
+        'Names of this machine need no SSH. ``"slurm"``: those of the SLURM job; ``"auto"``: these if the job has '
+        "several, else this machine.",
+    ] = "auto"
+    nproc_per_host: Annotated[
+        int | str | Sequence[int | str],
+        NPROC,
+        'the number of workers on each host, or a list with a number for each. ``"cpu"``: one a core; ``"gpu"``: one '
+        'a GPU; ``"gpu:<number>"``: so many, if there are as many GPUs; ``"auto"``: one a GPU if there is one, else '
+        "one a core.",
+    ] = "auto"
+    rpc: Annotated[bool, SWITCH, "connect the workers for remote calls, as ``auto_init_rpc`` does."] = False
+    backend: Annotated[
+        str | None,
+        BACKEND,
+        'make them torch\'s default process group, by ``"gloo"`` or ``"nccl"``. ``None``: make none.',
+    ] = None
+    max_restarts: Annotated[
+        int, RESTARTS, "how often all workers are started again after one has failed."
+    ] = 0
+    min_hosts: Annotated[
+        int | None,
+        NUMBER_OF_HOSTS,
+        "with how many hosts the work goes on when others are lost, or cannot be reached. Workers are started again "
+        "whenever hosts are lost or come back. Given this or ``max_hosts``, a lost host is no error until there have "
+        "been too few for ``start_timeout``. ``None``: all of them.",
+    ] = None
+    max_hosts: Annotated[
+        int | None,
+        NUMBER_OF_HOSTS,
+        "how many hosts take part at a time; others wait until one is lost. ``None``: all of them.",
+    ] = None
+    log_dir: Annotated[
+        str | Path | None,
+        FOLDER,
+        'a folder, made if need be, where every rank\'s output is added to a file ``rank<n>.log``. ``"auto"``: a '
+        "folder of this launch's own, named after its time, in ``$TODIST_LOG_DIR`` or, if that is not set, in "
+        '``todist_logs``, as soon as there is a line. ``None`` or ``"none"``: no files.',
+    ] = "auto"
+    handlers: Annotated[
+        Sequence[logging.Handler] | None,
+        HANDLERS,
+        "handlers of ``logging`` that get every line of every rank; see ``torchopt_dist.launch.on_ranks``. ``None``: "
+        "the lines of local rank 0 go to the terminal.",
+    ] = None
+    env: Annotated[
+        Mapping[str, str] | None,
+        VARIABLES,
+        "variables for the workers, besides those of this process on this machine, and of ``copy_env`` on others.",
+    ] = None
+    env_file: Annotated[
+        str | Path | None,
+        PATH,
+        "a file of such variables, a line ``NAME=value`` each; ``env`` has the last word.",
+    ] = None
+    copy_env: Annotated[
+        Sequence[str],
+        PATTERNS,
+        'patterns of names, such as ``"CUDA*"``, of the variables of this process that workers on other machines get; '
+        "the rest of their environment is what programs have there.",
+    ] = COPIED
+    python: Annotated[
+        str | None,
+        PYTHON,
+        "the interpreter on other machines; ``None``: this one's path. It must have the same versions of Python, "
+        "torch and torchopt_dist, and there must be the same working folder.",
+    ] = None
+    ssh_config: Annotated[
+        str | Path | None, PATH, "SSH's configuration file; ``None``: ``~/.ssh/config``."
+    ] = None
+    master_port: Annotated[int, PORT, "the port at which workers meet; 0: a free one."] = 0
+    timeout: Annotated[
+        float | None,
+        SECONDS_OR_NEVER,
+        "seconds after which the launch is given up, restarts included. ``None``: never.",
+    ] = None
+    start_timeout: Annotated[float, SECONDS, "seconds for all workers to reach the function."] = 120.0
+    stop_timeout: Annotated[
+        float,
+        SECONDS_OR_ZERO,
+        "seconds for workers to end after SIGTERM, when another has failed or the launch is interrupted or "
+        "terminated, before they are killed.",
+    ] = 3.0
+    exit_timeout: Annotated[
+        float,
+        SECONDS,
+        "seconds for processes to end when all functions have returned, before they are killed.",
+    ] = 10.0
+    agent_timeout: Annotated[
+        float,
+        AGENT_SECONDS,
+        "seconds without a sign of life of a host, before it counts as lost. If it is the launcher that is not heard "
+        "of, its workers on other hosts are ended.",
+    ] = 5.0
+    halted_timeout: Annotated[
+        float | None,
+        SECONDS_OR_NEVER,
+        "seconds for a worker that a signal such as SIGSTOP has stopped to go on. ``None``: as long as it takes.",
+    ] = 5.0
+
+    def __post_init__(self) -> None:
+        """Validate the options.
+
+        Raises:
+            TypeError: one is of the wrong type.
+            ValueError: one is out of range.
+        """
+        for name, (kind, _) in _table().items():
+            value = getattr(self, name)
+            if not isinstance(value, kind.types) or (isinstance(value, bool) and bool not in kind.types):
+                raise TypeError(f"`{name}` must be {kind.words}, got {type(value).__name__} {value!r:.200}")
+            if isinstance(value, str) and not value:
+                raise ValueError(f"`{name}` must be {kind.words}, got an empty string")
+            if kind.check is not None and value is not None:
+                kind.check(name, value)
+
+
+@cache
+def _table() -> dict[str, tuple[Kind, str]]:
+    """Option → what it can be, what it means."""
+    hints = get_type_hints(LaunchOptions, include_extras=True)
+    return {name: hint.__metadata__ for name, hint in hints.items()}
+
+
+def args_section(_: object = None) -> str:
+    """The options as the section ``Args`` of a class's docstring."""
+    parts = (
+        textwrap.fill(f"{name}: {text}", 116, initial_indent=" " * 8, subsequent_indent=" " * 12)
+        for name, (_, text) in _table().items()
+    )
+    return "\n".join(parts).lstrip()
+
+
+def add_launcher_args(parser: argparse.ArgumentParser) -> None:
+    """Add ``--hosts``, ``--nproc-per-host``, ``--rpc`` and so on, a group of options of their own.
+
+    The parsed arguments make a launcher by :meth:`Launcher.from_args`. Their names are those of its arguments, whose
+    defaults are theirs.
 
     Args:
-        given: all of them, by name.
+        parser: the program's parser.
 
-    Raises:
-        TypeError: one is of the wrong type.
-        ValueError: one is out of range.
+    Example:
+        >>> import argparse
+        >>> from torchopt_dist.launch import Launcher, add_launcher_args
+        >>> parser = argparse.ArgumentParser()
+        >>> add_launcher_args(parser)
+        >>> args = parser.parse_args(["--nproc-per-host", "2", "--rpc"])
+        >>> launcher = Launcher.from_args(args)
+        >>> launcher.nproc_per_host, launcher.rpc
+        (2, True)
     """
-    for name, (types, words) in TYPES.items():
-        value = given[name]
-        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
-            raise TypeError(f"`{name}` must be {words}, got {type(value).__name__} {value!r:.200}")
-        if isinstance(value, str) and not value:
-            raise ValueError(f"`{name}` must be {words}, got an empty string")
-        if name.endswith("timeout") and given[name] is not None:
-            _check_seconds(name, given[name])
-    check_backend(given["backend"])
-    for name, least in (("max_restarts", 0), ("min_hosts", 1), ("max_hosts", 1)):
-        if given[name] is not None and given[name] < least:
-            raise ValueError(f"`{name}` must be at least {least}, got {given[name]}")
-    if not 0 <= given["master_port"] < 1 << 16:
-        raise ValueError(f"`master_port` must be a port, in [0, 65536), got {given['master_port']}")
-    if given["agent_timeout"] < LEAST_AGENT_TIMEOUT:
-        raise ValueError(
-            f"`agent_timeout` must be at least {LEAST_AGENT_TIMEOUT:g} s, since signs of life come every second, "
-            f"got {given['agent_timeout']}"
+    if not isinstance(parser, argparse.ArgumentParser):
+        raise TypeError(
+            f"`parser` must be an argparse.ArgumentParser, got {type(parser).__name__} {parser!r:.200}"
         )
-    for handler in given["handlers"] or ():
-        _check_handler("handlers", "hold logging.Handler objects", handler)
-    check_variables("env", given["env"] or {})
-    patterns = given["copy_env"]
-    if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
-        raise TypeError(f"`copy_env` must be a list of patterns, got {patterns!r}")
+    group = parser.add_argument_group("launch", "where the workers run, and how many")
+    defaults = {option.name: option.default for option in fields(LaunchOptions)}
+    for name, (kind, text) in _table().items():
+        if kind.argument is not None:
+            words = text.replace("``", "").replace("%", "%%").removesuffix(".")
+            words += "" if name == "copy_env" else f" (default: {defaults[name]})"
+            flag = f"--{name.replace('_', '-')}"
+            group.add_argument(flag, default=argparse.SUPPRESS, help=words, **kind.argument)
+
+
+# Arguments of other functions.
 
 
 def check_line_filter(handler: object, ranks: object) -> None:
-    """Hold the arguments of ``on_ranks`` to their types.
+    """Validate the arguments of ``on_ranks``.
 
     Raises:
         TypeError: one is of the wrong type.
@@ -103,18 +331,13 @@ def check_line_filter(handler: object, ranks: object) -> None:
 
 
 def check_integer(name: str, value: object, rule: str = "be an integer") -> None:
-    """Hold an argument to integers, those of numpy included.
+    """Refuse what is no integer; those of numpy are.
 
     Raises:
         TypeError: it is none.
     """
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"`{name}` must {rule}, got {type(value).__name__} {value!r:.200}")
-
-
-def _check_seconds(name: str, seconds: float) -> None:
-    if not 0 <= seconds < math.inf or (seconds == 0 and name != "stop_timeout"):
-        raise ValueError(f"`{name}` must be a positive, finite number of seconds, got {seconds}")
 
 
 def _check_handler(name: str, rule: str, handler: object) -> None:

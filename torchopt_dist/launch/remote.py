@@ -1,39 +1,39 @@
-"""Names of hosts → machines, reached by SSH, each with a relay that stays for later launches."""
+"""Names of hosts → machines, reached by SSH, each with a forkserver that stays for later launches."""
 
 from __future__ import annotations
 
+import asyncio
 import atexit
+import collections
 import contextlib
 import json
+import logging
 import os
-import pickle
 import re
 import shlex
 import socket
 import threading
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torchopt_dist.errors import InitializationError
-from torchopt_dist.launch.at_once import at_once
 from torchopt_dist.launch.environment import chosen_by, import_path
-from torchopt_dist.launch.ferry import NO_LIFE, Ferry
+from torchopt_dist.launch.forkserver import MARK, PROGRAM, read_on_import, versions
 from torchopt_dist.launch.machine import Machine
-from torchopt_dist.launch.messages import KillAgent, OpenAgent, OpenMeeting
-from torchopt_dist.launch.relay import MARK, PROGRAM, versions
-from torchopt_dist.launch.ssh import SshProcess
+from torchopt_dist.launch.ssh import carry, in_loop, log_in, open_stream
 
-__all__ = ["PATIENCE", "START_SECONDS", "SshOptions", "connect"]
+__all__ = ["RemoteMachine", "SshOptions", "close_all", "connect"]
+
+log = logging.getLogger(__package__)
 
 MOST_BEFORE_GREETING = 1 << 20
 CHUNK = 1 << 16
 COPY_ON_START = ("LD_LIBRARY_PATH", "PYTHON*")
 COMMAND_NOT_FOUND = 127
-TELL_SECONDS = 5.0
-PATIENCE, START_SECONDS = 5.0, 120.0
-"""Unless a launcher says otherwise."""
+LAST_LINES = 30
+CLOSE_SECONDS = 2.0
+ALIVE_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -44,123 +44,104 @@ class SshOptions:
         python: the interpreter there.
         config: SSH's configuration file; ``None`` means ``~/.ssh/config``.
         patience: seconds without a sign of life after which a host counts as lost, for both sides.
+        env: variables that workers there will have, besides those that programs there have.
     """
 
     python: str
     config: str | None
     patience: float
+    env: Mapping[str, str] = field(compare=False)
 
 
 class RemoteMachine(Machine):
-    """A machine with a relay that has greeted.
+    """A machine with a forkserver that has greeted; :meth:`start` makes one.
 
     Args:
         name: ``[user@]host[:port]``.
         options: how it is reached.
-        seconds: for the login, and for the relay's greeting.
-
-    Raises:
-        InitializationError: it cannot be reached, or lacks what a launch needs.
+        connection: to it, of asyncssh.
+        process: its forkserver, of asyncssh.
     """
 
     here = False
 
-    def __init__(self, name: str, options: SshOptions, seconds: float) -> None:
+    def __init__(self, name: str, options: SshOptions, connection: Any, process: Any) -> None:
         self.name = name
-        until = time.monotonic() + seconds
-        command = f"exec {shlex.quote(options.python)} -u -c {shlex.quote(PROGRAM)}"
-        self._process = SshProcess(name, command, options.config, seconds)
-        stream = self._process.stream
+        self._options, self._connection, self._process = options, connection, process
+        self._said: collections.deque[str] = collections.deque(maxlen=LAST_LINES)
+        self._listener = asyncio.create_task(self._listen())
+        self._supervisor: asyncio.Task[None] | None = None
+        self._why_lost: str | None = None
+        self._lost = threading.Event()
+
+    @classmethod
+    async def start(cls, name: str, options: SshOptions, seconds: float) -> RemoteMachine:
+        """Log in, and start a forkserver.
+
+        Args:
+            name: ``[user@]host[:port]``.
+            options: how it is reached.
+            seconds: for the login, and for the forkserver's greeting.
+
+        Raises:
+            InitializationError: it cannot be reached, or lacks what a launch needs.
+        """
+        until = asyncio.get_running_loop().time() + seconds
+        connection = await log_in(name, options.config, options.patience, seconds)
         try:
-            start: dict[str, Any] = {
-                "env": chosen_by(COPY_ON_START, os.environ),
-                "path": [os.path.abspath(entry) for entry in import_path()],
-                "folder": os.getcwd(),
-                "launcher": f"{socket.gethostname()}:{os.getpid()}",
-                "patience": options.patience,
-            }
-            with contextlib.suppress(OSError):  # it has ended: its greeting will be missed
-                stream.sendall(json.dumps(start).encode() + b"\n")
-            greeting, early = self._greeting(options, until, seconds)
-            self._check(greeting, start["folder"])
+            command = f"exec {shlex.quote(options.python)} -u -c {shlex.quote(PROGRAM)}"
+            process = await connection.create_process(command, encoding=None)
+            machine = cls(name, options, connection, process)
+            async with asyncio.timeout_at(until):
+                await machine._greet()
+        except TimeoutError:
+            connection.abort()
+            raise InitializationError(
+                f"Python on {name} did not start within `start_timeout`, {seconds:g} s"
+            ) from None
         except BaseException:
-            stream.close()
+            connection.abort()
             raise
+        machine._supervisor = asyncio.create_task(machine._supervise())
+        return machine
+
+    async def _greet(self) -> None:
+        base = chosen_by(COPY_ON_START, os.environ)
+        start: dict[str, Any] = {
+            "env": {**base, **self._options.env},
+            "base": base,
+            "path": [os.path.abspath(entry) for entry in import_path()],
+            "folder": os.getcwd(),
+            "launcher": f"{socket.gethostname()}:{os.getpid()}",
+            "patience": self._options.patience,
+        }
+        with contextlib.suppress(OSError):  # it has ended: its greeting will be missed
+            self._process.stdin.write(json.dumps(start).encode() + b"\n")
+        data = b""
+        while True:
+            before, mark, after = data.partition(MARK)
+            line, newline, _ = after.partition(b"\n")
+            if newline:
+                break
+            more = await self._process.stdout.read(CHUNK)
+            if not more or (not mark and len(before) > MOST_BEFORE_GREETING):
+                raise InitializationError(await self._no_greeting())
+            data += more
+        greeting = json.loads(line)
+        self._check(greeting, start["folder"])
         self.cores, self.gpus = greeting["cores"], greeting["gpus"]
         self.env, self.path = greeting["env"], greeting["path"]
         self.address, self.launcher_address = greeting["address"], greeting["launcher_address"]
-        self._why_lost: str | None = None
-        self._told = threading.Event()
-        descriptor = stream.detach()
-        self._ferry = Ferry(descriptor, descriptor, odd=True, patience=options.patience, early=early)
-        threading.Thread(target=self._carry, name=f"todist ferry to {name}", daemon=True).start()
+        self._socket = greeting["socket"]
 
-    def request_agent(self, env: Mapping[str, str]) -> socket.socket:
-        """Have an agent forked there."""
-        return self._ferry.open(pickle.dumps(OpenAgent(dict(env))))
-
-    def open_meeting(self) -> socket.socket:
-        """A channel to a thread of the relay."""
-        return self._ferry.open(pickle.dumps(OpenMeeting()))
-
-    def kill_agent(self, pid: int) -> None:
-        """Have the relay kill an agent."""
-        self._ferry.open(pickle.dumps(KillAgent(pid))).close()
-
-    @property
-    def held_up_at(self) -> float:
-        """When what came from there was last held up here."""
-        return self._ferry.held_up_at
-
-    def why_lost(self) -> str | None:
-        """Why the connection has ended, if it has."""
-        if not self._ferry.ended:
-            return None
-        self._told.wait(TELL_SECONDS)
-        return self._why_lost
-
-    def close(self) -> None:
-        """End the connection, and with it the relay and everything that it has started."""
-        self._ferry.close()
-        self._told.wait(TELL_SECONDS)
-
-    def _carry(self) -> None:
-        try:
-            why = self._ferry.run()
-            self._why_lost = why if why.startswith(NO_LIFE) else self._process.how_it_ended()
-        finally:
-            self._told.set()
-
-    def _greeting(self, options: SshOptions, until: float, seconds: float) -> tuple[dict[str, Any], bytes]:
-        """The relay's greeting, and what came after it."""
-        stream, data = self._process.stream, b""
-        while True:
-            before, mark, after = data.partition(MARK)
-            line, newline, rest = after.partition(b"\n")
-            if newline:
-                stream.settimeout(None)
-                return json.loads(line), rest
-            stream.settimeout(max(until - time.monotonic(), 0.001))
-            try:
-                more = stream.recv(CHUNK)
-            except TimeoutError:
-                raise InitializationError(
-                    f"Python on {self.name} did not start within `start_timeout`, {seconds:g} s"
-                ) from None
-            except ConnectionError:
-                more = b""
-            if not more or (not mark and len(before) > MOST_BEFORE_GREETING):
-                raise InitializationError(self._no_greeting(options))
-            data += more
-
-    def _no_greeting(self, options: SshOptions) -> str:
-        how = self._process.how_it_ended()
+    async def _no_greeting(self) -> str:
+        python, how = self._options.python, await self._how_it_ended()
         if f"code {COMMAND_NOT_FOUND}" in how:
-            return f"{self.name} has no {options.python}; `python` says which interpreter to run there: {how}"
+            return f"{self.name} has no {python}; `python` says which interpreter to run there: {how}"
         missing = re.search(r"No module named '([\w.]+)'", how)
         if missing:
-            return f"{options.python} on {self.name} has no package {missing[1]}: install it there; {how}"
-        return f"{options.python} did not start on {self.name}: {how}"
+            return f"{python} on {self.name} has no package {missing[1]}: install it there; {how}"
+        return f"{python} did not start on {self.name}: {how}"
 
     def _check(self, greeting: dict[str, Any], folder: str) -> None:
         for what, ours in versions().items():
@@ -174,55 +155,148 @@ class RemoteMachine(Machine):
                 f"the working folder must be on all hosts, and {folder} is not on {self.name}"
             )
 
+    async def _supervise(self) -> None:
+        """Give signs of life, until the forkserver or the connection has ended."""
+        ended = asyncio.create_task(self._process.wait_closed())
+        try:
+            while not ended.done():
+                with contextlib.suppress(OSError):
+                    self._process.stdin.write(b"\0")
+                await asyncio.wait([ended], timeout=ALIVE_SECONDS)
+            self._why_lost = await self._how_it_ended()
+        finally:
+            self._why_lost = self._why_lost or "it was closed"
+            self._lost.set()
+            self._connection.abort()
 
-_machines: dict[tuple[int, str, SshOptions], RemoteMachine] = {}
+    async def _listen(self) -> None:
+        async for line in self._process.stderr:
+            text = line.decode("utf-8", "replace").rstrip()
+            if text:
+                self._said.append(text)
+                log.warning("%s: %s", self.name, text)
+
+    async def _how_it_ended(self) -> str:
+        """How the forkserver ended, and the last that it said on standard error."""
+        why = "the SSH connection was lost"
+        try:
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await self._process.wait_closed()
+                await self._listener
+        except TimeoutError:
+            pass
+        except Exception as error:
+            if "keepalive" in str(error):
+                why = f"there was no sign of life for {self._options.patience:g} s"
+        if self._process.exit_signal:
+            why = f"its forkserver was ended by SIG{self._process.exit_signal[0]}"
+        elif self._process.exit_status is not None:
+            why = f"its forkserver exited with code {self._process.exit_status}"
+        else:
+            return why
+        said = "\n".join(f"    {line}" for line in self._said)
+        return why + (f"; it said:\n{said}" if said else "")
+
+    def connect(self, env: Mapping[str, str]) -> socket.socket:
+        """A connection to an agent that the forkserver there forks."""
+        ours, theirs = socket.socketpair()
+        theirs.setblocking(False)
+        in_loop(self._carry(theirs))
+        return ours
+
+    async def _carry(self, end: socket.socket) -> None:
+        try:
+            stream = await open_stream(self._connection, self._socket, self._options.python)
+        except Exception as error:
+            if not self._lost.is_set():
+                log.warning("%s: there is no way to the forkserver: %s", self.name, error)
+            end.close()
+        else:
+            await carry(end, *stream)
+
+    def kill_agent(self, pid: int) -> None:
+        """Have an agent killed there."""
+        in_loop(self._connection.run(f"kill -9 {pid}"))
+
+    def why_lost(self, seconds: float = 0.0) -> str | None:
+        """Why the connection or the forkserver has ended, if one has.
+
+        Args:
+            seconds: to wait for that to become known.
+        """
+        return self._why_lost if self._lost.wait(seconds) else None
+
+    def close(self) -> None:
+        """End the connection, and with it the forkserver and everything that it has started."""
+        with contextlib.suppress(TimeoutError):
+            in_loop(self._close()).result(CLOSE_SECONDS)
+
+    async def _close(self) -> None:
+        self._connection.close()
+        if self._supervisor is not None:
+            await self._supervisor
 
 
-def connect(names: Sequence[str], options: SshOptions, seconds: float) -> dict[str, RemoteMachine]:
+_machines: dict[tuple[object, ...], asyncio.Task[RemoteMachine]] = {}
+"""What has been reached, or is about to be: by process, name, options, and the variables that libraries read there."""
+
+
+def connect(
+    names: Sequence[str],
+    options: SshOptions,
+    seconds: float,
+    otherwise: Callable[[str, str], Machine] | None = None,
+) -> dict[str, Machine]:
     """Reach hosts, all at once. Those that an earlier launch has reached are still there.
 
     Args:
         names: ``[user@]host[:port]``, each.
         options: how.
         seconds: for all of them.
+        otherwise: name of a host that cannot be reached, the reason → what stands for it; ``None``: it is an error.
 
     Raises:
         InitializationError: some host cannot be reached, or lacks what a launch needs.
     """
-    keys = {name: (os.getpid(), name, options) for name in names}
-    for key, machine in list(_machines.items()):
-        if machine.why_lost() is not None:
-            _machines.pop(key, None)
-    there = {name: _machines[key] for name, key in keys.items() if key in _machines}
-
-    def reach(name: str) -> RemoteMachine | InitializationError:
-        try:
-            machine = RemoteMachine(name, options, seconds)
-        except InitializationError as error:
-            return error
-        # It is kept though the launch may have been interrupted; another launch may have reached the host meanwhile.
-        kept = _machines.setdefault(keys[name], machine)
-        if kept is not machine:
-            machine.close()
-        return kept
-
-    new = [name for name in keys if name not in there]
-    errors = []
-    for name, found in zip(new, at_once(reach, new), strict=True):
-        if isinstance(found, InitializationError):
-            errors.append(found)
-        else:
-            there[name] = found
-    if len(errors) == 1:
-        raise errors[0]
-    if errors:
+    found = dict(zip(names, in_loop(_reach_all(names, options, seconds)).result(), strict=True))
+    errors = [error for error in found.values() if isinstance(error, BaseException)]
+    for error in errors:
+        if not isinstance(error, InitializationError) or (len(errors) == 1 and otherwise is None):
+            raise error
+    if errors and otherwise is None:
         raise InitializationError("\n".join(map(str, errors))) from errors[0]
-    return {name: there[name] for name in keys}
+    return {
+        name: machine if isinstance(machine, Machine) else otherwise(name, str(machine))  # type: ignore[misc]
+        for name, machine in found.items()
+    }
 
 
-@atexit.register
-def _close_all() -> None:
-    mine = [machine for (pid, _, _), machine in list(_machines.items()) if pid == os.getpid()]
-    _machines.clear()
-    for machine in mine:
-        machine.close()
+async def _reach_all(
+    names: Sequence[str], options: SshOptions, seconds: float
+) -> list[RemoteMachine | BaseException]:
+    loaded = tuple(sorted(read_on_import(options.env).items()))
+    tasks = []
+    for name in names:
+        key = (os.getpid(), name, options, loaded)
+        task = _machines.get(key)
+        if task is None or (task.done() and (task.exception() or task.result().why_lost() is not None)):
+            task = _machines[key] = asyncio.create_task(RemoteMachine.start(name, options, seconds))
+        tasks.append(task)
+    # A host is kept though the launch may be interrupted; another launch may wait for it.
+    return await asyncio.gather(*map(asyncio.shield, tasks), return_exceptions=True)
+
+
+def close_all(names: Collection[str] | None = None) -> None:
+    """End the connections of this process.
+
+    Args:
+        names: to which hosts; ``None`` means to all.
+    """
+    for key, task in list(_machines.items()):
+        if key[0] == os.getpid() and (names is None or key[1] in names):
+            del _machines[key]
+            if task.done() and not task.cancelled() and task.exception() is None:
+                task.result().close()
+
+
+atexit.register(close_all)

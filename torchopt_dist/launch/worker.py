@@ -2,41 +2,59 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import linecache
 import os
 import signal
-import socket
 import sys
+import threading
 from typing import NoReturn
 
+import numpy as np
+import setproctitle
+import torch
+
 from torchopt_dist._network import choose_interface
-from torchopt_dist.launch.duties import asked_to_exit, describe, leave, read_task, settle, write_value
-from torchopt_dist.launch.meeting import LOOPBACK
-from torchopt_dist.launch.messages import Header, Raised, Returned, Running, StartWorker, pack, send, unpack
+from torchopt_dist.launch.messages import Header, Raised, Returned, Running, StartWorkers
+from torchopt_dist.launch.pickling import pack_failure, pack_value, unpack, unpack_task
+from torchopt_dist.launch.store import LOOPBACK
+from torchopt_dist.launch.stream import frame
 
-__all__ = ["work"]
+__all__ = ["asked_to_exit", "work"]
 
 
-def work(start: StartWorker, channel_end: int, stdout: int, stderr: int, header: int, task: int) -> NoReturn:
-    """Run the function, send what came of it, and end as a Python program ends."""
-    channel = socket.socket(fileno=channel_end)
+def work(rank: int, start: StartWorkers, task: bytes, *, stdout: int, stderr: int, report: int) -> NoReturn:
+    """Run the function, report what came of it, and end as a Python program ends.
+
+    Args:
+        rank: the worker's.
+        start: what all workers of the host take over.
+        task: the packed function and its arguments.
+        stdout: descriptor of the pipe for what the worker prints.
+        stderr: the same for standard error.
+        report: descriptor of the pipe for frames of :class:`Running`, and then :class:`Returned` or :class:`Raised`.
+    """
+    pid = os.getpid()
     _take_over_output(stdout, stderr)
     code = 1
     try:
-        _take_over(unpack(header), start)
-        function, args, kwargs = read_task(task, unpack)
-        send(channel, Running())
+        _take_over(unpack(start.header), start.env[rank])
+        _become_fresh(rank)
+        function, args, kwargs = unpack_task(task)
+        _report(report, Running())
         value = function(*args, **kwargs)
-        _send(channel, Returned(), write_value(value, start.rank, pack))
+        if os.getpid() == pid:  # and not a process that the function has forked
+            _report(report, Returned(), pack_value(value, rank))
         code = 0
         del function, args, kwargs, value
     except BaseException as error:
         asked = asked_to_exit(error)
         code = 1 if asked is None else asked
-        _send(channel, Raised(asked), pack(describe(error)))
-    channel.close()
-    leave(code)
+        if os.getpid() == pid:
+            text, failure = pack_failure(error)
+            _report(report, Raised(text, asked), failure)
+    _leave(code)
 
 
 def _take_over_output(stdout: int, stderr: int) -> None:
@@ -51,23 +69,70 @@ def _take_over_output(stdout: int, stderr: int) -> None:
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore[misc]
 
 
-def _take_over(header: Header, start: StartWorker) -> None:
+def _take_over(header: Header, own: dict[str, str]) -> None:
+    """Take over the launcher's environment, path, arguments and folder.
+
+    Args:
+        header: those.
+        own: variables of this worker alone.
+    """
     os.environ.clear()
-    os.environ.update({**header.env, **start.env})
+    os.environ.update({**header.env, **own})
     sys.path[:] = header.path
     sys.argv[:] = header.argv
     linecache.cache.update(header.sources)
     os.chdir(header.folder)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     # Where torch's `record` writes an exception. What is raised here is sent, so the file needs no name.
     error_file = os.memfd_create("todist", os.MFD_CLOEXEC)
     os.environ["TORCHELASTIC_ERROR_FILE"] = f"/proc/{os.getpid()}/fd/{error_file}"
     if os.environ["MASTER_ADDR"] != LOOPBACK:  # torch's libraries would guess the interface
         choose_interface(os.environ["MASTER_ADDR"])
-    settle(start.rank)
 
 
-def _send(channel: socket.socket, message: Returned | Raised, packed: int) -> None:
-    with contextlib.suppress(OSError):  # the launcher has ended, and soon so will this process
-        send(channel, message, packed)
-    os.close(packed)
+def _become_fresh(rank: int) -> None:
+    """Do what a fresh process does when it starts, or imports its libraries, and a forked one must do itself."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    program = " ".join(str(part) for part in sys.argv).encode("utf-8", "backslashreplace").decode()
+    setproctitle.setproctitle(f"todist: rank {rank} of {os.environ['WORLD_SIZE']}: {program}")
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    torch.set_num_threads(int(asked) if asked.isdecimal() and int(asked) else len(os.sched_getaffinity(0)))
+    np.random.seed()
+
+
+def _report(pipe: int, message: Running | Returned | Raised, payload: bytes = b"") -> None:
+    with contextlib.suppress(OSError):  # the agent has ended, and soon so will this process
+        for part in frame(message, payload):
+            left = memoryview(part)
+            while left:
+                left = left[os.write(pipe, left) :]
+
+
+def asked_to_exit(error: BaseException) -> int | None:
+    """The status that ``sys.exit`` asks for, as the system makes it; a text is written first, as Python does it.
+
+    Args:
+        error: what the function raised.
+
+    Returns:
+        A number from 0 to 255, or ``None`` if it was not ``sys.exit``.
+    """
+    if not isinstance(error, SystemExit):
+        return None
+    if error.code is None:
+        return 0
+    if isinstance(error.code, int):
+        return error.code & 0xFF
+    with contextlib.suppress(Exception):
+        print(error.code, file=sys.stderr, flush=True)
+    return 1
+
+
+def _leave(code: int) -> NoReturn:
+    """The end of an interpreter, without going back through the frames of the process that was forked."""
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)

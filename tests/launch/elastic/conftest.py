@@ -15,7 +15,7 @@ class Reachability:
         lost_for_good: names of hosts that cannot.
         tried: names of hosts that were tried, one after another.
         reached: names of hosts that were reached, one after another.
-        times: how long hosts are waited for, in place of what the launcher says, which workers have to start.
+        times: options that say how long hosts are waited for, in place of the launcher's, which workers have to start.
     """
 
     def __init__(self):
@@ -39,7 +39,7 @@ def reachability(monkeypatch):
 
     def wait_as_told(membership, *args):
         plan = membership._plan
-        membership._plan = dataclasses.replace(plan, times=dataclasses.replace(plan.times, **state.times))
+        membership._plan = dataclasses.replace(plan, options=dataclasses.replace(plan.options, **state.times))
         wait_for_hosts(membership, *args)
 
     monkeypatch.setattr(elastic, "RETRY_SECONDS", 0.1)

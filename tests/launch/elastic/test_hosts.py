@@ -21,6 +21,7 @@ from tests.launch.families import assert_gone
 from tests.launch.sshd import wait_until
 from torchopt_dist.launch import elastic
 from torchopt_dist.launch.job import Job
+from torchopt_dist.launch.messages import Raised
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -163,13 +164,14 @@ def test_an_error_that_is_not_the_loss_of_a_host_is_the_end_though_a_host_is_los
         assert watch(tmp_path / "agent")
         raise ValueError("wrong")
 
-    note = Job._worker_raised
+    note = Job._note_report
 
-    def kill_first(job, *args):
-        os.kill(int((tmp_path / "agent").read_text()), signal.SIGKILL)
-        note(job, *args)
+    def kill_first(job, worker, said, payload):
+        if isinstance(said, Raised):
+            os.kill(int((tmp_path / "agent").read_text()), signal.SIGKILL)
+        note(job, worker, said, payload)
 
-    monkeypatch.setattr(Job, "_worker_raised", kill_first)
+    monkeypatch.setattr(Job, "_note_report", kill_first)
     with pytest.raises(ValueError, match=r"^wrong$"):
         launch(main)
 
@@ -331,7 +333,7 @@ def test_a_host_that_is_lost_again_and_again_is_tried_later_and_later(tmp_path, 
 
 def test_too_few_hosts_for_too_long_are_named(tmp_path, reachability):
     reachability.lost_for_good.add("localhost#2")
-    reachability.times["start"] = 1.0
+    reachability.times["start_timeout"] = 1.0
 
     def kill():
         kill_agent(world_of(tmp_path, 0, 2), 1)
@@ -367,7 +369,7 @@ def test_a_host_that_comes_in_time_is_enough(tmp_path, reachability):
 
 def test_the_whole_timeout_holds_while_hosts_are_waited_for(tmp_path, reachability):
     reachability.lost_for_good.add("localhost#2")
-    reachability.times["whole"] = 1.5
+    reachability.times["timeout"] = 1.5
 
     def kill():
         kill_agent(world_of(tmp_path, 0, 2), 1)

@@ -46,9 +46,7 @@ def sshd(tmp_path):
     switch = Switch(tmp_path / "sshd")
     switch.off()
     yield switch
-    for machine in list(remote._machines.values()):
-        machine.close()
-    remote._machines.clear()
+    remote.close_all()
     switch.off()
 
 
@@ -77,7 +75,7 @@ def test_a_host_by_ssh_comes_late_is_lost_and_comes_back(tmp_path, sshd, caplog)
 
 
 def test_hosts_that_never_come_are_named(sshd, reachability):
-    reachability.times["start"] = 0.5
+    reachability.times["start_timeout"] = 0.5
     with pytest.raises(
         todist.errors.AgentFailedError,
         match=r"(?s)^there are 0 hosts.*`start_timeout`\):\nnode1: node1 .*\nnode2: node2 ",

@@ -64,7 +64,7 @@ def test_an_interrupt_while_hosts_are_waited_for_leaves_nothing(tmp_path, reacha
 
 def test_a_lost_host_s_processes_are_ended(tmp_path, reachability):
     reachability.lost_for_good.update(["localhost", "localhost#2"])
-    reachability.times["start"] = 0.5
+    reachability.times["start_timeout"] = 0.5
 
     def kill():
         pids = pids_in(tmp_path)

@@ -1,0 +1,128 @@
+"""Who may have agents forked, and what ends them: connections to a forkserver, and streams of an agent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+import torchopt_dist as todist
+from tests.launch.families import assert_gone, start_program
+from tests.launch.sshd import NEEDS_SSHD, Sshd
+from tests.launch.two import ON_TWO
+from torchopt_dist.launch import Launcher, forkserver, remote
+from torchopt_dist.launch.messages import Alive
+from torchopt_dist.launch.stream import Stream
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def agents():
+    server = psutil.Process(forkserver._server.process.pid)
+    return set(server.children())
+
+
+def wait_for_agents(number, before, seconds=20.0):
+    deadline = time.monotonic() + seconds
+    while len(agents() - before) != number:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_a_connection_is_an_agent_that_gives_signs_of_life_and_its_end_is_the_agents():
+    ON_TWO.run(int)
+    before = agents()
+    stream = Stream(forkserver.connect(os.environ))
+    pid = None
+    deadline = time.monotonic() + 20
+    while pid is None:
+        assert time.monotonic() < deadline
+        for message, _ in stream.receive() or ():
+            assert isinstance(message, Alive)
+            pid = message.pid
+    assert psutil.Process(pid).ppid() == forkserver._server.process.pid
+    stream.close()
+    assert_gone([pid])
+    wait_for_agents(0, before)
+
+
+STRANGER = """
+import os, socket, sys
+os.setuid(65534)
+with socket.socket(socket.AF_UNIX) as stranger:
+    stranger.connect(chr(0) + sys.argv[1])
+    print("refused" if not stranger.recv(100) else "served")
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be another user")
+def test_another_user_gets_no_agent():
+    ON_TWO.run(int)
+    before = agents()
+    program = subprocess.run(
+        [sys.executable, "-S", "-c", STRANGER, forkserver._server.address[1:]],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
+    )
+    assert program.stdout == "refused\n"
+    assert agents() <= before
+    assert ON_TWO.run(os.getpid).results  # and the others are served as before
+
+
+def test_what_a_connection_says_is_for_its_agent_and_holds_nobody_else_up():
+    ON_TWO.run(int)
+    with socket.socket(socket.AF_UNIX) as silent, socket.socket(socket.AF_UNIX) as odd:
+        silent.connect(forkserver._server.address)
+        odd.connect(forkserver._server.address)
+        odd.sendall(struct.pack("!IQ", 3, 0) + b"odd")  # no pickle: that agent ends
+        assert ON_TWO.run(os.getpid).results
+
+
+NESTED = """
+import os
+from torchopt_dist.launch import launch
+def inner():
+    return os.getppid()
+def outer():
+    import psutil
+    agent = launch(inner, nproc_per_host=1, log_dir=None, handlers=[]).rank(0)
+    return os.getppid(), agent
+first = launch(outer, nproc_per_host=1, log_dir=None, handlers=[]).rank(0)
+import psutil
+print(first[0] != first[1], len(psutil.Process().children()))
+"""
+
+
+def test_launches_in_a_launch_use_the_same_forkserver():
+    program = start_program(NESTED)
+    out, err = program.communicate(timeout=50)
+    assert out == "True 1\n", err
+
+
+@NEEDS_SSHD
+def test_where_connections_to_sockets_are_forbidden_a_program_makes_them(tmp_path):
+    server = Sshd(tmp_path / "sshd", more="DisableForwarding yes\n")
+    try:
+        launcher = Launcher(hosts=["node1", "node2"], nproc_per_host=1, ssh_config=server.config, handlers=[])
+        big = "x" * 3_000_000
+        result = launcher.run(lambda value: (os.environ["RANK"], value), big)
+        assert result.results == {"node1": [("0", big)], "node2": [("1", big)]}
+
+        def die():
+            os.kill(os.getppid(), signal.SIGKILL)
+            time.sleep(60)
+
+        with pytest.raises(todist.AgentFailedError, match=r"the agent on node[12] died"):
+            launcher.run(die)
+    finally:
+        remote.close_all(["node1", "node2"])
+        server.stop()

@@ -1,0 +1,134 @@
+"""What an agent and a forkserver ask of the kernel: children that end are told of, orphans come to them, trees end."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import resource
+import signal
+from pathlib import Path
+
+import psutil
+
+__all__ = [
+    "adopt_orphans",
+    "allow_many_files",
+    "end_descendants",
+    "end_tree",
+    "end_with_parent",
+    "kill",
+    "open_process",
+    "reap",
+    "umask",
+    "wake_on_children",
+]
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+JANITORS = ("multiprocessing.resource_tracker", "torch_shm_manager")
+"""Programs that unlink shared memory when those who used it have ended, and then end themselves."""
+
+UMASK = re.compile(r"^Umask:\s*([0-7]+)$", re.MULTILINE)
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def allow_many_files() -> None:
+    """Let this process have as many open files as the system allows: a worker takes four to six of them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def adopt_orphans() -> None:
+    """Become the parent of those descendants whose own parent ends: the kernel's "child subreaper"."""
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def end_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when the thread that has forked it ends.
+
+    Args:
+        parent: the process that has forked this one; if it has ended already, so does this one.
+    """
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def wake_on_children() -> tuple[int, int]:
+    """A pipe, both ends, whose first one has something to read when a child has ended, was stopped or goes on."""
+    woken, wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    return woken, wake
+
+
+def open_process(pid: int) -> int | None:
+    """A descriptor that can be read when the process has ended; ``None`` if it has."""
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
+
+
+def reap(options: int = 0) -> list[tuple[int, int]]:
+    """The children that have ended, and their statuses.
+
+    Args:
+        options: ``os.WUNTRACED`` and ``os.WCONTINUED``, to hear of children that were stopped and go on, too.
+    """
+    changed = []
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG | options)
+            if pid == 0:
+                break
+            changed.append((pid, status))
+    return changed
+
+
+def kill(pid: int, number: int = signal.SIGKILL) -> None:
+    """Send a signal to a process, if it is there."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def umask() -> int | None:
+    """This process's mask for the modes of new files, which cannot be asked for without setting it."""
+    found = UMASK.search(Path("/proc/self/status").read_text("utf-8", "replace"))
+    return int(found[1], 8) if found else None
+
+
+def end_tree(root: psutil.Process, and_janitors: bool) -> None:
+    """Kill all descendants of a process.
+
+    Args:
+        root: the process.
+        and_janitors: whether those too that put things in order and then end by themselves.
+    """
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in root.children(recursive=True):
+            if and_janitors or not is_janitor(process):
+                kill(process.pid)
+
+
+def end_descendants(and_janitors: bool) -> bool:
+    """Kill what is left below this process, and collect what has ended; whether nothing is left."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return True  # no children, and so no descendants
+    end_tree(psutil.Process(), and_janitors)
+    return False
+
+
+def is_janitor(process: psutil.Process) -> bool:
+    """Whether a process is one of :data:`JANITORS`."""
+    try:
+        return any(name in part for part in process.cmdline() for name in JANITORS)
+    except psutil.Error:
+        return False
