@@ -23,7 +23,8 @@ SECOND = FIRST | {"transform", "linalg", "nn"}
 MAY_IMPORT = {
     **dict.fromkeys(GROUND, GROUND),
     **dict.fromkeys(("ops", "linear_solve", "schedule"), GROUND),
-    **dict.fromkeys(("transform", "linalg", "nn"), FIRST),
+    **dict.fromkeys(("transform", "linalg"), FIRST),
+    "nn": FIRST | {"diff.implicit", "diff.zero_order"},  # functions of functions, which know no modules
     **dict.fromkeys(("optim", "diff"), SECOND),
     "visual": GROUND | {"nn"},
     "distributed": GROUND | {"nn", "nn.module_state"},

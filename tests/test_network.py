@@ -133,7 +133,6 @@ main()
 """
 
 
-@pytest.mark.timeout(90)
 def test_a_world_forms_across_two_machines(two_machines, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(textwrap.dedent(PROGRAM))
@@ -155,7 +154,7 @@ def test_a_world_forms_across_two_machines(two_machines, tmp_path):
     said = []
     try:
         for node in nodes:
-            out, err = node.communicate(timeout=75)
+            out, err = node.communicate(timeout=250)
             assert node.returncode == 0, err
             said += [json.loads(line) for line in out.splitlines() if line.startswith("[")]
     finally:
@@ -188,7 +187,6 @@ main()
 """
 
 
-@pytest.mark.timeout(90)
 def test_a_cut_network_ends_both_sides_within_seconds(two_machines, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(textwrap.dedent(CUT))
@@ -209,7 +207,7 @@ def test_a_cut_network_ends_both_sides_within_seconds(two_machines, tmp_path):
         assert nodes[1].stdout.readline() == "sleeping\n", nodes[1].stderr.read()
         cut = time.monotonic()
         ip("-n", two_machines[0], "link", "set", "link0", "down")
-        said = [node.communicate(timeout=30) for node in nodes]
+        said = [node.communicate(timeout=250) for node in nodes]
         assert time.monotonic() - cut < 20
     finally:
         for node in nodes:

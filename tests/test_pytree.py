@@ -322,3 +322,10 @@ def test_references_are_made_and_fetched(world):
         return [(tree["a"].tolist(), tree["b"]) for tree in (back, there)]
 
     assert world(2).on_zero(body) == [([0.0, 1.0, 2.0], [None, 2])] * 2
+
+
+def test_futures_made_by_then_are_waited_for():
+    future = torch.futures.Future()
+    after = future.then(lambda done: done.value() + 1)
+    future.set_result(3)
+    assert pytree.tree_wait([future, after]) == [3, 4]

@@ -54,7 +54,7 @@ def run(*arguments: str, env: dict[str, str] | None = None, cores: set[int] | No
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=250,
     )
     assert (ended.returncode, ended.stderr) == (0, "")
     return ended.stdout

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import multiprocessing.util
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -267,6 +270,49 @@ def test_many_gradients_at_a_time_are_told_apart() -> None:
     torch.autograd.grad(y, x, torch.eye(2), is_grads_batched=True, retain_graph=True)
     torch.autograd.grad(y, x, torch.ones(2))
     assert seen == [True, False]
+
+
+def test_an_interpreter_has_no_options_where_they_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = "from torchopt_dist._torch_private import interpreter_flags; print(interpreter_flags())"
+    command = [sys.executable, "-W", "error::FutureWarning", "-c", program]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=PACKAGE.parent)
+    assert "-Werror::FutureWarning" in ended.stdout, ended.stderr
+    monkeypatch.delattr(multiprocessing.util, "_args_from_interpreter_flags")
+    assert private.interpreter_flags() == []
+
+
+FINISH = """
+import atexit, os, sys, threading, time
+from torchopt_dist import _torch_private
+
+if sys.argv[1] == "hidden":
+    del threading._shutdown, atexit._run_exitfuncs
+started = threading.Event()
+
+
+def work():
+    started.wait(60)
+    print("thread")
+
+
+threading.Thread(target=work).start()
+threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+atexit.register(print, "atexit")
+started.set()
+_torch_private.finish_interpreter()
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(("names", "lines"), [("there", ["thread", "atexit"]), ("hidden", ["thread"])])
+def test_exit_functions_do_not_run_where_they_are_hidden_but_threads_end(
+    names: str, lines: list[str]
+) -> None:
+    command = [sys.executable, "-c", FINISH, names]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=PACKAGE.parent)
+    assert ended.stdout.splitlines() == lines, ended.stderr
+    assert ended.returncode == 0
 
 
 # No other file uses private names.

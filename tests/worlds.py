@@ -43,7 +43,7 @@ class World:
         self.env = env or {}
 
     def run(
-        self, function: Callable[..., Any], *args: Any, timeout: float = 60.0, **options: Any
+        self, function: Callable[..., Any], *args: Any, timeout: float = 200.0, **options: Any
     ) -> list[Any]:
         """The values by rank of ``auto_init_rpc(**options)(function)(*args)``; raises what a rank raised."""
         endings = self.endings(function, *args, timeout=timeout, **options)
@@ -58,7 +58,9 @@ class World:
             assert ending.exitcode == 0, f"rank {ending.rank} ended with exit code {ending.exitcode}"
         return [ending.value for ending in endings]
 
-    def on_zero(self, function: Callable[..., Any], *args: Any, timeout: float = 60.0, **options: Any) -> Any:
+    def on_zero(
+        self, function: Callable[..., Any], *args: Any, timeout: float = 200.0, **options: Any
+    ) -> Any:
         """What ``function`` returns on rank 0, the other ranks doing nothing but serve."""
         return self.run(_ZeroOnly(function), *args, timeout=timeout, **options)[0]
 
@@ -67,7 +69,7 @@ class World:
         return _work
 
     def endings(
-        self, function: Callable[..., Any], *args: Any, timeout: float = 60.0, **options: Any
+        self, function: Callable[..., Any], *args: Any, timeout: float = 200.0, **options: Any
     ) -> list[Ending]:
         """How every rank ended; never raises what a rank raised."""
         context = multiprocessing.get_context("forkserver")

@@ -32,7 +32,7 @@ def safe_repr(value: Any, by: Callable[[Any], str] = repr) -> str:
 
 @dataclass(frozen=True)
 class SerializedException:
-    """An exception as data: it can be sent even where its instance cannot.
+    """An exception as data, which can be sent even where the exception itself cannot be pickled.
 
     Attributes:
         kind: the exception's class, or the nearest base class that can be sent.
@@ -114,7 +114,7 @@ def _sendable(args: Any) -> tuple[Any, ...]:
 
 
 def _replaced(arg: Any) -> Any:
-    """What is sent in the place of ``arg``; the exceptions of a group must stay exceptions."""
+    """The substitute for an ``arg`` that cannot be sent; the exceptions of a group must stay exceptions."""
     if isinstance(arg, (list, tuple)) and arg and all(isinstance(part, Exception) for part in arg):
         return [part if _can_be_sent(part) else RemoteError(safe_repr(part)) for part in arg]
     return safe_repr(arg)

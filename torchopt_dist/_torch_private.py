@@ -6,8 +6,11 @@ name is missing; ``tests/test_torch_private.py`` hides each name and tests that.
 
 from __future__ import annotations
 
+import atexit
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from multiprocessing import util
 from typing import Any, cast
 
 import torch
@@ -21,9 +24,11 @@ __all__ = [
     "apply_function",
     "buffers_of",
     "engine_keeps_graph",
+    "finish_interpreter",
     "forward_mode_is_active",
     "fused_step",
     "has_kernel",
+    "interpreter_flags",
     "is_batched_gradient",
     "is_functorch_tensor",
     "outside_of_transforms",
@@ -247,3 +252,32 @@ def tensorpipe_options_with_sockets() -> rpc.TensorPipeRpcBackendOptions:
         return rpc.TensorPipeRpcBackendOptions(_transports=["uv"])
     except TypeError:
         return rpc.TensorPipeRpcBackendOptions()
+
+
+# Processes.
+
+
+def interpreter_flags() -> list[str]:
+    """The options of this Python, such as ``-W error``, as the arguments of another one.
+
+    Without the name there are none: a process that is started so runs with Python's defaults.
+    """
+    flags = getattr(util, "_args_from_interpreter_flags", None)
+    return [] if flags is None else list(flags())
+
+
+def finish_interpreter() -> None:
+    """Do what Python does before it ends: wait for threads that are no daemons, then run the functions of ``atexit``.
+
+    Without the names such threads are waited for one by one, and functions of ``atexit`` do not run.
+    """
+    wait_for_threads = getattr(threading, "_shutdown", None)
+    if wait_for_threads is not None:
+        wait_for_threads()
+    else:
+        for thread in threading.enumerate():
+            if not thread.daemon and thread is not threading.current_thread():
+                thread.join()
+    run_functions = getattr(atexit, "_run_exitfuncs", None)
+    if run_functions is not None:
+        run_functions()

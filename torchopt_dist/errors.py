@@ -160,7 +160,7 @@ class WorkerFailedError(TodistError, RuntimeError):
     Attributes:
         rank: the worker's rank.
         host: its machine, as the launcher names it.
-        exit_code: what it exited with; ``None`` if a signal ended it.
+        exit_code: its exit code; ``None`` if a signal ended it.
         signal: the name of the signal that ended it, such as ``"SIGKILL"``, or ``None``.
         log: the last lines that it wrote, standard output and standard error together.
     """

@@ -49,7 +49,7 @@ def collect() -> dict[str, Value]:
     """All sections. Where one cannot be made, the reason is its one row, ``error``.
 
     Returns:
-        Section → rows; nothing but strings, integers, lists and dictionaries. What looks like a secret is hidden.
+        Section → rows; nothing but strings, integers, lists and dictionaries. Values that look like secrets are hidden.
 
     Example:
         >>> from torchopt_dist.report import collect
@@ -181,7 +181,7 @@ def _route(host: str) -> str | None:
 
 
 def _interface_variables(host: str) -> dict[str, Value]:
-    """What ``auto_init_rpc`` would set if workers met at a host. The environment stays as it is."""
+    """The variables that ``auto_init_rpc`` would set if rank 0 were at a host. The environment stays as it is."""
     before = {name: os.environ.get(name) for name in _network.VARIABLES}
     try:
         _network.choose_interface(host)

@@ -83,7 +83,7 @@ SampleFunc: TypeAlias = Callable[[Size], Tensor | Sequence[Numeric]]
 
 @runtime_checkable
 class Samplable(Protocol):
-    """What can be sampled from, such as a ``torch.distributions.Distribution``.
+    """An object to draw samples from, such as a ``torch.distributions.Distribution``.
 
     Example:
         >>> import torch

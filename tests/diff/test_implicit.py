@@ -256,9 +256,8 @@ def products_on_workers():
     return [(tuple(g.numpy() for g in grads), count) for grads, count in results]
 
 
-@pytest.mark.timeout(60)
 def test_the_linear_system_is_solved_on_workers():
-    (first, calls), (second, _) = World(2).on_zero(products_on_workers, timeout=50)
+    (first, calls), (second, _) = World(2).on_zero(products_on_workers, timeout=200)
     assert calls == 1  # evaluated once, however many products
     arguments = [t.clone().requires_grad_() for t in (X, Y, PENALTY)]
     true = torch.autograd.grad(exact_ridge(*arguments).pow(2).sum(), arguments, create_graph=True)

@@ -7,8 +7,6 @@ import pytest
 import torchopt_dist as todist
 from tests.distributed.bare import say, watch
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def test_a_barrier_waits_for_all(world, tmp_path):
     def main():

@@ -20,7 +20,7 @@ from tests.distributed.programs import split
 from torchopt_dist.distributed import _group
 from torchopt_dist.distributed.partition import even_share
 
-pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("workers")]
+pytestmark = pytest.mark.usefixtures("workers")
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,6 @@ import torchopt_dist as todist
 from tests.distributed.bare import Bare, say, soon, watch
 from tests.distributed.programs import rank_of_worker
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def spin():
     while True:
@@ -46,7 +44,7 @@ def end_of(runner, tmp_path, main, seconds=1.0):
             os.dup2(file.fileno(), 2)
         return main(*args)
 
-    endings = runner.endings(on_each, timeout=20)
+    endings = runner.endings(on_each, timeout=100)
     took = time.monotonic() - float((tmp_path / "raised").read_text())
     assert took < soon(seconds), f"the last rank ended {took:.2f} s after the raise"
     for ending in endings:
@@ -237,7 +235,7 @@ def test_a_worker_that_dies_in_a_call_is_an_error_that_can_be_caught(world, tmp_
             # The others can be called as before.
             say(tmp_path / "answer", str(todist.remote_sync_call(rank_of_worker, partitioner=2)))
 
-    endings = world(3).endings(main, timeout=10)
+    endings = world(3).endings(main, timeout=100)
     assert float((tmp_path / "caught").read_text()) < soon(0.5)
     assert (tmp_path / "answer").read_text() == "[2]"
     assert all(ending.exitcode is not None for ending in endings)
@@ -258,7 +256,7 @@ def test_a_worker_that_dies_is_told_at_the_end(world, tmp_path, where):
         if todist.get_rank() == 0:
             say(tmp_path / "busy")
 
-    endings = world(3).endings(main, timeout=10)
+    endings = world(3).endings(main, timeout=100)
     assert endings[1].exitcode == -signal.SIGKILL
     for rank in (0, 2):
         # Who hears it second hears of it from the first.
@@ -273,7 +271,7 @@ def test_when_rank_zero_dies_the_others_end(world, tmp_path):
             os.kill(os.getpid(), signal.SIGKILL)
 
     started = time.monotonic()
-    endings = world(3).endings(main, timeout=10)
+    endings = world(3).endings(main, timeout=100)
     assert time.monotonic() - started < soon(4)
     for rank in (1, 2):
         assert isinstance(endings[rank].error, todist.WorkerLostError)
@@ -291,7 +289,7 @@ def test_a_call_to_a_dead_worker_fails_at_once(world, tmp_path):
             todist.remote_sync_call(rank_of_worker, partitioner="worker1")
         say(tmp_path / "took", str(time.monotonic() - started))
 
-    world(2).endings(main, timeout=10)
+    world(2).endings(main, timeout=100)
     assert float((tmp_path / "took").read_text()) < soon(0.5)
 
 
@@ -343,6 +341,6 @@ def test_a_barrier_with_a_dead_worker_is_an_error_at_once(world, tmp_path):
         else:
             todist.barrier(["worker0", "worker2"])
 
-    world(3).endings(main, timeout=10)
+    world(3).endings(main, timeout=100)
     assert float((tmp_path / "first").read_text()) < soon(0.5)
     assert (tmp_path / "third").exists()

@@ -21,8 +21,6 @@ from torchopt_dist import distributed
 from torchopt_dist.distributed import _group
 from torchopt_dist.distributed._group import current_group
 
-pytestmark = pytest.mark.timeout(60)
-
 STATE = (
     *(list, dict, set, collections.deque, collections.OrderedDict, weakref.WeakValueDictionary),
     *(queue.SimpleQueue, queue.Queue, threading.Thread, threading.Event, type(threading.Lock())),

@@ -19,8 +19,6 @@ from tests.distributed.programs import rank_of_worker
 from tests.worlds import free_port
 from torchopt_dist.distributed._group import current_group
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def alone():
     for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):

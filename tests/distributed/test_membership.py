@@ -14,8 +14,6 @@ import torchopt_dist as todist
 from torchopt_dist.distributed import _membership as membership_module
 from torchopt_dist.distributed._membership import Failure, Member, Membership
 
-pytestmark = pytest.mark.timeout(20)
-
 
 class Lines:
     """The memberships of several ranks, all in this process."""

@@ -13,7 +13,7 @@ import torch
 import torchopt_dist as todist
 from torchopt_dist.distributed.partition import partition, unwrap
 
-pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("workers")]
+pytestmark = pytest.mark.usefixtures("workers")
 
 
 def test_a_partition_is_a_triplet():

@@ -16,7 +16,7 @@ import torchopt_dist as todist
 from tests.distributed.programs import split
 from torchopt_dist.distributed.partition import partition
 
-pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("workers")]
+pytestmark = pytest.mark.usefixtures("workers")
 
 
 class Pair(NamedTuple):

@@ -12,8 +12,6 @@ import torchopt_dist as todist
 from torchopt_dist.distributed.partition import even_share
 from torchopt_dist.distributed.reduce import check_reducer
 
-pytestmark = pytest.mark.timeout(30)
-
 
 class Pair(NamedTuple):
     x: Any

@@ -11,8 +11,6 @@ import torch
 import torchopt_dist as todist
 from tests.distributed.exceptions import ERRORS, Odd, Plain
 
-pytestmark = pytest.mark.timeout(40)
-
 
 def raise_number(number):
     raise ERRORS[number]

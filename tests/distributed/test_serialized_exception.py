@@ -26,8 +26,6 @@ from tests.distributed.exceptions import (
 from torchopt_dist._serialized_exception import SerializedException
 from torchopt_dist.distributed._serialization import pack, unpack
 
-pytestmark = pytest.mark.timeout(40)
-
 
 def there_and_back(error):
     """What the caller raises for an exception that ``error`` is on a worker."""

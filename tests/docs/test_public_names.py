@@ -16,6 +16,7 @@ MODULES = {
     "autograd": todist.autograd,
     "diff": todist.diff,
     "diff.implicit": todist.diff.implicit,
+    "diff.zero_order": todist.diff.zero_order,
     "linalg": todist.linalg,
     "linear_solve": todist.linear_solve,
     "nn": todist.nn,

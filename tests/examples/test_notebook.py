@@ -25,8 +25,6 @@ from tests.launch.families import alive, assert_gone, family_of
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOK = ROOT / "examples" / "launch_from_a_notebook.ipynb"
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.fixture(autouse=True)
 def folders_of_jupyter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +101,7 @@ def held_out(names: dict[str, Any], model: torch.nn.Module) -> float:
 def test_it_runs_and_its_numbers_are_those_of_one_process(definitions: dict[str, Any], work: Path) -> None:
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     client = NotebookClient(
-        notebook, timeout=100, kernel_name="python3", resources={"metadata": {"path": work}}
+        notebook, timeout=250, kernel_name="python3", resources={"metadata": {"path": work}}
     )
     with client.setup_kernel():
         for index, each in enumerate(notebook.cells):

@@ -30,7 +30,7 @@ def run_copy(
     for name, text in files.items():
         (tmp_path / "torchopt_dist" / name).write_text(text)
     return subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        [sys.executable, "-W", "error", "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=250
     )
 
 
@@ -160,7 +160,7 @@ def test_the_note_can_be_silenced(tmp_path):
 def test_a_built_package_says_nothing():
     code = "import torchopt_dist.ops"
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True, timeout=250
     )
     assert (done.returncode, done.stderr) == (0, "")
 

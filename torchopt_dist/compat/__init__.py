@@ -7,8 +7,8 @@
 
 ``torchopt.x`` offers TorchOpt's own spellings (``_names.py``), then what ``torchopt_dist.x`` offers, the same objects,
 and after that torchopt_dist's flat names: so ``todist.module_clone`` works in a program that only imports
-``torchopt.distributed as todist``. What torchopt_dist does not have is an error that says so. Processes that a program
-starts itself need an :func:`install` of their own.
+``torchopt.distributed as todist``. A name that torchopt_dist does not have is an error that says so. Processes that a
+program starts itself need an :func:`install` of their own.
 """
 
 from __future__ import annotations
@@ -30,9 +30,16 @@ from torchopt_dist.compat._names import FLAT, NAMES
 __all__ = ["install", "main", "run_script"]
 
 FOREIGN, OURS = "torchopt", "torchopt_dist"
+OPTIMIZERS = ("adadelta", "adagrad", "adam", "adamax", "adamw", "radam", "rmsprop", "sgd")
 FLAT_ONLY = frozenset(
     f"{FOREIGN}.{name}"
-    for name in ("accelerated_op", "alias", "base", "clip", "combine", "hook", "update", "utils")
+    for name in (
+        *("accelerated_op", "accelerated_op.adam_op", "base", "clip", "combine", "hook", "update", "utils"),
+        *("version", "distributed.api", "distributed.world"),
+        *("alias", *(f"alias.{name}" for name in OPTIMIZERS)),
+        *("optim.base", "optim.func", "optim.func.base", "optim.meta", "optim.meta.base"),
+        *(f"optim.meta.{name}" for name in OPTIMIZERS),
+    )
 )
 """Modules of TorchOpt that have no module of ours beside them: their names are among our flat ones."""
 

@@ -13,7 +13,7 @@ from torch.futures import Future
 
 import torchopt_dist as todist
 from torchopt_dist import transform
-from torchopt_dist.compat import _accelerated_op
+from torchopt_dist.compat import _accelerated_op, _orders
 from torchopt_dist.typing import OptionalTensor, TensorTree
 
 __all__ = ["FLAT", "NAMES"]
@@ -76,13 +76,23 @@ FLAT: dict[str, Any] = {
     "MetaAdaMax": todist.MetaAdamax,
     "MetaRMSProp": todist.MetaRMSprop,
     "RMSProp": todist.RMSprop,
+    "MetaSGD": _orders.MetaSGD,
+    "SGD": _orders.SGD,
+    "UninitializedState": _orders.UninitializedState,
+    "chain": _orders.chain,
     "chain_flat": todist.chain,
+    "nan_to_num": _orders.nan_to_num,
     **{name: getattr(_accelerated_op, name) for name in _accelerated_op.__all__},
 }
 """Names that any of TorchOpt's modules may offer."""
 
 NAMES: dict[str, dict[str, Any]] = {
     "": FLAT,
+    "diff.implicit": {"ImplicitMetaGradientModule": todist.nn.ImplicitMetaGradientModule},
+    "diff.zero_order": {"ZeroOrderGradientModule": todist.nn.ZeroOrderGradientModule},
+    "linear_solve": {"solve_inv": _orders.solve_inv},
+    "nn": {"reparameterize": todist.nn.reparametrize},
+    "nn.stateless": {"reparameterize": todist.nn.reparametrize},
     "transform": {"scale_by_accelerated_adam": transform.scale_by_adam},
     "pytree": {
         "tree_flatten_as_tuple": tree_flatten_as_tuple,

@@ -15,7 +15,7 @@ __all__ = ["CallerState", "draw_seed", "seeded"]
 
 @dataclass(frozen=True)
 class CallerState:
-    """What of the caller's state decides how its function computes.
+    """The part of the caller's state that decides how its function computes.
 
     Attributes:
         grad_enabled: whether a graph is recorded.

@@ -47,7 +47,7 @@ KEEPALIVE_OPTIONS = (
 
 @dataclass(frozen=True)
 class Member:
-    """What a worker tells the others about itself.
+    """A worker, as it makes itself known to the others.
 
     Attributes:
         rank: its rank.
@@ -110,7 +110,7 @@ class Membership:
 
         Args:
             store: where rank 0 tells its address and this run's token.
-            host: this machine's address, as the others reach it; rank 0 listens there and nowhere else.
+            host: the address at which the others reach this machine; rank 0 listens at no other one.
             timeout: seconds to wait for the others.
 
         Returns:

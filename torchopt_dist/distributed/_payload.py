@@ -17,7 +17,7 @@ __all__ = ["ExecutionOptions", "Payload", "group_by_worker"]
 
 @dataclass(frozen=True)
 class Payload:
-    """What one worker has to do for one call.
+    """The work of one worker for one call.
 
     Attributes:
         function: the function to call.

@@ -72,8 +72,8 @@ class Reply:
 
     Attributes:
         values: one for each task of a call; one for each input of a graph, ``None`` where it has no gradient.
-        failure: the exception that ended the request, if one did.
+        exception: the exception that ended the request, if one did.
     """
 
     values: list[Any] = field(default_factory=list)
-    failure: SerializedException | None = None
+    exception: SerializedException | None = None

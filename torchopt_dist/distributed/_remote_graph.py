@@ -11,7 +11,7 @@ same time. The two runs that belong together find each other by a ticket, which 
 "gradient".
 
 A backward that is recorded (``create_graph=True``) is a call too: its inputs are the results' gradients and, again,
-the call's inputs; its results are the inputs' gradients. It gets two nodes of its own, and so on to any order.
+the call's inputs; its results are the inputs' gradients. Such a call gets two nodes of its own, and so on to any order.
 
 ``torch.distributed.autograd`` is first order only, and its engine waits for ever when a call made in its context takes
 no part in a backward, one that an earlier backward has used up included. These nodes are used inside its contexts too:
@@ -54,10 +54,10 @@ def call(
 
     Args:
         worker: the worker's rank.
-        payload: what it has to do.
+        payload: the work of that worker.
         timeout: seconds after which the future fails with :class:`~torchopt_dist.errors.CallTimeoutError`;
             0 means never.
-        transport: what carries the messages; ``None`` means the RPC group's.
+        transport: carries the messages; ``None`` means the RPC group's transport.
         snapshot: send copies, so that tensors may be changed in place as soon as this returns.
 
     Returns:
@@ -157,8 +157,8 @@ class _RemoteGraph:
             raise SerializationError(
                 f"the result of {self.worker_name} cannot be rebuilt here: {error}"
             ) from error
-        if reply.failure is not None:
-            raise reply.failure.to_error(self.worker_name)
+        if reply.exception is not None:
+            raise reply.exception.to_error(self.worker_name)
         return reply.values
 
     def start_backward(self, output_grads: tuple[Tensor | None, ...]) -> int:

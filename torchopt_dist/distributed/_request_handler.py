@@ -23,7 +23,7 @@ __all__ = ["handle_request"]
 
 
 def handle_request(request: Message, kept_graphs: KeptGraphs) -> Message:
-    """Do what a request asks; whatever goes wrong is the reply's failure.
+    """Do what a request asks; an exception becomes the reply's exception.
 
     Args:
         request: the message, as it has arrived.
@@ -36,11 +36,11 @@ def handle_request(request: Message, kept_graphs: KeptGraphs) -> Message:
     try:
         return _answer(request, kept_graphs)
     except BaseException as error:  # the error is sent to the caller, and this worker goes on
-        failure = SerializedException.of(error)
+        exception = SerializedException.of(error)
         try:
-            return pack(Reply(failure=failure), main_by_name=True).detached()
+            return pack(Reply(exception=exception), main_by_name=True).detached()
         except SerializationError:  # the exception holds an object that cannot be sent
-            return pack(Reply(failure=failure.as_text()), main_by_name=True).detached()
+            return pack(Reply(exception=exception.as_text()), main_by_name=True).detached()
 
 
 def _answer(request: Message, kept_graphs: KeptGraphs) -> Message:

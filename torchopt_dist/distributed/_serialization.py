@@ -36,7 +36,7 @@ _ModuleId: TypeAlias = tuple[int, bytes, tuple[int, ...]]
 
 @dataclass
 class Message:
-    """What travels: a pickle, and beside it what it mentions.
+    """A pickle, and beside it the tensors and the structures of modules that it mentions.
 
     Attributes:
         skeleton: the pickled object, with a number in each tensor's place.
@@ -87,7 +87,7 @@ def pack(value: Any, *, main_by_name: bool) -> Message:
     Args:
         value: any object.
         main_by_name: whether functions and classes of ``__main__`` can be sent by name, since the receiver runs the
-            same program; else their code is sent. What is importable is always sent by name.
+            same program; else their code is sent. Importable functions and classes are always sent by name.
 
     Returns:
         The message; its tensors are part of the graph that they are part of in ``value``.
@@ -309,7 +309,7 @@ def _rebinds(obj: Any) -> bool:
 def _check_sendable(tensor: torch.Tensor, main_by_name: bool) -> None:
     shape = tuple(tensor.shape)
     if type(tensor) not in (torch.Tensor, nn.Parameter):
-        kind = type(tensor.detach())  # what travels
+        kind = type(tensor.detach())  # detached, as it is sent
         if _name_of(kind, main_by_name) is None:
             raise SerializationError(
                 f"a tensor of class {kind.__qualname__} cannot be sent: the receiver does not find that class by name"

@@ -149,7 +149,7 @@ def from_wire(wire: WireMessage, seen: Structures) -> Message:
     """Rebuild a message.
 
     Args:
-        wire: what was sent.
+        wire: the message as it was sent.
         seen: the structures that this process has received; the message's are added.
 
     Raises:

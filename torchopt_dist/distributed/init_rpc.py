@@ -245,7 +245,7 @@ class _RunningGroup:
         self._forget()
 
     def _abandon(self, error: BaseException) -> None:
-        """This rank has failed: tell the others, unless they know, and leave without waiting for anyone."""
+        """End this rank, which has failed: report to the others, unless another rank has, and wait for none of them."""
         self._stop_calls()
         self._unwound.set()
         try:

@@ -97,14 +97,14 @@ def remote_async_call(
     """Like :func:`remote_sync_call`, but returns at once with a future of the result.
 
     This worker's own share, if it has one, and the reducer run in a thread. Torch has one generator a process, so while
-    an own share runs, random numbers drawn here are drawn from its task's stream. What is sent to others is copied
+    an own share runs, random numbers drawn here are drawn from its task's stream. Tensors for others are copied
     first, so the arguments may be changed in place at once, unless this worker has a share.
 
     Returns:
         A future whose ``wait()`` returns the result or raises what the call raised.
     """
-    settings = ExecutionOptions(vectorize, chunk_size, device)
-    call = _Call(func, args, kwargs, partitioner, reducer, timeout, settings, snapshot=True)
+    options = ExecutionOptions(vectorize, chunk_size, device)
+    call = _Call(func, args, kwargs, partitioner, reducer, timeout, options, snapshot=True)
     state = CallerState.capture()
     future: Future[Any] = Future()
     held = hold_grad_accumulators(call.own_tensors())
@@ -201,8 +201,8 @@ def parallelize(
 ) -> Callable[[Callable[P, Any]], Callable[P, Any]]:
     """Decorate a function so that a call of it runs on the workers; arguments as :func:`remote_sync_call`.
 
-    The function itself is not changed: it is the ``__wrapped__`` of what the decorator returns, and it is what
-    runs on the workers.
+    The function itself is not changed: the workers run the function, which is the ``__wrapped__`` of the decorator's
+    result.
 
     Example::
 

@@ -101,7 +101,7 @@ def partition(partitioner: Partitioner | None, args: Args, kwargs: KwArgs) -> li
 
     Raises:
         TypeError: the partitioner is none of these, or its function returns something else than triplets.
-        ValueError: it returns no triplet, or one for an unknown worker.
+        ValueError: the partitioner returns no triplet, or one for an unknown worker.
     """
     check_partitioner(partitioner)
     if partitioner is None:

@@ -108,7 +108,7 @@ def check_reducer(reducer: Callable[..., Any] | None) -> Callable[[list[Any], li
     """Check a reducer and make it ``(results, sizes) → result``; without one the results stay a list.
 
     Raises:
-        TypeError: it cannot be called; later, when it is called, it returns nothing.
+        TypeError: the reducer cannot be called; or, when it is called, it returns ``None``.
     """
     if reducer is None:
         return lambda results, sizes: results

@@ -1,5 +1,7 @@
-"""Modules → snapshots, copies, and modules with other tensors in them."""
+"""Modules → snapshots, copies, modules with other tensors in them, and modules with meta-gradients."""
 
+from torchopt_dist.nn.implicit_meta_module import ImplicitMetaGradientModule
+from torchopt_dist.nn.meta_module import MetaGradientModule
 from torchopt_dist.nn.module_state import (
     ModuleState,
     extract_state_dict,
@@ -8,14 +10,21 @@ from torchopt_dist.nn.module_state import (
     recover_state_dict,
     stop_gradient,
 )
+from torchopt_dist.nn.stateless import reparametrize, swap_state
+from torchopt_dist.nn.zero_order_module import ZeroOrderGradientModule
 
 __all__ = [
+    "ImplicitMetaGradientModule",
+    "MetaGradientModule",
     "ModuleState",
+    "ZeroOrderGradientModule",
     "extract_state_dict",
     "module_clone",
     "module_detach_",
     "recover_state_dict",
+    "reparametrize",
     "stop_gradient",
+    "swap_state",
 ]
 
 

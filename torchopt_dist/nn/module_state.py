@@ -111,7 +111,7 @@ def extract_state_dict(
         detach_buffers: take the buffers as copies of their own memory whatever ``by`` says, so that a layer
             that writes its running statistics does not write into the snapshot.
         enable_visual: keep parameters by name, for a picture of the graph.
-        visual_prefix: what to put before these names.
+        visual_prefix: a prefix of these names.
 
     Returns:
         A :class:`ModuleState`, or a tuple with one optimizer state a parameter group.
@@ -139,16 +139,16 @@ def extract_state_dict(
 
 
 def recover_state_dict(target: nn.Module | StateHolder, state: ModuleState | Sequence[OptState]) -> None:
-    """Go back to a snapshot; it can be gone back to again.
+    """Restore a snapshot; the same one can be restored again.
 
     Args:
-        target: what the snapshot was taken of, or one of the same structure; changed in place. It then
-            holds the snapshot's tensors themselves, plain tensors with a history among them.
+        target: the module or optimizer that the snapshot was taken of, or one of the same structure; changed in
+            place. The target then holds the snapshot's tensors themselves, plain tensors with a history among them.
         state: from :func:`extract_state_dict`.
 
     Raises:
-        TypeError: ``state`` is not a snapshot of what ``target`` is.
-        ValueError: it is of a module of another structure, with parameters of other shapes, or of another
+        TypeError: ``state`` is no snapshot, or one of another kind of object than ``target``.
+        ValueError: ``state`` is of a module of another structure, with parameters of other shapes, or of another
             optimizer.
     """
     if isinstance(target, nn.Module):

@@ -15,6 +15,10 @@ from torchopt_dist.typing import PyTree, RRef, TensorTree
 __all__ = ["tree_as_rref", "tree_to_here", "tree_wait"]
 
 
+_TORCHS: Any = Future.__bases__[:1]
+"""torch's own class of futures, which those made by ``.then()`` are of, and ``torch.futures.Future`` as well."""
+
+
 def tree_wait(future_tree: PyTree[Any]) -> Any:
     """Wait for all futures of a tree.
 
@@ -37,12 +41,12 @@ def tree_wait(future_tree: PyTree[Any]) -> Any:
     """
     futures, spec = optree.tree_flatten(future_tree)
     for future in futures:
-        if not isinstance(future, (Future, ThreadFuture)):
+        if not isinstance(future, (*_TORCHS, ThreadFuture)):
             raise TypeError(f"`future_tree` must be a tree of futures, got {type(future).__name__}")
     values, failures = [], []
     for future in futures:
         try:
-            values.append(future.wait() if isinstance(future, Future) else future.result())
+            values.append(future.wait() if isinstance(future, _TORCHS) else future.result())
         except Exception as error:
             failures.append(error)
     if failures:
@@ -89,6 +93,6 @@ def tree_to_here(rref_tree: PyTree[Any], timeout: float = -1.0) -> Any:
     """
     references, spec = optree.tree_flatten(rref_tree)
     for reference in references:
-        if not hasattr(reference, "to_here"):  # one that came from another worker is of RRef's base class
+        if not hasattr(reference, "to_here"):  # a reference from another worker is of RRef's base class
             raise TypeError(f"`rref_tree` must be a tree of RRefs, got {type(reference).__name__}")
     return optree.tree_unflatten(spec, [reference.to_here(timeout) for reference in references])

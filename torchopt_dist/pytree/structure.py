@@ -39,8 +39,8 @@ def flatten_like(spec: PyTreeSpec, tree: PyTree[Any], name: str, like: str) -> l
     Args:
         spec: the structure, from :func:`flatten`.
         tree: the tree.
-        name: what the caller calls ``tree``; for the error.
-        like: what the caller calls the tree that ``spec`` is of; for the error.
+        name: the name of ``tree`` in the error.
+        like: the name of the tree that ``spec`` is of, in the error.
 
     Returns:
         The leaves of ``tree``.

@@ -100,7 +100,7 @@ def test_the_worker_s_changes_stay_there(world, transport):
 
 def test_an_exception_is_a_reply(world, transport):
     def body():
-        failure = ask(transport(), lambda: 1 / 0, ()).failure
+        failure = ask(transport(), lambda: 1 / 0, ()).exception
         return failure.kind, "ZeroDivisionError" in failure.traceback
 
     assert world(2).on_zero(body) == (ZeroDivisionError, True)

@@ -26,7 +26,7 @@ class Transport(Protocol):
             timeout: seconds to wait for the reply; 0 means for ever. A reply that comes later is dropped.
 
         Returns:
-            A future of the reply. It fails with :class:`~torchopt_dist.errors.CallTimeoutError`, or with
+            A future of the reply. The future fails with :class:`~torchopt_dist.errors.CallTimeoutError`, or with
             :class:`~torchopt_dist.errors.WorkerLostError` when the worker is gone; then it fails soon.
         """
         ...

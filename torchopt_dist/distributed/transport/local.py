@@ -1,4 +1,4 @@
-"""This process as a worker: requests are answered by a thread, without a network."""
+"""Requests → replies of this process itself, by a thread, without a network."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class RPCTransport:
             try:
                 reply = done.value()
                 if reply is None:
-                    # The worker lacks a structure: it is forgotten, or still to come in another message.
+                    # The worker has forgotten a structure, or has not received the message with it yet.
                     complete = wire._replace(structures=[*request.structures.items()])
                     self._start(worker, request, complete, timeout, future)
                 elif isinstance(reply, str):
@@ -112,7 +112,7 @@ class RPCTransport:
 
 @rpc.functions.async_execution
 def _answer_request(*fields: Any) -> torch.futures.Future[_Answer]:
-    """What ``rpc_async`` calls on the worker."""
+    """Answer a request: the function that ``rpc_async`` calls on the worker."""
     transport = answering_group().transport
     assert isinstance(transport, RPCTransport)
     return transport.answer(WireMessage(*fields))

@@ -1,0 +1,285 @@
+"""A function that need not be differentiable → the same function, with a gradient estimated from its values.
+
+The gradient is that of the function smoothed by noise, ``E f(x + sigma · z)``, by evolution strategies (Salimans et
+al., 2017, https://arxiv.org/abs/1703.03864). A sample is a seed: from it comes its noise, wherever it is evaluated and
+whenever. So samples can be spread over workers, the estimate is the same on any number of them, and only seeds go out
+and only numbers come back.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, ParamSpec, TypeAlias
+
+import torch
+from torch import Size, Tensor
+from torch.autograd.function import once_differentiable
+
+from torchopt_dist import pytree
+from torchopt_dist.typing import Samplable, SampleFunc
+
+__all__ = ["Method", "zero_order"]
+
+P = ParamSpec("P")
+
+Method: TypeAlias = Literal["naive", "forward", "antithetic"]
+"""What is subtracted from a sample's value: nothing, the value without noise, or that with the opposite noise."""
+
+Parallel: TypeAlias = Callable[[Callable[[Tensor], Tensor]], Callable[[Tensor], Tensor]]
+"""Function of seeds → the same function, evaluated in parts, the results concatenated."""
+
+
+def zero_order(
+    distribution: SampleFunc | Samplable,
+    method: Method = "naive",
+    argnums: int | Sequence[int] = (0,),
+    num_samples: int = 1,
+    sigma: float = 1.0,
+    *,
+    parallel: Parallel | None = None,
+    vectorize: bool = False,
+    chunk_size: int | None = None,
+) -> Callable[[Callable[P, Any]], Callable[P, Any]]:
+    """Decorate a function that returns a number: its gradient is estimated from values at points nearby.
+
+    The estimates have the expectation of the smoothed function's gradient if the noise has mean 0, no correlations and
+    variance 1, and is normally distributed; for any such noise, as ``sigma`` goes to 0, that of the function's own.
+
+    Args:
+        distribution: of the noise ``z``. It has a method ``sample(shape)``, such as
+            ``torch.distributions.Normal(0.0, 1.0)``, or is a function, shape → tensor, such as ``torch.randn``.
+        method: ``'naive'`` averages ``f(x + sigma · z) z / sigma``; ``'forward'`` subtracts ``f(x)`` first, which costs
+            one evaluation; ``'antithetic'`` averages ``(f(x + sigma · z) - f(x - sigma · z)) z / 2 sigma``, which costs
+            twice as many. The latter two vary much less.
+        argnums: positions of the arguments, trees of tensors, that get the gradient; nothing else does.
+        num_samples: how many samples.
+        sigma: the width of the smoothing.
+        parallel: how to spread the samples: a decorator for a function of a tensor of seeds, such as
+            ``todist.parallelize(todist.batch_partitioner, todist.concatenate_reducer)``.
+        vectorize: evaluate samples in one ``torch.vmap``, which the function must allow, instead of one after another.
+        chunk_size: how many samples at once, if vectorized; all, if not given.
+
+    Returns:
+        The decorator. The value of the function that it makes is the mean over the samples. Its noise follows from
+        ``torch.manual_seed``.
+
+    Raises:
+        ValueError: ``method`` is unknown, ``num_samples`` or ``chunk_size`` is below 1, ``sigma`` is not above 0; or,
+            in a call, there is no argument of that position, the function does not return one number, or noise has
+            another shape than its tensor.
+        TypeError: ``distribution`` has no ``sample`` and is no function, or an argument is of another type.
+
+    Example:
+        >>> import torch
+        >>> _ = torch.manual_seed(0)
+        >>> @zero_order(torch.distributions.Normal(0.0, 1.0), "antithetic", num_samples=1000, sigma=0.1)
+        ... def loss(x):
+        ...     return (x**2).sum()
+        >>> x = torch.tensor([1.0, -2.0], requires_grad=True)
+        >>> [round(value) for value in torch.autograd.grad(loss(x), x)[0].tolist()]
+        [2, -4]
+    """
+    if method not in ("naive", "forward", "antithetic"):
+        raise ValueError(f"`method` must be 'naive', 'forward' or 'antithetic', got {method!r}")
+    for name, number in (("num_samples", num_samples), ("chunk_size", chunk_size)):
+        if number is None and name == "chunk_size":
+            continue
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise TypeError(f"`{name}` must be an integer, got {number!r}")
+        if number < 1:
+            raise ValueError(f"`{name}` must be at least 1, got {number}")
+    if not (sigma > 0 and math.isfinite(sigma)):
+        raise ValueError(f"`sigma` must be finite and above 0, got {sigma}")
+    draw = getattr(distribution, "sample", distribution)
+    if not callable(draw):
+        raise TypeError(
+            f"`distribution` must have a method `sample`, or be a function of a shape, got {distribution!r:.80}"
+        )
+    several: Any = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
+    places = list(several)
+    if not places or any(isinstance(n, bool) or not isinstance(n, int) for n in places):
+        raise TypeError(f"`argnums` must be an integer or a sequence of them, got {argnums!r}")
+    if parallel is not None and not callable(parallel):
+        raise TypeError(f"`parallel` must be a decorator, got {parallel!r:.80}")
+    settings = _Settings(draw, method, num_samples, float(sigma), parallel, vectorize, chunk_size)
+
+    def decorate(function: Callable[P, Any]) -> Callable[P, Any]:
+        if not callable(function):
+            raise TypeError(f"`zero_order` decorates a function, got {type(function).__name__}")
+
+        @functools.wraps(function, updated=())
+        def estimated(*args: P.args, **kwargs: P.kwargs) -> Any:
+            if not all(-len(args) <= n < len(args) for n in places):
+                raise ValueError(
+                    f"`argnums` must be positions among the {len(args)} arguments, got {argnums}"
+                )
+            return estimate(function, args, kwargs, [n % len(args) for n in places], settings)
+
+        return estimated
+
+    return decorate
+
+
+@dataclass(frozen=True)
+class _Settings:
+    draw: Callable[[Size], Any]
+    method: Method
+    num_samples: int
+    sigma: float
+    parallel: Parallel | None
+    vectorize: bool
+    chunk_size: int | None
+
+
+def estimate(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    places: Sequence[int],
+    settings: _Settings,
+) -> Tensor:
+    """The mean value over the samples, connected with the tensors in the ``places`` among ``args``."""
+    chosen: Any = [args[n] for n in places]
+    leaves, spec = pytree.flatten(chosen)
+    ours = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    if not ours:
+        raise ValueError(f"the arguments {list(places)} must have a floating-point tensor among them")
+    rest = [None if n in set(ours) else leaf for n, leaf in enumerate(leaves)]
+    given: Any = [list(args), kwargs]
+    cut, named = pytree.map_tensors(Tensor.detach, given)
+    call = _Call(function, cut, named, list(places), spec, rest, ours)
+    value: Tensor = _Estimate.apply(call, settings, *[leaves[n] for n in ours])
+    return value
+
+
+@dataclass
+class _Call:
+    """A call of a function of which some tensors are still to be given."""
+
+    function: Callable[..., Any]
+    args: list[Any]
+    kwargs: dict[str, Any]
+    places: list[int]
+    spec: pytree.PyTreeSpec
+    rest: list[Any]
+    ours: list[int]
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
+        leaves = list(self.rest)
+        for place, tensor in zip(self.ours, tensors, strict=True):
+            leaves[place] = tensor
+        args = list(self.args)
+        for place, argument in zip(self.places, pytree.unflatten(self.spec, leaves), strict=True):
+            args[place] = argument
+        value = self.function(*args, **self.kwargs)
+        value = value if isinstance(value, Tensor) else torch.as_tensor(value)
+        if value.numel() != 1:
+            raise ValueError(
+                f"the function must return one number, got a tensor of shape {tuple(value.shape)}"
+            )
+        return value.detach().reshape(())
+
+    def without(self) -> _Call:
+        """The same without the arguments that it replaces anyway, so that they need not travel."""
+        args = [None if n in set(self.places) else arg for n, arg in enumerate(self.args)]
+        return _Call(self.function, args, self.kwargs, self.places, self.spec, self.rest, self.ours)
+
+
+@dataclass
+class _Samples:
+    """Seeds → values, of shape (samples, 1), or (samples, 2) if each is taken at both sides."""
+
+    call: _Call
+    tensors: list[Tensor]
+    draw: Callable[[Size], Any]
+    sigma: float
+    signs: tuple[int, ...]
+    vectorize: bool
+    chunk_size: int | None
+
+    def __call__(self, seeds: Tensor) -> Tensor:
+        with torch.no_grad():
+            if not self.vectorize:
+                return torch.stack(
+                    [self._values(noise_of(seed, self.tensors, self.draw)) for seed in seeds.tolist()]
+                )
+            size = self.chunk_size or len(seeds)
+            return torch.cat([self._batch(chunk) for chunk in seeds.split(size)])
+
+    def _batch(self, seeds: Tensor) -> Tensor:
+        noises = [noise_of(seed, self.tensors, self.draw) for seed in seeds.tolist()]
+        stacked = [torch.stack(column) for column in zip(*noises, strict=True)]
+        return torch.vmap(self._values, randomness="different")(stacked)
+
+    def _values(self, noise: Sequence[Tensor]) -> Tensor:
+        return torch.stack(
+            [
+                self.call([t + sign * self.sigma * z for t, z in zip(self.tensors, noise, strict=True)])
+                for sign in self.signs
+            ]
+        )
+
+
+_drawing = threading.Lock()
+
+
+def noise_of(seed: int, tensors: Sequence[Tensor], draw: Callable[[Size], Any]) -> list[Tensor]:
+    """The noise that belongs to a seed, the same on every machine; the generator is left as it was."""
+    gpus = sorted({tensor.device.index for tensor in tensors if tensor.is_cuda})
+    # A process has one generator, and a worker may evaluate several tasks in threads.
+    with _drawing, torch.random.fork_rng(gpus):
+        torch.default_generator.manual_seed(seed)
+        for gpu in gpus:
+            torch.cuda.default_generators[gpu].manual_seed(seed)
+        noise = [torch.as_tensor(draw(tensor.shape)) for tensor in tensors]
+    for drawn, tensor in zip(noise, tensors, strict=True):
+        if drawn.shape != tensor.shape:
+            raise ValueError(
+                f"`distribution` must give samples of the shape that it is asked for, {tuple(tensor.shape)}, "
+                f"got {tuple(drawn.shape)}"
+            )
+    return [drawn.to(tensor) for drawn, tensor in zip(noise, tensors, strict=True)]
+
+
+class _Estimate(torch.autograd.Function):
+    apply: ClassVar[Any]
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, settings: _Settings, *tensors: Tensor) -> Tensor:
+        cut = [tensor.detach() for tensor in tensors]
+        signs = (1, -1) if settings.method == "antithetic" else (1,)
+        samples = _Samples(
+            call.without(),
+            cut,
+            settings.draw,
+            settings.sigma,
+            signs,
+            settings.vectorize,
+            settings.chunk_size,
+        )
+        evaluate: Callable[[Tensor], Tensor] = samples
+        if settings.parallel is not None:
+            evaluate = settings.parallel(samples)
+        seeds = torch.randint(2**62, (settings.num_samples,))
+        values = evaluate(seeds).to(cut[0].device)
+        if settings.method == "antithetic":
+            weights = (values[:, 0] - values[:, 1]) / 2
+        else:
+            weights = values[:, 0] - (call(cut) if settings.method == "forward" else 0)
+        ctx.save_for_backward(*cut)
+        ctx.seeds, ctx.weights = seeds.tolist(), weights / (settings.sigma * settings.num_samples)
+        ctx.draw = settings.draw
+        return values.mean()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        totals = [torch.zeros_like(tensor) for tensor in ctx.saved_tensors]
+        for seed, weight in zip(ctx.seeds, ctx.weights, strict=True):
+            for total, z in zip(totals, noise_of(seed, ctx.saved_tensors, ctx.draw), strict=True):
+                total.addcmul_(z, (weight * grad).to(z))
+        return None, None, *totals
