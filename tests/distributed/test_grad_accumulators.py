@@ -1,4 +1,4 @@
-"""Work in several threads on a leaf that has no gradient accumulator yet; without ``accumulators.py`` it locks up."""
+"""Work in several threads on a leaf that has no gradient accumulator yet: unless one is held, they deadlock."""
 
 from __future__ import annotations
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
+import pkgutil
 import re
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
+
+import pytest
 
 import torchopt_dist as todist
 
@@ -109,3 +113,18 @@ def test_every_function_has_a_typed_signature() -> None:
         if signature.return_annotation is signature.empty:
             untyped.append(f"{name}() ->")
     assert not untyped
+
+
+@pytest.mark.parametrize(
+    "package", ["compat", "diff", "distributed", "linalg", "linear_solve", "nn", "pytree", "schedule"]
+)
+def test_a_file_without_public_names_begins_with_an_underscore(package: str) -> None:
+    room = importlib.import_module(f"torchopt_dist.{package}")
+    offered = [getattr(room, name) for name in room.__all__]
+    public = {
+        thing.__name__ if isinstance(thing, ModuleType) else getattr(thing, "__module__", "")
+        for thing in offered
+    }
+    files = {info.name for info in pkgutil.iter_modules(room.__path__) if not info.name.startswith("_")}
+    hidden = {name for name in files if f"{room.__name__}.{name}" not in public}
+    assert hidden == ({"transport"} if package == "distributed" else set())  # it takes new transports
