@@ -79,7 +79,6 @@ assert torchopt.nn.stateless.reparameterize is torchopt.nn.reparametrize
 """
 
 
-@pytest.mark.timeout(60)
 def test_modules_are_attributes() -> None:
     ended = python("-c", ATTRIBUTES)
     assert ended.returncode == 0, ended.stderr
@@ -115,7 +114,6 @@ assert torchopt.linear_solve.solve_inv()(lambda v: 2 * v, torch.ones(1)).item() 
 """
 
 
-@pytest.mark.timeout(60)
 def test_positional_arguments_mean_what_torchopts_order_means() -> None:
     ended = python("-c", ORDERS)
     assert ended.returncode == 0, ended.stderr

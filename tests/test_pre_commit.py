@@ -8,14 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import yaml
 
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / ".pre-commit-config.yaml"
 
 
-@pytest.mark.timeout(60)
 def test_the_configuration_is_valid() -> None:
     command = [sys.executable, "-m", "pre_commit", "validate-config", str(CONFIG)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=50)
@@ -35,7 +33,6 @@ def test_the_hooks_run_what_is_installed() -> None:
         assert f"$(BIN)/{checked}\n" in makefile or f"$(BIN)/{checked} " in makefile
 
 
-@pytest.mark.timeout(120)
 def test_a_commit_with_an_unused_import_is_refused(tmp_path: Path) -> None:
     def run(*command: str) -> subprocess.CompletedProcess[str]:
         env = {**os.environ, "PRE_COMMIT_HOME": str(tmp_path / "cache")}
