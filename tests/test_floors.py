@@ -18,12 +18,12 @@ PACKAGE = ROOT / "torchopt_dist"
 
 GROUND = {"_network", "_serialized_exception", "_torch_private", "errors", "pytree", "typing"}
 FIRST = GROUND | {"ops", "linear_solve", "schedule"}
-SECOND = FIRST | {"transform", "linalg", "nn"}
+SECOND = FIRST | {"transform", "linalg", "nonlinear_solve", "nn"}
 
 MAY_IMPORT = {
     **dict.fromkeys(GROUND, GROUND),
     **dict.fromkeys(("ops", "linear_solve", "schedule"), GROUND),
-    **dict.fromkeys(("transform", "linalg"), FIRST),
+    **dict.fromkeys(("transform", "linalg", "nonlinear_solve"), FIRST),
     "nn": FIRST | {"diff.implicit", "diff.zero_order"},  # functions of functions, which know no modules
     **dict.fromkeys(("optim", "diff"), SECOND),
     "visual": GROUND | {"nn"},

@@ -3,7 +3,19 @@
 Every public name is here: ``import torchopt_dist as todist``.
 """
 
-from torchopt_dist import diff, linalg, linear_solve, nn, ops, pytree, schedule, transform, typing, visual
+from torchopt_dist import (
+    diff,
+    linalg,
+    linear_solve,
+    nn,
+    nonlinear_solve,
+    ops,
+    pytree,
+    schedule,
+    transform,
+    typing,
+    visual,
+)
 from torchopt_dist.distributed import (
     Partition,
     Partitioner,
@@ -204,6 +216,7 @@ __all__ = [
     "nan_to_num",
     "nan_to_num_hook",
     "nn",
+    "nonlinear_solve",
     "not_on_rank",
     "on_rank",
     "ops",

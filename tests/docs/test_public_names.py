@@ -24,6 +24,7 @@ MODULES = {
     "linalg": todist.linalg,
     "linear_solve": todist.linear_solve,
     "nn": todist.nn,
+    "nonlinear_solve": todist.nonlinear_solve,
     "ops": todist.ops,
     "pytree": todist.pytree,
     "schedule": todist.schedule,

@@ -1,0 +1,9 @@
+"""A function, a start → a fixed point, or a root: a solver is a file, and reports residual and iterations."""
+
+from torchopt_dist.nonlinear_solve.anderson import anderson
+from torchopt_dist.nonlinear_solve.broyden import broyden
+from torchopt_dist.nonlinear_solve.fixed_point_iteration import fixed_point_iteration
+from torchopt_dist.nonlinear_solve.newton import newton
+from torchopt_dist.nonlinear_solve.solver import NonlinearSolver
+
+__all__ = ["NonlinearSolver", "anderson", "broyden", "fixed_point_iteration", "newton"]

@@ -1,0 +1,92 @@
+"""A function → its root, by Broyden's method, without derivatives.
+
+Broyden, "A class of methods for solving nonlinear simultaneous equations", 1965.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torchopt_dist.linear_solve.solver import NotConverged
+from torchopt_dist.nonlinear_solve.solver import NonlinearSolver
+
+__all__ = ["Broyden", "broyden"]
+
+
+def broyden(
+    *,
+    scale: float = 1.0,
+    history: int = 20,
+    rtol: float = 1e-5,
+    atol: float = 1e-8,
+    maxiter: int = 100,
+    not_converged: NotConverged = "warn",
+) -> NonlinearSolver:
+    """Broyden's good method for ``function(x) = 0``: learn the inverse Jacobian from the steps themselves.
+
+    Args:
+        scale: the first guess of the inverse Jacobian is ``scale`` times the identity; not 0. For ``x - f(x)`` with a
+            contraction ``f`` 1 is right, for ``f(x) - x`` it is -1.
+        history: how many corrections are kept, two vectors each, at least 1; then all are forgotten.
+        rtol: as in :func:`newton`.
+        atol: as in :func:`newton`.
+        maxiter: as in :func:`newton`.
+        not_converged: as in :func:`fixed_point_iteration`.
+
+    Returns:
+        The solver.
+
+    Raises:
+        ValueError: a number is out of its range.
+    """
+    return Broyden(
+        scale=scale, history=history, rtol=rtol, atol=atol, maxiter=maxiter, not_converged=not_converged
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Broyden(NonlinearSolver):
+    """What :func:`broyden` returns."""
+
+    scale: float = 1.0
+    history: int = 20
+    solves_for_root = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.scale == 0:
+            raise ValueError("`scale` must not be 0")
+        if self.history < 1:
+            raise ValueError(f"`history` must be at least 1, got {self.history}")
+
+    def steps(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Step by step; the inverse is ``scale · I + Σ u vᵀ``."""
+        value = function(x)
+        corrections: list[tuple[Tensor, Tensor]] = []
+        while True:
+            yield x, value
+            step = -self._times(corrections, value)
+            x = x + step
+            following = function(x)
+            change = self._times(corrections, following - value)
+            value = following
+            if len(corrections) == self.history:
+                corrections = []
+                continue
+            left = self.scale * step
+            for u, v in corrections:
+                left = left + v * (u @ step)
+            length = step @ change
+            usable = length.abs() > torch.finfo(length.dtype).tiny
+            factor = torch.where(usable, 1 / torch.where(usable, length, 1), 0)
+            corrections = [*corrections, ((step - change) * factor, left)]
+
+    def _times(self, corrections: list[tuple[Tensor, Tensor]], vector: Tensor) -> Tensor:
+        product = self.scale * vector
+        for u, v in corrections:
+            product = product + u * (v @ vector)
+        return product

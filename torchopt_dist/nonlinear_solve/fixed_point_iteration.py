@@ -1,0 +1,65 @@
+"""A contraction → its fixed point, by applying it again and again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from torchopt_dist.linear_solve.solver import NotConverged
+from torchopt_dist.nonlinear_solve.solver import NonlinearSolver
+
+__all__ = ["FixedPointIteration", "fixed_point_iteration"]
+
+
+def fixed_point_iteration(
+    *,
+    damping: float = 1.0,
+    rtol: float = 1e-5,
+    atol: float = 1e-8,
+    maxiter: int = 100,
+    not_converged: NotConverged = "warn",
+) -> NonlinearSolver:
+    """Go from ``x`` to ``(1 - damping) · x + damping · function(x)``.
+
+    Args:
+        damping: of the step, above 0 and at most 1.
+        rtol: stop where ``‖function(x) - x‖`` is at most ``rtol · ‖x‖ + atol``.
+        atol: see ``rtol``.
+        maxiter: the most iterations.
+        not_converged: ``'warn'``, ``'raise'`` or ``'ignore'`` a solution that is not within the tolerance.
+
+    Returns:
+        The solver: ``solver(function, init)``, ``solver.with_info(function, init)``.
+
+    Raises:
+        ValueError: a number is out of its range.
+
+    Example:
+        >>> import torch
+        >>> fixed_point_iteration(rtol=1e-4)(torch.cos, torch.tensor(1.0)).round(decimals=3)
+        tensor(0.7390)
+    """
+    return FixedPointIteration(
+        damping=damping, rtol=rtol, atol=atol, maxiter=maxiter, not_converged=not_converged
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedPointIteration(NonlinearSolver):
+    """What :func:`fixed_point_iteration` returns."""
+
+    damping: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.damping <= 1:
+            raise ValueError(f"`damping` must be above 0 and at most 1, got {self.damping}")
+
+    def steps(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Step by step."""
+        while True:
+            error = function(x) - x
+            yield x, error
+            x = x + self.damping * error
