@@ -138,7 +138,6 @@ def spread():
     return found.numpy(), len(sent)
 
 
-@pytest.mark.timeout(100)
 def test_the_same_estimate_on_any_number_of_workers():
     torch.manual_seed(2)
     (here,) = gradient(lambda x: (x**4).sum(), POINT, method="antithetic", num_samples=9, sigma=0.2)

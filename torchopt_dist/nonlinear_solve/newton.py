@@ -19,7 +19,7 @@ __all__ = ["Newton", "newton"]
 def newton(
     *,
     linear_solver: Solver | None = None,
-    rtol: float = 1e-8,
+    rtol: float = 1e-5,
     atol: float = 1e-8,
     maxiter: int = 50,
     not_converged: NotConverged = "warn",
