@@ -142,7 +142,7 @@ def test_the_same_estimate_on_any_number_of_workers():
     torch.manual_seed(2)
     (here,) = gradient(lambda x: (x**4).sum(), POINT, method="antithetic", num_samples=9, sigma=0.2)
     for size in (1, 2):
-        found, own = World(size).on_zero(spread, timeout=50)
+        found, own = World(size).on_zero(spread, timeout=200)
         torch.testing.assert_close(torch.from_numpy(found), here, rtol=1e-12, atol=1e-12)
         assert own == (18 if size == 1 else 10)
 

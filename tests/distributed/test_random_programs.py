@@ -20,7 +20,7 @@ PROGRAMS = int(os.environ.get("TODIST_FUZZ_PROGRAMS") or 51)
 SIZES = (1, 2, 3)
 
 
-@pytest.mark.timeout(max(120, PROGRAMS))
+@pytest.mark.timeout(max(300, PROGRAMS))
 @pytest.mark.parametrize("size", SIZES)
 def test_random_programs_are_those_of_one_process(world: type[World], size: int) -> None:
     number = -(-PROGRAMS // len(SIZES))

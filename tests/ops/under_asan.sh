@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # csrc/ -> a library with AddressSanitizer -> the tests of the kernels, the fuzz run among them, under it.
-# By hand, from anywhere: `tests/ops/under_asan.sh [python]`. It builds in a folder of its own, in a minute or two.
+# By hand, from anywhere: `tests/ops/under_asan.sh [python]`. It builds in a folder of its own, in half a minute on two cores.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 python=$(realpath -s "${1:-$root/.venv/bin/python}")
@@ -9,7 +9,11 @@ trap 'rm -rf "$work"' EXIT
 cp -r "$root"/{csrc,torchopt_dist,tests,setup.py,pyproject.toml,README.md,conftest.py} "$work"
 rm -f "$work"/torchopt_dist/_C*.so
 cd "$work"
-CFLAGS="-fsanitize=address -fno-omit-frame-pointer -g1" LDFLAGS="-fsanitize=address" REQUIRE_EXT=1 \
+# Addresses are checked at -O1, too, and setup.py's -O3 takes the compiler thrice as long.
+mkdir bin
+printf '#!/usr/bin/env bash\nexec "%s" "${@/#-O3/-O1}"\n' "$(command -v "${CXX:-c++}")" >bin/c++
+chmod +x bin/c++
+CXX="$work/bin/c++" CFLAGS="-fsanitize=address -fno-omit-frame-pointer -g1" LDFLAGS="-fsanitize=address" REQUIRE_EXT=1 \
     "$python" setup.py -q build_ext --inplace
 nm -D torchopt_dist/_C*.so | grep __asan_report > /dev/null || { echo "the library is not instrumented" >&2; exit 1; }
 # Python and torch leak on purpose; what matters here is reading and writing out of bounds.
