@@ -2,8 +2,6 @@
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(todist, library) {
-  library.def("add_scaled_(Tensor(a!)[] params, Tensor[] updates, float alpha) -> ()");
-
   library.def(
       "adam(Tensor[] grads, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, Tensor[] params, Tensor corrections, "
       "float factor, float kept, float b1, float b2, float eps, float eps_root, float weight_decay, "

@@ -61,7 +61,7 @@ struct AdamDirection {
   }
 };
 
-// The same, going up: of the opposite gradient.
+// The same, to maximize: of the opposite gradient.
 template <class A>
 struct AdamDirectionUp {
   AdamDirection<A> down;
@@ -74,7 +74,7 @@ struct AdamDirectionUp {
   }
 };
 
-// The same, down or up, with so much of the parameter added to the gradient.
+// The same, to minimize or maximize, with a part of the parameter added to the gradient.
 template <class A>
 struct AdamDirectionDecayed {
   AdamDirection<A> plain;
@@ -89,7 +89,7 @@ struct AdamDirectionDecayed {
   }
 };
 
-// What flows into AdamDirection's three results -> what flows out to its grad and to its averages. The derivative of the
+// Gradients of AdamDirection's three results -> gradients of its grad and of its averages. The derivative of the
 // root at 0 is taken to be 0, its limit as the gradient goes to 0. The new averages are made again: as results they are
 // rounded to the tensors' dtype, and where one of float16 has become 0, the derivative would be that of another point.
 template <class A>
@@ -135,8 +135,8 @@ struct AdamBackwardUp {
   }
 };
 
-// The same for AdamDirectionDecayed, and what flows out to its parameter: without this decay that is no more than `kept`
-// times what flows into `moved`, and not made here.
+// The same for AdamDirectionDecayed, and the gradient of its parameter: without this decay that is only `kept` times the
+// gradient of `moved`, and not computed here.
 template <class A>
 struct AdamBackwardDecayed {
   AdamBackward<A> plain;

@@ -108,7 +108,7 @@ struct RmspropStep {
   }
 };
 
-// What flows into RmspropMoved's results -> what flows out to its grad and to its state. The averages are the old ones:
+// Gradients of RmspropMoved's results -> gradients of its grad and of its state. The averages are the old ones:
 // the new ones are computed again, which spares the rounding that they are stored with. The derivative of the root at 0
 // is taken to be 0, its limit as the gradient goes to 0.
 template <class A, Momentum kMomentum>
@@ -150,12 +150,12 @@ struct RmspropBackward {
   }
 
  private:
-  // What flows out of the move to the new running sum.
+  // The gradient of the new running sum, from that of the move.
   C10_HOST_DEVICE inline A of_next(A of_move) const {
     return kMomentum == Momentum::kNesterov ? momentum * of_move : of_move;
   }
 
-  // What flows to the direction out of the new running sum, and, looking ahead, out of the move itself.
+  // The gradient of the direction, from that of the new running sum and, looking ahead, that of the move itself.
   C10_HOST_DEVICE inline A of_direction(A of_move, A of_sum) const {
     return kMomentum == Momentum::kNesterov ? of_sum + of_move : of_sum;
   }
@@ -181,7 +181,7 @@ struct RmspropBackward {
     to_grad_avg = root_of.alpha * of_grad_avg;
   }
 
-  // What flows out of the root to what is inside it.
+  // The gradient of what is inside the root, from that of the direction.
   C10_HOST_DEVICE inline A of_inside(A of_direction, A grad, A root, A over_below) const {
     const A of_root = -of_direction * (grad * over_below * over_below);
     return root == 0 ? A(0) : of_root / (2 * root);

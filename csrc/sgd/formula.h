@@ -49,7 +49,7 @@ struct SgdMove {
   }
 };
 
-// What flows into SgdMove's results -> what flows out to its grad, its sum and, with weight decay, its parameter. The step
+// Gradients of SgdMove's results -> gradients of its grad, its sum and, with weight decay, its parameter. The step
 // is linear, so no value of the forward direction is needed.
 template <class A>
 struct SgdBackward {

@@ -16,7 +16,7 @@ from torchopt_dist.ops import library
 
 PACKAGE = Path(ops.__file__).resolve().parent.parent
 BUILT = any(PACKAGE.glob("_C.*"))
-WITH_CUDA = ops.why_not("add_scaled_", "cuda") in (None, "torch finds no GPU")
+WITH_CUDA = ops.why_not("adam", "cuda") in (None, "torch finds no GPU")
 
 
 def run_copy(
@@ -35,25 +35,25 @@ def run_copy(
 
 
 def test_truth_about_this_build():
-    assert ops.is_available("add_scaled_") is BUILT
-    assert (ops.why_not("add_scaled_") is None) is BUILT
-    assert not ops.is_available("add_scaled_", "meta")
+    assert ops.is_available("adam") is BUILT
+    assert (ops.why_not("adam") is None) is BUILT
+    assert not ops.is_available("adam", "meta")
 
 
 @pytest.mark.skipif(not BUILT, reason="the kernel library is not built here")
 def test_a_device_without_a_kernel():
     have = "CPU and CUDA" if WITH_CUDA else "CPU"
-    expected = f"`add_scaled_` has no META kernel; this build has {have} only"
-    assert ops.why_not("add_scaled_", "meta") == expected
-    assert ops.why_not("add_scaled_", torch.device("cpu", 0)) is None
+    expected = f"`adam` has no META kernel; this build has {have} only"
+    assert ops.why_not("adam", "meta") == expected
+    assert ops.why_not("adam", torch.device("cpu", 0)) is None
 
 
 @pytest.mark.skipif(not BUILT or WITH_CUDA, reason="needs a build for the CPU only")
 def test_cuda_without_a_cuda_kernel():
-    reason = ops.why_not("add_scaled_", "cuda:1")
+    reason = ops.why_not("adam", "cuda:1")
     assert reason is not None
     start, _, because = reason.partition(": ")
-    assert start == "`add_scaled_` has no CUDA kernel; this build has CPU only"
+    assert start == "`adam` has no CUDA kernel; this build has CPU only"
     if torch.version.cuda is None:
         assert because == f"torch {torch.__version__} is built without CUDA"
     else:
@@ -61,7 +61,7 @@ def test_cuda_without_a_cuda_kernel():
 
 
 def test_unknown_op():
-    with pytest.raises(ValueError, match=r"`op` must be one of .*add_scaled_.*; got 'sgdd'"):
+    with pytest.raises(ValueError, match=r"`op` must be one of .*adam.*; got 'sgdd'"):
         ops.is_available("sgdd")
 
 
@@ -131,7 +131,7 @@ CUDA_NOTE = """
 import torch
 torch.version.cuda, torch.cuda.device_count = "13.0", lambda: {gpus}
 from torchopt_dist import ops
-print(ops.why_not("add_scaled_", "cuda"))
+print(ops.why_not("adam", "cuda"))
 """
 
 
@@ -143,7 +143,7 @@ def test_a_missing_cuda_library_is_said_once_where_there_is_a_gpu(tmp_path, gpus
     )
     assert done.returncode == 0, done.stderr
     because = "the CUDA library was not built: there is no nvcc"
-    assert done.stdout.strip() == f"`add_scaled_` has no CUDA kernel; this build has CPU only: {because}"
+    assert done.stdout.strip() == f"`adam` has no CUDA kernel; this build has CPU only: {because}"
     note = f"torchopt_dist runs without its CUDA kernels, on GPUs by the slower reference formulas: {because}"
     assert done.stderr.splitlines() == [note] * gpus
 

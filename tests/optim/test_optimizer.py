@@ -292,3 +292,41 @@ def test_a_state_of_another_size_is_refused():
         SGD([a], 0.1).load_state_dict(SGD([a, b], 0.1).state_dict())
     with pytest.raises(ValueError, match="different number of parameter groups"):
         SGD([a], 0.1).load_state_dict(SGD([{"params": a}, {"params": b}], 0.1).state_dict())
+
+
+def test_the_transformation_is_made_once_for_the_same_options():
+    made = []
+
+    def counted(lr, momentum=0.0):
+        made.append((lr, momentum))
+        return sgd(lr, momentum)
+
+    class Counted(Optimizer, transformation=counted):
+        """SGD that counts."""
+
+    params = [torch.ones(2, requires_grad=True) for _ in range(2)]
+    optimizer = Counted([{"params": params[:1]}, {"params": params[1:], "lr": 0.25}], lr=0.5)
+    del made[:]  # the options were tried
+
+    def step():
+        for p in params:
+            p.grad = torch.ones(2)
+        optimizer.step()
+
+    step(), step()
+    assert made == [(0.5, 0.0), (0.25, 0.0)]
+    optimizer.param_groups[1]["lr"] = 0.125
+    step(), step()
+    assert made[2:] == [(0.125, 0.0)]
+    optimizer.param_groups[0]["momentum"] = True  # equal to 1, and not the same
+    optimizer.param_groups[0]["momentum"] = 1
+    step()
+    learned = torch.tensor(0.5)
+    optimizer.param_groups[0]["lr"] = learned
+    step(), step()
+    learned.mul_(0)
+    before = params[0].clone()
+    step()
+    assert made[3:] == [(0.5, 1), (learned, 1)]
+    assert torch.equal(params[0], before)
+    assert params[1].tolist() == [1 - 2 * 0.25 - 6 * 0.125] * 2

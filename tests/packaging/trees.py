@@ -7,13 +7,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 KERNEL, OP = "add_scaled", "add_scaled_"
-"""The folder below csrc/ that compiles in the shortest time, and the op in it."""
+"""A kernel that compiles in the shortest time: its folder here, which goes below csrc/, and the op in it."""
+SCHEMA = 'library.def("add_scaled_(Tensor(a!)[] params, Tensor[] updates, float alpha) -> ()");'
 TIMEOUT = 900
 """Seconds after which a build hangs; builds of one kernel take 10, on a busy machine ten times as long."""
 
 
 def copy_tree(to: Path, cuda_kernels: tuple[str, ...] = ()) -> Path:
-    """Copy the sources, but of the kernels one alone, for the CPU and for CUDA, and for CUDA these others."""
+    """Copy the sources, with one small kernel in the place of all, for the CPU and for CUDA, and for CUDA these."""
     to.mkdir(exist_ok=True)
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, to)
@@ -21,6 +22,15 @@ def copy_tree(to: Path, cuda_kernels: tuple[str, ...] = ()) -> Path:
     for name in ("csrc", "torchopt_dist"):
         shutil.copytree(ROOT / name, to / name, ignore=ignore)
     for path in (*to.glob("csrc/*/cpu.cpp"), *to.glob("csrc/*/cuda.cu")):
-        if path.parent.name != KERNEL and not (path.suffix == ".cu" and path.parent.name in cuda_kernels):
+        if not (path.suffix == ".cu" and path.parent.name in cuda_kernels):
             path.unlink()
+    shutil.copytree(Path(__file__).parent / KERNEL, to / "csrc" / KERNEL)
+    _replace(to / "csrc/schemas.cpp", ", library) {", f", library) {{\n  {SCHEMA}")
+    _replace(to / "torchopt_dist/ops/library.py", "OPS = (", f"OPS = (\n    {OP!r},")
     return to
+
+
+def _replace(path: Path, old: str, new: str) -> None:
+    source = path.read_text(encoding="utf-8")
+    assert source.count(old) == 1, f"{path} must have one {old!r}"
+    path.write_text(source.replace(old, new), encoding="utf-8")

@@ -6,7 +6,7 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 
 from torchopt_dist.transform.base import chain
-from torchopt_dist.transform.scale import scale, scale_by_learning_rate, scale_by_schedule, split_factor
+from torchopt_dist.transform.scale import scale, scale_by_learning_rate, scale_by_schedule
 from torchopt_dist.transform.trace import trace
 
 
@@ -76,12 +76,11 @@ def test_pickle_and_deepcopy_keep_a_tensor_factor():
         assert updates[0].requires_grad
 
 
-def test_split_factor_splits_a_constant_only():
-    head, factor = split_factor(chain(trace(0.9), scale_by_learning_rate(0.25)))
-    assert len(head.transformations) == 1
-    assert factor == -0.25
-    for impl in (chain(scale(torch.tensor(2.0))), chain(scale_by_schedule(float)), chain(), scale(2.0)):
-        assert split_factor(impl) == (impl, 1.0)
+def test_only_a_multiplication_by_a_number_has_a_constant_factor():
+    assert scale_by_learning_rate(0.25).constant_factor == -0.25
+    assert pickle.loads(pickle.dumps(scale(2.0))).constant_factor == 2.0
+    for impl in (scale(torch.tensor(2.0)), scale_by_schedule(float), trace(0.9), chain(scale(2.0)), chain()):
+        assert impl.constant_factor is None
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Tensors → tensors by fused kernels: the reference formula in Python, and the choice of what runs."""
+"""Lists of tensors → lists of tensors: the steps' formulas, the kernels, and the choice of which runs."""
 
 from torchopt_dist.ops import _fake_kernels
 from torchopt_dist.ops.adam_op import AdamOp

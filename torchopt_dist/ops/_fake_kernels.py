@@ -14,7 +14,7 @@ __all__ = ["register"]
 
 
 def _nothing(*args: Any) -> None:
-    """An op in place: its arguments keep their shapes."""
+    """The results of an op in place: none; the arguments keep their shapes."""
     _check_devices([x for arg in args if isinstance(arg, list) for x in arg])
 
 
@@ -63,7 +63,7 @@ def _like(*columns: list[Tensor]) -> list[Tensor]:
 
 
 def _check_devices(xs: list[Tensor]) -> None:
-    """Torch comes here, and not to the kernel, as soon as one of the tensors is on meta."""
+    """Refuse tensors of several devices: torch calls the fake kernel as soon as one of the tensors is on meta."""
     devices = sorted({str(x.device) for x in xs})
     if len(devices) > 1:
         raise RuntimeError(f"the kernel takes tensors of one device; got {', '.join(devices)}")
@@ -72,7 +72,6 @@ def _check_devices(xs: list[Tensor]) -> None:
 FAKES: dict[str, Callable[..., Any]] = {
     "adam": _moved,
     "adam_backward": _adam_backward,
-    "add_scaled_": _nothing,
     "rmsprop": _rmsprop,
     "rmsprop_": _nothing,
     "rmsprop_backward": _rmsprop_backward,
@@ -82,7 +81,7 @@ FAKES: dict[str, Callable[..., Any]] = {
 
 
 def register() -> None:
-    """Tell torch, for the ops that there are."""
+    """Register the fake kernel of each op that is available."""
     for op, fake in FAKES.items():
         if library.is_available(op):
             torch.library.register_fake(f"todist::{op}", fake)

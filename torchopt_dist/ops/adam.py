@@ -59,7 +59,7 @@ def adam(
         exp_avgs: averages of the gradients.
         exp_avg_sqs: averages of the squared gradients.
         steps: steps made so far: 0-d tensors on the CPU, or numbers.
-        params: parameters, of the same shapes; not overwritten.
+        params: parameters, of the same shapes.
         b1: decay of ``exp_avgs``; a number, or a tensor of one element, as all of these four.
         b2: decay of ``exp_avg_sqs``.
         eps: added to the root.
@@ -71,7 +71,7 @@ def adam(
         maximize: maximize the objective.
         fused: None uses a kernel where there is one, False uses the formula here, True demands the kernel, which has
             no derivatives for hyper-parameters that are tensors.
-        inplace: if True, may overwrite ``exp_avgs``, ``exp_avg_sqs`` and ``steps``.
+        inplace: if True, may overwrite ``exp_avgs``, ``exp_avg_sqs``, ``steps`` and ``params``.
 
     Returns:
         Directions or moved parameters, ``exp_avgs``, ``exp_avg_sqs``, ``steps``.
@@ -162,12 +162,13 @@ class _Adam(node.Step):
         # Both sides of the fraction are multiplied by `bias_correction1`: one pass over the memory less.
         scale = foreach.combine(_over_root, self.bias_correction1, self.bias_correction2)
         eps = foreach.combine(_times, self.bias_correction1, self.eps)
-        roots = foreach.multiply(foreach.square_root(below), scale)
-        moved = foreach.divide(exp_avgs, foreach.add_number(roots, eps))
-        if params is not None:
-            if self.param_factor != 1:
-                params = foreach.multiply(params, self.param_factor)
-            moved = foreach.add(params, moved, self.direction_factor)
+        below = foreach.multiply(foreach.square_root(below), scale, inplace=inplace)
+        below = foreach.add_number(below, eps, inplace=inplace)
+        if params is None:
+            return [foreach.divide(exp_avgs, below), exp_avgs, exp_avg_sqs]
+        if self.param_factor != 1:
+            params = foreach.multiply(params, self.param_factor, inplace=inplace)
+        moved = foreach.add_quotient(params, exp_avgs, below, self.direction_factor, inplace=inplace)
         return [moved, exp_avgs, exp_avg_sqs]
 
     def kernel(self, columns: Columns) -> list[list[Tensor]]:
@@ -280,7 +281,7 @@ def adam_(
             )
             torch.autograd.graph.increment_version(
                 [*params, *exp_avgs, *exp_avg_sqs]
-            )  # torch's step does not
+            )  # torch's step leaves versions as they are
             return
         if fused is False:
             check_tensors(named)  # before the first portion is written

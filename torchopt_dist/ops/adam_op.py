@@ -20,7 +20,7 @@ class AdamOp:
         b2: decay of the average of their squares.
         eps: added to the root.
         eps_root: added below the root.
-        inplace: leave to overwrite ``mu`` and ``nu``, where no graph is recorded and no kernel is at work.
+        inplace: if True, may overwrite ``mu`` and ``nu`` where no graph is recorded and no kernel runs.
 
     Example:
         >>> import torch
@@ -71,7 +71,9 @@ class AdamOp:
             before = count.detach().to("cpu", torch.float32).reshape(()) - 1
         else:
             before = torch.tensor(count - 1, dtype=torch.float32, device="cpu")
-        if not foreach.runs_in_a_loop([before]) and before < 0:  # in there nobody can look at it
+        if (
+            not foreach.runs_in_a_loop([before]) and before < 0
+        ):  # in a transformation the value cannot be read
             raise ValueError(f"`count` must be at least 1, got {int(count)}")
         directions, mus, nus, _ = adam(
             [updates],

@@ -1,4 +1,4 @@
-"""The steps that each parameter has made → counted up, and what its running averages lack after so many."""
+"""The number of steps that each parameter has made → that number plus 1, and the bias corrections after it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["bias_correction", "bias_corrections", "count_up", "count_up_", "coun
 
 
 def counts(steps: Sequence[Tensor | float]) -> list[Tensor]:
-    """Counts as 0-d tensors: numbers are made such ones, in float32 and on the CPU."""
+    """Counts as 0-d tensors: a number becomes a float32 tensor on the CPU."""
     return [
         step if isinstance(step, Tensor) else torch.tensor(step, dtype=torch.float32, device="cpu")
         for step in steps
@@ -27,7 +27,7 @@ def count_up_(steps: Sequence[Tensor]) -> None:
     if runs_in_a_loop(steps) or not steps[0].is_floating_point():
         for step in steps:
             step.add_(1)
-    elif steps[0].is_cpu:  # a number would be made a tensor anew for each of them
+    elif steps[0].is_cpu:  # torch would make a tensor of a number again for each count
         torch._foreach_add_(list(steps), torch.ones((), device="cpu"), alpha=1.0)
     else:
         torch._foreach_add_(list(steps), 1)
@@ -57,7 +57,7 @@ def on_device(counts: list[Tensor], device: torch.device) -> list[Tensor]:
 def values(counts: Sequence[Tensor]) -> Factors:
     """What 0-d tensors hold: a number, if it is the same in all, else numbers.
 
-    Where they cannot be looked at, as those that ``vmap`` batches, they come back as float64 tensors.
+    Tensors whose values cannot be read, such as those that ``vmap`` batches, are returned in float64.
     """
     if counts and not torch.compiler.is_compiling():
         with contextlib.suppress(RuntimeError):

@@ -1,4 +1,4 @@
-"""Lists of one length, in which what is at one place belongs together → checked, joined, split, cut in portions."""
+"""Lists of one length, whose tensors at one place belong together → the same, validated, joined, split, in portions."""
 
 from __future__ import annotations
 
@@ -71,30 +71,30 @@ def put(
 
 
 def join(columns: Iterable[Sequence[T]]) -> list[T]:
-    """The columns one after another."""
+    """The members of all columns, one column after another, in one list."""
     return list(chain.from_iterable(columns))
 
 
 def split(tensors: Sequence[Any], count: int) -> list[list[Any]]:
-    """So many columns of one length: the way back from :func:`join`."""
+    """``count`` columns of one length: the inverse of :func:`join`."""
     length = len(tensors) // count
     return [list(tensors[place * length : (place + 1) * length]) for place in range(count)]
 
 
 def flatten(columns: Columns) -> tuple[tuple[bool, ...], list[Tensor]]:
-    """Which columns there are, and these one after another."""
+    """Which columns are there, and the tensors of those, one column after another."""
     there = tuple(column is not None for column in columns)
     return there, join(column for column in columns if column is not None)
 
 
 def unflatten(tensors: Sequence[Tensor], there: Sequence[bool]) -> list[list[Tensor] | None]:
-    """The way back from :func:`flatten`."""
+    """The columns again: the inverse of :func:`flatten`."""
     columns = iter(split(tensors, sum(there)) if tensors else [[]] * sum(there))
     return [next(columns) if here else None for here in there]
 
 
 def check_lengths(columns: Mapping[str, Sequence[Any] | None]) -> None:
-    """Demand that lists have one length.
+    """Validate that lists have one length.
 
     Args:
         columns: lists by the names that the caller knows them by; ``None`` for one that is not given.
@@ -109,7 +109,7 @@ def check_lengths(columns: Mapping[str, Sequence[Any] | None]) -> None:
 
 
 def check_tensors(columns: Mapping[str, Sequence[Any] | None]) -> None:
-    """Demand what the formulas are written for, as the kernels do for themselves.
+    """Validate the tensors that a formula is given, as the kernels do for themselves.
 
     Args:
         columns: lists of one length, by the names that the caller knows them by; ``None`` for one that is not given.
@@ -143,7 +143,7 @@ def as_real(xs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def as_complex(xs: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-    """The way back from :func:`as_real`, for the places at which ``like`` is complex."""
+    """The inverse of :func:`as_real`, for the places at which ``like`` is complex."""
     return [
         torch.view_as_complex(x if x.stride(-1) == 1 else x.contiguous()) if y.is_complex() else x
         for x, y in zip(xs, like, strict=True)
@@ -156,7 +156,7 @@ def widened(xs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def narrowed(xs: Sequence[Tensor], like: Sequence[Tensor], *, inplace: bool = False) -> list[Tensor]:
-    """The way back from :func:`widened`, to the dtypes of ``like``; if ``inplace``, into the tensors of ``like``."""
+    """The inverse of :func:`widened`, to the dtypes of ``like``; if ``inplace``, into the tensors of ``like``."""
     return [
         x if x.dtype == y.dtype else y.copy_(x) if inplace else x.to(y.dtype)
         for x, y in zip(xs, like, strict=True)
@@ -164,7 +164,7 @@ def narrowed(xs: Sequence[Tensor], like: Sequence[Tensor], *, inplace: bool = Fa
 
 
 def overwrite(columns: Iterable[Sequence[Tensor]], new: Iterable[Sequence[Tensor]]) -> None:
-    """Write the values of new tensors into old ones; a tensor that is its own new one stays."""
+    """Write the values of new tensors into old ones; where both are the same tensor nothing is written."""
     for column, values in zip(columns, new, strict=True):
         for x, y in zip(column, values, strict=True):
             if x is not y:

@@ -1,4 +1,4 @@
-"""Lists of tensors, ``fused=`` → whether a kernel runs, ``torch.optim``'s fused step or the formula; or why not."""
+"""Lists of tensors, ``fused=`` → whether a kernel, ``torch.optim``'s fused step or the formula runs; or why not."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Lists of tensors → lists of tensors, in one call where torch has one.
 
-``torch._foreach_*`` runs a list in one call, in forward and in backward, to any order. It has no batching
-rule and no derivative for a tensor factor, and ``torch.compile`` fuses a plain loop itself: those run the
-loop.
+``torch._foreach_*`` runs a list in one call, in forward and in backward, to any order. These functions have no
+batching rule and no derivative for a tensor factor, and ``torch.compile`` fuses a plain loop itself: in such cases a
+loop over the tensors runs.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ __all__ = [
     "add",
     "add_number",
     "add_product",
+    "add_quotient",
     "are_batched",
     "combine",
     "descent_gradients",
@@ -169,6 +170,21 @@ def divide(xs: list[Tensor], ys: list[Tensor]) -> list[Tensor]:
     return [_kept(z, x) for x, z in zip(xs, torch._foreach_div(xs, ys), strict=True)]
 
 
+def add_quotient(
+    xs: list[Tensor], ys: list[Tensor], zs: list[Tensor], alpha: float, *, inplace: bool = False
+) -> list[Tensor]:
+    """``x + alpha * y / z`` for each triple; as :func:`add`."""
+    if runs_in_a_loop(xs):
+        function: Callable[..., Tensor] = Tensor.addcdiv_ if inplace else Tensor.addcdiv
+        added = [function(x, y, z, value=alpha) for x, y, z in zip(xs, ys, zs, strict=True)]
+    elif inplace:
+        torch._foreach_addcdiv_(xs, ys, zs, alpha)
+        return xs
+    else:
+        added = list(torch._foreach_addcdiv(xs, ys, zs, alpha))
+    return [_kept(z, x) for x, z in zip(xs, added, strict=True)]
+
+
 def square_root(xs: list[Tensor]) -> list[Tensor]:
     """The root of each element, with a derivative of 0 at 0, where the true one is infinite.
 
@@ -228,7 +244,7 @@ def combine(function: Callable[..., Any], *factors: Factors) -> Factors:
 
 
 def runs_in_a_loop(xs: Sequence[Tensor]) -> bool:
-    """Whether to go tensor by tensor: nothing to do, compiling, a ``torch.func`` transform, forward mode."""
+    """Whether operations go tensor by tensor: in a compiler, a transformation of ``torch.func`` or forward mode."""
     if not xs or torch.compiler.is_compiling():
         return True
     return _torch_private.transforms_are_active() or _torch_private.forward_mode_is_active() or _looping.get()
@@ -246,7 +262,7 @@ def are_batched(xs: Iterable[OptionalTensor]) -> bool:
 
 @contextlib.contextmanager
 def in_loops() -> Iterator[None]:
-    """Go tensor by tensor in here, for the tensors of ``is_grads_batched=True``, which show nowhere else."""
+    """Make operations go tensor by tensor in this context, for gradients of ``is_grads_batched=True``."""
     token = _looping.set(True)
     try:
         yield
@@ -267,5 +283,5 @@ def _is_number(factor: Any) -> TypeGuard[float]:
 
 
 def _kept(z: Tensor, x: Tensor) -> Tensor:
-    """A result in its operand's dtype: a 0-d tensor of a wider one would widen a 0-d parameter."""
+    """A result in the dtype of its operand, which a 0-d tensor of a wider dtype would have changed."""
     return z if z.dtype == x.dtype else z.to(x.dtype)

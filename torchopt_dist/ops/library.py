@@ -2,7 +2,7 @@
 
 ``_C`` registers the ops with torch when it is loaded, and ``_C_cuda`` adds their kernels for CUDA, where torch
 has CUDA; torch's dispatcher is then asked which devices have a kernel. Without the libraries everything works
-by the reference formulas. That is said once, at import, through the logger ``torchopt_dist`` and not as a
+by the reference formulas. The reason is logged once, at import, through the logger ``torchopt_dist`` and not as a
 warning: it is about the machine, not about the program, so it must not break a program that turns warnings
 into errors. Logging shows it on stderr by default. Of CUDA nothing is said where there is no GPU.
 """
@@ -25,7 +25,6 @@ __all__ = ["accelerated_op_available", "is_available", "why_not"]
 OPS = (
     "adam",
     "adam_backward",
-    "add_scaled_",
     "rmsprop",
     "rmsprop_",
     "rmsprop_backward",
@@ -96,7 +95,7 @@ def why_not(op: str, device: Device = "cpu") -> str | None:
     """Say why an op has no kernel for a device.
 
     Args:
-        op: name of the op, such as ``"add_scaled_"``.
+        op: name of the op, such as ``"adam"``.
         device: the device that the tensors are on; only its type counts.
 
     Returns:

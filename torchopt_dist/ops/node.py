@@ -112,7 +112,7 @@ class _Derivative(Map):
 
 
 def run(map: Map, columns: Columns, inplace: bool = False) -> list[list[Tensor]]:
-    """Apply a map in the fastest way that records what is to be recorded.
+    """Apply a map in the fastest way; the graph of results that need one is recorded.
 
     Args:
         map: the map.
@@ -142,7 +142,7 @@ def _as_node(map: Map, columns: Columns) -> list[list[Tensor]]:
 
 
 class OptimizerStep(torch.autograd.Function):
-    """The node. Its name is what a drawing of a graph shows."""
+    """The node of a step; a drawing of a graph shows the name of this class."""
 
     @classmethod
     def apply(cls, *args: Any) -> tuple[Tensor, ...]:

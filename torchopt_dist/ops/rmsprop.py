@@ -60,7 +60,7 @@ def rmsprop(
         square_avgs: averages of the squared gradients (``v``).
         grad_avgs: averages of the gradients (``a``); ``None`` unless centered.
         momentum_buffers: running sums of the directions (``b``); ``None`` where ``momentum`` is 0.
-        params: parameters; not overwritten.
+        params: parameters.
         alpha: decay of the averages; a number, or a tensor of one element.
         eps: added to the root; likewise.
         momentum: how much of a running sum stays; likewise.
@@ -68,7 +68,7 @@ def rmsprop(
         lr: learning rate, for ``params``.
         fused: None uses a kernel where there is one, False the formulas here, True demands the kernel, which has no
             derivatives for hyper-parameters that are tensors.
-        inplace: if True, may overwrite the averages and the running sums.
+        inplace: if True, may overwrite the averages, the running sums and the parameters.
 
     Returns:
         Directions or moved parameters, ``square_avgs``, ``grad_avgs`` if centered, ``momentum_buffers`` if given.
@@ -141,13 +141,18 @@ class _RMSprop(node.Step):
         if grad_avgs is not None:
             grad_avgs = foreach.interpolate(grad_avgs, grads, 1 - self.alpha, inplace=inplace)
             below = foreach.add_product(square_avgs, grad_avgs, grad_avgs, -1.0)
-        moved = foreach.divide(grads, foreach.add_number(foreach.square_root(below), self.eps))
+        below = foreach.add_number(foreach.square_root(below), self.eps, inplace=inplace)
         if sums is not None:
+            moved = foreach.divide(grads, below)
             moved, sums = with_momentum(moved, sums, self.momentum, nesterov=self.nesterov, inplace=inplace)
-        if params is not None:
-            moved = foreach.add(params, moved, self.factor)
-        elif moved is sums:
-            moved = [x.clone() for x in moved]
+            if params is not None:
+                moved = foreach.add(params, moved, self.factor, inplace=inplace)
+            elif moved is sums:
+                moved = [x.clone() for x in moved]
+        elif params is not None:
+            moved = foreach.add_quotient(params, grads, below, self.factor, inplace=inplace)
+        else:
+            moved = foreach.divide(grads, below)
         like = columns[0] if params is None else columns[4]
         state = [
             narrowed(new, old, inplace=inplace)

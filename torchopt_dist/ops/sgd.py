@@ -65,7 +65,7 @@ def sgd(
         maximize: maximize the objective.
         fused: None uses a kernel where there is one and it helps, False uses the formula here, True demands the kernel,
             which has no derivatives for hyper-parameters that are tensors.
-        inplace: if True, may overwrite ``momentum_buffers`` and ``steps``.
+        inplace: if True, may overwrite ``momentum_buffers``, ``steps`` and ``params``.
 
     Returns:
         Moved parameters, or steps; with momentum also ``momentum_buffers``, and with dampening then ``steps``.
@@ -141,7 +141,7 @@ class _Sgd(node.Step):
                 moved, sums, self.momentum, taken=self.taken, nesterov=self.nesterov, inplace=inplace
             )
         if params is not None:
-            moved = foreach.add(params, moved, -self.lr)
+            moved = foreach.add(params, moved, -self.lr, inplace=inplace)
         elif isinstance(self.lr, Tensor) or self.lr != -1:
             moved = foreach.multiply(moved, -self.lr)
         return [moved, *state]
@@ -229,9 +229,7 @@ def sgd_(
                     is_first_step=False,
                 )
             bias_correction.count_up_(counts or [])
-            torch.autograd.graph.increment_version(
-                [*params, *(sums or [])]
-            )  # torch's fused steps do not count it
+            torch.autograd.graph.increment_version([*params, *(sums or [])])  # torch's step leaves them
             return
         if fused is False:  # before the first portion is written
             _check_tensors({"params": params, **columns}, weight_decay == 0 and not nesterov)
@@ -286,7 +284,7 @@ def _checked(
     momentum: Factor,
     dampening: Factor,
 ) -> dict[str, list[Tensor]]:
-    """The other lists by name, those that are there; each of them as long as the first one."""
+    """Validate the lengths of the lists; return the other lists that are there, by name."""
     wanted = not is_zero(momentum)
     if momentum_buffers and not wanted:
         raise ValueError(
@@ -309,7 +307,7 @@ def _check_tensors(columns: dict[str, Sequence[Tensor]], may_be_sparse: bool) ->
 
 
 def _dense(grad: Tensor) -> Tensor:
-    """Of the shape of a sparse gradient, without its memory; what is no such gradient is left to be looked at."""
+    """Zeros of the shape of a sparse gradient, in the memory of one element; anything else is returned as it is."""
     if isinstance(grad, Tensor) and grad.is_sparse:
         return torch.zeros((), dtype=grad.dtype, device=grad.device).expand(grad.shape)
     return grad

@@ -24,8 +24,8 @@ __all__ = ["RecordingMode", "option"]
 class _Number(float):
     """A tensor of one element where a formula wants a number; what is computed from it is recorded.
 
-    torch takes no tensor with a history as ``alpha=`` or ``value=``. As a ``float`` it is nan, so that a
-    formula that gets at that (``math.sqrt``) shows it. It is compared by the tensor's value.
+    torch takes no tensor with a history as ``alpha=`` or ``value=``. The ``float`` itself is nan, so that
+    a formula that uses it (``math.sqrt``) gives nan. Comparisons use the tensor's value.
     """
 
     tensor: Tensor

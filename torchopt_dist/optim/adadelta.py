@@ -34,7 +34,7 @@ def adadelta(
         eps: added below the roots, at least 0; a number or a tensor of one element.
         weight_decay: how much of a parameter is added to its gradient (L2 penalty), at least 0; likewise.
         moment_requires_grad: the first averages are leaves that require grad.
-        maximize: go up, not down.
+        maximize: maximize the objective.
 
     Raises:
         TypeError: an argument is of another type.

@@ -52,7 +52,7 @@ def adagrad(
         initial_accumulator_value: the sum of the squared gradients at the start, at least 0.
         eps: added to the denominator, at least 0; a number or a tensor of one element.
         moment_requires_grad: the first sums are leaves that require grad.
-        maximize: go up, not down.
+        maximize: maximize the objective.
 
     Raises:
         TypeError: an argument is of another type.

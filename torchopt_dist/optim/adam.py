@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torchopt_dist.ops.adam import adam as adam_op
 from torchopt_dist.ops.adam import adam_
-from torchopt_dist.optim.fused_step import in_place, recorded
 from torchopt_dist.optim.meta_optimizer import MetaOptimizer
 from torchopt_dist.optim.optimizer import Optimizer
 from torchopt_dist.transform.add_decayed_weights import penalized
 from torchopt_dist.transform.base import ChainedGradientTransformation, GradientTransformation
+from torchopt_dist.transform.fused_step import fused_step
 from torchopt_dist.transform.hyperparameters import (
     HyperParameter,
     check_decays,
@@ -44,7 +44,7 @@ def adam(
         weight_decay: how much of a parameter is added to its gradient (L2 penalty), at least 0; likewise.
         eps_root: added below the root of the denominator, at least 0; likewise.
         moment_requires_grad: the first averages are leaves that require grad.
-        maximize: go up, not down.
+        maximize: maximize the objective.
         fused: None uses a kernel where there is one and it helps, False never, True demands it.
 
     Raises:
@@ -75,8 +75,7 @@ def adam(
         *penalized(weight_decay, maximize),
         scale_by_adam(b1, b2, eps, eps_root, moment_requires_grad, fused=fused),
         scale_by_learning_rate(lr),
-        in_place=in_place(adam_, **options),
-        recorded=recorded(adam_op, ScaleByAdamState, **options),
+        fused_step=fused_step(adam_, adam_op, ScaleByAdamState, **options),
     )
 
 

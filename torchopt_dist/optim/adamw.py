@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torchopt_dist.ops.adam import adam as adam_op
 from torchopt_dist.ops.adam import adam_
-from torchopt_dist.optim.fused_step import in_place, recorded
 from torchopt_dist.optim.meta_optimizer import MetaOptimizer
 from torchopt_dist.optim.optimizer import Optimizer
 from torchopt_dist.transform.add_decayed_weights import add_decayed_weights, penalized
 from torchopt_dist.transform.base import ChainedGradientTransformation, GradientTransformation
+from torchopt_dist.transform.fused_step import fused_step
 from torchopt_dist.transform.hyperparameters import HyperParameter, check_decays
 from torchopt_dist.transform.masked import Mask
 from torchopt_dist.transform.scale import scale_by_learning_rate
@@ -47,7 +47,7 @@ def adamw(
         mask: which parameters decay: a tree of bools of the parameters' structure, or a function from the parameters
             to such a tree. All, if not given. For ``AdamW`` the parameters are the list of a group's.
         moment_requires_grad: the first averages are leaves that require grad.
-        maximize: go up, not down.
+        maximize: maximize the objective.
         fused: None uses a kernel where there is one and it helps, False never, True demands it.
 
     Raises:
@@ -80,8 +80,7 @@ def adamw(
         scale_by_adam(b1, b2, eps, eps_root, moment_requires_grad, fused=fused),
         add_decayed_weights(weight_decay, mask),
         scale_by_learning_rate(lr),
-        in_place=in_place(adam_, **options) if mask is None else None,
-        recorded=recorded(adam_op, ScaleByAdamState, **options) if mask is None else None,
+        fused_step=fused_step(adam_, adam_op, ScaleByAdamState, **options) if mask is None else None,
     )
 
 

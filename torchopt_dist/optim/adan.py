@@ -44,7 +44,7 @@ def adan(
         eps: added to the denominator, at least 0; a number or a tensor of one element.
         weight_decay: decoupled and proximal, at least 0; likewise.
         moment_requires_grad: the first averages are leaves that require grad.
-        maximize: go up, not down.
+        maximize: maximize the objective.
 
     Raises:
         TypeError: an argument is of another type.

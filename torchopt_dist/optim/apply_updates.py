@@ -9,10 +9,9 @@ from torchopt_dist import pytree
 from torchopt_dist.ops import foreach
 from torchopt_dist.ops.columns import pick, present, put
 from torchopt_dist.transform.base import ChainedGradientTransformation, GradientTransformation
-from torchopt_dist.transform.scale import split_factor
 from torchopt_dist.typing import OptionalTensor, OptState, Params, Updates
 
-__all__ = ["apply_updates", "move_", "recorded_step", "step_"]
+__all__ = ["apply_updates", "differentiable_step", "move_", "step_in_place"]
 
 
 def apply_updates(params: Params, updates: Updates, *, inplace: bool = True) -> Params:
@@ -22,7 +21,7 @@ def apply_updates(params: Params, updates: Updates, *, inplace: bool = True) -> 
         params: a tree of tensors.
         updates: a tree of the same structure; each leaf has the shape of its parameter, or is ``None``: that
             parameter stays.
-        inplace: overwrite the parameters and record nothing. Otherwise the results are new tensors through
+        inplace: if True, overwrites the parameters and records nothing. Otherwise the results are new tensors through
             which gradients flow back to ``params`` and to ``updates``.
 
     Returns:
@@ -55,40 +54,42 @@ def move_(params: list[OptionalTensor], updates: list[OptionalTensor], factor: f
         foreach.add(old, step, factor, inplace=True)
 
 
-def step_(
+def step_in_place(
     impl: GradientTransformation,
     params: list[OptionalTensor],
     grads: list[OptionalTensor],
     state: OptState,
-) -> OptState | None:
-    """Gradients → parameters moved in place and the next state, with as few passes over the memory as are known.
+) -> OptState:
+    """Move parameters in place, with as few passes over the memory as are known.
 
-    ``None`` means that the given state has been overwritten.
+    Returns:
+        The next state: the given one, if all of it has been overwritten.
     """
     with torch.no_grad():
-        if (
-            isinstance(impl, ChainedGradientTransformation)
-            and impl.in_place is not None
-            and not foreach.runs_in_a_loop(pick(params, present(grads)))
-        ):
-            impl.in_place(params, grads, state)
-            return None
-        before, factor = split_factor(impl)
-        if before is impl:
+        if not isinstance(impl, ChainedGradientTransformation):
             updates, state = impl.update(grads, state, params=params, inplace=True)
-        else:
-            updates, kept = before.update(grads, state[:-1], params=params, inplace=True)
-            state = (*kept, state[-1])
-        move_(params, updates, factor)
-    return state
+            move_(params, updates)
+            return state
+        step = impl.fused_step.in_place
+        if step is not None and not foreach.runs_in_a_loop(pick(params, present(grads))):
+            step(params, grads, state)
+            return state
+        links, factor = impl.transformations, None
+        if links and (factor := links[-1].constant_factor) is not None:
+            links = links[:-1]  # `p + factor * update` is one pass over the memory, not two
+        updates, kept = ChainedGradientTransformation(*links).update(
+            grads, state[: len(links)], params=params, inplace=True
+        )
+        move_(params, updates, 1.0 if factor is None else factor)
+        return (*kept, *state[len(links) :])
 
 
-def recorded_step(
+def differentiable_step(
     impl: GradientTransformation, params: Params, grads: Updates, state: OptState
 ) -> tuple[Params, OptState]:
     """Gradients → new parameters, connected to the graph, and the next state."""
-    if isinstance(impl, ChainedGradientTransformation) and impl.recorded is not None:
-        return impl.recorded(params, grads, state)
+    if isinstance(impl, ChainedGradientTransformation) and impl.fused_step.differentiable is not None:
+        return impl.fused_step.differentiable(params, grads, state)
     updates, state = impl.update(grads, state, params=params, inplace=False)
     return apply_updates(params, updates, inplace=False), state
 

@@ -24,7 +24,7 @@ __all__ = ["DifferentiableOptimizer", "differentiable"]
 _OURS = ("differentiable", "foreach", "fused", "capturable")
 """Options of torch's classes that choose between implementations of one formula."""
 _DRY_STEPS = 8
-"""Steps after which every option has told on the outcome: RAdam's ``eps`` does at its sixth."""
+"""Steps after which every option has had an effect on the parameters: RAdam's ``eps`` has one at the sixth."""
 
 
 def differentiable(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchopt_dist import pytree
 from torchopt_dist.nn._tensor_copier import TensorCopier
-from torchopt_dist.optim.apply_updates import apply_updates, recorded_step
+from torchopt_dist.optim.apply_updates import apply_updates, differentiable_step
 from torchopt_dist.optim.checkpoint import flatten_state, restore_state
 from torchopt_dist.optim.gradients import gradients
 from torchopt_dist.transform.base import GradientTransformation
@@ -92,7 +92,7 @@ class FuncOptimizer:
         state = self._state_for(params)
         with torch.set_grad_enabled(not inplace):
             if not inplace:
-                moved, self._state = recorded_step(self.impl, params, grads, state)
+                moved, self._state = differentiable_step(self.impl, params, grads, state)
                 new = [_apart(*pair) for pair in zip(leaves, pytree.flatten(moved)[0], strict=True)]
                 return pytree.unflatten(spec, [new[first] for first in firsts])
             updates, self._state = self.impl.update(grads, state, params=params, inplace=True)

@@ -18,7 +18,7 @@ from torchopt_dist import pytree
 from torchopt_dist.nn import _tensor_dicts
 from torchopt_dist.nn._tensor_copier import TensorCopier
 from torchopt_dist.optim import signatures
-from torchopt_dist.optim.apply_updates import recorded_step
+from torchopt_dist.optim.apply_updates import differentiable_step
 from torchopt_dist.optim.checkpoint import flatten_state, restore_state
 from torchopt_dist.optim.gradients import gradients
 from torchopt_dist.typing import OptionalTensor, OptState
@@ -134,7 +134,7 @@ class MetaOptimizer:
         self, params: Mapping[str, Tensor], grads: dict[str, OptionalTensor], state: OptState
     ) -> tuple[Mapping[str, Tensor], OptState]:
         """Parameters of one group by name → moved ones, and the group's next state."""
-        return recorded_step(self.impl, params, grads, state)
+        return differentiable_step(self.impl, params, grads, state)
 
     def state_dict(self) -> dict[str, Any]:
         """The states as ``{'state': [{where: tensor}, ...]}``, a dict a group, for ``torch.save``.

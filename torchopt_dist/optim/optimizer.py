@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torchopt_dist import pytree
 from torchopt_dist.optim import signatures
-from torchopt_dist.optim.apply_updates import step_
+from torchopt_dist.optim.apply_updates import step_in_place
 from torchopt_dist.optim.checkpoint import flatten_with_keys
 from torchopt_dist.transform.base import GradientTransformation
 from torchopt_dist.typing import OptState
@@ -87,6 +87,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def __init__(self, params: Iterable[Any], *args: Any, **kwargs: Any) -> None:
         self._layouts: dict[int, tuple[Any, _Layout]] = {}
+        self._built: dict[int, tuple[list[Any], GradientTransformation]] = {}
         self._impl: GradientTransformation | None = None
         options: dict[str, Any] = {}
         if self.transformation is None:
@@ -187,6 +188,7 @@ class Optimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._layouts = {}
+        self._built = {}
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
@@ -196,12 +198,21 @@ class Optimizer(torch.optim.Optimizer):
         grads = [p.grad for p in params]
         if all(grad is None for grad in grads):
             return
-        impl = self._transformation_of(group)
+        impl = self._built_transformation(index, group)
         layout = self._layout(index, group, impl)
         before = self._gather(group, impl, layout)
-        state = step_(impl, params, grads, before)
-        if state is not None:  # else it has been overwritten
+        state = step_in_place(impl, params, grads, before)
+        if state is not before:
             self._scatter(group, layout, state)
+
+    def _built_transformation(self, index: int, group: dict[str, Any]) -> GradientTransformation:
+        """The transformation of a group, made anew only where an option is not what it was at the last step."""
+        options = [group[name] for name in self.defaults]
+        known = self._built.get(index)
+        if known is None or not all(map(_is_same_option, known[0], options)):
+            known = options, self._transformation_of(group)
+            self._built[index] = known
+        return known[1]
 
     def _transformation_of(self, group: dict[str, Any]) -> GradientTransformation:
         if self.transformation is None:
@@ -282,6 +293,11 @@ class Optimizer(torch.optim.Optimizer):
                     self.state[p][key] = value
         if shared:
             group[_SHARED] = shared
+
+
+def _is_same_option(before: Any, now: Any) -> bool:
+    """Whether a transformation made with the one value goes for the other; a tensor may be overwritten meanwhile."""
+    return before is now or (isinstance(now, numbers.Real) and type(before) is type(now) and before == now)
 
 
 def _is_list(part: Any) -> bool:

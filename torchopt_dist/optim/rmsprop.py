@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 from torchopt_dist.ops.rmsprop import rmsprop as rmsprop_op
 from torchopt_dist.ops.rmsprop import rmsprop_
-from torchopt_dist.optim.fused_step import in_place, recorded
 from torchopt_dist.optim.meta_optimizer import MetaOptimizer
 from torchopt_dist.optim.optimizer import Optimizer
 from torchopt_dist.transform.add_decayed_weights import penalized
 from torchopt_dist.transform.base import ChainedGradientTransformation, GradientTransformation
-from torchopt_dist.transform.hyperparameters import HyperParameter, is_zero
+from torchopt_dist.transform.fused_step import fused_step
+from torchopt_dist.transform.hyperparameters import HyperParameter, is_number, is_zero
 from torchopt_dist.transform.scale import scale_by_learning_rate
 from torchopt_dist.transform.scale_by_rms import (
     ScaleByRmsState,
@@ -55,7 +58,7 @@ def rmsprop(
         initial_scale: the average of the squared gradients at the start, at least 0.
         nesterov: look ahead along the running sum; needs a momentum.
         moment_requires_grad: the first averages are leaves that require grad.
-        maximize: go up, not down.
+        maximize: maximize the objective.
         fused: None uses a kernel where there is one, False never, True demands it.
 
     Raises:
@@ -73,19 +76,10 @@ def rmsprop(
     """
     check_momentum(momentum, 0.0, nesterov)
     scale_down = scale_by_stddev if centered else scale_by_rms
-    whole = in_place(
-        rmsprop_,
-        lr=lr,
-        alpha=alpha,
-        eps=eps,
-        momentum=momentum,
-        nesterov=nesterov,
-        weight_decay=weight_decay,
-        maximize=maximize,
-        fused=fused,
-    )
-    differentiably = recorded(
-        rmsprop_op,
+    penalty: dict[str, Any] = {"weight_decay": weight_decay, "maximize": maximize}
+    whole = fused_step(
+        partial(rmsprop_, **penalty) if is_number(weight_decay) else None,
+        rmsprop_op if is_zero(weight_decay) and not maximize else None,
         ScaleByStddevState if centered else ScaleByRmsState,
         TraceState,
         lr=lr,
@@ -99,12 +93,7 @@ def rmsprop(
     links.append(scale_down(alpha, eps, initial_scale, moment_requires_grad, fused=fused))
     if not is_zero(momentum):
         links.append(trace(momentum, 0.0, nesterov, moment_requires_grad))
-    return ChainedGradientTransformation(
-        *links,
-        scale_by_learning_rate(lr),
-        in_place=whole,
-        recorded=differentiably if is_zero(weight_decay) and not maximize else None,
-    )
+    return ChainedGradientTransformation(*links, scale_by_learning_rate(lr), fused_step=whole)
 
 
 class RMSprop(Optimizer, transformation=rmsprop):

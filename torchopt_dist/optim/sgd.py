@@ -6,11 +6,11 @@ from typing import Any
 
 from torchopt_dist.ops.sgd import sgd as sgd_op
 from torchopt_dist.ops.sgd import sgd_
-from torchopt_dist.optim.fused_step import in_place, recorded
 from torchopt_dist.optim.meta_optimizer import MetaOptimizer
 from torchopt_dist.optim.optimizer import Optimizer
 from torchopt_dist.transform.add_decayed_weights import penalized
 from torchopt_dist.transform.base import ChainedGradientTransformation, GradientTransformation
+from torchopt_dist.transform.fused_step import fused_step
 from torchopt_dist.transform.hyperparameters import HyperParameter, is_number, is_zero
 from torchopt_dist.transform.scale import scale_by_learning_rate
 from torchopt_dist.transform.trace import TraceState, check_momentum, trace
@@ -44,7 +44,7 @@ def sgd(
         weight_decay: how much of a parameter is added to its gradient (L2 penalty), at least 0; likewise.
         nesterov: look ahead along the running sum [Sutskever et al. 2013]; needs a momentum and no dampening.
         moment_requires_grad: the first running sums are leaves that require grad.
-        maximize: go up, not down.
+        maximize: maximize the objective.
         fused: None uses a kernel where there is one and it helps, False never, True demands it, and numbers for
             hyper-parameters. It is for whole steps: ``update`` alone is sums of tensors, and has no kernel.
 
@@ -80,8 +80,7 @@ def sgd(
     return ChainedGradientTransformation(
         *links,
         scale_by_learning_rate(lr),
-        in_place=in_place(sgd_, **options),
-        recorded=recorded(sgd_op, None if is_zero(momentum) else TraceState, **options),
+        fused_step=fused_step(sgd_, sgd_op, None if is_zero(momentum) else TraceState, **options),
     )
 
 

@@ -48,7 +48,7 @@ def add_decayed_weights(weight_decay: HyperParameter = 0.0, mask: Mask = None) -
 
 
 def penalized(weight_decay: HyperParameter, maximize: bool) -> list[GradientTransformation]:
-    """The links that make of a gradient the one to descend along: negated to go up, with an L2 penalty."""
+    """The links that turn a gradient into the one to descend along: negated to maximize, plus an L2 penalty."""
     return [*([scale(-1.0)] if maximize else []), add_decayed_weights(weight_decay)]
 
 

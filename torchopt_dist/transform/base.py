@@ -12,10 +12,10 @@ tensors (torch's names for them, such as ``momentum_buffer``; a counter is calle
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from torchopt_dist.transform.fused_step import FusedStep
 from torchopt_dist.typing import OptState, Params, Updates
 
 if TYPE_CHECKING:
@@ -25,9 +25,7 @@ __all__ = [
     "ChainedGradientTransformation",
     "EmptyState",
     "GradientTransformation",
-    "InPlaceFn",
     "InitFn",
-    "RecordedFn",
     "UpdateFn",
     "chain",
     "identity",
@@ -56,37 +54,11 @@ class UpdateFn(Protocol):
                 overwritten.
             state: from ``init`` or from the last ``update``.
             params: the parameters, for transformations that look at them.
-            inplace: leave to overwrite the tensors of ``state``, used where no graph is recorded
+            inplace: if True, may overwrite the tensors of ``state`` where no graph is recorded
                 (``torch.no_grad``); the returned updates may then share memory with the state.
 
         Returns:
             The updates, to be added to the parameters, and the next state.
-        """
-
-
-class InPlaceFn(Protocol):
-    """Parameters, gradients, state → nothing: the parameters and the state are overwritten."""
-
-    def __call__(self, params: Sequence[Any], grads: Sequence[Any], state: Any, /) -> None:
-        """Make one step, without recording a graph.
-
-        Args:
-            params: the leaves of the parameters.
-            grads: as many gradients; one that is ``None`` leaves its parameter and its state alone.
-            state: the chain's state.
-        """
-
-
-class RecordedFn(Protocol):
-    """Parameters, gradients, state → moved parameters, next state; differentiable."""
-
-    def __call__(self, params: Params, grads: Updates, state: Any, /) -> tuple[Params, OptState]:
-        """Make one step; nothing is overwritten.
-
-        Args:
-            params: the parameters, a tree.
-            grads: a tree of their structure; one that is ``None`` leaves its parameter and its state alone.
-            state: the chain's state.
         """
 
 
@@ -111,6 +83,11 @@ class GradientTransformation(NamedTuple):
     update: UpdateFn
     """Gradients, state, ``params=``, ``inplace=`` → updates, next state."""
 
+    @property
+    def constant_factor(self) -> float | None:
+        """The number that updates are multiplied by, if that is all that the transformation does."""
+        return None
+
 
 class ChainedGradientTransformation(GradientTransformation):
     """Transformations run one after another; a chain in a chain becomes part of it.
@@ -119,23 +96,19 @@ class ChainedGradientTransformation(GradientTransformation):
     """
 
     transformations: tuple[GradientTransformation, ...]
-    in_place: InPlaceFn | None
-    """What ``update`` and the addition to the parameters do, at once; ``None`` where it is not known."""
-    recorded: RecordedFn | None
-    """The same, differentiable."""
+    fused_step: FusedStep
+    """The whole steps that are known, from gradients to moved parameters."""
 
     def __new__(
         cls,
         *transformations: GradientTransformation,
-        in_place: InPlaceFn | None = None,
-        recorded: RecordedFn | None = None,
+        fused_step: FusedStep | None = None,
     ) -> Self:
         """Chain the transformations; none at all is the identity.
 
         Args:
             transformations: the links.
-            in_place: a whole step that needs less memory traffic than the links one after another.
-            recorded: the same for steps that are to be differentiated.
+            fused_step: whole steps that give the numbers of the links and need less memory traffic.
 
         Raises:
             TypeError: one of them is no gradient transformation.
@@ -152,12 +125,11 @@ class ChainedGradientTransformation(GradientTransformation):
                 )
         made = super().__new__(cls, partial(_chain_init, tuple(links)), partial(_chain_update, tuple(links)))
         made.transformations = tuple(links)
-        made.in_place = in_place
-        made.recorded = recorded
+        made.fused_step = FusedStep() if fused_step is None else fused_step
         return made
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuilt, (type(self), self.transformations, self.in_place, self.recorded)
+        return _rebuilt, (type(self), self.transformations, self.fused_step)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}{self.transformations!r}"
@@ -166,10 +138,9 @@ class ChainedGradientTransformation(GradientTransformation):
 def _rebuilt(
     cls: type[ChainedGradientTransformation],
     links: tuple[GradientTransformation, ...],
-    in_place: InPlaceFn | None,
-    recorded: RecordedFn | None,
+    fused_step: FusedStep,
 ) -> ChainedGradientTransformation:
-    return cls(*links, in_place=in_place, recorded=recorded)
+    return cls(*links, fused_step=fused_step)
 
 
 def _chain_init(links: tuple[GradientTransformation, ...], params: Params) -> OptState:

@@ -1,8 +1,8 @@
 """A formula on lists of tensors → the ``init`` and the ``update`` of a transformation that works leaf by leaf.
 
-What every such transformation shares is here: leaves that are ``None`` are left out and keep their state,
-complex leaves are seen as pairs of real ones, and the state is overwritten only where no graph is recorded.
-What is its own is a ``NamedTuple`` for the state and a formula. Each field of the state is a tree with a
+All such transformations share what is here: leaves that are ``None`` are left out and keep their state, complex
+leaves are treated as pairs of real ones, and the state is overwritten only where no graph is recorded. Each
+transformation adds a ``NamedTuple`` for the state and a formula. Each field of the state is a tree with a
 tensor a parameter.
 """
 
@@ -42,7 +42,7 @@ def elementwise(
     Args:
         state_type: the ``NamedTuple`` of the state.
         first: parameters → the first state; a module-level function or a ``partial`` of one.
-        formula: likewise; overwrites the fields if told ``inplace=True``.
+        formula: likewise; may overwrite the fields if it is called with ``inplace=True``.
         sparse: the formula takes sparse gradients too.
     """
     return GradientTransformation(first, partial(_update, state_type, formula, sparse))

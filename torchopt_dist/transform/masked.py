@@ -20,19 +20,19 @@ class MaskedState(NamedTuple):
     """What :func:`masked` remembers."""
 
     inner_state: OptState
-    """The state of the inner transformation, ``None`` at the leaves that it does not see."""
+    """The state of the inner transformation, ``None`` at the leaves that the mask does not choose."""
 
 
 def masked(inner: GradientTransformation, mask: Mask = None) -> GradientTransformation:
     """Apply a transformation to some leaves only.
 
-    At all others ``inner`` sees ``None``: it keeps no state for them, and their updates pass through as they
-    are. Something that looks at all updates, such as the norm of
+    For all other leaves ``inner`` is given ``None``: it keeps no state for them, and their updates pass through as
+    they are. A transformation that looks at all updates, such as the norm of
     :func:`~torchopt_dist.clip_grad_norm`, then looks at the chosen ones.
 
     Args:
         inner: the transformation.
-        mask: which leaves it sees: a tree of bools of the parameters' structure, or a function from the
+        mask: which leaves ``inner`` transforms: a tree of bools of the parameters' structure, or a function from the
             parameters to such a tree (a module-level one, if the transformation is to be pickled). The
             function runs in ``init`` and in each ``update``, so its answer must stay the same: it may look
             at names and shapes, not at values. All, if not given.

@@ -6,7 +6,7 @@ A learning rate given as a tensor gets its exact gradient, to any order.
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,16 +14,21 @@ from torch import Tensor
 from torchopt_dist import pytree
 from torchopt_dist.ops import foreach
 from torchopt_dist.ops.columns import pick, present, put
-from torchopt_dist.transform.base import (
-    ChainedGradientTransformation,
-    EmptyState,
-    GradientTransformation,
-    stateless,
-)
+from torchopt_dist.transform.base import EmptyState, GradientTransformation, stateless
 from torchopt_dist.transform.hyperparameters import HyperParameter, check_learning_rate
 from torchopt_dist.typing import OptState, Params, ScalarOrSchedule, Schedule, Updates
 
-__all__ = ["ScaleByScheduleState", "scale", "scale_by_learning_rate", "scale_by_schedule", "split_factor"]
+__all__ = ["ScaleByScheduleState", "scale", "scale_by_learning_rate", "scale_by_schedule"]
+
+
+class _Scale(GradientTransformation):
+    """Updates times one number or tensor."""
+
+    @property
+    def constant_factor(self) -> float | None:
+        update: Any = self.update
+        step_size, sign = update.args
+        return None if isinstance(step_size, Tensor) else sign * step_size
 
 
 class ScaleByScheduleState(NamedTuple):
@@ -46,7 +51,7 @@ def scale(step_size: HyperParameter) -> GradientTransformation:
         >>> impl.update(2 * w, impl.init(w), params=w)[0]
         tensor([-1.,  2.])
     """
-    return GradientTransformation(stateless, partial(_scale_update, step_size, 1.0))
+    return _Scale(stateless, partial(_scale_update, step_size, 1.0))
 
 
 def scale_by_schedule(step_size_fn: Schedule) -> GradientTransformation:
@@ -91,25 +96,7 @@ def scale_by_learning_rate(lr: ScalarOrSchedule) -> GradientTransformation:
     check_learning_rate("lr", lr)
     if callable(lr):
         return GradientTransformation(_schedule_init, partial(_schedule_update, lr, -1.0))
-    return GradientTransformation(stateless, partial(_scale_update, lr, -1.0))
-
-
-def split_factor(transformation: GradientTransformation) -> tuple[GradientTransformation, float]:
-    """Split a constant factor, such as minus the learning rate, off the end of a chain.
-
-    ``p + factor * update`` is then one pass over the memory, not two.
-
-    Returns:
-        The transformation without its last link, and that link's factor; if the last link is not a constant
-        number, the transformation as it is, and 1.
-    """
-    if isinstance(transformation, ChainedGradientTransformation) and transformation.transformations:
-        *links, last = transformation.transformations
-        if isinstance(last.update, partial) and last.update.func is _scale_update:
-            step_size, sign = last.update.args
-            if not isinstance(step_size, Tensor):
-                return ChainedGradientTransformation(*links), sign * step_size
-    return transformation, 1.0
+    return _Scale(stateless, partial(_scale_update, lr, -1.0))
 
 
 def _scale_update(

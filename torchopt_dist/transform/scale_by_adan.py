@@ -103,12 +103,16 @@ def _formula(
     exp_avg_sqs = foreach.multiply(exp_avg_sqs, b3, inplace=inplace)
     exp_avg_sqs = foreach.add_product(exp_avg_sqs, ahead, ahead, 1 - b3, inplace=inplace)
 
-    left1, left2, left3 = (bias_correction.bias_correction(b, steps) for b in (b1, b2, b3))
-    above = foreach.add(
-        foreach.multiply(exp_avgs, foreach.combine(_inverse, left1)),
-        foreach.multiply(exp_avg_diffs, foreach.combine(partial(_over, b2), left2)),
+    bias_correction1, bias_correction2, bias_correction3 = bias_correction.bias_corrections(
+        (b1, b2, b3), steps
     )
-    roots = foreach.multiply(foreach.square_root(exp_avg_sqs), foreach.combine(_inverse_root, left3))
+    above = foreach.add(
+        foreach.multiply(exp_avgs, foreach.combine(_inverse, bias_correction1)),
+        foreach.multiply(exp_avg_diffs, foreach.combine(partial(_over, b2), bias_correction2)),
+    )
+    roots = foreach.multiply(
+        foreach.square_root(exp_avg_sqs), foreach.combine(_inverse_root, bias_correction3)
+    )
     moved = foreach.divide(above, foreach.add_number(roots, eps))
     last = [_own(g) for g in grads]
     return moved, exp_avgs, exp_avg_diffs, exp_avg_sqs, last, steps

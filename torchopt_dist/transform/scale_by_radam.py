@@ -99,10 +99,13 @@ def _formula(
     exp_avgs = foreach.interpolate(exp_avgs, grads, 1 - b1, inplace=inplace)
     exp_avg_sqs = foreach.multiply(exp_avg_sqs, b2, inplace=inplace)
     exp_avg_sqs = foreach.add_product(exp_avg_sqs, grads, grads, 1 - b2, inplace=inplace)
-    left1, left2 = bias_correction.bias_correction(b1, steps), bias_correction.bias_correction(b2, steps)
+    bias_correction1, bias_correction2 = (
+        bias_correction.bias_correction(b1, steps),
+        bias_correction.bias_correction(b2, steps),
+    )
     t = bias_correction.values(steps)
-    plain = foreach.combine(partial(_plain, b2), t, left1, left2)
-    adaptive = foreach.combine(partial(_adaptive, b2), t, left1, left2)
+    plain = foreach.combine(partial(_plain, b2), t, bias_correction1, bias_correction2)
+    adaptive = foreach.combine(partial(_adaptive, b2), t, bias_correction1, bias_correction2)
     if is_number(adaptive) and adaptive == 0:
         return foreach.multiply(exp_avgs, plain), exp_avgs, exp_avg_sqs, steps
     below = foreach.add_number(foreach.square_root(exp_avg_sqs), eps)
@@ -112,26 +115,26 @@ def _formula(
     return moved, exp_avgs, exp_avg_sqs, steps
 
 
-def _length(b2: HyperParameter, t: HyperParameter, left2: HyperParameter) -> HyperParameter:
+def _length(b2: HyperParameter, t: HyperParameter, bias_correction2: HyperParameter) -> HyperParameter:
     """How many gradients the average ``v`` is over: ``rho_t`` of the paper."""
-    return 2 / (1 - b2) - 1 - 2 * t * (1 - left2) / left2
+    return 2 / (1 - b2) - 1 - 2 * t * (1 - bias_correction2) / bias_correction2
 
 
 def _plain(
-    b2: HyperParameter, t: HyperParameter, left1: HyperParameter, left2: HyperParameter
+    b2: HyperParameter, t: HyperParameter, bias_correction1: HyperParameter, bias_correction2: HyperParameter
 ) -> HyperParameter:
     """The factor of the average as it is: 0 as soon as the denominator is trusted."""
-    length = _length(b2, t, left2)
+    length = _length(b2, t, bias_correction2)
     if isinstance(length, Tensor):
-        return torch.where(length > TRUSTED, 0.0, 1 / left1)
-    return 0.0 if length > TRUSTED else 1 / left1
+        return torch.where(length > TRUSTED, 0.0, 1 / bias_correction1)
+    return 0.0 if length > TRUSTED else 1 / bias_correction1
 
 
 def _adaptive(
-    b2: HyperParameter, t: HyperParameter, left1: HyperParameter, left2: HyperParameter
+    b2: HyperParameter, t: HyperParameter, bias_correction1: HyperParameter, bias_correction2: HyperParameter
 ) -> HyperParameter:
     """The factor of the average over its denominator: 0 until that is trusted."""
-    length, longest = _length(b2, t, left2), 2 / (1 - b2) - 1
+    length, longest = _length(b2, t, bias_correction2), 2 / (1 - b2) - 1
     trusted = length > TRUSTED
     if isinstance(trusted, Tensor):  # what is not taken must be finite, or its derivative is none
         length, longest = (
@@ -141,5 +144,5 @@ def _adaptive(
     elif not trusted:
         return 0.0
     above = (length - 4) * (length - 2) * longest
-    factor = (above / ((longest - 4) * (longest - 2) * length) * left2) ** 0.5 / left1
+    factor = (above / ((longest - 4) * (longest - 2) * length) * bias_correction2) ** 0.5 / bias_correction1
     return torch.where(trusted, factor, 0.0) if isinstance(trusted, Tensor) else factor

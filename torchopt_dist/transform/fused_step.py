@@ -1,0 +1,152 @@
+"""Ops on lists of tensors → whole steps of an optimizer's chain, from gradients to moved parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from torchopt_dist import pytree
+from torchopt_dist.ops.columns import as_complex, as_real, pick, present, put
+from torchopt_dist.transform.hyperparameters import is_number
+from torchopt_dist.typing import OptState, Params, Updates
+
+__all__ = ["FusedStep", "fused_step"]
+
+
+class InPlaceFn(Protocol):
+    """Parameters, gradients, state → the parameters and the state are overwritten."""
+
+    def __call__(self, params: Sequence[Any], grads: Sequence[Any], state: Any, /) -> None:
+        """Make one step, without recording a graph.
+
+        Args:
+            params: the leaves of the parameters.
+            grads: as many gradients; one that is ``None`` leaves its parameter and its state alone.
+            state: the chain's state.
+        """
+
+
+class DifferentiableFn(Protocol):
+    """Parameters, gradients, state → moved parameters, next state."""
+
+    def __call__(self, params: Params, grads: Updates, state: Any, /) -> tuple[Params, OptState]:
+        """Make one step that is recorded in the graph; nothing is overwritten.
+
+        Args:
+            params: the parameters, a tree.
+            grads: a tree of their structure; one that is ``None`` leaves its parameter and its state alone.
+            state: the chain's state.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class FusedStep:
+    """What a chain's ``update`` and the addition to the parameters do, at once, with fewer passes over the memory."""
+
+    in_place: InPlaceFn | None = None
+    """The step that overwrites parameters and state; ``None`` where none is known."""
+    differentiable: DifferentiableFn | None = None
+    """The step that is recorded in the graph; likewise."""
+
+
+def fused_step(
+    in_place: Callable[..., None] | None,
+    differentiable: Callable[..., tuple[list[Any], ...]] | None,
+    *state_types: type[Any] | None,
+    **options: Any,
+) -> FusedStep | None:
+    """Make the whole steps of a chain from two ops.
+
+    Args:
+        in_place: takes lists of real tensors and overwrites them: parameters, gradients, and by name the fields of the
+            links' states, ``exp_avgs`` for ``exp_avg``; and the options.
+        differentiable: takes lists of real tensors: gradients, parameters by the name ``params``, the fields of these
+            links' states by theirs where they are not ``()``, and the options; gives the moved parameters and the next
+            fields, in the order of the chain.
+        state_types: the types of those links' states, ``None`` for a link left out; the other links have no state.
+        options: the hyper-parameters, and whatever else both ops take; one that is ``None`` is not passed.
+
+    Returns:
+        The steps; or ``None`` if an option is a tensor or a schedule, which the ops do not take.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    if not is_number(*given.values()):
+        return None
+    types = tuple(kind for kind in state_types if kind is not None)
+    return FusedStep(
+        None if in_place is None else partial(_step_in_place, in_place, given),
+        None if differentiable is None else partial(_differentiable_step, differentiable, types, given),
+    )
+
+
+def _step_in_place(
+    op: Callable[..., None],
+    options: dict[str, Any],
+    params: Sequence[Any],
+    grads: Sequence[Any],
+    state: OptState,
+    /,
+) -> None:
+    fields = {f"{name}s": field for own in state for name, field in zip(own._fields, own, strict=True)}
+    columns = {name: _leaves(field) for name, field in fields.items()}
+    picked = {name: column for name, column in columns.items() if column}
+    given = [list(params), list(grads)]
+    places = present(grads)
+    if len(places) < len(grads):
+        picked = {name: pick(column, places) for name, column in picked.items()}
+        given = [pick(column, places) for column in given]
+    if any(map(Tensor.is_complex, given[0])):
+        given = [as_real(column) for column in given]
+        picked = {name: as_real(column) for name, column in picked.items()}
+    op(*given, **picked, **options)
+
+
+def _leaves(field: Any) -> list[Any]:
+    """The leaves of a field. Most fields are lists of tensors: the check takes a tenth of the time of flattening."""
+    return field if type(field) is list and {*map(type, field)} == {Tensor} else pytree.flatten(field)[0]
+
+
+def _differentiable_step(
+    op: Callable[..., tuple[list[Any], ...]],
+    state_types: tuple[type[Any], ...],
+    options: dict[str, Any],
+    params: Params,
+    grads: Updates,
+    state: OptState,
+    /,
+) -> tuple[Params, OptState]:
+    leaves, spec = pytree.flatten(params)
+    grad_leaves = pytree.flatten_like(spec, grads, "updates", "params")
+    places = present(grad_leaves)
+    fields = {
+        (link, name): pytree.flatten_like(spec, field, f"state.{name}", "updates")
+        for link, own in enumerate(state)
+        if isinstance(own, state_types)
+        for name, field in zip(own._fields, own, strict=True)
+        if not (leaves and type(field) is tuple and not field)
+    }
+    before = [pick(column, places) for column in (leaves, *fields.values())]
+    given = [pick(grad_leaves, places), *before]
+    some_are_complex = any(x.is_complex() for x in before[0])
+    if some_are_complex:
+        given = [as_real(column) for column in given]
+    real_grads, real_params, *old = given
+    named = {f"{name}s": column for (_, name), column in zip(fields, old, strict=True)}
+    made = op(real_grads, params=real_params, **named, **options)
+    if some_are_complex:
+        made = tuple(as_complex(new, like) for new, like in zip(made, before, strict=True))
+    moved, *after = (
+        pytree.unflatten(spec, put(column, places, new))
+        for column, new in zip((leaves, *fields.values()), made, strict=True)
+    )
+    changed = dict(zip(fields, after, strict=True))
+    return moved, tuple(
+        type(own)(*(changed.get((link, name), field) for name, field in zip(own._fields, own, strict=True)))
+        if isinstance(own, state_types)
+        else own
+        for link, own in enumerate(state)
+    )
