@@ -174,15 +174,11 @@ def add_quotient(
     xs: list[Tensor], ys: list[Tensor], zs: list[Tensor], alpha: float, *, inplace: bool = False
 ) -> list[Tensor]:
     """``x + alpha * y / z`` for each triple; as :func:`add`."""
-    if runs_in_a_loop(xs):
-        function: Callable[..., Tensor] = Tensor.addcdiv_ if inplace else Tensor.addcdiv
-        added = [function(x, y, z, value=alpha) for x, y, z in zip(xs, ys, zs, strict=True)]
-    elif inplace:
+    if inplace and not runs_in_a_loop(xs):
         torch._foreach_addcdiv_(xs, ys, zs, alpha)
         return xs
-    else:
-        added = list(torch._foreach_addcdiv(xs, ys, zs, alpha))
-    return [_kept(z, x) for x, z in zip(xs, added, strict=True)]
+    # Not `_foreach_addcdiv`: torch 2.13 fails to differentiate it where one of the tensors is 0-d.
+    return add(xs, divide(ys, zs), alpha, inplace=inplace)
 
 
 def square_root(xs: list[Tensor]) -> list[Tensor]:
