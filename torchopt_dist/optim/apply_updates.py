@@ -59,11 +59,11 @@ def step_in_place(
     params: list[OptionalTensor],
     grads: list[OptionalTensor],
     state: OptState,
-) -> OptState:
+) -> OptState | None:
     """Move parameters in place, with as few passes over the memory as are known.
 
     Returns:
-        The next state: the given one, if all of it has been overwritten.
+        The next state; ``None`` if the given state has been overwritten.
     """
     with torch.no_grad():
         if not isinstance(impl, ChainedGradientTransformation):
@@ -73,7 +73,7 @@ def step_in_place(
         step = impl.fused_step.in_place
         if step is not None and not foreach.runs_in_a_loop(pick(params, present(grads))):
             step(params, grads, state)
-            return state
+            return None
         links, factor = impl.transformations, None
         if links and (factor := links[-1].constant_factor) is not None:
             links = links[:-1]  # `p + factor * update` is one pass over the memory, not two

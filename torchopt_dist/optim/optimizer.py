@@ -202,7 +202,7 @@ class Optimizer(torch.optim.Optimizer):
         layout = self._layout(index, group, impl)
         before = self._gather(group, impl, layout)
         state = step_in_place(impl, params, grads, before)
-        if state is not before:
+        if state is not None:
             self._scatter(group, layout, state)
 
     def _built_transformation(self, index: int, group: dict[str, Any]) -> GradientTransformation:
