@@ -133,7 +133,12 @@ def test_a_transformation_in_a_product_goes_unnoticed_without_levels(monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("name", "read"), [("_parameters", private.parameters_of), ("_buffers", private.buffers_of)]
+    ("name", "read"),
+    [
+        ("_parameters", private.parameters_of),
+        ("_buffers", private.buffers_of),
+        ("_modules", private.children_of),
+    ],
 )
 def test_a_module_without_its_dictionaries_is_an_error_that_names_them(name: str, read: Any) -> None:
     module = nn.BatchNorm1d(2)
@@ -326,8 +331,6 @@ PRIVATE_ATTRIBUTES = {
     "_backward_hooks",
 }
 MODULES = ("torch", "threading", "atexit", "asyncio", "multiprocessing", "socket", "subprocess", "concurrent")
-STILL_OWN = {"launch"}
-"""Rooms whose private names are still to be moved to the one file."""
 
 
 def private_names(source: str) -> Iterator[tuple[int, str]]:
@@ -363,7 +366,7 @@ def test_no_other_file_uses_a_private_name() -> None:
     found = [
         f"{path.relative_to(PACKAGE)}:{line} uses {name}"
         for path in sorted(PACKAGE.rglob("*.py"))
-        if path.name != "_torch_private.py" and path.relative_to(PACKAGE).parts[0] not in STILL_OWN
+        if path.name != "_torch_private.py"
         for line, name in private_names(path.read_text("utf-8"))
     ]
     assert not found

@@ -23,6 +23,7 @@ from torchopt_dist.typing import TensorContainer
 __all__ = [
     "apply_function",
     "buffers_of",
+    "children_of",
     "engine_keeps_graph",
     "finish_interpreter",
     "forward_mode_is_active",
@@ -211,17 +212,25 @@ def parameters_of(module: nn.Module) -> TensorContainer:
     Raises:
         RuntimeError: the name is missing; then no module can be cloned, recovered or stepped differentiably.
     """
-    return _dictionary(module, "_parameters")
+    parameters: TensorContainer = _dictionary(module, "_parameters")
+    return parameters
 
 
 def buffers_of(module: nn.Module) -> TensorContainer:
     """The dictionary in which a module keeps its own buffers; otherwise as :func:`parameters_of`."""
-    return _dictionary(module, "_buffers")
+    buffers: TensorContainer = _dictionary(module, "_buffers")
+    return buffers
 
 
-def _dictionary(module: nn.Module, name: str) -> TensorContainer:
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The dictionary in which a module keeps its own sub-modules; otherwise as :func:`parameters_of`."""
+    children: dict[str, nn.Module | None] = _dictionary(module, "_modules")
+    return children
+
+
+def _dictionary(module: nn.Module, name: str) -> Any:
     try:
-        return cast("TensorContainer", getattr(module, name))
+        return getattr(module, name)
     except AttributeError:
         raise RuntimeError(
             f"torchopt_dist needs the attribute `{name}` of torch.nn.Module, which a {type(module).__name__} does not "

@@ -28,7 +28,6 @@ import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
-from multiprocessing import util
 from typing import Any
 
 import cloudpickle
@@ -36,6 +35,7 @@ import psutil
 import setproctitle
 import torch
 
+from torchopt_dist._torch_private import interpreter_flags
 from torchopt_dist.launch import processes
 from torchopt_dist.launch.agent import Agent
 from torchopt_dist.launch.environment import import_path
@@ -158,7 +158,7 @@ def _start(env: Mapping[str, str]) -> _Server:
             f"forkserver.serve({listener.fileno()}, {os.getpid()})"
         )
         process = subprocess.Popen(
-            [sys.executable, *util._args_from_interpreter_flags(), "-c", program],  # type: ignore[attr-defined]
+            [sys.executable, *interpreter_flags(), "-c", program],
             env=dict(env),
             pass_fds=[listener.fileno()],
             stdin=subprocess.DEVNULL,

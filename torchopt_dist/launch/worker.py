@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import linecache
 import os
 import signal
 import sys
-import threading
 from typing import NoReturn
 
 import numpy as np
@@ -16,6 +14,7 @@ import setproctitle
 import torch
 
 from torchopt_dist._network import choose_interface
+from torchopt_dist._torch_private import finish_interpreter
 from torchopt_dist.launch.messages import Header, Raised, Returned, Running, StartWorkers
 from torchopt_dist.launch.pickling import pack_failure, pack_value, unpack, unpack_task
 from torchopt_dist.launch.store import LOOPBACK
@@ -130,8 +129,7 @@ def asked_to_exit(error: BaseException) -> int | None:
 def _leave(code: int) -> NoReturn:
     """The end of an interpreter, without going back through the frames of the process that was forked."""
     try:
-        threading._shutdown()  # type: ignore[attr-defined]
-        atexit._run_exitfuncs()
+        finish_interpreter()
         sys.stdout.flush()
         sys.stderr.flush()
     finally:

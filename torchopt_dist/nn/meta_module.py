@@ -8,7 +8,7 @@ from typing import Any, Self
 from torch import Tensor, nn
 
 from torchopt_dist import pytree
-from torchopt_dist._torch_private import parameters_of
+from torchopt_dist._torch_private import buffers_of, children_of, parameters_of
 from torchopt_dist.nn import _tensor_dicts
 from torchopt_dist.typing import TensorContainer
 
@@ -139,7 +139,7 @@ class MetaGradientModule(nn.Module):
             return
         if "_parameters" not in vars(self):
             raise AttributeError(f"call `super().__init__()` before you assign {name!r}")
-        if name in self._parameters or name in self._modules or name in self._buffers:
+        if name in parameters_of(self) or name in children_of(self) or name in buffers_of(self):
             super().__delattr__(name)
         if isinstance(value, nn.Module):
             self.register_meta_module(name, value)
