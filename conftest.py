@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import os
 import re
@@ -13,13 +12,13 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from tests.turns import Turns
 from tests.worlds import World
 
 if (
@@ -77,36 +76,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.processes)
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: place(item.path))
-
-
-class Turns:
-    """Workers of pytest-xdist → tests that run beside each other, and such that run alone.
-
-    A test that is to run alone locks the room for itself; others share the room. A test that waits for the room keeps
-    the door locked, so that no other can enter in the meantime.
-    """
-
-    def __init__(self, run: str) -> None:
-        folder = Path(tempfile.gettempdir())
-        self._door, self._room = ((folder / f"todist-{run}-{name}").open("w") for name in ("door", "room"))
-
-    @contextmanager
-    def turn(self, alone: bool) -> Iterator[None]:
-        """Wait for the room, and leave it at the end."""
-        fcntl.flock(self._door, fcntl.LOCK_EX)
-        try:
-            fcntl.flock(self._room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
-        finally:
-            fcntl.flock(self._door, fcntl.LOCK_UN)
-        try:
-            yield
-        finally:
-            fcntl.flock(self._room, fcntl.LOCK_UN)
-
-    def close(self) -> None:
-        for file in (self._door, self._room):
-            file.close()
-            Path(file.name).unlink(missing_ok=True)
 
 
 TURNS = pytest.StashKey[Turns]()

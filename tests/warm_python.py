@@ -101,10 +101,11 @@ class Job:
         self.pid = int(self._status.readline())
         self.returncode: int | None = None
 
-    def poll(self, timeout: float = 0.0) -> int | None:
+    def poll(self, timeout: float | None = 0.0) -> int | None:
         """Return the exit code as :class:`subprocess.Popen` gives it; None if there is none in this time."""
         if self.returncode is None and select.select([self._status], [], [], timeout)[0]:
-            self.returncode = int(self._status.readline())
+            # Where the server has ended, what it ran has been killed.
+            self.returncode = int(self._status.readline() or -signal.SIGKILL)
         return self.returncode
 
     def finish(self, timeout: float) -> subprocess.CompletedProcess[str]:
@@ -121,7 +122,7 @@ class Job:
                 family = psutil.Process(self.pid)
                 for process in (*family.children(recursive=True), family):
                     process.kill()
-            self._status.readline()
+            self.poll(timeout=None)
         for file in (*self._files, self._status):
             file.close()
 
@@ -164,7 +165,8 @@ def serve(requests: socket.socket) -> dict[str, Any]:
         data, fds, _, _ = socket.recv_fds(requests, 1 << 20, 3)
         if not data:  # the tests have ended
             for pid in running:
-                os.killpg(pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
             sys.exit()
         status = os.fdopen(fds.pop(), "w")
         pid = os.fork()
@@ -180,6 +182,8 @@ def serve(requests: socket.socket) -> dict[str, Any]:
                 os.dup2(fd, target)
                 os.close(fd)
             return dict(json.loads(data))
+        with contextlib.suppress(OSError):  # the child, which does the same, was first
+            os.setpgid(pid, pid)
         running[pid] = status
         print(pid, file=status, flush=True)
         for fd in fds:
@@ -198,7 +202,7 @@ def become(args: list[str], cwd: str, env: dict[str, str], path: list[str]) -> N
         warnings.simplefilter("default")
     kind, *rest = args
     script = Path(kind).resolve()
-    first = "" if kind in ("-c", "-m") else str(script.parent)
+    first = {"-c": "", "-m": cwd}.get(kind, str(script.parent))
     added = [folder for folder in env.get("PYTHONPATH", "").split(os.pathsep) if folder]
     sys.path[:] = [first, *added, *path]
     if kind == "-m":
