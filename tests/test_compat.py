@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import torchopt_dist as todist
+from tests.warm_python import warm_python
 
 ROOT = Path(__file__).parents[1]
 
@@ -48,9 +49,8 @@ assert not hasattr(torchopt, "NoSuchName") and not hasattr(todist, "_private")
 
 
 def python(*arguments: object, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *map(str, arguments)], cwd=cwd, capture_output=True, text=True, timeout=250
-    )
+    """Run Python with these arguments; a module, as users start it, in a new one."""
+    return warm_python().run(*arguments, cwd=cwd, warm=arguments[0] != "-m", timeout=250)
 
 
 def test_torchopt_means_torchopt_dist() -> None:

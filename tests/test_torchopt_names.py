@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.warm_python import warm_python
 
 HERE = Path(__file__).parent
 
@@ -29,12 +29,6 @@ for line in open(sys.argv[1]):
 
 @pytest.mark.parametrize("how", ["imported", "an attribute"])
 def test_every_name_is_there(how: str) -> None:
-    found = subprocess.run(
-        [sys.executable, "-c", LOOK, str(HERE / "torchopt_names.txt"), how],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=250,
-        cwd=HERE.parent,
-    )
+    found = warm_python().run("-c", LOOK, HERE / "torchopt_names.txt", how, cwd=HERE.parent, timeout=250)
+    assert found.returncode == 0, found.stderr
     assert set(found.stdout.splitlines()) == set()
