@@ -61,17 +61,16 @@ def convert(
     if transforms_are_active():
         seen = _Watch(leaves + explicit, _closed_over(function))
         with seen:
-            _check(fixed.call(explicit, leaves), leaves)
+            fixed.call(explicit, leaves)
         return _Substituting(fixed, tuple(seen.found)), explicit + seen.found
-    with torch.enable_grad():
-        params = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in explicit]
-        product = fixed.call(params, [leaf.detach() for leaf in leaves])
-    _check(product, leaves)
+    if not torch.is_grad_enabled():
+        return _Substituting(fixed, ()), explicit
+    params = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in explicit]
+    product = fixed.call(params, [leaf.detach() for leaf in leaves])
     hidden = _leaves_of(product)
     if all(any(leaf is param for param in params) for leaf in hidden):
         return _Substituting(fixed, ()), explicit
-    with torch.enable_grad():
-        hidden = _leaves_of(fixed.call(explicit, [leaf.detach() for leaf in leaves]))
+    hidden = _leaves_of(fixed.call(explicit, [leaf.detach() for leaf in leaves]))
     return _OfLeaves(fixed, tuple(explicit), tuple(hidden)), hidden
 
 
@@ -119,6 +118,8 @@ class _Function:
     spec: pytree.PyTreeSpec
     given_spec: pytree.PyTreeSpec | None
     given: tuple[Any, ...] = field(repr=False)
+    needs_graph: bool = field(default_factory=torch.is_grad_enabled)
+    """Grad mode was on where the solver was called: a product may be a gradient of what it computes itself."""
 
     def call(self, explicit: Sequence[Tensor], vector: Tensors) -> Tensors:
         args, kwargs = (), {}
@@ -126,8 +127,11 @@ class _Function:
             values = iter(explicit)
             filled = [next(values) if _counts(leaf) else leaf for leaf in self.given]
             args, kwargs = pytree.unflatten(self.given_spec, filled)
-        product = self.function(*args, pytree.unflatten(self.spec, vector), **kwargs)
-        return pytree.flatten_like(self.spec, product, "matvec(b)", "b")
+        with torch.set_grad_enabled(self.needs_graph or torch.is_grad_enabled()):
+            value = self.function(*args, pytree.unflatten(self.spec, vector), **kwargs)
+        product = pytree.flatten_like(self.spec, value, "matvec(b)", "b")
+        _check(product, vector)
+        return product
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,9 @@ class ConjugateGradient(Solver):
         p = z.clone()
         rz = dot(r, z)
         norm = r.norm(dim=-1)
+        # The square of p's length, in the preconditioner's norm, and the largest curvature of a unit vector so far.
+        length, steepest = rz, torch.zeros_like(rz)
+        rounding = torch.finfo(norm.dtype).eps
         iterations = torch.zeros(norm.shape, device=norm.device)
         failure = ""
         for _ in range(system.maxiter):
@@ -82,23 +85,28 @@ class ConjugateGradient(Solver):
                 break
             product = system.product(p)
             curvature = dot(p, product)
+            steepest = torch.maximum(steepest, curvature / length)
             # Below this all digits of the curvature are rounding errors: p is as good as in the null space.
-            least = torch.finfo(norm.dtype).eps * p.norm(dim=-1) * product.norm(dim=-1)
-            broken = active & ~(curvature > least)
+            broken = active & ~(curvature > rounding * steepest * length)
             if bool(broken.any()):
                 failure = (
                     "conjugate gradients need a symmetric positive definite matrix, and met a direction p with "
                     f"pᵀ A p = {float(curvature[broken].min()):.3g}"
                 )
                 break
-            alpha = torch.where(active, rz / curvature, 0).unsqueeze(-1)
-            x.addcmul_(alpha, p)
-            r.addcmul_(alpha, product, value=-1)
+            alpha = torch.where(active, rz / curvature, 0)
+            add_scaled_(x, p, alpha)
+            add_scaled_(r, product, -alpha)
             z = r if precondition is None else precondition(r)
             rz, previous = dot(r, z), rz
             norm = rz.sqrt() if precondition is None else r.norm(dim=-1)
-            beta = torch.where(active, rz / previous, 0).unsqueeze(-1)
-            p.mul_(beta).add_(z)
+            beta = torch.where(active, rz / previous, 0)
+            length = rz + beta.square() * length
+            p = (
+                torch.add(z, p, alpha=float(beta))
+                if p.dim() == 1
+                else torch.addcmul(z, p, beta.unsqueeze(-1))
+            )
             iterations += active
         return Outcome(x, norm, iterations, failure)
 
@@ -108,3 +116,11 @@ def dot(x: Tensor, y: Tensor) -> Tensor:
     if x.dim() == 1:
         return torch.vdot(x, y).real
     return torch.linalg.vecdot(x, y).real
+
+
+def add_scaled_(x: Tensor, y: Tensor, factor: Tensor) -> None:
+    """``x += factor · y``, for vectors of shape (…, n) and factors of shape (…); a number is faster than a tensor."""
+    if x.dim() == 1:
+        x.add_(y, alpha=float(factor))
+    else:
+        x.addcmul_(y, factor.unsqueeze(-1))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from torchopt_dist.linear_solve.cg import dot
 from torchopt_dist.linear_solve.solver import NotConverged, Outcome, Solver, System
 from torchopt_dist.typing import Numeric
 
@@ -71,12 +72,12 @@ class NeumannSeries(Solver):
         # The term of power i is alpha times the residual of the sum of those before it.
         r, alpha = system.b, self.alpha
         x = alpha * r
-        norm = start = r.norm(dim=-1)
+        norm = start = dot(r, r).sqrt()
         iterations = torch.zeros_like(norm)
         for power in range(system.maxiter + 1):
             product = system.product(r)
             r = torch.sub(r, product, alpha=alpha)
-            norm = r.norm(dim=-1)
+            norm = dot(r, r).sqrt()
             if power == system.maxiter or bool((norm <= system.tolerance).all()):
                 break
             if not bool((norm <= 1e6 * start).all()):

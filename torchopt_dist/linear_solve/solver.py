@@ -155,8 +155,7 @@ class Solver(ABC):
         prepared = operator.prepared(params, b)
 
         def product(vector: Tensor) -> Tensor:
-            with torch.enable_grad():  # a product may be a gradient
-                return layout.vector(prepared(layout.leaves(vector))).detach()
+            return layout.vector(prepared(layout.leaves(vector))).detach()
 
         right = layout.vector(b)
         size = torch.linalg.vector_norm(right, dim=-1)
