@@ -1,0 +1,48 @@
+"""How much faster is a gradient of order zero on two workers? 256 samples of a rollout; the peer is one process.
+
+The estimate is the same on both; only seeds and weights go out, and only numbers come back.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from workers import interleaved, start_workers
+
+import torchopt_dist as todist
+from torchopt_dist.diff.zero_order import zero_order
+
+SAMPLES, SIZE, STEPS = 256, 64, 150
+
+
+def rollout(weight: Tensor) -> Tensor:
+    state = torch.linspace(-1, 1, SIZE)
+    for _ in range(STEPS):
+        state = torch.tanh(weight @ state)
+    return state.square().sum()
+
+
+@todist.auto_init_rpc(lambda: torch.set_num_threads(1))
+@todist.rank_zero_only
+def main() -> None:
+    everywhere = todist.parallelize(todist.batch_partitioner, todist.concatenate_reducer)
+    weight = (torch.randn(SIZE, SIZE) / SIZE**0.5).requires_grad_()
+    settings = {"method": "naive", "num_samples": SAMPLES, "sigma": 0.1}
+    here = zero_order(torch.randn, **settings)(rollout)
+    spread = zero_order(torch.randn, parallel=everywhere, **settings)(rollout)
+
+    def gradient(function: object) -> Tensor:
+        torch.manual_seed(0)
+        return torch.autograd.grad(function(weight), weight)[0]  # type: ignore[operator]
+
+    torch.testing.assert_close(gradient(here), gradient(spread))
+    seconds = interleaved({"one": lambda: gradient(here), "two": lambda: gradient(spread)}, rounds=9)
+    print(
+        f"{SAMPLES} samples: one process {seconds['one'] * 1e3:.0f} ms, two workers {seconds['two'] * 1e3:.0f} ms"
+    )
+    print(f"ratio: {seconds['one'] / seconds['two']:.2f}")
+
+
+if __name__ == "__main__":
+    start_workers(2)
+    main()

@@ -1,0 +1,117 @@
+"""A layer of infinite depth on handwritten digits: a fixed point, with its implicit gradient.
+
+    python examples/deep_equilibrium.py
+
+A deep equilibrium model (Bai et al., 2019, https://arxiv.org/abs/1909.01377) has one cell, ``tanh(W z + U x + b)``, and
+its output is the ``z`` that the cell leaves as it is. Anderson's method finds it; the gradient comes from one linear
+system (``custom_fixed_point``), so memory does not grow with the iterations. ``--adjoint unrolled`` goes through them.
+
+scikit-learn's ``load_digits``: 1,400 images of 8x8 pixels to train on, 397 held out, of which some 90 % are recognized.
+The picture shows the accuracy, and how many iterations Anderson's method and plain ones take to the same tolerance.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from matplotlib.figure import Figure
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+
+from torchopt_dist import linear_solve, nonlinear_solve
+from torchopt_dist.diff.implicit import Adjoint, custom_fixed_point
+
+TOLERANCE = 1e-4
+
+
+def cell(z: Tensor, weight: Tensor, injected: Tensor) -> Tensor:
+    return torch.tanh(z @ weight.T + injected)
+
+
+class Equilibrium(nn.Module):
+    """Images → the cell's fixed point for each."""
+
+    def __init__(self, inputs: int, width: int, adjoint: Adjoint) -> None:
+        super().__init__()
+        self.inject = nn.Linear(inputs, width)
+        self.weight = nn.Parameter(0.3 * torch.randn(width, width) / width**0.5)
+        self.iterations = 0
+        self.fixed_point = custom_fixed_point(
+            cell,
+            argnums=(1, 2),
+            solve=linear_solve.solve_gmres(rtol=TOLERANCE),
+            adjoint=adjoint,
+        )(self.solve)
+
+    def solve(self, z: Tensor, weight: Tensor, injected: Tensor) -> Tensor:
+        solver = nonlinear_solve.anderson(rtol=TOLERANCE, maxiter=50)
+        solution, info = solver.with_info(lambda z: cell(z, weight, injected), z)
+        self.iterations = int(info.iterations)
+        return solution
+
+    def forward(self, x: Tensor) -> Tensor:
+        injected = self.inject(x)
+        # A spectral norm below 1 makes the cell a contraction, so there is exactly one fixed point.
+        weight = self.weight / torch.linalg.matrix_norm(self.weight, 2).clamp(min=0.9) * 0.9
+        return self.fixed_point(torch.zeros_like(injected), weight, injected)
+
+    def plain_iterations(self, x: Tensor) -> int:
+        """How many iterations would have done the same without Anderson's mixing."""
+        with torch.no_grad():
+            injected = self.inject(x)
+            weight = self.weight / torch.linalg.matrix_norm(self.weight, 2).clamp(min=0.9) * 0.9
+            solver = nonlinear_solve.fixed_point_iteration(rtol=TOLERANCE, maxiter=500)
+            _, info = solver.with_info(lambda z: cell(z, weight, injected), torch.zeros_like(injected))
+        return int(info.iterations)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--width", type=int, default=64, help="of the fixed point")
+    parser.add_argument("--adjoint", choices=("implicit", "unrolled"), default="implicit")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=Path("outputs/deep_equilibrium.png"))
+    args = parser.parse_args()
+    torch.manual_seed(args.seed)
+    pixels, labels = load_digits(return_X_y=True)
+    x, y = torch.tensor(pixels / 16, dtype=torch.float32), torch.tensor(labels)
+    layer = Equilibrium(64, args.width, args.adjoint)
+    model = nn.Sequential(layer, nn.Linear(args.width, 10))
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    accuracies, iterations = [], []
+    for epoch in range(1, args.epochs + 1):
+        for batch in torch.randperm(1400).split(100):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x[batch]), y[batch]).backward()
+            optimizer.step()
+        with torch.no_grad():
+            accuracies.append(float((model(x[1400:]).argmax(1) == y[1400:]).float().mean()))
+        iterations.append((layer.iterations, layer.plain_iterations(x[1400:])))
+        print(
+            f"epoch {epoch}: held-out accuracy {accuracies[-1]:.1%}, "
+            f"{iterations[-1][0]} iterations by Anderson, {iterations[-1][1]} plain"
+        )
+    plot(args.output, accuracies, iterations)
+    print(f"picture saved as {args.output}")
+
+
+def plot(path: Path, accuracies: list[float], iterations: list[tuple[int, int]]) -> None:
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    epochs = range(1, len(accuracies) + 1)
+    left.plot(epochs, [100 * value for value in accuracies], marker=".")
+    left.set(xlabel="epoch", ylabel="%", title="Held-out accuracy")
+    for name, values in zip(("Anderson", "plain"), zip(*iterations, strict=True), strict=True):
+        right.plot(epochs, values, marker=".", label=name)
+    right.set(xlabel="epoch", ylabel="iterations", title=f"To a residual of {TOLERANCE:g}", ylim=(0, None))
+    right.legend(loc="lower right")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+if __name__ == "__main__":
+    main()
