@@ -228,7 +228,10 @@ def test_a_worker_that_dies_in_a_call_is_an_error_that_can_be_caught(world, tmp_
         die()
 
     def main():
+        if todist.get_rank() == 2:
+            say(tmp_path / "in main", "")  # a rank that hears of a death before that does not start
         if todist.get_rank() == 0:
+            assert watch(tmp_path / "in main")
             with pytest.raises(todist.WorkerLostError, match="worker1"):
                 todist.remote_sync_call(last_words, partitioner=1)
             say(tmp_path / "caught", str(time.monotonic() - float((tmp_path / "raised").read_text())))
