@@ -12,7 +12,7 @@ from workers import interleaved, start_workers
 import torchopt_dist as todist
 from torchopt_dist.diff.zero_order import zero_order
 
-SAMPLES, SIZE, STEPS = 256, 64, 150
+SAMPLES, SIZE, STEPS = 256, 64, 1500
 
 
 def rollout(weight: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ def main() -> None:
         return torch.autograd.grad(function(weight), weight)[0]  # type: ignore[operator]
 
     torch.testing.assert_close(gradient(here), gradient(spread))
-    seconds = interleaved({"one": lambda: gradient(here), "two": lambda: gradient(spread)}, rounds=9)
+    seconds = interleaved({"one": lambda: gradient(here), "two": lambda: gradient(spread)}, rounds=5)
     print(
         f"{SAMPLES} samples: one process {seconds['one'] * 1e3:.0f} ms, two workers {seconds['two'] * 1e3:.0f} ms"
     )
