@@ -8,7 +8,6 @@
 namespace todist {
 namespace {
 
-template <template <class> class F>
 struct DirectionOp {
   static constexpr const char* kName = "adam";
   static constexpr std::array<Argument, 7> kArguments{{{"moved", Role::kNew, 4},
@@ -20,10 +19,9 @@ struct DirectionOp {
                                                        {"params", Role::kOptional}}};
   using Numbers = AdamNumbers;
   template <class A>
-  using Formula = F<A>;
+  using Formula = AdamDirection<A>;
 };
 
-template <template <class> class F>
 struct BackwardOp {
   static constexpr const char* kName = "adam_backward";
   static constexpr std::array<Argument, 9> kArguments{{{"to_grads", Role::kNew, 6},
@@ -37,7 +35,7 @@ struct BackwardOp {
                                                        {"exp_avg_sqs", Role::kRead}}};
   using Numbers = AdamNumbers;
   template <class A>
-  using Formula = F<A>;
+  using Formula = AdamBackward<A>;
 };
 
 struct DecayedBackwardOp {
@@ -55,7 +53,7 @@ struct DecayedBackwardOp {
                                                         {"params", Role::kRead}}};
   using Numbers = AdamNumbers;
   template <class A>
-  using Formula = AdamBackwardDecayed<A>;
+  using Formula = AdamBackward<A>;
 };
 
 // Row i of `corrections` completes what all tensors have in common.
@@ -77,16 +75,11 @@ StableIValue adam(const List& grads, const List& exp_avgs, const List& exp_avg_s
                   const Tensor& corrections, double factor, double kept, double b1, double b2, double eps,
                   double eps_root, double weight_decay, bool maximize) {
   const Arguments arguments{&grads, &exp_avgs, &exp_avg_sqs, &params};
-  const std::array<const List*, 4> lists{&grads, &exp_avgs, &exp_avg_sqs, &params};
   const AdamNumbers numbers{b1, b2, eps, eps_root, 1, 1, factor, kept, weight_decay, maximize};
   TODIST_CHECK(weight_decay == 0 || params.size() == grads.size(), "adam",
                ": `params` must have the length of `grads` where `weight_decay` is not 0, ", grads.size(), "; got ",
                params.size());
-  if (weight_decay != 0) {
-    return run_with<DirectionOp<AdamDirectionDecayed>>(lists, numbers, corrections);
-  }
-  return maximize ? run_with<DirectionOp<AdamDirectionUp>>(lists, numbers, corrections)
-                  : run_with<DirectionOp<AdamDirection>>(lists, numbers, corrections);
+  return run_with<DirectionOp>({&grads, &exp_avgs, &exp_avg_sqs, &params}, numbers, corrections);
 }
 
 StableIValue adam_backward(const List& moved_grads, const List& exp_avg_grads, const List& exp_avg_sq_grads,
@@ -102,10 +95,8 @@ StableIValue adam_backward(const List& moved_grads, const List& exp_avg_grads, c
         corrections);
   }
   check_empty("adam_backward", "params", params.size(), "`weight_decay` is 0");
-  const std::array<const List*, 6> lists{&moved_grads, &exp_avg_grads, &exp_avg_sq_grads,
-                                         &grads,       &exp_avgs,      &exp_avg_sqs};
-  return maximize ? run_with<BackwardOp<AdamBackwardUp>>(lists, numbers, corrections)
-                  : run_with<BackwardOp<AdamBackward>>(lists, numbers, corrections);
+  return run_with<BackwardOp>({&moved_grads, &exp_avg_grads, &exp_avg_sq_grads, &grads, &exp_avgs, &exp_avg_sqs}, numbers,
+                              corrections);
 }
 
 }  // namespace
