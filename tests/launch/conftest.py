@@ -6,7 +6,7 @@ from tests.launch.sshd import Sshd
 from torchopt_dist.launch import Launcher, remote
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def sshd(tmp_path_factory):
     server = Sshd(tmp_path_factory.mktemp("sshd"))
     yield server

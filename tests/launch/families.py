@@ -10,11 +10,14 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 
 from tests.distributed.bare import say, watch
 from tests.seeds import torchrun
+from tests.warm_python import warm_python
+from torchopt_dist.launch import forkserver
 
 
 def start_a_family(folder):
@@ -43,10 +46,63 @@ def start_a_family(folder):
     say(path, " ".join([*pids, str(os.getpid()), str(os.getppid())]))
 
 
+def with_this_server(code=""):
+    """The program, whose launches ask the forkserver of this process. One of its own would import torch once more."""
+    forkserver.connect(os.environ).close()
+    return (
+        "import os as _os; from torchopt_dist.launch import forkserver as _forkserver; _forkserver._server ="
+        f" _forkserver._Server({forkserver._server.address!r}, _forkserver.read_on_import(_os.environ))\n{code}"
+    )
+
+
+class Program:
+    """A running program, forked from a process that has imported torch; with what `subprocess.Popen` has."""
+
+    def __init__(self, *arguments, **env):
+        env = {**os.environ, "PYTHONPATH": str(torchrun.ROOT), **env}
+        self._job = warm_python().start(*arguments, cwd=torchrun.ROOT, env=env)
+        self.pid = self._job.pid
+
+    @property
+    def returncode(self):
+        return self._job.poll()
+
+    def first_line(self, seconds=30.0):
+        """The first line that it prints."""
+        printed = Path(f"/proc/{self.pid}/fd/1")
+        deadline = time.monotonic() + seconds
+        while True:
+            with contextlib.suppress(OSError):
+                line, end, _ = printed.read_text().partition("\n")
+                if end:
+                    return line + end
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+
+    def send_signal(self, number):
+        os.kill(self.pid, number)
+
+    def communicate(self, timeout):
+        """What it has printed, when it has ended."""
+        try:
+            ended = self._job.finish(timeout)
+            return ended.stdout, ended.stderr
+        finally:
+            self._job.close()
+
+    def kill(self):
+        self._job.close()
+
+
 def start_program(code, *arguments, **env):
-    """A program of its own, which can import what is here."""
+    """A program that launches."""
+    return Program("-c", with_this_server(code), *arguments, **env)
+
+
+def start_fresh_program(code, *arguments, **env):
+    """A program in a new interpreter, with a forkserver of its own, as a user starts it."""
     return subprocess.Popen(
-        [sys.executable, "-c", code, *arguments],
+        [sys.executable, "-c", code, *map(str, arguments)],
         cwd=torchrun.ROOT,
         env={**os.environ, "PYTHONPATH": str(torchrun.ROOT), **env},
         stdout=subprocess.PIPE,

@@ -6,14 +6,12 @@ import argparse
 import dataclasses
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 import tyro
 
-from tests.seeds import torchrun
+from tests.launch.families import start_program
 from torchopt_dist.launch import Launcher, add_launcher_args
 from torchopt_dist.launch.__main__ import main
 
@@ -187,18 +185,13 @@ def test_a_launch_that_cannot_be_is_told_without_a_traceback(script, capsys):
 
 def test_ctrl_c_ends_the_command(tmp_path):
     (tmp_path / "sleep.py").write_text("import time\nprint('up', flush=True)\ntime.sleep(60)\n")
-    job = subprocess.Popen(
-        [sys.executable, "-m", "torchopt_dist.launch", "--nproc-per-host", "2", tmp_path / "sleep.py"],
-        env={**os.environ, "PYTHONPATH": str(torchrun.ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert job.stdout.readline() == "[rank 0] up\n"
+    code = "import sys\nfrom torchopt_dist.launch.__main__ import main\nsys.exit(main(sys.argv[1:]))\n"
+    job = start_program(code, "--nproc-per-host", "2", tmp_path / "sleep.py")
+    assert job.first_line() == "[rank 0] up\n"
     started = time.monotonic()
     job.send_signal(signal.SIGINT)
     out, err = job.communicate(timeout=20)
-    assert (job.returncode, out, err) == (130, "", "")
+    assert (job.returncode, out, err) == (130, "[rank 0] up\n", "")
     assert time.monotonic() - started < 5
 
 

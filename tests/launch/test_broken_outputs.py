@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.families import start_program
+from tests.launch.families import start_fresh_program
 from torchopt_dist.launch import Launcher
 from torchopt_dist.launch.logs import TerminalHandler, WorkerLogs
 
@@ -90,7 +90,7 @@ def test_a_reader_that_has_gone_is_written_to_no_more(monkeypatch, capsys):
 
 
 def test_a_program_whose_output_goes_to_head_goes_on_in_peace():
-    program = start_program(
+    program = start_fresh_program(
         "import sys\n"
         "from torchopt_dist.launch import launch\n"
         "def work():\n"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -16,7 +15,7 @@ import torch
 
 import torchopt_dist as todist
 from tests.distributed.bare import say, soon, watch
-from tests.launch.families import alive, assert_gone, family_of, start_a_family
+from tests.launch.families import alive, assert_gone, family_of, start_a_family, start_program
 from tests.launch.two import ON_TWO
 from torchopt_dist.launch import Launcher
 
@@ -339,23 +338,23 @@ def test_an_agent_that_gives_no_sign_of_life_is_killed_and_named(tmp_path):
 
 def test_a_launcher_that_is_stopped_for_a_while_finds_its_workers_at_work(tmp_path):
     """Ctrl-Z and fg: the launcher, too, has heard nothing for a while, and that was its own doing."""
-    script = (
-        "import os, time\n"
+    code = (
+        "import os, sys, time\n"
         "from torchopt_dist.launch import Launcher\n"
         "def work():\n"
-        f"    open({str(tmp_path / 'up')!r}, 'w').close()\n"
-        "    time.sleep(4.5)\n"
+        "    open(sys.argv[1] + '/up', 'w').close()\n"
+        "    while not os.path.exists(sys.argv[1] + '/down'): time.sleep(0.01)\n"
         "    return 1\n"
         "print(Launcher(nproc_per_host=1, agent_timeout=2).run(work).rank(0))\n"
     )
-    program = subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    program = start_program(code, tmp_path)
     try:
         assert watch(tmp_path / "up")
         program.send_signal(signal.SIGSTOP)
         time.sleep(3)  # longer than `agent_timeout`
         program.send_signal(signal.SIGCONT)
+        time.sleep(0.3)
+        say(tmp_path / "down")
         out, err = program.communicate(timeout=30)
         assert (out, program.returncode) == ("1\n", 0), err
     finally:

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 import torchopt_dist as todist
-from tests.launch.families import assert_gone, start_program
+from tests.launch.families import assert_gone
 from tests.launch.sshd import NEEDS_SSHD, Sshd
 from tests.launch.two import ON_TWO
 from torchopt_dist.launch import Launcher, forkserver, remote
@@ -87,25 +87,17 @@ def test_what_a_connection_says_is_for_its_agent_and_holds_nobody_else_up():
         assert ON_TWO.run(os.getpid).results
 
 
-NESTED = """
-import os
-from torchopt_dist.launch import launch
-def inner():
-    return os.getppid()
-def outer():
-    import psutil
-    agent = launch(inner, nproc_per_host=1, log_dir=None, handlers=[]).rank(0)
-    return os.getppid(), agent
-first = launch(outer, nproc_per_host=1, log_dir=None, handlers=[]).rank(0)
-import psutil
-print(first[0] != first[1], len(psutil.Process().children()))
-"""
-
-
 def test_launches_in_a_launch_use_the_same_forkserver():
-    program = start_program(NESTED)
-    out, err = program.communicate(timeout=50)
-    assert out == "True 1\n", err
+    def server_and_agent():
+        return psutil.Process(os.getppid()).ppid(), os.getppid()
+
+    def outer():
+        inner = Launcher(nproc_per_host=1, handlers=[], log_dir=None).run(server_and_agent).rank(0)
+        return inner, server_and_agent()
+
+    (server, agent), (outer_server, outer_agent) = ON_TWO.run(outer).rank(0)
+    assert server == outer_server == forkserver._server.process.pid
+    assert agent != outer_agent
 
 
 @NEEDS_SSHD

@@ -16,6 +16,7 @@ import torch
 import torchopt_dist as todist
 from tests.distributed.bare import soon
 from tests.launch.descriptors import no_new_descriptors
+from tests.launch.families import Program, with_this_server
 from tests.launch.two import ON_TWO, my_rank
 from tests.seeds import torchrun
 from torchopt_dist.launch import Launcher, LaunchResult, forkserver, launch
@@ -116,22 +117,26 @@ print("DONE")
 def test_classes_of_main_go_and_come_and_are_left_alone(tmp_path, by):
     # Standard input is what a notebook is, too: a `__main__` that nobody else can import.
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    ended = subprocess.run(
-        [sys.executable, "-W", "error", *([script] if by == "a file" else [])],
-        cwd=torchrun.ROOT,
-        env={**os.environ, "PYTHONPATH": str(torchrun.ROOT)},
-        input=None if by == "a file" else SCRIPT,
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stderr == ""
-    assert ended.stdout.endswith("DONE\n")
-    assert ended.stdout.count("in bad") == 1  # the worker's traceback, once
-    assert "on rank 0 on localhost" in ended.stdout or "on rank 1 on localhost" in ended.stdout
+    script.write_text(with_this_server(SCRIPT))
+    if by == "a file":
+        program = Program("-W", "error", script)
+        out, err = program.communicate(timeout=50)
+    else:
+        program = subprocess.run(
+            [sys.executable, "-W", "error"],
+            cwd=torchrun.ROOT,
+            env={**os.environ, "PYTHONPATH": str(torchrun.ROOT)},
+            input=SCRIPT,
+            capture_output=True,
+            text=True,
+            timeout=50,
+            check=False,
+        )
+        out, err = program.stdout, program.stderr
+    assert (program.returncode, err) == (0, "")
+    assert out.endswith("DONE\n")
+    assert out.count("in bad") == 1  # the worker's traceback, once
+    assert "on rank 0 on localhost" in out or "on rank 1 on localhost" in out
 
 
 def test_results_by_rank_by_host_and_local_rank():

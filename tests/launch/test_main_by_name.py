@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import functools
-import os
-import subprocess
 import sys
 
 import cloudpickle
 import pytest
 
-from tests.seeds import torchrun
+from tests.launch.families import Program, with_this_server
 from torchopt_dist.launch import pickling
 
 pytestmark = pytest.mark.timeout(60)
@@ -67,17 +65,10 @@ print("DONE")
 @pytest.mark.parametrize("kind", ["plain", "elastic"])
 def test_what_a_script_defines_can_be_pickled_by_name(tmp_path, kind):
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    ended = subprocess.run(
-        [sys.executable, script, tmp_path, kind],
-        cwd=torchrun.ROOT,
-        env={**os.environ, "PYTHONPATH": str(torchrun.ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=False,
-    )
-    assert (ended.returncode, ended.stdout) == (0, "DONE\n"), ended.stderr
+    script.write_text(with_this_server(SCRIPT))
+    program = Program(script, tmp_path, kind)
+    out, err = program.communicate(timeout=50)
+    assert (program.returncode, out) == (0, "DONE\n"), err
 
 
 @pytest.fixture
@@ -138,4 +129,6 @@ assert main["Outer"] is type(parts[2])
 assert [type(part).__name__ for part in parts] == ["Local", "function", "Outer", "Nested"]
 assert not main.keys() & {{"Local", "inner", "Nested", "method"}}
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=50, cwd=torchrun.ROOT)
+    program = Program("-c", code)
+    _, err = program.communicate(timeout=50)
+    assert program.returncode == 0, err

@@ -16,7 +16,14 @@ import torch
 import torchopt_dist as todist
 from tests.distributed.bare import say, soon, watch
 from tests.launch.descriptors import no_new_descriptors
-from tests.launch.families import alive, assert_gone, family_of, start_a_family, start_program
+from tests.launch.families import (
+    alive,
+    assert_gone,
+    family_of,
+    start_a_family,
+    start_fresh_program,
+    start_program,
+)
 from tests.launch.two import ON_TWO
 from torchopt_dist.launch import Launcher, processes
 
@@ -87,10 +94,13 @@ def hold_on(folder):
 )
 def test_a_launcher_that_is_ended_leaves_nothing(tmp_path, number, rpc):
     (tmp_path / "tmp").mkdir()
-    launcher = start_program(LAUNCHER, tmp_path, rpc, TMPDIR=str(tmp_path / "tmp"))
+    start = start_fresh_program if number == signal.SIGKILL else start_program
+    launcher = start(LAUNCHER, tmp_path, rpc, TMPDIR=str(tmp_path / "tmp"))
     pids = family_of(tmp_path)
-    pids += [process.pid for process in psutil.Process(launcher.pid).children(recursive=True)]
-    assert len(set(pids)) == 10  # 2 workers with 3 each, their agent, the forkserver
+    assert len(set(pids)) == 9  # 2 workers with 3 each, their agent
+    servers = [process.pid for process in psutil.Process(launcher.pid).children()]
+    assert len(servers) == (1 if number == signal.SIGKILL else 0)
+    pids += servers
     launcher.send_signal(number)
     out, err = launcher.communicate(timeout=10)
     assert_gone(pids, 5.0)

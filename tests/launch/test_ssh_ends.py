@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
-import textwrap
 import threading
 import time
 
@@ -15,7 +13,7 @@ import pytest
 
 import torchopt_dist as todist
 from tests.distributed.bare import say, watch
-from tests.launch.families import alive, assert_gone, family_of, forkserver_of, start_a_family
+from tests.launch.families import Program, alive, assert_gone, family_of, forkserver_of, start_a_family
 from tests.launch.sshd import NEEDS_SSHD
 from torchopt_dist.launch import remote
 
@@ -149,35 +147,30 @@ def test_an_ssh_server_that_is_stopped_is_a_lost_host(sshd, launcher, tmp_path):
     assert len(launcher(["node1", "node2"]).run(os.getpid).results) == 2
 
 
+LAUNCHER = """
+import pathlib, sys, threading
+from torchopt_dist.launch import Launcher
+from tests.launch.families import start_a_family
+
+def work():
+    start_a_family(pathlib.Path(sys.argv[1]))
+    threading.Event().wait()
+
+Launcher(hosts=["node1"], nproc_per_host=2, ssh_config=sys.argv[2]).run(work)
+"""
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_launcher_that_ends_leaves_nothing_on_other_hosts(sshd, tmp_path, number):
-    script = tmp_path / "script.py"
-    script.write_text(
-        textwrap.dedent(
-            f"""
-            import pathlib, sys, threading
-            from torchopt_dist.launch import Launcher
-            from tests.launch.families import start_a_family
-
-            def work():
-                start_a_family(pathlib.Path({str(tmp_path)!r}))
-                threading.Event().wait()
-
-            Launcher(hosts=["node1", "node2"], nproc_per_host=1, ssh_config={str(sshd.config)!r}).run(work)
-            """
-        )
-    )
-    env = {**os.environ, "PYTHONPATH": os.getcwd()}
-    program = subprocess.Popen([sys.executable, script], env=env, stderr=subprocess.PIPE)
+    program = Program("-c", LAUNCHER, tmp_path, sshd.config)
     try:
         family = family_of(tmp_path)
         servers = [forkserver_of(agent) for agent in family[4::5]]
         program.send_signal(number)
-        program.wait(15)
+        program.communicate(timeout=15)
         assert_gone([*family, *servers])
     finally:
         program.kill()
-        program.communicate()
 
 
 def test_no_process_is_left_when_all_is_closed(sshd, launcher):

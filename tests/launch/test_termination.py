@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 
@@ -14,9 +13,8 @@ import psutil
 import pytest
 
 from tests.distributed.bare import say, watch
-from tests.launch.families import assert_gone, start_program
+from tests.launch.families import assert_gone, start_fresh_program, start_program
 from tests.launch.two import ON_TWO
-from tests.seeds import torchrun
 from torchopt_dist.launch import agent
 from torchopt_dist.launch.termination import ended_in_order
 
@@ -44,8 +42,7 @@ def start():
 
     yield make
     for program in started:
-        with program:
-            program.kill()
+        program.kill()
 
 
 def save_slowly(folder):
@@ -90,7 +87,7 @@ def test_who_ends_the_launcher_meanwhile_gives_workers_less_time(start, tmp_path
 def test_workers_of_a_launcher_that_is_killed_have_little_time(start, tmp_path):
     launcher = start(LAUNCHER, "hold_out", tmp_path)
     assert watch(tmp_path / "up")
-    launcher.kill()
+    launcher.send_signal(signal.SIGKILL)
     launcher.communicate(timeout=10)
     assert_gone([int((tmp_path / "up").read_text())], agent.ORPHANED_GRACE + 5)
 
@@ -162,15 +159,15 @@ print(server.pid, flush=True)
 """
 
 
-def test_a_server_that_is_stopped_does_not_hold_up_the_program(start):
-    program = start(STOPPED_SERVER)
-    pid = int(program.stdout.readline())
-    try:
-        program.communicate(timeout=10)
-    except subprocess.TimeoutExpired:
-        psutil.Process(pid).kill()
-        program.communicate(timeout=10)
-        raise
+def test_a_server_that_is_stopped_does_not_hold_up_the_program():
+    with start_fresh_program(STOPPED_SERVER) as program:
+        pid = int(program.stdout.readline())
+        try:
+            program.communicate(timeout=20)
+        except subprocess.TimeoutExpired:
+            psutil.Process(pid).kill()
+            program.communicate(timeout=10)
+            raise
     assert program.returncode == 0
     assert_gone([pid])
 
@@ -200,26 +197,17 @@ def test_ctrl_c_while_a_host_is_reached(start, min_hosts):
     assert time.monotonic() - started < 15
 
 
-def test_the_command_ends_by_the_signal(tmp_path):
+COMMAND = """
+import sys
+from torchopt_dist.launch.__main__ import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_the_command_ends_by_the_signal(start, tmp_path):
     (tmp_path / "sleep.py").write_text("import time\nprint('up', flush=True)\ntime.sleep(60)\n")
-    job = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "torchopt_dist.launch",
-            "--nproc-per-host",
-            "1",
-            "--log-dir",
-            "none",
-            "sleep.py",
-        ],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(torchrun.ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert job.stdout.readline() == "[rank 0] up\n"
-    job.terminate()
+    job = start(COMMAND, "--nproc-per-host", "1", "--log-dir", "none", tmp_path / "sleep.py")
+    assert job.first_line() == "[rank 0] up\n"
+    job.send_signal(signal.SIGTERM)
     out, err = job.communicate(timeout=20)
-    assert (job.returncode, out, err) == (-signal.SIGTERM, "", "")
+    assert (job.returncode, out, err) == (-signal.SIGTERM, "[rank 0] up\n", "")

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import torchopt_dist as todist
-from tests.launch.families import start_program
+from tests.launch.families import start_fresh_program
 from tests.launch.two import ON_TWO, my_rank
 from tests.seeds import torchrun
 from torchopt_dist.launch import Launcher
@@ -101,10 +101,14 @@ def test_a_backend_makes_the_process_group(rpc):
         dist.all_reduce(x)
         return x.item(), dist.get_backend(), dist.get_world_size()
 
+    def end_it():
+        dist.barrier()  # else one could end it while the other is still joining
+        dist.destroy_process_group()
+
     launcher = Launcher(nproc_per_host=2, backend="gloo", rpc=rpc, handlers=[])
     assert launcher.run(total).results == {"localhost": [(3.0, "gloo", 2)] * 2}
     # One that the function has ended itself, too.
-    assert launcher.run(dist.destroy_process_group).results == {"localhost": [None] * 2}
+    assert launcher.run(end_it).results == {"localhost": [None] * 2}
 
 
 def test_rpc_connects_the_workers():
@@ -218,5 +222,5 @@ print(launch(lambda: [type(entry).__name__ for entry in sys.path], nproc_per_hos
 
 
 def test_an_entry_of_the_path_that_is_no_string_is_passed_over():
-    out, err = start_program(PATH_IN_PATH).communicate(timeout=50)
+    out, err = start_fresh_program(PATH_IN_PATH).communicate(timeout=50)
     assert set(eval(out)) == {"str"}, err

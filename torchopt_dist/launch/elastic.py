@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from torchopt_dist.errors import AgentFailedError, CallTimeoutError, InitializationError, WorkerFailedError
 from torchopt_dist.launch.cluster import Host, Reach
-from torchopt_dist.launch.deadlines import LONGEST_WAIT
 from torchopt_dist.launch.failures import may_be_an_echo
+from torchopt_dist.launch.handles import LONGEST_WAIT
 from torchopt_dist.launch.machine import Machine
 from torchopt_dist.launch.messages import Stop
 from torchopt_dist.launch.plan import Plan

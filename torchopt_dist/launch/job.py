@@ -21,9 +21,8 @@ from typing import Any
 
 from torchopt_dist.errors import AgentFailedError, WorkerFailedError
 from torchopt_dist.launch.cluster import Host, torchrun_variables
-from torchopt_dist.launch.deadlines import LONGEST_WAIT, Deadlines
 from torchopt_dist.launch.failures import EXIT_SECONDS, Failures, death, halt
-from torchopt_dist.launch.handles import AgentHandle, WorkerHandle
+from torchopt_dist.launch.handles import LONGEST_WAIT, AgentHandle, Deadlines, WorkerHandle
 from torchopt_dist.launch.logs import LineSplitter
 from torchopt_dist.launch.machine import Machine
 from torchopt_dist.launch.messages import (

@@ -9,7 +9,6 @@ import os
 import re
 import secrets
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -122,21 +121,18 @@ class _File:
         self._path = path.absolute()
         self._file: TextIO | None = None
         self._given_up = False
-        self._lock = threading.Lock()
-        """In an elastic launch a rank may move to another host, each of which has a thread here."""
 
     def write(self, line: str) -> None:
         """Write a line, at once."""
-        with self._lock:
-            if self._given_up:
-                return
-            try:
-                if self._file is None:
-                    self._path.parent.mkdir(parents=True, exist_ok=True)
-                    self._file = self._path.open("a", encoding="utf-8", buffering=1)
-                self._file.write(f"{line}\n")
-            except OSError as error:
-                self._give_up(error)
+        if self._given_up:
+            return
+        try:
+            if self._file is None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = self._path.open("a", encoding="utf-8", buffering=1)
+            self._file.write(f"{line}\n")
+        except OSError as error:
+            self._give_up(error)
 
     def close(self) -> None:
         """Close it, if it was made."""
