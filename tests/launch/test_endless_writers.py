@@ -138,6 +138,55 @@ def test_what_is_not_read_here_makes_the_writer_elsewhere_wait(sshd, tmp_path):
     assert ahead < 20_000_000  # what pipes, sockets and SSH hold
 
 
+class Stopped(logging.Handler):
+    """Takes no line until the writer can write no more."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.folder = folder
+
+    def emit(self, record):
+        assert watch(self.folder / "full", 30.0)
+
+
+def write_until_nobody_takes_it(folder):
+    os.set_blocking(1, False)
+    written, since = 0, time.monotonic()
+    while time.monotonic() - since < 0.5:
+        try:
+            written += os.write(1, b"x" * 1023 + b"\n")
+            since = time.monotonic()
+        except BlockingIOError:
+            time.sleep(0.005)
+    say(folder / "full", str(written))
+    os.set_blocking(1, True)
+
+
+def test_what_is_not_taken_by_the_launcher_makes_the_writer_wait(tmp_path):
+    """And it does not fill the memory of the agent, or of the launcher."""
+    todist.Launcher(nproc_per_host=1, handlers=[Stopped(tmp_path)], log_dir=None).run(
+        write_until_nobody_takes_it, tmp_path
+    )
+    assert int((tmp_path / "full").read_text()) < 4_000_000  # what pipes, sockets and buffers hold
+
+
+def test_a_large_result_holds_up_neither_lines_nor_the_death_of_another(tmp_path):
+    class Answer(logging.Handler):
+        def emit(self, record):
+            say(tmp_path / "heard")
+
+    def work():
+        if os.environ["RANK"] == "0":
+            return bytes(300_000_000)
+        time.sleep(0.1)  # the result is on its way
+        print("a line")
+        assert watch(tmp_path / "heard")
+        os._exit(5)
+
+    with pytest.raises(todist.WorkerFailedError, match="rank 1 on localhost exited with code 5"):
+        todist.Launcher(nproc_per_host=2, handlers=[Answer()], log_dir=None).run(work)
+
+
 def test_long_lines_are_cut_in_the_message_and_whole_in_the_log():
     log = ("short", "x" * 5000)
     error = death(0, "here", 1, log, asked=False)

@@ -72,11 +72,7 @@ def read_env_file(path: str | os.PathLike[str]) -> dict[str, str]:
 
 
 def check_variables(option: str, variables: Mapping[str, str]) -> None:
-    """Refuse variables that an environment cannot have.
-
-    Args:
-        option: the launcher's, by which they were given.
-        variables: the variables.
+    """Refuse variables, given by an option of the launcher, that an environment cannot have.
 
     Raises:
         TypeError: a name or a value is no string.

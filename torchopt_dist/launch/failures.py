@@ -76,41 +76,23 @@ def death(rank: int, host: str, status: int, log: tuple[str, ...], *, asked: boo
         log: its last lines.
         asked: whether it was ``sys.exit``.
     """
-    name = None
     if status < 0:
-        name = _signal_name(-status)
-        how = f"was ended by {name}"
+        name, code, how = _signal_name(-status), None, f"was ended by {_signal_name(-status)}"
     else:
-        how = f"called sys.exit({status})" if asked else f"exited with code {status}"
-    return WorkerFailedError(
-        f"rank {rank} on {host} {how} before its function returned{_said(log)}",
-        rank=rank,
-        host=host,
-        exit_code=None if status < 0 else status,
-        signal=name,
-        log=log,
-    )
+        name, code, how = (
+            None,
+            status,
+            f"called sys.exit({status})" if asked else f"exited with code {status}",
+        )
+    text = f"rank {rank} on {host} {how} before its function returned{_said(log)}"
+    return WorkerFailedError(text, rank=rank, host=host, exit_code=code, signal=name, log=log)
 
 
 def halt(rank: int, host: str, number: int, seconds: float, log: tuple[str, ...]) -> WorkerFailedError:
-    """The error that tells of a worker that has been stopped and does not go on.
-
-    Args:
-        rank: its rank.
-        host: its host.
-        number: the signal that stopped it.
-        seconds: for how long.
-        log: its last lines.
-    """
+    """The error that tells of a worker that the signal of this number has stopped, and that has not gone on."""
     name = _signal_name(number)
-    return WorkerFailedError(
-        f"rank {rank} on {host} was stopped by {name} and did not go on for {seconds:g} s{_said(log)}",
-        rank=rank,
-        host=host,
-        exit_code=None,
-        signal=name,
-        log=log,
-    )
+    text = f"rank {rank} on {host} was stopped by {name} and did not go on for {seconds:g} s{_said(log)}"
+    return WorkerFailedError(text, rank=rank, host=host, exit_code=None, signal=name, log=log)
 
 
 def _signal_name(number: int) -> str:

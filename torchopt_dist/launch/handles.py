@@ -12,8 +12,8 @@ from torchopt_dist.errors import CallTimeoutError, InitializationError
 from torchopt_dist.launch.cluster import Host
 from torchopt_dist.launch.logs import LineSplitter
 from torchopt_dist.launch.machine import Machine
-from torchopt_dist.launch.options import LaunchOptions
 from torchopt_dist.launch.pickling import unpack_value
+from torchopt_dist.launch.plan import Plan
 from torchopt_dist.launch.stream import FrameReader, Stream
 
 __all__ = ["LONGEST_WAIT", "AgentHandle", "Deadlines", "WorkerHandle"]
@@ -118,20 +118,14 @@ class Deadlines:
     """Those of one attempt, which begins now. All moments are by ``time.monotonic``.
 
     Args:
-        options: how long they may take.
-        begun: when the launch has begun.
+        plan: says how long everything may take.
         agents: all that have been asked for, the later ones too.
         workers: theirs, by rank.
     """
 
-    def __init__(
-        self,
-        options: LaunchOptions,
-        begun: float,
-        agents: Sequence[AgentHandle],
-        workers: Sequence[WorkerHandle],
-    ) -> None:
-        self._options, self._begun, self._agents, self._workers = options, begun, agents, workers
+    def __init__(self, plan: Plan, agents: Sequence[AgentHandle], workers: Sequence[WorkerHandle]) -> None:
+        self._options, self._begun = plan.options, plan.begun
+        self._agents, self._workers = agents, workers
         self._started = time.monotonic()
 
     def ahead(self, returned_at: float | None) -> list[float]:

@@ -86,7 +86,7 @@ class Job:
         self._logs, self._options = plan.logs, plan.options
         self._agents: list[AgentHandle] = []
         self._workers: list[WorkerHandle] = []
-        self._deadlines = Deadlines(plan.options, plan.begun, self._agents, self._workers)
+        self._deadlines = Deadlines(plan, self._agents, self._workers)
         self._failures = Failures()
         self._kept: Exception | None = None
         self._selector = selectors.DefaultSelector()

@@ -134,11 +134,7 @@ def _is_nested(found: Any) -> bool:
 
 
 def pack_value(value: object, rank: int) -> bytes:
-    """Pickle what a worker has returned.
-
-    Args:
-        value: the value.
-        rank: the worker's.
+    """Pickle what the worker of that rank has returned.
 
     Raises:
         SerializationError: it cannot be pickled.
@@ -153,11 +149,7 @@ def pack_value(value: object, rank: int) -> bytes:
 
 
 def unpack_value(data: bytes, worker: str) -> Any:
-    """What a worker has returned, again.
-
-    Args:
-        data: the packed value.
-        worker: who returned it.
+    """The value that a worker has packed.
 
     Raises:
         SerializationError: it cannot be read here.
@@ -180,13 +172,7 @@ def pack_failure(error: BaseException) -> tuple[str, bytes]:
 
 
 def unpack_failure(text: str, data: bytes, worker: str) -> Exception:
-    """The exception that a worker has raised, to raise it in the launcher.
-
-    Args:
-        text: its traceback there.
-        data: the packed :class:`~torchopt_dist._serialized_exception.SerializedException`.
-        worker: who raised it.
-    """
+    """The exception that a worker has packed, to raise it in the launcher; ``text`` is its traceback there."""
     try:
         failure: SerializedException = pickle.loads(data)
         return failure.to_error(worker)

@@ -226,12 +226,8 @@ class RemoteMachine(Machine):
         """
         return self._why_lost if self._lost.wait(seconds) else None
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End the connection, and with it the forkserver and everything that it has started."""
-        with contextlib.suppress(TimeoutError):
-            in_loop(self._close()).result(CLOSE_SECONDS)
-
-    async def _close(self) -> None:
         self._connection.close()
         if self._supervisor is not None:
             await self._supervisor
@@ -292,11 +288,16 @@ def close_all(names: Collection[str] | None = None) -> None:
     Args:
         names: to which hosts; ``None`` means to all.
     """
-    for key, task in list(_machines.items()):
-        if key[0] == os.getpid() and (names is None or key[1] in names):
-            del _machines[key]
-            if task.done() and not task.cancelled() and task.exception() is None:
-                task.result().close()
+    keys = [key for key in _machines if key[0] == os.getpid() and (names is None or key[1] in names)]
+    tasks = [_machines.pop(key) for key in keys]
+    if tasks:
+        with contextlib.suppress(TimeoutError):
+            in_loop(_close(tasks)).result(CLOSE_SECONDS)
+
+
+async def _close(tasks: list[asyncio.Task[RemoteMachine]]) -> None:
+    machines = [task.result() for task in tasks if task.done() and not task.exception()]
+    await asyncio.gather(*(machine.close() for machine in machines))
 
 
 atexit.register(close_all)
