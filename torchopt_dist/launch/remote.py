@@ -279,7 +279,11 @@ async def _reach_all(
             task = _machines[key] = asyncio.create_task(RemoteMachine.start(name, options, seconds))
         tasks.append(task)
     # A host is kept though the launch may be interrupted; another launch may wait for it.
-    return await asyncio.gather(*map(asyncio.shield, tasks), return_exceptions=True)
+    found = await asyncio.gather(*map(asyncio.shield, tasks), return_exceptions=True)
+    for known, task in list(_machines.items()):
+        if task.done() and task.exception() is not None:
+            _machines.pop(known, None)
+    return found
 
 
 def close_all(names: Collection[str] | None = None) -> None:
