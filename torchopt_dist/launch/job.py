@@ -1,8 +1,7 @@
 """A plan → the values that all workers return, or the error that ended them: the launcher's side of one attempt.
 
-What agents and workers tell is noted in ``handles.py``; ``deadlines.py`` says of that whose time is up, and
-``failures.py`` which of several errors is the cause. Whatever happens, agents and workers are gone when :meth:`Job.run`
-returns or raises.
+What agents and workers tell is noted in ``handles.py``, which also says whose time is up; ``failures.py`` says which of
+several errors is the cause. Whatever happens, agents and workers are gone when :meth:`Job.run` returns or raises.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -19,8 +20,9 @@ from tests.distributed.bare import say, soon, watch
 from tests.launch.elastic.worlds import Aside, in_worlds, kill_agent, launch, place, world_of
 from tests.launch.families import assert_gone
 from tests.launch.sshd import wait_until
-from torchopt_dist.launch import elastic
+from torchopt_dist.launch import elastic, job
 from torchopt_dist.launch.job import Job
+from torchopt_dist.launch.machine import ThisMachine
 from torchopt_dist.launch.messages import Raised
 
 pytestmark = pytest.mark.timeout(60)
@@ -384,3 +386,25 @@ def test_the_whole_timeout_holds_while_hosts_are_waited_for(tmp_path, reachabili
     ):
         launch(in_worlds, tmp_path, min_hosts=2)
     assert 1.5 < time.monotonic() - started < soon(10.0)
+
+
+def test_a_host_whose_agent_never_gives_a_sign_of_life_is_lost(monkeypatch, caplog):
+    """As one whose forkserver has been stopped: there is a connection, and nobody answers."""
+    monkeypatch.setattr(job, "AGENT_SECONDS", 0.2)
+    launch(int)
+    connect, silent = ThisMachine.connect, []
+
+    def connect_once(machine, env):
+        if len(silent) == 2:
+            return connect(machine, env)
+        ours, theirs = socket.socketpair()
+        silent.append(theirs)
+        return ours
+
+    monkeypatch.setattr(ThisMachine, "connect", connect_once)
+    with caplog.at_level(logging.WARNING, "torchopt_dist.launch"):
+        results = launch(lambda: os.environ["WORLD_SIZE"], start_timeout=1.0, stop_timeout=0.2)
+    for end in silent:
+        end.close()
+    assert {value for values in results.values() for value in values} <= {"1", "2"}
+    assert sum("its agent did not end when it was told to" in text for text in messages(caplog)) == 2
