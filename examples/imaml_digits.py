@@ -10,8 +10,8 @@ which there can be many, by any optimizer.
 
 The images are scikit-learn's ``load_digits``, 8x8 pixels. A class is a digit and one of four rotations: 28 classes of
 the digits 0-6 to meta-train on, 12 of the digits 7-9 held out. A task has 5 classes with 5 images each to adapt to, and
-10 to be tested on. The weights may move little, so random ones adapt to 41 % only; sixty meta-steps find some that
-adapt to 51 %.
+10 to be tested on. The weights may move little, so random ones adapt to about 60 % only; 160 meta-steps, half a minute,
+find some that adapt to about 80 %.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Adapted(
 
     def solve(self, x: Tensor, y: Tensor) -> None:
         own = list(self.parameters())
-        optimizer = torch.optim.SGD(own, lr=0.08, momentum=0.5)
+        optimizer = torch.optim.SGD(own, lr=0.1, momentum=0.8)
         with torch.enable_grad():
             for _ in range(self.steps):
                 optimizer.zero_grad()
@@ -135,6 +135,7 @@ def plot(path: Path, history: list[tuple[int, float]]) -> None:
     axes = figure.subplots()
     steps, accuracies = zip(*history, strict=True)
     axes.plot(steps, [100 * value for value in accuracies], marker="o")
+    axes.axhline(100 * accuracies[0], color="C1", linestyle=":", label="random weights, adapted")
     axes.axhline(100 / WAYS, color="gray", linestyle="--", label="chance")
     axes.set(xlabel="meta-step", ylabel="%", ylim=(0, 100), title="Held-out accuracy after adaptation")
     axes.legend()
@@ -144,13 +145,13 @@ def plot(path: Path, history: list[tuple[int, float]]) -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--meta-steps", type=int, default=60)
+    parser.add_argument("--meta-steps", type=int, default=160)
     parser.add_argument("--tasks", type=int, default=8, help="in a meta-step")
-    parser.add_argument("--inner-steps", type=int, default=10)
-    parser.add_argument("--proximity", type=float, default=5.0, help="weight of the squared distance")
-    parser.add_argument("--lr", type=float, default=3e-3, help="of the outer optimizer, Adam")
+    parser.add_argument("--inner-steps", type=int, default=15)
+    parser.add_argument("--proximity", type=float, default=2.0, help="weight of the squared distance")
+    parser.add_argument("--lr", type=float, default=5e-3, help="of the outer optimizer, Adam")
     parser.add_argument("--test-tasks", type=int, default=40)
-    parser.add_argument("--eval-every", type=int, default=10)
+    parser.add_argument("--eval-every", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("outputs/imaml_digits.png"))
     return parser.parse_args()

@@ -84,6 +84,7 @@ def test_a_pole_is_balanced_alike_on_one_and_two_workers(tmp_path: Path) -> None
 
 def test_implicit_maml_learns_to_adapt(tmp_path: Path) -> None:
     short = ("--meta-steps", 20, "--tasks", 4, "--test-tasks", 20, "--eval-every", 20)
+    short = (*short, "--proximity", 5, "--inner-steps", 10, "--lr", 3e-3)  # gains more in few steps
     printed = run("imaml_digits.py", tmp_path / "a.png", *short)
     first, last = (float(PERCENT.findall(line)[0]) for line in printed.splitlines() if "accuracy" in line)
-    assert last > first + 2
+    assert last > first + 4
