@@ -203,17 +203,14 @@ class _Samples:
 
     def __call__(self, seeds: Tensor) -> Tensor:
         with torch.no_grad():
-            if not self.vectorize:
-                return torch.stack(
-                    [self._values(noise_of(seed, self.tensors, self.draw)) for seed in seeds.tolist()]
-                )
-            size = self.chunk_size or len(seeds)
-            return torch.cat([self._batch(chunk) for chunk in seeds.split(size)])
+            at_once = self.chunk_size or len(seeds) if self.vectorize else _drawn_at_once(self.tensors)
+            return torch.cat([self._batch(chunk.tolist()) for chunk in seeds.split(at_once)])
 
-    def _batch(self, seeds: Tensor) -> Tensor:
-        noises = [noise_of(seed, self.tensors, self.draw) for seed in seeds.tolist()]
-        stacked = [torch.stack(column) for column in zip(*noises, strict=True)]
-        return torch.vmap(self._values, randomness="different")(stacked)
+    def _batch(self, seeds: Sequence[int]) -> Tensor:
+        noise = noise_of(seeds, self.tensors, self.draw)
+        if self.vectorize:
+            return torch.vmap(self._values, randomness="different")(noise)
+        return torch.stack([self._values(sample) for sample in zip(*noise, strict=True)])
 
     def _values(self, noise: Sequence[Tensor]) -> Tensor:
         return torch.stack(
@@ -227,22 +224,33 @@ class _Samples:
 _drawing = threading.Lock()
 
 
-def noise_of(seed: int, tensors: Sequence[Tensor], draw: Callable[[Size], Any]) -> list[Tensor]:
-    """The noise that belongs to a seed, the same on every machine; the generator is left as it was."""
+def noise_of(seeds: Sequence[int], tensors: Sequence[Tensor], draw: Callable[[Size], Any]) -> list[Tensor]:
+    """For each tensor the noise that belongs to the seeds, stacked; the same on every machine.
+
+    The generator is left as it was.
+    """
     gpus = sorted({tensor.device.index for tensor in tensors if tensor.is_cuda})
+    drawn: list[list[Tensor]] = [[] for _ in tensors]
     # A process has one generator, and a worker may evaluate several tasks in threads.
     with _drawing, torch.random.fork_rng(gpus):
-        torch.default_generator.manual_seed(seed)
-        for gpu in gpus:
-            torch.cuda.default_generators[gpu].manual_seed(seed)
-        noise = [torch.as_tensor(draw(tensor.shape)) for tensor in tensors]
-    for drawn, tensor in zip(noise, tensors, strict=True):
-        if drawn.shape != tensor.shape:
-            raise ValueError(
-                f"`distribution` must give samples of the shape that it is asked for, {tuple(tensor.shape)}, "
-                f"got {tuple(drawn.shape)}"
-            )
-    return [drawn.to(tensor) for drawn, tensor in zip(noise, tensors, strict=True)]
+        for seed in seeds:
+            torch.default_generator.manual_seed(seed)
+            for gpu in gpus:
+                torch.cuda.default_generators[gpu].manual_seed(seed)
+            for samples, tensor in zip(drawn, tensors, strict=True):
+                sample = torch.as_tensor(draw(tensor.shape))
+                if sample.shape != tensor.shape:
+                    raise ValueError(
+                        "`distribution` must give samples of the shape that it is asked for, "
+                        f"{tuple(tensor.shape)}, got {tuple(sample.shape)}"
+                    )
+                samples.append(sample)
+    return [torch.stack(samples).to(tensor) for samples, tensor in zip(drawn, tensors, strict=True)]
+
+
+def _drawn_at_once(tensors: Sequence[Tensor]) -> int:
+    """For how many seeds the noise is drawn at once: those of 65,536 numbers together, at least one."""
+    return max(1, 2**16 // max(1, sum(tensor.numel() for tensor in tensors)))
 
 
 class _Estimate(torch.autograd.Function):
@@ -279,7 +287,10 @@ class _Estimate(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         totals = [torch.zeros_like(tensor) for tensor in ctx.saved_tensors]
-        for seed, weight in zip(ctx.seeds, ctx.weights, strict=True):
-            for total, z in zip(totals, noise_of(seed, ctx.saved_tensors, ctx.draw), strict=True):
-                total.addcmul_(z, (weight * grad).to(z))
+        at_once = _drawn_at_once(ctx.saved_tensors)
+        for start in range(0, len(ctx.seeds), at_once):
+            weights = ctx.weights[start : start + at_once] * grad
+            noise = noise_of(ctx.seeds[start : start + at_once], ctx.saved_tensors, ctx.draw)
+            for total, z in zip(totals, noise, strict=True):
+                total.add_(torch.tensordot(weights.to(z), z, dims=1))
         return None, None, *totals
