@@ -20,7 +20,7 @@ import torch
 from workers import interleaved
 
 import torchopt_dist as todist
-from torchopt_dist.ops.adam import adam
+from torchopt_dist.ops._adam import adam
 
 KEEP = {"MALLOC_MMAP_THRESHOLD_": str(1 << 40), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 BIG, SMALL, MIDDLE = (1, 10_000_000), (2_000, 5_000), (1, 1_000_000)

@@ -20,7 +20,7 @@ from torch.distributed import rpc
 import torchopt_dist as todist
 from torchopt_dist import _torch_private as private
 from torchopt_dist.distributed._serialization import pack
-from torchopt_dist.ops.adam import adam_
+from torchopt_dist.ops._adam import adam_
 
 PACKAGE = Path(__file__).resolve().parents[1] / "torchopt_dist"
 

@@ -117,7 +117,20 @@ def test_every_function_has_a_typed_signature() -> None:
 
 
 @pytest.mark.parametrize(
-    "package", ["compat", "diff", "distributed", "linalg", "linear_solve", "nn", "pytree", "schedule"]
+    "package",
+    [
+        "compat",
+        "diff",
+        "distributed",
+        "linalg",
+        "linear_solve",
+        "nn",
+        "ops",
+        "optim",
+        "pytree",
+        "schedule",
+        "transform",
+    ],
 )
 def test_a_file_without_public_names_begins_with_an_underscore(package: str) -> None:
     room = importlib.import_module(f"torchopt_dist.{package}")

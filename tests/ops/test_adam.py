@@ -8,8 +8,8 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 import torchopt_dist as todist
 from tests.ops.cases import needs_kernels
-from torchopt_dist.ops.adam import adam, adam_
-from torchopt_dist.ops.rmsprop import rmsprop
+from torchopt_dist.ops._adam import adam, adam_
+from torchopt_dist.ops._rmsprop import rmsprop
 
 DOUBLE = torch.float64
 NUMBERS = {"b1": 0.8, "b2": 0.9, "eps": 0.05, "eps_root": 0.0}

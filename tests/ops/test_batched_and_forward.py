@@ -7,7 +7,7 @@ import torch
 from torch.autograd import forward_ad, functional
 
 from tests.ops.cases import needs_kernels
-from torchopt_dist.ops.adam import adam
+from torchopt_dist.ops._adam import adam
 
 DOUBLE = torch.float64
 torchs_own = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")

@@ -273,7 +273,7 @@ def test_more_elements_than_32_bits_count():
 
 @needs_gpu
 def test_gradients_on_the_device():
-    from torchopt_dist.ops.adam import adam
+    from torchopt_dist.ops._adam import adam
 
     def step(g: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         (u,), (m,), (v,), _ = adam(

@@ -98,7 +98,7 @@ WITHOUT = """
 import torch
 import torchopt_dist
 from torchopt_dist import ops
-from torchopt_dist.ops.sgd import sgd
+from torchopt_dist.ops._sgd import sgd
 grads, params = [torch.ones(3), torch.ones(2, 2)], [torch.ones(3), torch.zeros(2, 2)]
 moved, = sgd(grads, params=params, lr=-0.5)
 assert moved[0].tolist() == [1.5] * 3 and moved[1].tolist() == [[0.5] * 2] * 2

@@ -10,7 +10,7 @@ from torch import nn
 
 import torchopt_dist as todist
 from tests.ops.cases import needs_kernels
-from torchopt_dist.ops.adam import adam, adam_
+from torchopt_dist.ops._adam import adam, adam_
 
 NUMBERS = {"b1": 0.9, "b2": 0.99, "eps": 1e-8}
 FUSED = [False, pytest.param(None, marks=needs_kernels), pytest.param(True, marks=needs_kernels)]

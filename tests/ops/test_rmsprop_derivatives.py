@@ -12,7 +12,7 @@ from torch.autograd import functional, gradcheck, gradgradcheck
 import torchopt_dist as todist
 from tests.ops import formulas
 from tests.ops.cases import needs_kernels
-from torchopt_dist.ops.rmsprop import rmsprop
+from torchopt_dist.ops._rmsprop import rmsprop
 
 DOUBLE = torch.float64
 FUSED = [False, pytest.param(None, marks=needs_kernels)]

@@ -10,7 +10,7 @@ from torch import nn
 
 import torchopt_dist as todist
 from tests.ops.cases import needs_kernels
-from torchopt_dist.ops.rmsprop import rmsprop, rmsprop_
+from torchopt_dist.ops._rmsprop import rmsprop, rmsprop_
 
 FUSED = [False, pytest.param(None, marks=needs_kernels)]
 ALL = [*FUSED, pytest.param(True, marks=needs_kernels)]

@@ -10,7 +10,7 @@ import torch
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 from tests.ops.cases import DTYPES, needs_kernels
-from torchopt_dist.ops.sgd import sgd
+from torchopt_dist.ops._sgd import sgd
 
 DOUBLE = torch.float64
 FUSED = [

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 from tests.ops.cases import needs_kernels
 from torchopt_dist import ops
-from torchopt_dist.ops.sgd import sgd, sgd_
+from torchopt_dist.ops._sgd import sgd, sgd_
 
 FUSED = [
     False,

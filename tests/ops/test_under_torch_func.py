@@ -8,9 +8,9 @@ from torch.func import functional_call, functionalize, grad, hessian, jacfwd, ja
 
 from tests.ops.cases import needs_kernels
 from torchopt_dist import ops
-from torchopt_dist.ops.adam import adam, adam_
-from torchopt_dist.ops.rmsprop import rmsprop
-from torchopt_dist.ops.sgd import sgd
+from torchopt_dist.ops._adam import adam, adam_
+from torchopt_dist.ops._rmsprop import rmsprop
+from torchopt_dist.ops._sgd import sgd
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 DOUBLE = torch.float64

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchopt_dist.ops import foreach
-from torchopt_dist.ops.adam import adam
+from torchopt_dist.ops import _foreach as foreach
+from torchopt_dist.ops._adam import adam
 from torchopt_dist.typing import OptionalTensor
 
 __all__ = ["AdamOp"]

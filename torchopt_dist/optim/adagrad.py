@@ -7,13 +7,14 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from torchopt_dist.ops import bias_correction, foreach
+from torchopt_dist.ops import _bias_correction as bias_correction
+from torchopt_dist.ops import _foreach as foreach
 from torchopt_dist.optim.meta_optimizer import MetaOptimizer
 from torchopt_dist.optim.optimizer import Optimizer
+from torchopt_dist.transform._elementwise import counts, elementwise
+from torchopt_dist.transform._hyperparameters import HyperParameter, check_at_least_zero
 from torchopt_dist.transform.add_decayed_weights import penalized
 from torchopt_dist.transform.base import GradientTransformation, chain
-from torchopt_dist.transform.elementwise import counts, elementwise
-from torchopt_dist.transform.hyperparameters import HyperParameter, check_at_least_zero
 from torchopt_dist.transform.scale import scale_by_learning_rate
 from torchopt_dist.transform.scale_by_rss import scale_by_rss
 from torchopt_dist.typing import Params, ScalarOrSchedule, TensorTree

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torchopt_dist.optim.meta_optimizer import MetaOptimizer
 from torchopt_dist.optim.optimizer import Optimizer
+from torchopt_dist.transform._hyperparameters import HyperParameter, check_decays
 from torchopt_dist.transform.add_decayed_weights import penalized
 from torchopt_dist.transform.base import GradientTransformation, chain
-from torchopt_dist.transform.hyperparameters import HyperParameter, check_decays
 from torchopt_dist.transform.scale import scale_by_learning_rate
 from torchopt_dist.transform.scale_by_adamax import scale_by_adamax
 from torchopt_dist.typing import ScalarOrSchedule

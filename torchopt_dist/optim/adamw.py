@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from torchopt_dist.ops.adam import adam as adam_op
-from torchopt_dist.ops.adam import adam_
+from torchopt_dist.ops._adam import adam as adam_op
+from torchopt_dist.ops._adam import adam_
 from torchopt_dist.optim.meta_optimizer import MetaOptimizer
 from torchopt_dist.optim.optimizer import Optimizer
+from torchopt_dist.transform._fused_step import fused_step
+from torchopt_dist.transform._hyperparameters import HyperParameter, check_decays
 from torchopt_dist.transform.add_decayed_weights import add_decayed_weights, penalized
 from torchopt_dist.transform.base import ChainedGradientTransformation, GradientTransformation
-from torchopt_dist.transform.fused_step import fused_step
-from torchopt_dist.transform.hyperparameters import HyperParameter, check_decays
 from torchopt_dist.transform.masked import Mask
 from torchopt_dist.transform.scale import scale_by_learning_rate
 from torchopt_dist.transform.scale_by_adam import ScaleByAdamState, scale_by_adam

@@ -6,14 +6,14 @@ from functools import partial
 
 from torchopt_dist.optim.meta_optimizer import MetaOptimizer
 from torchopt_dist.optim.optimizer import Optimizer
-from torchopt_dist.transform.add_decayed_weights import add_decayed_weights, penalized
-from torchopt_dist.transform.base import GradientTransformation, chain
-from torchopt_dist.transform.hyperparameters import (
+from torchopt_dist.transform._hyperparameters import (
     HyperParameter,
     check_at_least_zero,
     check_decays,
     check_learning_rate,
 )
+from torchopt_dist.transform.add_decayed_weights import add_decayed_weights, penalized
+from torchopt_dist.transform.base import GradientTransformation, chain
 from torchopt_dist.transform.scale import scale_by_learning_rate
 from torchopt_dist.transform.scale_by_adan import scale_by_adan
 from torchopt_dist.typing import Numeric, ScalarOrSchedule, Schedule

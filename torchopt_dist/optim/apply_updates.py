@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
-from torchopt_dist.ops import foreach
-from torchopt_dist.ops.columns import pick, present, put
+from torchopt_dist.ops import _foreach as foreach
+from torchopt_dist.ops._columns import pick, present, put
 from torchopt_dist.transform.base import ChainedGradientTransformation, GradientTransformation
 from torchopt_dist.typing import OptionalTensor, OptState, Params, Updates
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from torchopt_dist import pytree
 from torchopt_dist.optim import _recording_mode
-from torchopt_dist.optim.checkpoint import flatten_with_keys, restore_state
+from torchopt_dist.optim._checkpoint import flatten_with_keys, restore_state
 from torchopt_dist.optim.meta_optimizer import MetaOptimizer
 from torchopt_dist.typing import OptionalTensor, OptState
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchopt_dist.ops.sgd import sgd as sgd_op
-from torchopt_dist.ops.sgd import sgd_
+from torchopt_dist.ops._sgd import sgd as sgd_op
+from torchopt_dist.ops._sgd import sgd_
 from torchopt_dist.optim.meta_optimizer import MetaOptimizer
 from torchopt_dist.optim.optimizer import Optimizer
+from torchopt_dist.transform._fused_step import fused_step
+from torchopt_dist.transform._hyperparameters import HyperParameter, is_number, is_zero
 from torchopt_dist.transform.add_decayed_weights import penalized
 from torchopt_dist.transform.base import ChainedGradientTransformation, GradientTransformation
-from torchopt_dist.transform.fused_step import fused_step
-from torchopt_dist.transform.hyperparameters import HyperParameter, is_number, is_zero
 from torchopt_dist.transform.scale import scale_by_learning_rate
 from torchopt_dist.transform.trace import TraceState, check_momentum, trace
 from torchopt_dist.typing import ScalarOrSchedule

@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import partial
 
 from torchopt_dist import pytree
-from torchopt_dist.ops import foreach
-from torchopt_dist.ops.columns import pick, present, put
+from torchopt_dist.ops import _foreach as foreach
+from torchopt_dist.ops._columns import pick, present, put
+from torchopt_dist.transform._elementwise import check_dense
+from torchopt_dist.transform._hyperparameters import HyperParameter, check_at_least_zero, is_zero
 from torchopt_dist.transform.base import EmptyState, GradientTransformation, identity, stateless
-from torchopt_dist.transform.elementwise import check_dense
-from torchopt_dist.transform.hyperparameters import HyperParameter, check_at_least_zero, is_zero
 from torchopt_dist.transform.masked import Mask, choices_of
 from torchopt_dist.transform.scale import scale
 from torchopt_dist.typing import OptState, Params, Updates

@@ -15,7 +15,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from torchopt_dist.transform.fused_step import FusedStep
+from torchopt_dist.transform._fused_step import FusedStep
 from torchopt_dist.typing import OptState, Params, Updates
 
 if TYPE_CHECKING:

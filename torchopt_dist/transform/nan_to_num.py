@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
-from torchopt_dist.ops.columns import as_complex, as_real
+from torchopt_dist.ops._columns import as_complex, as_real
 from torchopt_dist.transform.base import EmptyState, GradientTransformation, stateless
 from torchopt_dist.typing import OptState, Params, Updates
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
-from torchopt_dist.ops import foreach
-from torchopt_dist.ops.columns import pick, present, put
+from torchopt_dist.ops import _foreach as foreach
+from torchopt_dist.ops._columns import pick, present, put
+from torchopt_dist.transform._hyperparameters import HyperParameter, check_learning_rate
 from torchopt_dist.transform.base import EmptyState, GradientTransformation, stateless
-from torchopt_dist.transform.hyperparameters import HyperParameter, check_learning_rate
 from torchopt_dist.typing import OptState, Params, ScalarOrSchedule, Schedule, Updates
 
 __all__ = ["ScaleByScheduleState", "scale", "scale_by_learning_rate", "scale_by_schedule"]

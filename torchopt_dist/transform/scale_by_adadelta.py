@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from torchopt_dist.ops import foreach
+from torchopt_dist.ops import _foreach as foreach
+from torchopt_dist.transform._elementwise import elementwise, filled
+from torchopt_dist.transform._hyperparameters import HyperParameter, check_at_least_zero, check_decay
 from torchopt_dist.transform.base import GradientTransformation
-from torchopt_dist.transform.elementwise import elementwise, filled
-from torchopt_dist.transform.hyperparameters import HyperParameter, check_at_least_zero, check_decay
 from torchopt_dist.typing import Params, TensorTree
 
 __all__ = ["ScaleByAdadeltaState", "scale_by_adadelta"]

@@ -8,15 +8,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchopt_dist.ops import bias_correction, foreach
-from torchopt_dist.transform.base import GradientTransformation
-from torchopt_dist.transform.elementwise import counts, elementwise, filled
-from torchopt_dist.transform.hyperparameters import (
+from torchopt_dist.ops import _bias_correction as bias_correction
+from torchopt_dist.ops import _foreach as foreach
+from torchopt_dist.transform._elementwise import counts, elementwise, filled
+from torchopt_dist.transform._hyperparameters import (
     HyperParameter,
     check_at_least_zero,
     check_decay,
     is_number,
 )
+from torchopt_dist.transform.base import GradientTransformation
 from torchopt_dist.typing import Params, TensorTree
 
 __all__ = ["ScaleByRAdamState", "scale_by_radam"]

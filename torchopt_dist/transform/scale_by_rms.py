@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import NamedTuple
 
-from torchopt_dist.ops.rmsprop import rmsprop
+from torchopt_dist.ops._rmsprop import rmsprop
+from torchopt_dist.transform._elementwise import elementwise, filled
+from torchopt_dist.transform._hyperparameters import HyperParameter, check_at_least_zero, check_decay
 from torchopt_dist.transform.base import GradientTransformation
-from torchopt_dist.transform.elementwise import elementwise, filled
-from torchopt_dist.transform.hyperparameters import HyperParameter, check_at_least_zero, check_decay
 from torchopt_dist.typing import Params, TensorTree
 
 __all__ = ["ScaleByRmsState", "ScaleByStddevState", "scale_by_rms", "scale_by_stddev"]

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from torchopt_dist import pytree
-from torchopt_dist.ops.columns import as_complex, as_real, pick, present, put
-from torchopt_dist.transform.hyperparameters import is_number
+from torchopt_dist.ops._columns import as_complex, as_real, pick, present, put
+from torchopt_dist.transform._hyperparameters import is_number
 from torchopt_dist.typing import OptState, Params, Updates
 
 __all__ = ["FusedStep", "fused_step"]

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from torchopt_dist import _torch_private
 from torchopt_dist.ops import library
-from torchopt_dist.ops.columns import lie_alike
-from torchopt_dist.ops.foreach import Factors
+from torchopt_dist.ops._columns import lie_alike
+from torchopt_dist.ops._foreach import Factors
 
 __all__ = ["are_concrete", "obstacle", "torch_fused_step", "transforms_allow", "use_kernel"]
 

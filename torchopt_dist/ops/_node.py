@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import _torch_private
-from torchopt_dist.ops import dispatch, foreach
-from torchopt_dist.ops.columns import (
+from torchopt_dist.ops import _dispatch as dispatch
+from torchopt_dist.ops import _foreach as foreach
+from torchopt_dist.ops._columns import (
     Columns,
     flatten,
     in_portions,

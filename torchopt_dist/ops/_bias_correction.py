@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from torchopt_dist.ops.foreach import Factor, Factors, combine, runs_in_a_loop
+from torchopt_dist.ops._foreach import Factor, Factors, combine, runs_in_a_loop
 
 __all__ = ["bias_correction", "bias_corrections", "count_up", "count_up_", "counts", "on_device", "values"]
 

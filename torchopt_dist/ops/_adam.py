@@ -17,8 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchopt_dist.ops import bias_correction, dispatch, foreach, node
-from torchopt_dist.ops.columns import (
+from torchopt_dist.ops import _bias_correction as bias_correction
+from torchopt_dist.ops import _dispatch as dispatch
+from torchopt_dist.ops import _foreach as foreach
+from torchopt_dist.ops import _node as node
+from torchopt_dist.ops._columns import (
     Columns,
     check_lengths,
     check_tensors,
@@ -27,7 +30,7 @@ from torchopt_dist.ops.columns import (
     portions,
     split,
 )
-from torchopt_dist.ops.foreach import Factor, Factors
+from torchopt_dist.ops._foreach import Factor, Factors
 
 __all__ = ["adam", "adam_"]
 

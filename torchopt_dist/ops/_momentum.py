@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from torchopt_dist.ops import foreach
-from torchopt_dist.ops.foreach import Factor, Factors
+from torchopt_dist.ops import _foreach as foreach
+from torchopt_dist.ops._foreach import Factor, Factors
 
 __all__ = ["with_momentum"]
 

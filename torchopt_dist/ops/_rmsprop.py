@@ -17,8 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchopt_dist.ops import dispatch, foreach, node
-from torchopt_dist.ops.columns import (
+from torchopt_dist.ops import _dispatch as dispatch
+from torchopt_dist.ops import _foreach as foreach
+from torchopt_dist.ops import _node as node
+from torchopt_dist.ops._columns import (
     Columns,
     check_lengths,
     check_tensors,
@@ -30,8 +32,8 @@ from torchopt_dist.ops.columns import (
     split,
     widened,
 )
-from torchopt_dist.ops.foreach import Factor
-from torchopt_dist.ops.momentum import with_momentum
+from torchopt_dist.ops._foreach import Factor
+from torchopt_dist.ops._momentum import with_momentum
 
 __all__ = ["rmsprop", "rmsprop_"]
 
