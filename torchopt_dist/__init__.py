@@ -65,7 +65,8 @@ from torchopt_dist.errors import (
     WorkerFailedError,
     WorkerLostError,
 )
-from torchopt_dist.launch import Launcher, LaunchResult, groups, launch
+from torchopt_dist.launch import Launcher, LaunchResult, launch
+from torchopt_dist.launch import _groups as groups
 from torchopt_dist.nn import (
     ModuleState,
     extract_state_dict,

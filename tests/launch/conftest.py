@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from tests.launch.sshd import Sshd
-from torchopt_dist.launch import Launcher, remote
+from torchopt_dist.launch import Launcher
+from torchopt_dist.launch import _remote as remote
 
 
 @pytest.fixture(scope="session")

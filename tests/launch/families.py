@@ -17,7 +17,7 @@ import psutil
 from tests.distributed.bare import say, watch
 from tests.seeds import torchrun
 from tests.warm_python import warm_python
-from torchopt_dist.launch import forkserver
+from torchopt_dist.launch import _forkserver as forkserver
 
 
 def start_a_family(folder):
@@ -50,7 +50,7 @@ def with_this_server(code=""):
     """The program, whose launches ask the forkserver of this process. One of its own would import torch once more."""
     forkserver.connect(os.environ).close()
     return (
-        "import os as _os; from torchopt_dist.launch import forkserver as _forkserver; _forkserver._server ="
+        "import os as _os; from torchopt_dist.launch import _forkserver; _forkserver._server ="
         f" _forkserver._Server({forkserver._server.address!r}, _forkserver.read_on_import(_os.environ))\n{code}"
     )
 

@@ -16,7 +16,7 @@ import torch
 
 import torchopt_dist as todist
 from torchopt_dist.launch import Launcher, LaunchResult, add_launcher_args, launch, on_ranks
-from torchopt_dist.launch.environment import read_env_file
+from torchopt_dist.launch._environment import read_env_file
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -18,8 +18,8 @@ from tests.distributed.bare import say, soon, watch
 from tests.launch.families import assert_gone
 from tests.launch.sshd import NEEDS_SSHD
 from tests.launch.two import ON_TWO
-from torchopt_dist.launch.failures import death
-from torchopt_dist.launch.ssh import carry, in_loop, log_in
+from torchopt_dist.launch._failures import death
+from torchopt_dist.launch._ssh import carry, in_loop, log_in
 
 pytestmark = pytest.mark.timeout(60)
 

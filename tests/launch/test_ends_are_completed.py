@@ -17,7 +17,8 @@ from tests.distributed.bare import say, soon, watch
 from tests.launch.descriptors import no_new_descriptors
 from tests.launch.families import alive, assert_gone, family_of, start_a_family, start_program
 from tests.launch.two import ON_TWO
-from torchopt_dist.launch import Launcher, forkserver
+from torchopt_dist.launch import Launcher
+from torchopt_dist.launch import _forkserver as forkserver
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -32,7 +33,7 @@ class MyError(Exception):
 def test_an_agent_that_is_stopped_while_it_ends_its_workers_is_killed_with_all_below_it(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(sys.modules["torchopt_dist.launch.job"], "AGENT_SECONDS", 0.5)
+    monkeypatch.setattr(sys.modules["torchopt_dist.launch._job"], "AGENT_SECONDS", 0.5)
 
     def work():
         signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getppid(), signal.SIGSTOP))

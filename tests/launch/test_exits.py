@@ -7,7 +7,8 @@ import sys
 import pytest
 
 import torchopt_dist as todist
-from torchopt_dist.launch import launch, worker
+from torchopt_dist.launch import _worker as worker
+from torchopt_dist.launch import launch
 
 pytestmark = pytest.mark.timeout(60)
 

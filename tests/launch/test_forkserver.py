@@ -17,9 +17,11 @@ import torchopt_dist as todist
 from tests.launch.families import assert_gone
 from tests.launch.sshd import NEEDS_SSHD, Sshd
 from tests.launch.two import ON_TWO
-from torchopt_dist.launch import Launcher, forkserver, remote
-from torchopt_dist.launch.messages import Alive
-from torchopt_dist.launch.stream import Stream
+from torchopt_dist.launch import Launcher
+from torchopt_dist.launch import _forkserver as forkserver
+from torchopt_dist.launch import _remote as remote
+from torchopt_dist.launch._messages import Alive
+from torchopt_dist.launch._stream import Stream
 
 pytestmark = pytest.mark.timeout(60)
 

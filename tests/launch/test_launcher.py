@@ -19,7 +19,8 @@ from tests.launch.descriptors import no_new_descriptors
 from tests.launch.families import Program, with_this_server
 from tests.launch.two import ON_TWO, my_rank
 from tests.seeds import torchrun
-from torchopt_dist.launch import Launcher, LaunchResult, forkserver, launch
+from torchopt_dist.launch import Launcher, LaunchResult, launch
+from torchopt_dist.launch import _forkserver as forkserver
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -9,7 +9,7 @@ import cloudpickle
 import pytest
 
 from tests.launch.families import Program, with_this_server
-from torchopt_dist.launch import pickling
+from torchopt_dist.launch import _pickling as pickling
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -121,7 +121,7 @@ def test_what_a_function_or_a_class_defines_is_not_put_there(main):
     parts = cloudpickle.dumps((*there["outer"](), there["Outer"](), there["Outer"].Nested()))
     code = f"""
 import cloudpickle, sys
-from torchopt_dist.launch import pickling
+from torchopt_dist.launch import _pickling as pickling
 parts = cloudpickle.loads({parts!r})
 pickling.fill_main(parts)
 main = vars(sys.modules["__main__"])

@@ -25,7 +25,8 @@ from tests.launch.families import (
     start_program,
 )
 from tests.launch.two import ON_TWO
-from torchopt_dist.launch import Launcher, processes
+from torchopt_dist.launch import Launcher
+from torchopt_dist.launch import _processes as processes
 
 pytestmark = pytest.mark.timeout(60)
 

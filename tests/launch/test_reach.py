@@ -8,9 +8,9 @@ import threading
 import pytest
 
 import torchopt_dist as todist
-from torchopt_dist.launch import remote
-from torchopt_dist.launch.elastic import UnreachedMachine
-from torchopt_dist.launch.machine import Machine
+from torchopt_dist.launch import _remote as remote
+from torchopt_dist.launch._elastic import UnreachedMachine
+from torchopt_dist.launch._machine import Machine
 
 pytestmark = pytest.mark.timeout(60)
 

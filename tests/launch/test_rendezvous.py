@@ -18,10 +18,11 @@ import torchopt_dist as todist
 from tests.launch.descriptors import no_new_descriptors
 from tests.launch.two import ON_TWO
 from tests.worlds import free_port
-from torchopt_dist.launch import Launcher, store
-from torchopt_dist.launch.messages import Listen, Listening, Reach, Reached
-from torchopt_dist.launch.rendezvous import agree
-from torchopt_dist.launch.store import LOOPBACK, Listeners, store_at
+from torchopt_dist.launch import Launcher
+from torchopt_dist.launch import _store as store
+from torchopt_dist.launch._messages import Listen, Listening, Reach, Reached
+from torchopt_dist.launch._rendezvous import agree
+from torchopt_dist.launch._store import LOOPBACK, Listeners, store_at
 
 pytestmark = pytest.mark.timeout(60)
 

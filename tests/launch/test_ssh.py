@@ -17,7 +17,8 @@ import torch.distributed as dist
 import torchopt_dist as todist
 from tests.launch.families import forkserver_of
 from tests.launch.sshd import NEEDS_SSHD
-from torchopt_dist.launch import Launcher, remote
+from torchopt_dist.launch import Launcher
+from torchopt_dist.launch import _remote as remote
 
 pytestmark = [pytest.mark.timeout(120), NEEDS_SSHD]
 

@@ -14,7 +14,8 @@ import pytest
 import torchopt_dist as todist
 from tests.launch.sshd import NEEDS_SSHD
 from tests.worlds import free_port
-from torchopt_dist.launch import Launcher, remote
+from torchopt_dist.launch import Launcher
+from torchopt_dist.launch import _remote as remote
 
 pytestmark = [pytest.mark.timeout(120), NEEDS_SSHD]
 

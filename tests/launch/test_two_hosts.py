@@ -34,7 +34,8 @@ from tests.distributed.bare import say
 from tests.launch.elastic.worlds import in_worlds, world_of
 from tests.launch.families import assert_gone, family_of, start_a_family
 from tests.launch.sshd import NEEDS_SSHD, Sshd, wait_until
-from torchopt_dist.launch import Launcher, remote
+from torchopt_dist.launch import Launcher
+from torchopt_dist.launch import _remote as remote
 
 pytestmark = [pytest.mark.timeout(120), NEEDS_SSHD]
 

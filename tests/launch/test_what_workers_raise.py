@@ -9,7 +9,7 @@ from tests.launch import exceptions
 from tests.launch.exceptions import MoreSlots, Mute, NoArgs, NoDict, Own, Picked, WithMeta
 from torchopt_dist._serialized_exception import SerializedException
 from torchopt_dist.launch import launch
-from torchopt_dist.launch.pickling import pack, pack_failure, unpack_failure
+from torchopt_dist.launch._pickling import pack, pack_failure, unpack_failure
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -258,7 +258,7 @@ def test_a_network_s_inner_loop_runs_by_the_kernels(monkeypatch):
         torch.testing.assert_close(got, right, rtol=1e-9, atol=1e-12)
     called = []
     monkeypatch.setattr(
-        ops.adam._Adam,
+        ops._adam._Adam,
         "kernel",
         lambda self, columns: called.append(len(columns[0])) or self.formula(columns),
     )

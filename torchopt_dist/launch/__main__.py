@@ -9,9 +9,9 @@ import sys
 from typing import NoReturn
 
 from torchopt_dist.errors import RemoteError, TodistError, WorkerFailedError
+from torchopt_dist.launch._script import run_program
 from torchopt_dist.launch.launcher import Launcher
 from torchopt_dist.launch.options import add_launcher_args
-from torchopt_dist.launch.script import run_program
 
 __all__ = ["main"]
 

@@ -1,8 +1,8 @@
 """``Launcher(...).run(func, *args)`` → ``func(*args)`` on every worker → what all of them returned.
 
-The way of a launch: ``launcher.py`` → ``cluster.py`` (which machines) → ``job.py`` (this process's side) →
-``forkserver.py`` (a process that has imported torch) → ``agent.py`` (one a host) → ``worker.py`` (one a rank) → back to
-``job.py``.
+The way of a launch: ``launcher.py`` → ``_cluster.py`` (which machines) → ``_job.py`` (this process's side) →
+``_forkserver.py`` (a process that has imported torch) → ``_agent.py`` (one a host) → ``_worker.py`` (one a rank) →
+back to ``_job.py``.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from dataclasses import dataclass, fields
 from typing import Any, ParamSpec, TypeVar
 
 from torchopt_dist.errors import RemoteError
-from torchopt_dist.launch.attempts import run_attempts
-from torchopt_dist.launch.cluster import find_hosts
-from torchopt_dist.launch.elastic import Membership, UnreachedMachine
-from torchopt_dist.launch.environment import chosen_by, import_path, read_env_file
-from torchopt_dist.launch.groups import in_groups
+from torchopt_dist.launch._attempts import run_attempts
+from torchopt_dist.launch._cluster import find_hosts
+from torchopt_dist.launch._elastic import Membership, UnreachedMachine
+from torchopt_dist.launch._environment import chosen_by, import_path, read_env_file
+from torchopt_dist.launch._groups import in_groups
+from torchopt_dist.launch._machine import Machine
+from torchopt_dist.launch._messages import Header
+from torchopt_dist.launch._pickling import pack, pack_task
+from torchopt_dist.launch._plan import Plan, WorkerSetup
+from torchopt_dist.launch._processes import allow_many_files
+from torchopt_dist.launch._remote import SshOptions, connect
+from torchopt_dist.launch._termination import ended_in_order
 from torchopt_dist.launch.logs import TerminalHandler, WorkerLogs, log_folder
-from torchopt_dist.launch.machine import Machine
-from torchopt_dist.launch.messages import Header
 from torchopt_dist.launch.options import LaunchOptions, args_section
-from torchopt_dist.launch.pickling import pack, pack_task
-from torchopt_dist.launch.plan import Plan, WorkerSetup
-from torchopt_dist.launch.processes import allow_many_files
-from torchopt_dist.launch.remote import SshOptions, connect
 from torchopt_dist.launch.result import LaunchResult
-from torchopt_dist.launch.termination import ended_in_order
 
 __all__ = ["Launcher", "launch"]
 

@@ -1,7 +1,7 @@
 """The options of a launch, each spelled once → their documentation, their checks, and the arguments of command lines.
 
 :class:`Launcher` has these fields, and a running launch reads them. What needs the machines, such as whether there are
-as many GPUs as asked for, is seen in ``cluster.py``.
+as many GPUs as asked for, is seen in ``_cluster.py``.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
-from torchopt_dist.launch.environment import COPIED, check_variables
-from torchopt_dist.launch.groups import check_backend
+from torchopt_dist.launch._environment import COPIED, check_variables
+from torchopt_dist.launch._groups import check_backend
 
 __all__ = ["LaunchOptions", "add_launcher_args", "args_section", "check_integer", "check_line_filter"]
 

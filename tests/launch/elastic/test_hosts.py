@@ -20,10 +20,11 @@ from tests.distributed.bare import say, soon, watch
 from tests.launch.elastic.worlds import Aside, in_worlds, kill_agent, launch, place, world_of
 from tests.launch.families import assert_gone
 from tests.launch.sshd import wait_until
-from torchopt_dist.launch import elastic, job
-from torchopt_dist.launch.job import Job
-from torchopt_dist.launch.machine import ThisMachine
-from torchopt_dist.launch.messages import Raised
+from torchopt_dist.launch import _elastic as elastic
+from torchopt_dist.launch import _job as job
+from torchopt_dist.launch._job import Job
+from torchopt_dist.launch._machine import ThisMachine
+from torchopt_dist.launch._messages import Raised
 
 pytestmark = pytest.mark.timeout(60)
 

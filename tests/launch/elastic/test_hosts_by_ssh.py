@@ -13,7 +13,7 @@ import torchopt_dist as todist
 from tests.distributed.bare import say
 from tests.launch.elastic.worlds import Aside, in_worlds, launch, world_of
 from tests.launch.sshd import NEEDS_SSHD, Sshd
-from torchopt_dist.launch import remote
+from torchopt_dist.launch import _remote as remote
 
 pytestmark = [pytest.mark.timeout(60), NEEDS_SSHD]
 

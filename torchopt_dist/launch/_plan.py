@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from torchopt_dist.launch.cluster import Host
+from torchopt_dist.launch._cluster import Host
+from torchopt_dist.launch._machine import Machine
 from torchopt_dist.launch.logs import WorkerLogs
-from torchopt_dist.launch.machine import Machine
 from torchopt_dist.launch.options import LaunchOptions
 
 __all__ = ["Plan", "WorkerSetup"]
@@ -19,7 +19,7 @@ class WorkerSetup:
 
     Attributes:
         env: the environment.
-        header: the packed :class:`~torchopt_dist.launch.messages.Header`.
+        header: the packed :class:`~torchopt_dist.launch._messages.Header`.
     """
 
     env: Mapping[str, str]

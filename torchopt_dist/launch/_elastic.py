@@ -13,13 +13,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torchopt_dist.errors import AgentFailedError, CallTimeoutError, InitializationError, WorkerFailedError
-from torchopt_dist.launch.cluster import Host, Reach
-from torchopt_dist.launch.failures import may_be_an_echo
-from torchopt_dist.launch.handles import LONGEST_WAIT
-from torchopt_dist.launch.machine import Machine
-from torchopt_dist.launch.messages import Stop
-from torchopt_dist.launch.plan import Plan
-from torchopt_dist.launch.stream import frame
+from torchopt_dist.launch._cluster import Host, Reach
+from torchopt_dist.launch._failures import may_be_an_echo
+from torchopt_dist.launch._handles import LONGEST_WAIT
+from torchopt_dist.launch._machine import Machine
+from torchopt_dist.launch._messages import Stop
+from torchopt_dist.launch._plan import Plan
+from torchopt_dist.launch._stream import frame
 
 __all__ = ["Membership", "UnreachedMachine"]
 

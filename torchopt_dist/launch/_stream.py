@@ -28,7 +28,7 @@ def frame(message: object, payload: Buffer = b"") -> tuple[bytes, Buffer]:
     """The bytes that stand for a message: those before its payload, and this.
 
     Args:
-        message: one of the dataclasses of ``messages.py``.
+        message: one of the dataclasses of ``_messages.py``.
         payload: bytes that go with it, and are not copied into a pickle.
     """
     pickled = pickle.dumps(message)

@@ -6,8 +6,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 
-from torchopt_dist.launch import slurm, ssh
-from torchopt_dist.launch.machine import Machine, ThisMachine, is_this_machine
+from torchopt_dist.launch import _slurm as slurm
+from torchopt_dist.launch import _ssh as ssh
+from torchopt_dist.launch._machine import Machine, ThisMachine, is_this_machine
 
 __all__ = ["Host", "Reach", "find_hosts", "name_hosts", "torchrun_variables"]
 

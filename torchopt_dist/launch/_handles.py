@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchopt_dist.errors import CallTimeoutError, InitializationError
-from torchopt_dist.launch.cluster import Host
+from torchopt_dist.launch._cluster import Host
+from torchopt_dist.launch._machine import Machine
+from torchopt_dist.launch._pickling import unpack_value
+from torchopt_dist.launch._plan import Plan
+from torchopt_dist.launch._stream import FrameReader, Stream
 from torchopt_dist.launch.logs import LineSplitter
-from torchopt_dist.launch.machine import Machine
-from torchopt_dist.launch.pickling import unpack_value
-from torchopt_dist.launch.plan import Plan
-from torchopt_dist.launch.stream import FrameReader, Stream
 
 __all__ = ["LONGEST_WAIT", "AgentHandle", "Deadlines", "WorkerHandle"]
 

@@ -1,6 +1,6 @@
 """What launcher, agents and workers tell each other: dataclasses, in the order in which they are sent.
 
-``stream.py`` carries them. Some have a payload, bytes that go with the message.
+``_stream.py`` carries them. Some have a payload, bytes that go with the message.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ from typing import Any
 
 from torchopt_dist._serialized_exception import safe_repr
 from torchopt_dist.errors import AgentFailedError, InitializationError, RemoteError, WorkerFailedError
-from torchopt_dist.launch.elastic import Membership
-from torchopt_dist.launch.job import Job, StoppedError
-from torchopt_dist.launch.plan import Plan
+from torchopt_dist.launch._elastic import Membership
+from torchopt_dist.launch._job import Job, StoppedError
+from torchopt_dist.launch._plan import Plan
 
 __all__ = ["run_attempts"]
 
@@ -30,7 +30,7 @@ def run_attempts(plan: Plan, membership: Membership | None = None) -> dict[str, 
         The values, by host.
 
     Raises:
-        Exception: as :meth:`~torchopt_dist.launch.job.Job.run` and :meth:`~Membership.next_hosts`.
+        Exception: as :meth:`~torchopt_dist.launch._job.Job.run` and :meth:`~Membership.next_hosts`.
     """
     failures, most = 0, plan.options.max_restarts
     for attempt in itertools.count():

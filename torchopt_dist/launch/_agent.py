@@ -24,8 +24,10 @@ from typing import Any
 import setproctitle
 
 from torchopt_dist.errors import InitializationError
-from torchopt_dist.launch import processes, store, worker
-from torchopt_dist.launch.messages import (
+from torchopt_dist.launch import _processes as processes
+from torchopt_dist.launch import _store as store
+from torchopt_dist.launch import _worker as worker
+from torchopt_dist.launch._messages import (
     Alive,
     Exited,
     Halted,
@@ -38,7 +40,7 @@ from torchopt_dist.launch.messages import (
     StartWorkers,
     Stop,
 )
-from torchopt_dist.launch.stream import Stream
+from torchopt_dist.launch._stream import Stream
 
 __all__ = ["Agent"]
 

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchopt_dist.errors import InitializationError
-from torchopt_dist.launch.environment import chosen_by, import_path
-from torchopt_dist.launch.forkserver import MARK, PROGRAM, read_on_import, versions
-from torchopt_dist.launch.machine import Machine
-from torchopt_dist.launch.ssh import carry, in_loop, log_in, open_stream
+from torchopt_dist.launch._environment import chosen_by, import_path
+from torchopt_dist.launch._forkserver import MARK, PROGRAM, read_on_import, versions
+from torchopt_dist.launch._machine import Machine
+from torchopt_dist.launch._ssh import carry, in_loop, log_in, open_stream
 
 __all__ = ["RemoteMachine", "SshOptions", "close_all", "connect"]
 

@@ -1,7 +1,7 @@
 """A plan → the values that all workers return, or the error that ended them: the launcher's side of one attempt.
 
-What agents and workers tell is noted in ``handles.py``, which also says whose time is up; ``failures.py`` says which of
-several errors is the cause. Whatever happens, agents and workers are gone when :meth:`Job.run` returns or raises.
+What agents and workers tell is noted in ``_handles.py``, which also says whose time is up; ``_failures.py`` says which
+of several errors is the cause. Whatever happens, agents and workers are gone when :meth:`Job.run` returns or raises.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torchopt_dist.errors import AgentFailedError, WorkerFailedError
-from torchopt_dist.launch.cluster import Host, torchrun_variables
-from torchopt_dist.launch.failures import EXIT_SECONDS, Failures, death, halt
-from torchopt_dist.launch.handles import LONGEST_WAIT, AgentHandle, Deadlines, WorkerHandle
-from torchopt_dist.launch.logs import LineSplitter
-from torchopt_dist.launch.machine import Machine
-from torchopt_dist.launch.messages import (
+from torchopt_dist.launch._cluster import Host, torchrun_variables
+from torchopt_dist.launch._failures import EXIT_SECONDS, Failures, death, halt
+from torchopt_dist.launch._handles import LONGEST_WAIT, AgentHandle, Deadlines, WorkerHandle
+from torchopt_dist.launch._machine import Machine
+from torchopt_dist.launch._messages import (
     Alive,
     Exited,
     Halted,
@@ -39,11 +38,12 @@ from torchopt_dist.launch.messages import (
     StartWorkers,
     Stop,
 )
-from torchopt_dist.launch.pickling import unpack_failure
-from torchopt_dist.launch.plan import Plan, WorkerSetup
-from torchopt_dist.launch.processes import umask
-from torchopt_dist.launch.rendezvous import agree
-from torchopt_dist.launch.stream import Stream
+from torchopt_dist.launch._pickling import unpack_failure
+from torchopt_dist.launch._plan import Plan, WorkerSetup
+from torchopt_dist.launch._processes import umask
+from torchopt_dist.launch._rendezvous import agree
+from torchopt_dist.launch._stream import Stream
+from torchopt_dist.launch.logs import LineSplitter
 
 __all__ = ["Job", "StoppedError"]
 

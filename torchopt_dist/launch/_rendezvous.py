@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from torchopt_dist.errors import InitializationError
-from torchopt_dist.launch.handles import AgentHandle
-from torchopt_dist.launch.messages import Listen, Listening, Reach
+from torchopt_dist.launch._handles import AgentHandle
+from torchopt_dist.launch._messages import Listen, Listening, Reach
 
 __all__ = ["agree"]
 

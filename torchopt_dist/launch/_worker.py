@@ -15,10 +15,10 @@ import torch
 
 from torchopt_dist._network import choose_interface
 from torchopt_dist._torch_private import finish_interpreter
-from torchopt_dist.launch.messages import Header, Raised, Returned, Running, StartWorkers
-from torchopt_dist.launch.pickling import pack_failure, pack_value, unpack, unpack_task
-from torchopt_dist.launch.store import LOOPBACK
-from torchopt_dist.launch.stream import frame
+from torchopt_dist.launch._messages import Header, Raised, Returned, Running, StartWorkers
+from torchopt_dist.launch._pickling import pack_failure, pack_value, unpack, unpack_task
+from torchopt_dist.launch._store import LOOPBACK
+from torchopt_dist.launch._stream import frame
 
 __all__ = ["asked_to_exit", "work"]
 
