@@ -20,7 +20,7 @@ from torchopt_dist import pytree
 from torchopt_dist._torch_private import transforms_are_active
 from torchopt_dist.linear_solve._function import as_solver
 from torchopt_dist.linear_solve._operator import LinearOperator, Product, TransposedJacobian
-from torchopt_dist.linear_solve._vjp import Tensors, pull
+from torchopt_dist.linear_solve._vjp import Tensors, pull, refuse_forward_mode
 from torchopt_dist.linear_solve.solver import Solver
 from torchopt_dist.typing import LinearSolver, TensorTree
 
@@ -228,6 +228,11 @@ class _Root(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.equation, ctx.solver, ctx.count = inputs[:3]
         ctx.save_for_backward(*output, *inputs[3 + ctx.count :])
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
+        """There is none."""
+        refuse_forward_mode()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

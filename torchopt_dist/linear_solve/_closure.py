@@ -21,13 +21,14 @@ from torch.overrides import TorchFunctionMode
 
 from torchopt_dist import pytree
 from torchopt_dist._torch_private import (
+    forward_mode_is_active,
     is_functorch_tensor,
     tensor_at_level,
     transform_level,
     transforms_are_active,
 )
 from torchopt_dist.linear_solve._operator import LinearOperator, Product
-from torchopt_dist.linear_solve._vjp import Tensors, pull
+from torchopt_dist.linear_solve._vjp import Tensors, pull, refuse_forward_mode, takes_duals
 
 __all__ = ["convert"]
 
@@ -46,9 +47,12 @@ def convert(
         TypeError: the function is no function, or does not return tensors.
         ValueError: it returns a tree of another structure or of other shapes, or, inside a ``torch.func`` transform,
             applies one of its own to a tensor that is not among its arguments.
+        NotImplementedError: a level of forward-mode differentiation is open.
     """
     if not callable(matvec):
         raise TypeError(f"`matvec` must be a function, got {type(matvec).__name__}")
+    if forward_mode_is_active() and takes_duals():
+        refuse_forward_mode()
     function: Callable[..., Any] = matvec
     given: list[Any] = []
     given_spec: pytree.PyTreeSpec | None = None

@@ -8,14 +8,15 @@ transform is at work it is ``torch.func.vjp``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from torchopt_dist._torch_private import transforms_are_active
 
-__all__ = ["Tensors", "pull", "vjp"]
+__all__ = ["Tensors", "pull", "refuse_forward_mode", "takes_duals", "vjp"]
 
 Tensors: TypeAlias = list[Tensor]
 
@@ -67,4 +68,22 @@ def pull(
             create_graph=differentiable,
             materialize_grads=True,
         )
+    )
+
+
+def takes_duals() -> bool:
+    """Whether a level of forward-mode differentiation is open, by torch's public names."""
+    zero = torch.zeros(())
+    try:
+        forward_ad.make_dual(zero, zero)
+    except RuntimeError:
+        return False
+    return True
+
+
+def refuse_forward_mode() -> NoReturn:
+    """Raise the error of derivatives that only reverse mode has."""
+    raise NotImplementedError(
+        "linear solves and implicit gradients have no forward-mode derivative (torch.func.jvp and jacfwd, "
+        "torch.autograd.forward_ad): use torch.func.vjp and jacrev, or torch.autograd.grad"
     )

@@ -20,7 +20,7 @@ from torch import Tensor
 from torchopt_dist import pytree
 from torchopt_dist.linear_solve._closure import convert
 from torchopt_dist.linear_solve._operator import BatchedOperator, LinearOperator, RidgeOperator
-from torchopt_dist.linear_solve._vjp import Tensors
+from torchopt_dist.linear_solve._vjp import Tensors, refuse_forward_mode
 from torchopt_dist.typing import Numeric, TensorTree
 
 __all__ = ["ConvergenceWarning", "NotConverged", "Outcome", "Solver", "SolverInfo", "System"]
@@ -120,6 +120,7 @@ class Solver(ABC):
             torch.linalg.LinAlgError: the method broke down, or its result is worse than zeros.
             TypeError: ``b`` has a leaf that is no floating-point tensor, or ``matvec`` is no function.
             ValueError: ``matvec`` returns another structure or other shapes.
+            NotImplementedError: it is called under ``torch.func.jvp`` or another forward-mode derivative.
         """
         leaves, spec = _vector(b, "b")
         operator, params = convert(matvec, spec, leaves)
@@ -329,6 +330,11 @@ class _Solve(torch.autograd.Function):
         ctx.mark_non_differentiable(*info)
         params = inputs[4 + sum(ctx.counts) :]
         ctx.save_for_backward(*x, *params)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
+        """There is none."""
+        refuse_forward_mode()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
