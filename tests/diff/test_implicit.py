@@ -334,3 +334,14 @@ def solved(optimality, argnums=1, **options):
 def test_bad_input(call, kind, message):
     with pytest.raises(kind, match=message):
         call()
+
+
+@pytest.mark.parametrize("solve", SOLVES)
+def test_a_polynomial_s_root_has_its_jacobian(solve):
+    @custom_root(lambda x, t: x * x + x - t, argnums=1, solve=SOLVES[solve])
+    def root(x, t):
+        return ((1 + 4 * t).sqrt() - 1) / 2
+
+    t = torch.tensor([2.0, 3.0], dtype=torch.float64)
+    jacobian = torch.func.jacrev(lambda t: root(torch.ones_like(t), t))(t)
+    torch.testing.assert_close(jacobian, (1 + 4 * t).rsqrt().diag())

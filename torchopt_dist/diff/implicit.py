@@ -251,6 +251,8 @@ def _differentiably(
     wanted: Sequence[bool],
     grads: Tensors,
 ) -> list[Tensor | None]:
+    # What was saved may be wrapped by a `torch.func` transform that has ended; a view of it is not.
+    x, others = [leaf.view_as(leaf) for leaf in x], [other.view_as(other) for other in others]
     operator = TransposedJacobian(equation, len(x))
     u, _ = solver.solve(operator, [*x, *others], grads, equation.spec)
     residual = _Residual(equation, x)
