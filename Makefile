@@ -14,7 +14,7 @@ PROGRAMS ?= 2000
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=20
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
 
 export PATH := $(CURDIR)/$(BIN):$(PATH)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import sys
@@ -14,12 +15,15 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
 
 import torchopt_dist as todist
 
+SHARES = 16
+_given: set[int] = set()
 PRELOAD = ["pytest", "torch", "torch.distributed.rpc", "torchopt_dist", "tests.worlds"]
 
 
@@ -168,6 +172,19 @@ def _work(env: dict[str, str], path: list[str], task: bytes, sender: Connection)
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port at which nobody listens, and which nobody else gets before the test listens there.
+
+    The kernel gives ports of its own range to those who ask for any, so this one lies outside. Workers of pytest-xdist
+    share what is left, and no port is given twice.
+    """
+    own = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    first = int(own.read_text().split()[0]) if own.exists() else 32_768
+    ports = range(12_000, first) if first > 20_000 else range(61_000, 65_536)
+    share = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % SHARES
+    while True:
+        port = random.SystemRandom().choice(ports)  # a test may have set the seed of the others
+        if port % SHARES == share and port not in _given:
+            with contextlib.suppress(OSError), socket.socket() as probe:
+                probe.bind(("127.0.0.1", port))
+                _given.add(port)
+                return port
