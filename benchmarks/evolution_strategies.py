@@ -5,6 +5,8 @@ The estimate is the same on both; only seeds and weights go out, and only number
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from workers import interleaved, start_workers
@@ -31,9 +33,9 @@ def main() -> None:
     here = zero_order(torch.randn, **settings)(rollout)
     spread = zero_order(torch.randn, parallel=everywhere, **settings)(rollout)
 
-    def gradient(function: object) -> Tensor:
+    def gradient(function: Callable[[Tensor], Tensor]) -> Tensor:
         torch.manual_seed(0)
-        return torch.autograd.grad(function(weight), weight)[0]  # type: ignore[operator]
+        return torch.autograd.grad(function(weight), weight)[0]
 
     torch.testing.assert_close(gradient(here), gradient(spread))
     seconds = interleaved({"one": lambda: gradient(here), "two": lambda: gradient(spread)}, rounds=5)

@@ -254,17 +254,22 @@ def connect(
     Raises:
         InitializationError: some host cannot be reached, or lacks what a launch needs.
     """
-    found = dict(zip(names, in_loop(_reach_all(names, options, seconds)).result(), strict=True))
-    errors = [error for error in found.values() if isinstance(error, BaseException)]
-    for error in errors:
-        if not isinstance(error, InitializationError) or (len(errors) == 1 and otherwise is None):
-            raise error
-    if errors and otherwise is None:
+    machines: dict[str, Machine] = {}
+    errors: list[InitializationError] = []
+    for name, found in zip(names, in_loop(_reach_all(names, options, seconds)).result(), strict=True):
+        if isinstance(found, Machine):
+            machines[name] = found
+        elif not isinstance(found, InitializationError):
+            raise found
+        elif otherwise is not None:
+            machines[name] = otherwise(name, str(found))
+        else:
+            errors.append(found)
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
         raise InitializationError("\n".join(map(str, errors))) from errors[0]
-    return {
-        name: machine if isinstance(machine, Machine) else otherwise(name, str(machine))  # type: ignore[misc]
-        for name, machine in found.items()
-    }
+    return machines
 
 
 async def _reach_all(

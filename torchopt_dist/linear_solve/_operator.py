@@ -34,8 +34,10 @@ Product: TypeAlias = Callable[[Tensors], Tensors]
 class LinearOperator(ABC):
     """A square matrix as a function."""
 
-    batch_shape: tuple[int, ...] = ()
-    """The leading dimensions of every vector: so many matrices and vectors are multiplied at once."""
+    @property
+    def batch_shape(self) -> tuple[int, ...]:
+        """The leading dimensions of every vector: so many matrices and vectors are multiplied at once."""
+        return ()
 
     @abstractmethod
     def apply(self, params: Tensors, vector: Tensors) -> Tensors:
@@ -73,7 +75,7 @@ class _Wrapper(LinearOperator):
     inner: LinearOperator
 
     @property
-    def batch_shape(self) -> tuple[int, ...]:  # type: ignore[override]
+    def batch_shape(self) -> tuple[int, ...]:
         return self.inner.batch_shape
 
 
@@ -166,7 +168,7 @@ class BatchedOperator(LinearOperator):
     size: int
 
     @property
-    def batch_shape(self) -> tuple[int, ...]:  # type: ignore[override]
+    def batch_shape(self) -> tuple[int, ...]:
         """The leading dimensions of every vector."""
         return (self.size, *self.inner.batch_shape)
 

@@ -58,6 +58,7 @@ class MetaOptimizer:
     """
 
     transformation: ClassVar[signatures.Constructor | None] = None
+    __signature__: ClassVar[inspect.Signature]
     _signature: ClassVar[inspect.Signature] = inspect.signature(lambda module, impl: ...)
 
     def __init_subclass__(
@@ -73,7 +74,7 @@ class MetaOptimizer:
         if transformation is not None:
             cls.transformation = staticmethod(transformation)
             cls._signature = signatures.signature(transformation, "module", defaults)
-            cls.__signature__ = cls._signature  # type: ignore[attr-defined]
+            cls.__signature__ = cls._signature
             cls.__doc__ = signatures.docstring(cls, transformation, _MODULE_TEXT)
 
     def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:

@@ -67,6 +67,7 @@ class Optimizer(torch.optim.Optimizer):
     """
 
     transformation: ClassVar[signatures.Constructor | None] = None
+    __signature__: ClassVar[inspect.Signature]
     _signature: ClassVar[inspect.Signature] = inspect.signature(lambda params, impl: ...)
 
     def __init_subclass__(
@@ -82,7 +83,7 @@ class Optimizer(torch.optim.Optimizer):
         if transformation is not None:
             cls.transformation = staticmethod(transformation)
             cls._signature = signatures.signature(transformation, "params", defaults, _WITHOUT)
-            cls.__signature__ = cls._signature  # type: ignore[attr-defined]
+            cls.__signature__ = cls._signature
             cls.__doc__ = signatures.docstring(cls, transformation, _PARAMS_TEXT, _WITHOUT)
 
     def __init__(self, params: Iterable[Any], *args: Any, **kwargs: Any) -> None:
