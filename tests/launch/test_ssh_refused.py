@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import socket
@@ -16,6 +17,8 @@ from tests.launch.sshd import NEEDS_SSHD
 from tests.worlds import free_port
 from torchopt_dist.launch import Launcher
 from torchopt_dist.launch import _remote as remote
+from torchopt_dist.launch import _ssh as ssh
+from torchopt_dist.launch._ssh import in_loop, log_in
 
 pytestmark = [pytest.mark.timeout(120), NEEDS_SSHD]
 
@@ -55,6 +58,58 @@ def test_a_host_that_is_not_known(sshd, tmp_path):
     config.write_text(sshd.config.read_text().replace(f"{sshd.folder}/known_hosts", os.devnull))
     with pytest.raises(todist.InitializationError, match=r"node1 .*not in the file of known hosts"):
         Launcher(hosts=["node1"], nproc_per_host=1, ssh_config=config).run(os.getpid)
+
+
+def relayed(port, cut_off):
+    """A server before another one's port, which cuts the first connections off; the address, and those it took."""
+
+    async def carry(reader, writer):
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+        writer.close()
+
+    async def take(reader, writer):
+        taken.append(writer)
+        if len(taken) <= cut_off:
+            writer.transport.abort()
+            return
+        there = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.gather(carry(reader, there[1]), carry(there[0], writer), return_exceptions=True)
+
+    taken = []
+    server = in_loop(asyncio.start_server(take, "127.0.0.1", 0)).result(10)
+    return server, taken
+
+
+def log_in_by(sshd, relay):
+    port = relay.sockets[0].getsockname()[1]
+    config = sshd.folder / "relayed"
+    config.write_text(sshd.entry("*", "127.0.0.1", Port=port, HostKeyAlias=f"[127.0.0.1]:{sshd.port}"))
+    return in_loop(log_in("node1", str(config), 5.0, 10.0)).result(20)
+
+
+def test_a_login_that_is_cut_off_is_tried_again(sshd):
+    relay, taken = relayed(sshd.port, cut_off=2)
+    try:
+        in_loop(closed(log_in_by(sshd, relay))).result(10)
+        assert len(taken) == 3
+    finally:
+        in_loop(closed(relay)).result(10)
+
+
+async def closed(server):
+    server.close()
+
+
+def test_logins_that_are_all_cut_off_are_an_error(sshd, monkeypatch):
+    monkeypatch.setattr(ssh, "PAUSES", (0.0, 0.0))
+    relay, taken = relayed(sshd.port, cut_off=100)
+    try:
+        with pytest.raises(todist.InitializationError, match=r"node1 cannot be reached by SSH: .*onnection"):
+            log_in_by(sshd, relay)
+        assert len(taken) == 3
+    finally:
+        in_loop(closed(relay)).result(10)
 
 
 def test_a_host_that_does_not_answer(sshd):

@@ -33,6 +33,8 @@ ALL_THAT_HAS_COME = 1 << 22
 part at a time would fill the memory with what a fast writer writes."""
 QUESTIONS = 4
 """Hosts are asked whether they are there so often before they count as lost."""
+PAUSES = (0.1, 0.4, 1.6)
+"""Seconds before a login that was cut off is tried again: a server drops some while many log in (MaxStartups)."""
 TO_SOCKET = (
     "import os,select,socket,sys\n"
     "there=socket.socket(socket.AF_UNIX);there.connect(sys.argv[1])\n"
@@ -102,6 +104,10 @@ async def log_in(name: str, config: str | None, patience: float, seconds: float)
     options |= {"keepalive_interval": patience / QUESTIONS, "keepalive_count_max": QUESTIONS - 1}
     try:
         async with asyncio.timeout(seconds):
+            for pause in PAUSES:
+                with contextlib.suppress(ConnectionResetError, asyncssh.ConnectionLost):
+                    return await asyncssh.connect(match["host"].strip("[]"), **options)
+                await asyncio.sleep(pause)
             return await asyncssh.connect(match["host"].strip("[]"), **options)
     except Exception as error:
         raise InitializationError(f"{name} cannot be reached by SSH: {_why(error, seconds)}") from error
