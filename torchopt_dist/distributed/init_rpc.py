@@ -27,6 +27,7 @@ from torchopt_dist._torch_private import set_default_rpc_timeout, tensorpipe_opt
 from torchopt_dist.distributed import _rendezvous
 from torchopt_dist.distributed._group import Group, current_group, find_group, set_group
 from torchopt_dist.distributed._membership import Failure, Member, Membership
+from torchopt_dist.distributed._parentheses import check_parentheses
 from torchopt_dist.distributed.transport.rpc import RPCTransport
 from torchopt_dist.distributed.world import (
     WorldInfo,
@@ -87,6 +88,7 @@ def auto_init_rpc(
         PeerFailedError: ``main`` or ``worker_init_fn`` raised on another rank; its traceback is in the message.
         WorkerLostError: another rank died.
     """
+    check_parentheses("todist.auto_init_rpc", worker_init_fn)
     for argument, value in (("worker_init_fn", worker_init_fn), ("worker_name_format", worker_name_format)):
         if value is not None and not callable(value):
             raise TypeError(f"{argument} must be callable, got {type(value).__name__} {value!r}")

@@ -18,6 +18,7 @@ from torchopt_dist.distributed._device_placement import may_move_a_clone, placed
 from torchopt_dist.distributed._gather import gather
 from torchopt_dist.distributed._grad_accumulators import hold_grad_accumulators
 from torchopt_dist.distributed._group import current_group
+from torchopt_dist.distributed._parentheses import check_parentheses
 from torchopt_dist.distributed._payload import ExecutionOptions, group_by_worker
 from torchopt_dist.distributed.partition import Partitioner, check_partitioner, partition
 from torchopt_dist.distributed.reduce import check_reducer
@@ -213,6 +214,7 @@ def parallelize(
         loss = loss_fn(model, batch, targets)  # on all workers, a part of the batch each
         loss.backward()
     """
+    check_parentheses("todist.parallelize", partitioner)
     settings = _checked(partitioner, reducer, timeout, ExecutionOptions(vectorize, chunk_size, device))
     return functools.partial(_decorate, remote_sync_call, settings)
 
@@ -230,6 +232,7 @@ def parallelize_async(
     device: str | None = None,
 ) -> Callable[[Callable[P, Any]], Callable[P, Future[Any]]]:
     """Like :func:`parallelize`, but a call returns a future at once; see :func:`remote_async_call`."""
+    check_parentheses("todist.parallelize_async", partitioner)
     settings = _checked(partitioner, reducer, timeout, ExecutionOptions(vectorize, chunk_size, device))
     return functools.partial(_decorate, remote_async_call, settings)
 

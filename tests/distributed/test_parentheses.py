@@ -1,0 +1,85 @@
+"""Forgotten parentheses of a decorator are told where the function is defined, not where it is called."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+import torchopt_dist as todist
+
+DECORATORS = {
+    "todist.parallelize": todist.parallelize,
+    "todist.parallelize_async": todist.parallelize_async,
+    "todist.auto_init_rpc": todist.auto_init_rpc,
+}
+
+
+def logged(function):
+    @functools.wraps(function)
+    def wrapped(*args):
+        return function(*args)
+
+    return wrapped
+
+
+@pytest.mark.parametrize("name", DECORATORS)
+def test_forgotten_parentheses_are_told_at_decoration_time(name):
+    decorator = DECORATORS[name]
+
+    with pytest.raises(TypeError, match=rf"`loss` became its first argument: write `@{name}\(\)`"):
+        exec(f"@{name}\ndef loss(x):\n    return x", {"todist": todist})
+    with pytest.raises(TypeError, match="loss` became its first argument"):
+
+        @decorator
+        @logged
+        def loss(
+            x,
+            y=2,
+        ):
+            return x * y
+
+    with pytest.raises(TypeError, match=r"Trainer\.loss` became its first argument"):
+
+        class Trainer:
+            @decorator
+            def loss(self, x):
+                return x
+
+
+@todist.auto_init_rpc()
+def evens(x):
+    """A partitioner that is decorated itself."""
+    return [(0, (x[::2],), {})]
+
+
+def odds(shift):
+    def partitioner(x):
+        return [(0, (x[1::2] + shift,), {})]
+
+    return partitioner
+
+
+def test_a_function_as_the_first_argument_is_taken(world):
+    def all_of_it(x):
+        return [(0, (x,), {})]
+
+    def body():
+        for partitioner, size in (
+            (evens, 3),
+            (odds(1), 2),
+            (all_of_it, 5),
+            (lambda x: [(0, (x[:1],), {})], 1),
+        ):
+
+            @todist.parallelize(partitioner)
+            def count(x):
+                return len(x)
+
+            assert count(torch.arange(5)) == [size]
+            # In one line with a function, as a call.
+            assert todist.parallelize(partitioner)(len)(torch.arange(5)) == [size]
+        assert todist.parallelize(lambda x: [(0, (x,), {})])(len)(torch.arange(5)) == [5]
+
+    world(1).on_zero(body)

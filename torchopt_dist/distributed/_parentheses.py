@@ -1,0 +1,36 @@
+"""A decorator's first argument → an error, if that is the function that is being decorated."""
+
+from __future__ import annotations
+
+import inspect
+from types import FunctionType
+
+__all__ = ["check_parentheses"]
+
+
+def check_parentheses(decorator: str, argument: object) -> None:
+    """Refuse ``@decorator`` where ``@decorator()`` is meant; call this in the decorator's own function.
+
+    A decorator's first argument may be a function of the user, too. It is the decorated one if the call stands
+    in the lines that define it.
+
+    Args:
+        decorator: its name.
+        argument: its first argument.
+
+    Raises:
+        TypeError: the decorator was written without parentheses.
+    """
+    if not isinstance(argument, FunctionType) or argument.__name__ == "<lambda>":
+        return
+    frame = inspect.currentframe()
+    caller = frame and frame.f_back and frame.f_back.f_back
+    code = inspect.unwrap(argument).__code__
+    if caller is None or code not in caller.f_code.co_consts:
+        return
+    last = max(line for _, _, line in code.co_lines() if line is not None)
+    if code.co_firstlineno <= caller.f_lineno <= last:
+        raise TypeError(
+            f"`@{decorator}` decorates nothing without parentheses, and `{argument.__qualname__}` became its first "
+            f"argument: write `@{decorator}()`"
+        )
