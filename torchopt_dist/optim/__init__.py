@@ -6,7 +6,6 @@ from torchopt_dist.optim.adam import Adam, MetaAdam, adam
 from torchopt_dist.optim.adamax import Adamax, MetaAdamax, adamax
 from torchopt_dist.optim.adamw import AdamW, MetaAdamW, adamw
 from torchopt_dist.optim.adan import Adan, MetaAdan, adan
-from torchopt_dist.optim.apply_updates import apply_updates
 from torchopt_dist.optim.differentiable import DifferentiableOptimizer, differentiable
 from torchopt_dist.optim.functional_optimizer import FuncOptimizer
 from torchopt_dist.optim.meta_optimizer import MetaOptimizer
@@ -14,6 +13,7 @@ from torchopt_dist.optim.optimizer import Optimizer
 from torchopt_dist.optim.radam import MetaRAdam, RAdam, radam
 from torchopt_dist.optim.rmsprop import MetaRMSprop, RMSprop, rmsprop
 from torchopt_dist.optim.sgd import SGD, MetaSGD, sgd
+from torchopt_dist.transform.apply_updates import apply_updates
 
 __all__ = [
     "SGD",

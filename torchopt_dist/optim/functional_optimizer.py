@@ -12,8 +12,8 @@ from torch import Tensor
 from torchopt_dist import pytree
 from torchopt_dist.nn._tensor_copier import TensorCopier
 from torchopt_dist.optim._checkpoint import flatten_state, restore_state
-from torchopt_dist.optim._gradients import gradients
-from torchopt_dist.optim.apply_updates import apply_updates, differentiable_step
+from torchopt_dist.transform._gradients import gradients
+from torchopt_dist.transform.apply_updates import apply_updates, differentiable_step
 from torchopt_dist.transform.base import GradientTransformation
 from torchopt_dist.typing import OptState, Params
 

@@ -19,8 +19,8 @@ from torchopt_dist.nn import _tensor_dicts
 from torchopt_dist.nn._tensor_copier import TensorCopier
 from torchopt_dist.optim import _signatures as signatures
 from torchopt_dist.optim._checkpoint import flatten_state, restore_state
-from torchopt_dist.optim._gradients import gradients
-from torchopt_dist.optim.apply_updates import differentiable_step
+from torchopt_dist.transform._gradients import gradients
+from torchopt_dist.transform.apply_updates import differentiable_step
 from torchopt_dist.typing import OptionalTensor, OptState
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torchopt_dist import pytree
 from torchopt_dist.optim import _signatures as signatures
 from torchopt_dist.optim._checkpoint import flatten_with_keys
-from torchopt_dist.optim.apply_updates import step_in_place
+from torchopt_dist.transform.apply_updates import step_in_place
 from torchopt_dist.transform.base import GradientTransformation
 from torchopt_dist.typing import OptState
 

@@ -1,6 +1,7 @@
-"""Gradients → updates: the links that optimizers are chained from."""
+"""Gradients → updates: the links that optimizers are chained from; updates → parameters moved."""
 
 from torchopt_dist.transform.add_decayed_weights import add_decayed_weights
+from torchopt_dist.transform.apply_updates import apply_updates
 from torchopt_dist.transform.base import (
     ChainedGradientTransformation,
     EmptyState,
@@ -27,6 +28,7 @@ __all__ = [
     "EmptyState",
     "GradientTransformation",
     "add_decayed_weights",
+    "apply_updates",
     "chain",
     "clip_grad_norm",
     "clip_grad_value",

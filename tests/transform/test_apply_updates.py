@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
-from torchopt_dist.optim.apply_updates import apply_updates
+from torchopt_dist.transform.apply_updates import apply_updates
 
 
 def test_in_place_returns_the_same_tensors_and_records_nothing():
