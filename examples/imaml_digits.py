@@ -63,7 +63,7 @@ class Adapted(
                 optimizer.step()
 
 
-@todist.parallelize(todist.dim_partitioner(0, exclusive=True, keepdim=False), todist.mean_reducer)
+@todist.parallelize(todist.tasks, todist.mean_reducer)
 def test_after_adaptation(
     meta_net: nn.Module, support: Tensor, queries: Tensor, steps: int, proximity: float
 ) -> tuple[Tensor, Tensor]:

@@ -94,7 +94,7 @@ def loss_fn(params: Params, images: Images) -> Tensor:
 
 
 @todist.parallelize(
-    partitioner=todist.dim_partitioner(0, exclusive=True, keepdim=False),
+    partitioner=todist.tasks,
     reducer=todist.mean_reducer,
     vectorize=True,
 )

@@ -75,9 +75,7 @@ class Result(NamedTuple):
 # --- The inner loop: runs on the workers, one task a call ---------------------------------------------------
 
 
-@todist.parallelize(
-    partitioner=todist.dim_partitioner(0, exclusive=True, keepdim=False), reducer=todist.mean_reducer
-)
+@todist.parallelize(partitioner=todist.tasks, reducer=todist.mean_reducer)
 def inner_loop(model: nn.Module, task: Task, inner_lr: float, inner_steps: int, device: str) -> Result:
     """Adapt a clone of the model to the support set, and test it on the query set."""
     here = worker_device(device)

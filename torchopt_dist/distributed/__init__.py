@@ -3,6 +3,7 @@
 from torchopt_dist.distributed import autograd
 from torchopt_dist.distributed.autograd import is_available
 from torchopt_dist.distributed.init_rpc import auto_init_rpc, barrier
+from torchopt_dist.distributed.map import map
 from torchopt_dist.distributed.parallelize import (
     parallelize,
     parallelize_async,
@@ -19,8 +20,10 @@ from torchopt_dist.distributed.partition import (
     dim_partitioner,
     exclusive_batch_partitioner,
     replicated,
+    tasks,
 )
 from torchopt_dist.distributed.reduce import concatenate_reducer, mean_reducer, stack_reducer, sum_reducer
+from torchopt_dist.distributed.remote_call import remote_call
 from torchopt_dist.distributed.world import (
     WorldInfo,
     default_worker_name_format,
@@ -60,6 +63,7 @@ __all__ = [
     "get_world_rank",
     "get_world_size",
     "is_available",
+    "map",
     "mean_reducer",
     "not_on_rank",
     "on_rank",
@@ -70,10 +74,12 @@ __all__ = [
     "rank_non_zero_only",
     "rank_zero_only",
     "remote_async_call",
+    "remote_call",
     "remote_sync_call",
     "replicated",
     "stack_reducer",
     "sum_reducer",
+    "tasks",
 ]
 
 

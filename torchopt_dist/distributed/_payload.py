@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import optree
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchopt_dist.distributed._caller_state import CallerState, draw_seed
 from torchopt_dist.typing import Args, KwArgs
 
-__all__ = ["ExecutionOptions", "Payload", "group_by_worker"]
+__all__ = ["ExecutionKwargs", "ExecutionOptions", "Payload", "group_by_worker"]
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,14 @@ class ExecutionOptions:
             raise ValueError(f"chunk_size={self.chunk_size} needs vectorize=True")
         if self.device not in (None, "auto"):
             raise ValueError(f'device must be "auto" or None, got {self.device!r}')
+
+
+class ExecutionKwargs(TypedDict, total=False):
+    """The fields of :class:`ExecutionOptions` as keyword arguments, for overloads."""
+
+    vectorize: bool
+    chunk_size: int | None
+    device: str | None
 
 
 def group_by_worker(

@@ -30,6 +30,7 @@ __all__ = [
     "exclusive_batch_partitioner",
     "partition",
     "replicated",
+    "tasks",
 ]
 
 T = TypeVar("T")
@@ -194,10 +195,7 @@ class TensorDimensionPartitioner:
     ) -> None:
         if isinstance(dim, bool) or not isinstance(dim, int):
             raise TypeError(f"dim must be an integer, got {type(dim).__name__} {dim!r}")
-        if workers is not None and (isinstance(workers, str) or not isinstance(workers, Sequence)):
-            raise TypeError(f"workers must be a sequence of ranks and names, got {workers!r}")
-        if workers is not None and not workers:
-            raise ValueError("workers must name at least one worker, got an empty sequence")
+        check_workers(workers)
         self.dim = dim
         self.exclusive = exclusive
         self.keepdim = keepdim
@@ -205,25 +203,20 @@ class TensorDimensionPartitioner:
 
     def __call__(self, *args: Any, **kwargs: Any) -> list[Partition]:
         """Split ``args`` and ``kwargs``; the result is what ``partition`` makes a call of."""
-        ranks = (
-            list(range(len(current_group().names)))
-            if self.workers is None
-            else [get_worker_id(worker) for worker in self.workers]
-        )
+        ranks = ranks_of(self.workers)
         arguments: Any = (args, kwargs)
         leaves, treespec = optree.tree_flatten(arguments, is_leaf=_is_whole, none_is_leaf=True)
         splittable = [index for index, leaf in enumerate(leaves) if _is_splittable(leaf)]
         size = self._common_size(leaves, splittable, treespec)
         parts = []
         tasks = size if self.exclusive else min(size, len(ranks))
-        for task in range(tasks):
+        for task, worker in enumerate(spread(tasks, ranks)):
             start, stop = even_share(size, tasks, task)
             part = list(leaves)
             for index in splittable:
                 part[index] = self._take(leaves[index], start, stop)
             rebuilt: Any = optree.tree_unflatten(treespec, part)
             part_args, part_kwargs = rebuilt
-            worker = ranks[task * min(len(ranks), tasks) // tasks]
             parts.append(Partition(worker, part_args, part_kwargs, stop - start))
         return parts
 
@@ -266,6 +259,27 @@ class TensorDimensionPartitioner:
         )
 
 
+def check_workers(workers: Sequence[int | str] | None) -> None:
+    """Raise unless it is a sequence of at least one rank or name, or ``None``."""
+    if workers is not None and (isinstance(workers, str) or not isinstance(workers, Sequence)):
+        raise TypeError(f"workers must be a sequence of ranks and names, got {workers!r}")
+    if workers is not None and not workers:
+        raise ValueError("workers must name at least one worker, got an empty sequence")
+
+
+def ranks_of(workers: Sequence[int | str] | None) -> list[int]:
+    """The ranks of these workers, in this order; ``None`` means all of the group."""
+    if workers is None:
+        return list(range(len(current_group().names)))
+    return [get_worker_id(worker) for worker in workers]
+
+
+def spread(tasks: int, ranks: Sequence[int]) -> list[int]:
+    """The rank that runs each task: neighbouring tasks on one, and on each as many as on the others or one more."""
+    used = min(len(ranks), tasks)
+    return [ranks[task * used // tasks] for task in range(tasks)]
+
+
 def even_share(size: int, parts: int, index: int) -> tuple[int, int]:
     """The half-open range of part ``index`` of ``size`` items in ``parts`` whose sizes differ by at most one."""
     share, rest = divmod(size, parts)
@@ -295,7 +309,8 @@ def dim_partitioner(
 ) -> PartitionFunction:
     """A partitioner that splits tensors along ``dim``; see :class:`TensorDimensionPartitioner`.
 
-    ``dim_partitioner(0, exclusive=True, keepdim=False)`` makes of a batch of shape ``(T, B, *)`` T tasks of ``(B, *)``.
+    ``dim_partitioner(0, exclusive=True, keepdim=False)``, which is :data:`tasks`, makes of a batch of shape
+    ``(T, B, *)`` T tasks of ``(B, *)``.
     """
     return TensorDimensionPartitioner(dim, exclusive=exclusive, keepdim=keepdim, workers=workers)
 
@@ -304,3 +319,5 @@ batch_partitioner: PartitionFunction = dim_partitioner(dim=0, keepdim=True)
 """One part of the batch, along dimension 0, for each worker."""
 exclusive_batch_partitioner: PartitionFunction = dim_partitioner(dim=0, exclusive=True, keepdim=True)
 """One task for each sample of the batch, along dimension 0, which the task's tensors keep with size 1."""
+tasks: PartitionFunction = dim_partitioner(dim=0, exclusive=True, keepdim=False)
+"""One task for each index of dimension 0, without that dimension: ``(T, B, *)`` is T tasks of ``(B, *)``."""

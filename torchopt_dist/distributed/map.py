@@ -1,0 +1,110 @@
+"""A function and a list of items → what it returns for each: a task an item, on the workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Concatenate, TypeVar, Unpack, overload
+
+from torchopt_dist.distributed._payload import ExecutionKwargs
+from torchopt_dist.distributed.parallelize import UNSET_TIMEOUT, remote_sync_call
+from torchopt_dist.distributed.partition import Partition, check_workers, ranks_of, spread
+from torchopt_dist.distributed.reduce import check_reducer
+from torchopt_dist.typing import Args, KwArgs
+
+__all__ = ["map"]
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+Reduced = TypeVar("Reduced")
+
+
+@overload
+def map(
+    func: Callable[Concatenate[Item, ...], Result],
+    items: Iterable[Item],
+    *,
+    args: Args = (),
+    kwargs: KwArgs | None = None,
+    reducer: None = None,
+    workers: Sequence[int | str] | None = None,
+    timeout: float | None = UNSET_TIMEOUT,
+    **options: Unpack[ExecutionKwargs],
+) -> list[Result]: ...
+@overload
+def map(
+    func: Callable[Concatenate[Item, ...], Result],
+    items: Iterable[Item],
+    *,
+    args: Args = (),
+    kwargs: KwArgs | None = None,
+    reducer: Callable[[list[Result]], Reduced],
+    workers: Sequence[int | str] | None = None,
+    timeout: float | None = UNSET_TIMEOUT,
+    **options: Unpack[ExecutionKwargs],
+) -> Reduced: ...
+def map(
+    func: Callable[..., Any],
+    items: Iterable[Any],
+    *,
+    args: Args = (),
+    kwargs: KwArgs | None = None,
+    reducer: Callable[..., Any] | None = None,
+    workers: Sequence[int | str] | None = None,
+    timeout: float | None = UNSET_TIMEOUT,
+    vectorize: bool = False,
+    chunk_size: int | None = None,
+    device: str | None = None,
+) -> Any:
+    """Call ``func(item, *args, **kwargs)`` for each item, each call a task, on all workers; wait for the results.
+
+    Items may be of any kind and differ from each other: tensors of other shapes, tuples, dictionaries, paths. No item
+    is split. Each worker gets neighbouring items, as many as any other or one more, in one message.
+
+    Args:
+        func: the function to call.
+        items: the tasks. An iterator is used up before the first call. The items of a tensor are its rows.
+        args: positional arguments after the item. They are the same for every task, and a worker gets them once.
+        kwargs: keyword arguments; likewise.
+        reducer: makes of the list of results, in the items' order, one; ``None`` leaves the list.
+        workers: ranks or names of the workers to use, in this order; ``None`` means all.
+        timeout: seconds after which the call fails; see :func:`remote_sync_call`.
+        vectorize: whether a worker runs its tasks in one :func:`torch.func.vmap`; then they must be of one shape.
+        chunk_size: how many tasks at once, if vectorized; ``None`` means all.
+        device: where a worker first puts the tensors among its arguments; see :func:`remote_sync_call`.
+
+    Returns:
+        The list of results in the items' order, ``[]`` if there is no item; or what the reducer makes of the list.
+
+    Raises:
+        TypeError: ``items`` cannot be iterated over, or an argument is of the wrong kind.
+        ValueError: a worker is unknown.
+        RemoteError: the function raised on a worker; the other errors of a call are those of :func:`remote_sync_call`.
+
+    Example::
+
+        losses = todist.map(task_loss, tasks, args=(model,))  # task_loss(task, model) for each task
+        torch.stack(losses).mean().backward()
+    """
+    check_workers(workers)
+    if not isinstance(args, (tuple, list)):
+        raise TypeError(f"args must be a tuple, got {type(args).__name__}: write args=(x,) for one argument")
+    if not isinstance(kwargs, (dict, type(None))):
+        raise TypeError(f"kwargs must be a dictionary, got {type(kwargs).__name__}")
+    try:
+        iterator = iter(items)
+    except TypeError as error:
+        raise TypeError(f"items must be a list of tasks or another iterable: {error}") from None
+    listed = list(iterator)
+    ranks = spread(len(listed), ranks_of(workers))
+    if not listed:
+        return check_reducer(reducer)([], [])
+    tasks = [Partition(rank, (item, *args), kwargs) for rank, item in zip(ranks, listed, strict=True)]
+    return remote_sync_call(
+        func,
+        partitioner=lambda: tasks,
+        reducer=reducer,
+        timeout=timeout,
+        vectorize=vectorize,
+        chunk_size=chunk_size,
+        device=device,
+    )

@@ -1,0 +1,48 @@
+"""A worker, a function, its arguments → what the function returns there: the shortest call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+from torchopt_dist.distributed.parallelize import remote_sync_call
+from torchopt_dist.distributed.world import get_worker_id
+
+__all__ = ["remote_call"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def remote_call(worker: int | str, func: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call ``func(*args, **kwargs)`` on one worker, wait, and return what it returns.
+
+    All arguments go to that worker whole. All keyword arguments are the function's; for a time-out and other options
+    there is :func:`remote_sync_call`, which returns a list.
+
+    Args:
+        worker: rank or name of the worker.
+        func: the function to call.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+
+    Returns:
+        The function's value, a part of the autograd graph like the result of every call.
+
+    Raises:
+        TypeError: ``worker`` is neither a rank nor a name, or ``func`` cannot be called.
+        ValueError: there is no such worker.
+        RemoteError: the function raised there; the other errors of a call are those of :func:`remote_sync_call`.
+
+    Example::
+
+        loss = todist.remote_call(1, loss_fn, model, batch)
+        loss.backward()
+    """
+    if worker is None or callable(worker):
+        raise TypeError(
+            "remote_call(worker, func, *args): worker must be a rank or a name, "
+            f"got {type(worker).__name__} {worker!r:.80}"
+        )
+    (value,) = remote_sync_call(func, args=args, kwargs=kwargs, partitioner=get_worker_id(worker))
+    return value
