@@ -188,3 +188,24 @@ def test_an_error_that_holds_what_cannot_be_sent_arrives_as_text(world):
         assert "ValueError" in "".join(traceback.format_exception(raised.value))
 
     world(2).on_zero(body)
+
+
+class Immovable(torch.Tensor):
+    """A tensor for which there is no room where it arrives."""
+
+    def to(self, *_args, **_kwargs):
+        raise torch.OutOfMemoryError("no room")
+
+
+def test_an_error_while_arguments_or_a_result_arrive_is_itself(world):
+    def body():
+        with pytest.raises(torch.OutOfMemoryError, match="no room") as raised:
+            todist.remote_sync_call(torch.sum, args=(torch.ones(3).as_subclass(Immovable),), partitioner=1)
+        assert isinstance(raised.value, todist.RemoteError)
+        assert raised.value.worker == "worker1"
+        with pytest.raises(torch.OutOfMemoryError, match="no room") as raised:
+            todist.remote_sync_call(lambda: torch.ones(3).as_subclass(Immovable), partitioner=1)
+        assert not isinstance(raised.value, todist.RemoteError)
+        assert todist.remote_sync_call(todist.get_rank, partitioner=1) == [1]
+
+    world(2).on_zero(body)

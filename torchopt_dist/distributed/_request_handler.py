@@ -19,7 +19,7 @@ from torchopt_dist.distributed._protocol import Backward, Call, Key, Release, Re
 from torchopt_dist.distributed._serialization import Message, pack, unpack
 from torchopt_dist.errors import SerializationError
 
-__all__ = ["handle_request"]
+__all__ = ["error_reply", "handle_request"]
 
 
 def handle_request(request: Message, kept_graphs: KeptGraphs) -> Message:
@@ -32,15 +32,23 @@ def handle_request(request: Message, kept_graphs: KeptGraphs) -> Message:
     Returns:
         The reply's message, ready to be sent.
     """
-    request = request.received(receiving_device(request.device))
     try:
-        return _answer(request, kept_graphs)
+        return _answer(request.received(receiving_device(request.device)), kept_graphs)
     except BaseException as error:  # the error is sent to the caller, and this worker goes on
-        exception = SerializedException.of(error)
-        try:
-            return pack(Reply(exception=exception), main_by_name=True).detached()
-        except SerializationError:  # the exception holds an object that cannot be sent
-            return pack(Reply(exception=exception.as_text()), main_by_name=True).detached()
+        return error_reply(error)
+
+
+def error_reply(error: BaseException) -> Message:
+    """The reply that lets the caller raise ``error``, ready to be sent.
+
+    Args:
+        error: what a function raised, or what happened on the way to it or back, such as a lack of memory.
+    """
+    exception = SerializedException.of(error)
+    try:
+        return pack(Reply(exception=exception), main_by_name=True).detached()
+    except SerializationError:  # the exception holds an object that cannot be sent
+        return pack(Reply(exception=exception.as_text()), main_by_name=True).detached()
 
 
 def _answer(request: Message, kept_graphs: KeptGraphs) -> Message:

@@ -15,6 +15,7 @@ from torchopt_dist.distributed._group import current_group
 from torchopt_dist.distributed._payload import ExecutionOptions, Payload
 from torchopt_dist.distributed._protocol import Call
 from torchopt_dist.distributed._serialization import pack, unpack
+from torchopt_dist.distributed.transport import local, rpc
 from torchopt_dist.distributed.transport.local import LocalTransport
 from torchopt_dist.distributed.transport.rpc import RPCTransport
 
@@ -130,3 +131,29 @@ def test_a_late_reply_is_a_timeout(world, transport):
 
 def test_a_reply_in_time_is_none(world, transport):
     assert world(2).on_zero(lambda: ask(transport(), echo, (4,), timeout=10).values) == [4]
+
+
+@pytest.mark.parametrize("step", ["from_wire", "to_wire"])
+def test_a_lack_of_memory_for_a_message_on_the_worker_is_a_reply(world, transport, step):
+    def refuse_heavy_ones(module):
+        usual = getattr(module, step)
+
+        def refuse(message, *known, **options):
+            if b"heavy" in message.skeleton:
+                raise MemoryError("no room")
+            return usual(message, *known, **options)
+
+        setattr(module, step, refuse)
+
+    def body():
+        refuse_heavy_ones(local)
+        if todist.get_rank() == 1:
+            refuse_heavy_ones(rpc)
+        todist.barrier()
+        if todist.get_rank() == 0:
+            carrier = transport()
+            failure = ask(carrier, lambda: "heavy", ()).exception
+            return failure.kind, failure.args, ask(carrier, echo, (1,)).values
+        return None
+
+    assert world(2).run(body)[0] == (MemoryError, ("no room",), [1])

@@ -6,7 +6,7 @@ import threading
 from concurrent.futures import Future
 
 from torchopt_dist.distributed._kept_graphs import KeptGraphs
-from torchopt_dist.distributed._request_handler import handle_request
+from torchopt_dist.distributed._request_handler import error_reply, handle_request
 from torchopt_dist.distributed._serialization import Message
 from torchopt_dist.distributed._thread_pool import ThreadPool
 from torchopt_dist.distributed._wire_format import Structures, WireMessage, from_wire, to_wire
@@ -31,9 +31,15 @@ class LocalTransport:
     def send(self, worker: int, request: Message, timeout: float) -> Future[Message]:
         """See :class:`~torchopt_dist.distributed.transport.base.Transport`."""
         future: Future[Message] = Future()
-        self._threads.run(
-            lambda: settle(future, _copied(handle_request(_copied(request), self._kept_graphs)))
-        )
+
+        def work() -> None:
+            try:
+                reply = _copied(handle_request(_copied(request), self._kept_graphs))
+            except BaseException as error:  # such as a lack of memory: whatever was raised, the caller waits
+                reply = error_reply(error)
+            settle(future, reply)
+
+        self._threads.run(work)
         if timeout:
             late = CallTimeoutError(f"worker {worker} took longer than timeout={timeout:g} s")
             timer = threading.Timer(timeout, lambda: settle(future, late))

@@ -10,7 +10,7 @@ import torch
 from torch.distributed import rpc
 
 from torchopt_dist.distributed._group import Group, answering_group
-from torchopt_dist.distributed._request_handler import handle_request
+from torchopt_dist.distributed._request_handler import error_reply, handle_request
 from torchopt_dist.distributed._serialization import Message
 from torchopt_dist.distributed._thread_pool import InlineExecutor
 from torchopt_dist.distributed._wire_format import (
@@ -25,8 +25,8 @@ from torchopt_dist.errors import CallTimeoutError, WorkerLostError
 
 __all__ = ["RPCTransport"]
 
-_Answer: TypeAlias = tuple[Any, ...] | str | None
-"""A :class:`WireMessage`'s fields; or why there is no reply; or ``None``: send again, with all structures."""
+_Answer: TypeAlias = tuple[Any, ...] | None
+"""A :class:`WireMessage`'s fields; or ``None``: send again, with all structures."""
 
 
 class RPCTransport:
@@ -72,16 +72,18 @@ class RPCTransport:
         def arrived(done: torch.futures.Future[_Answer]) -> None:
             try:
                 reply = done.value()
+            except Exception as error:
+                settle(future, _translated(error, name, timeout))
+                return
+            try:
                 if reply is None:
                     # The worker has forgotten a structure, or has not received the message with it yet.
                     complete = wire._replace(structures=[*request.structures.items()])
                     self._start(worker, request, complete, timeout, future)
-                elif isinstance(reply, str):
-                    raise RuntimeError(reply)
                 else:
                     settle(future, from_wire(WireMessage(*reply), self._received))
-            except Exception as error:
-                settle(future, _translated(error, name, timeout))
+            except Exception as error:  # of this process, such as a lack of memory: the connection is whole
+                settle(future, error)
 
         try:
             sent = rpc.rpc_async(name, _answer_request, tuple(wire), timeout=timeout)
@@ -98,13 +100,12 @@ class RPCTransport:
             try:
                 request = from_wire(wire, self._received)
                 reply = handle_request(request, self._group.kept_graphs)
-                answer = tuple(to_wire(reply, Structures.none()))
+                answer: _Answer = tuple(to_wire(reply, Structures.none()))
             except MissingStructureError:
-                future.set_result(None)
+                answer = None
             except BaseException as error:  # whatever was raised, the caller waits for an answer
-                future.set_result(f"it cannot answer: {error!r}")
-            else:
-                future.set_result(answer)  # the graph that the reply has used up is freed only after this
+                answer = tuple(to_wire(error_reply(error), Structures.none()))
+            future.set_result(answer)  # the graph that the reply has used up is freed only after this
 
         self._executor.run(work)
         return future
