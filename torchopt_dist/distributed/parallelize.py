@@ -6,7 +6,7 @@ import concurrent.futures
 import functools
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, TypeVar, Unpack, overload
 
 from torch import Tensor
 from torch.futures import Future
@@ -19,15 +19,17 @@ from torchopt_dist.distributed._gather import gather
 from torchopt_dist.distributed._grad_accumulators import hold_grad_accumulators
 from torchopt_dist.distributed._group import current_group
 from torchopt_dist.distributed._parentheses import check_parentheses
-from torchopt_dist.distributed._payload import ExecutionOptions, group_by_worker
+from torchopt_dist.distributed._payload import ExecutionKwargs, ExecutionOptions, group_by_worker
 from torchopt_dist.distributed.partition import Partitioner, check_partitioner, partition
-from torchopt_dist.distributed.reduce import check_reducer
+from torchopt_dist.distributed.reduce import ReducerOfSizes, check_reducer
 from torchopt_dist.distributed.transport.local import LocalTransport
 from torchopt_dist.typing import Args, KwArgs
 
 __all__ = ["parallelize", "parallelize_async", "parallelize_sync", "remote_async_call", "remote_sync_call"]
 
 P = ParamSpec("P")
+Result = TypeVar("Result")
+Reduced = TypeVar("Reduced")
 
 _SHORTEST, _LONGEST = 1e-3, 1e6
 """Seconds. Torch counts a time-out in milliseconds of 32 bits, and takes less than one of them for no limit."""
@@ -191,6 +193,27 @@ class _Call:
         return self.reduce(results, [part.size for part in self.partitions])
 
 
+@overload
+def parallelize(
+    partitioner: Partitioner | None = None,
+    reducer: None = None,
+    timeout: float | None = ...,
+    **options: Unpack[ExecutionKwargs],
+) -> Callable[[Callable[P, Result]], Callable[P, list[Result]]]: ...
+@overload
+def parallelize(
+    partitioner: Partitioner | None = None,
+    reducer: Callable[[list[Result]], Reduced] = ...,
+    timeout: float | None = ...,
+    **options: Unpack[ExecutionKwargs],
+) -> Callable[[Callable[P, Result]], Callable[P, Reduced]]: ...
+@overload
+def parallelize(
+    partitioner: Partitioner | None = None,
+    reducer: ReducerOfSizes[Result, Reduced] = ...,
+    timeout: float | None = ...,
+    **options: Unpack[ExecutionKwargs],
+) -> Callable[[Callable[P, Result]], Callable[P, Reduced]]: ...
 def parallelize(
     partitioner: Partitioner | None = None,
     reducer: Callable[..., Any] | None = None,
@@ -201,6 +224,8 @@ def parallelize(
     device: str | None = None,
 ) -> Callable[[Callable[P, Any]], Callable[P, Any]]:
     """Decorate a function so that a call of it runs on the workers; arguments as :func:`remote_sync_call`.
+
+    To a type checker the decorated function takes what the function takes and returns what the reducer returns.
 
     The function itself is not changed: the workers run the function, which is the ``__wrapped__`` of the decorator's
     result.
@@ -222,6 +247,27 @@ def parallelize(
 parallelize_sync = parallelize
 
 
+@overload
+def parallelize_async(
+    partitioner: Partitioner | None = None,
+    reducer: None = None,
+    timeout: float | None = ...,
+    **options: Unpack[ExecutionKwargs],
+) -> Callable[[Callable[P, Result]], Callable[P, Future[list[Result]]]]: ...
+@overload
+def parallelize_async(
+    partitioner: Partitioner | None = None,
+    reducer: Callable[[list[Result]], Reduced] = ...,
+    timeout: float | None = ...,
+    **options: Unpack[ExecutionKwargs],
+) -> Callable[[Callable[P, Result]], Callable[P, Future[Reduced]]]: ...
+@overload
+def parallelize_async(
+    partitioner: Partitioner | None = None,
+    reducer: ReducerOfSizes[Result, Reduced] = ...,
+    timeout: float | None = ...,
+    **options: Unpack[ExecutionKwargs],
+) -> Callable[[Callable[P, Result]], Callable[P, Future[Reduced]]]: ...
 def parallelize_async(
     partitioner: Partitioner | None = None,
     reducer: Callable[..., Any] | None = None,

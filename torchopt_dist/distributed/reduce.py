@@ -8,15 +8,33 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import optree
 import torch
 
-__all__ = ["check_reducer", "concatenate_reducer", "mean_reducer", "stack_reducer", "sum_reducer"]
+__all__ = [
+    "ReducerOfSizes",
+    "check_reducer",
+    "concatenate_reducer",
+    "mean_reducer",
+    "stack_reducer",
+    "sum_reducer",
+]
+
+T = TypeVar("T")
+Result = TypeVar("Result")
+Reduced_co = TypeVar("Reduced_co", covariant=True)
 
 
-def mean_reducer(results: Iterable[Any], sizes: Sequence[int] | None = None) -> Any:
+class ReducerOfSizes(Protocol[Result, Reduced_co]):
+    """A reducer that takes the partitions' sizes, too."""
+
+    def __call__(self, results: list[Result], /, sizes: list[int]) -> Reduced_co:
+        """Reduce the results, one a partition."""
+
+
+def mean_reducer(results: Iterable[T], sizes: Sequence[int] | None = None) -> T:
     r"""The mean over the samples, :math:`\sum_i n_i r_i / \sum_i n_i`, leaf by leaf.
 
     Args:
@@ -45,17 +63,17 @@ def mean_reducer(results: Iterable[Any], sizes: Sequence[int] | None = None) -> 
     return _leafwise("mean_reducer", mean, trees)
 
 
-def sum_reducer(results: Iterable[Any]) -> Any:
+def sum_reducer(results: Iterable[T]) -> T:
     """The sum of the results, leaf by leaf; arguments and errors as :func:`mean_reducer`."""
     return _leafwise("sum_reducer", lambda *leaves: torch.stack(leaves).sum(0), list(results))
 
 
-def stack_reducer(results: Iterable[Any]) -> Any:
+def stack_reducer(results: Iterable[T]) -> T:
     """The results stacked along a new first dimension, leaf by leaf; errors as :func:`mean_reducer`."""
     return _leafwise("stack_reducer", lambda *leaves: torch.stack(leaves), list(results))
 
 
-def concatenate_reducer(results: Iterable[Any]) -> Any:
+def concatenate_reducer(results: Iterable[T]) -> T:
     """The results concatenated along dimension 0, leaf by leaf; sizes along it may differ.
 
     Raises:

@@ -10,13 +10,35 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from torchopt_dist.transform.base import GradientTransformation
 
-__all__ = ["Constructor", "bind", "docstring", "only_transformation", "signature"]
+__all__ = ["Constructor", "arguments_of", "bind", "docstring", "only_transformation", "signature"]
 
 Constructor = Callable[..., GradientTransformation]
+P = ParamSpec("P")
+Self = TypeVar("Self")
+Target = TypeVar("Target")
+
+
+def arguments_of(
+    constructor: Callable[P, GradientTransformation],
+) -> Callable[[Callable[Concatenate[Self, Target, ...], None]], Callable[Concatenate[Self, Target, P], None]]:
+    """Tell type checkers and editors that an ``__init__`` takes the arguments of a constructor after its target.
+
+    Args:
+        constructor: the function that makes the transformation; the ``transformation=`` of the class.
+
+    Returns:
+        A decorator that leaves the ``__init__`` as it is. Statically the target is a positional argument.
+    """
+    del constructor
+
+    def unchanged(init: Any) -> Any:
+        return init
+
+    return unchanged
 
 
 def signature(

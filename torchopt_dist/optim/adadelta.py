@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from torchopt_dist.optim._signatures import arguments_of
 from torchopt_dist.optim.meta_optimizer import MetaOptimizer
 from torchopt_dist.optim.optimizer import Optimizer
 from torchopt_dist.transform._hyperparameters import HyperParameter
@@ -57,6 +63,14 @@ def adadelta(
 class Adadelta(Optimizer, transformation=adadelta, lr=1.0):
     """Adadelta in place, as ``torch.optim.Adadelta``."""
 
+    @arguments_of(adadelta)
+    def __init__(self, params: Iterable[Any], *args: Any, **kwargs: Any) -> None:
+        super().__init__(params, *args, **kwargs)
+
 
 class MetaAdadelta(MetaOptimizer, transformation=adadelta, lr=1.0, moment_requires_grad=True):
     """Adadelta that one can differentiate through."""
+
+    @arguments_of(adadelta)
+    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        super().__init__(module, *args, **kwargs)

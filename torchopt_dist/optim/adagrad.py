@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchopt_dist.ops import _bias_correction as bias_correction
 from torchopt_dist.ops import _foreach as foreach
+from torchopt_dist.optim._signatures import arguments_of
 from torchopt_dist.optim.meta_optimizer import MetaOptimizer
 from torchopt_dist.optim.optimizer import Optimizer
 from torchopt_dist.transform._elementwise import counts, elementwise
@@ -93,6 +95,14 @@ def _factor(lr_decay: HyperParameter, before: HyperParameter) -> HyperParameter:
 class Adagrad(Optimizer, transformation=adagrad):
     """Adagrad in place, as ``torch.optim.Adagrad``."""
 
+    @arguments_of(adagrad)
+    def __init__(self, params: Iterable[Any], *args: Any, **kwargs: Any) -> None:
+        super().__init__(params, *args, **kwargs)
+
 
 class MetaAdagrad(MetaOptimizer, transformation=adagrad):
     """Adagrad that one can differentiate through."""
+
+    @arguments_of(adagrad)
+    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        super().__init__(module, *args, **kwargs)

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
 from torchopt_dist.ops._adam import adam as adam_op
 from torchopt_dist.ops._adam import adam_
+from torchopt_dist.optim._signatures import arguments_of
 from torchopt_dist.optim.meta_optimizer import MetaOptimizer
 from torchopt_dist.optim.optimizer import Optimizer
 from torchopt_dist.transform._fused_step import fused_step
@@ -82,6 +88,14 @@ def adam(
 class Adam(Optimizer, transformation=adam):
     """Adam in place, as ``torch.optim.Adam``."""
 
+    @arguments_of(adam)
+    def __init__(self, params: Iterable[Any], *args: Any, **kwargs: Any) -> None:
+        super().__init__(params, *args, **kwargs)
+
 
 class MetaAdam(MetaOptimizer, transformation=adam, moment_requires_grad=True):
     """Adam that one can differentiate through."""
+
+    @arguments_of(adam)
+    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        super().__init__(module, *args, **kwargs)

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from torchopt_dist.optim._signatures import arguments_of
 from torchopt_dist.optim.meta_optimizer import MetaOptimizer
 from torchopt_dist.optim.optimizer import Optimizer
 from torchopt_dist.transform._hyperparameters import HyperParameter, check_decays
@@ -59,6 +65,14 @@ def adamax(
 class Adamax(Optimizer, transformation=adamax, lr=2e-3, eps=1e-8):
     """Adamax in place, as ``torch.optim.Adamax``."""
 
+    @arguments_of(adamax)
+    def __init__(self, params: Iterable[Any], *args: Any, **kwargs: Any) -> None:
+        super().__init__(params, *args, **kwargs)
+
 
 class MetaAdamax(MetaOptimizer, transformation=adamax, lr=2e-3, eps=1e-8, moment_requires_grad=True):
     """Adamax that one can differentiate through."""
+
+    @arguments_of(adamax)
+    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        super().__init__(module, *args, **kwargs)

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
 from torchopt_dist.ops._adam import adam as adam_op
 from torchopt_dist.ops._adam import adam_
+from torchopt_dist.optim._signatures import arguments_of
 from torchopt_dist.optim.meta_optimizer import MetaOptimizer
 from torchopt_dist.optim.optimizer import Optimizer
 from torchopt_dist.transform._fused_step import fused_step
@@ -87,6 +93,14 @@ def adamw(
 class AdamW(Optimizer, transformation=adamw):
     """Adam with decoupled weight decay in place, as ``torch.optim.AdamW``."""
 
+    @arguments_of(adamw)
+    def __init__(self, params: Iterable[Any], *args: Any, **kwargs: Any) -> None:
+        super().__init__(params, *args, **kwargs)
+
 
 class MetaAdamW(MetaOptimizer, transformation=adamw):
     """Adam with decoupled weight decay that one can differentiate through."""
+
+    @arguments_of(adamw)
+    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        super().__init__(module, *args, **kwargs)

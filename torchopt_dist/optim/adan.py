@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
+from typing import Any
 
+from torch import nn
+
+from torchopt_dist.optim._signatures import arguments_of
 from torchopt_dist.optim.meta_optimizer import MetaOptimizer
 from torchopt_dist.optim.optimizer import Optimizer
 from torchopt_dist.transform._hyperparameters import (
@@ -81,6 +86,14 @@ def _shrink_schedule(lr: Schedule, weight_decay: HyperParameter, count: Numeric)
 class Adan(Optimizer, transformation=adan):
     """Adan in place."""
 
+    @arguments_of(adan)
+    def __init__(self, params: Iterable[Any], *args: Any, **kwargs: Any) -> None:
+        super().__init__(params, *args, **kwargs)
+
 
 class MetaAdan(MetaOptimizer, transformation=adan, moment_requires_grad=True):
     """Adan that one can differentiate through."""
+
+    @arguments_of(adan)
+    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        super().__init__(module, *args, **kwargs)

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from torchopt_dist.optim._signatures import arguments_of
 from torchopt_dist.optim.meta_optimizer import MetaOptimizer
 from torchopt_dist.optim.optimizer import Optimizer
 from torchopt_dist.transform._hyperparameters import HyperParameter, check_decays
@@ -59,6 +65,14 @@ def radam(
 class RAdam(Optimizer, transformation=radam, eps=1e-8):
     """RAdam in place, as ``torch.optim.RAdam``."""
 
+    @arguments_of(radam)
+    def __init__(self, params: Iterable[Any], *args: Any, **kwargs: Any) -> None:
+        super().__init__(params, *args, **kwargs)
+
 
 class MetaRAdam(MetaOptimizer, transformation=radam, eps=1e-8, moment_requires_grad=True):
     """RAdam that one can differentiate through."""
+
+    @arguments_of(radam)
+    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        super().__init__(module, *args, **kwargs)

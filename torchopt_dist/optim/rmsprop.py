@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
+from torch import nn
+
 from torchopt_dist.ops._rmsprop import rmsprop as rmsprop_op
 from torchopt_dist.ops._rmsprop import rmsprop_
+from torchopt_dist.optim._signatures import arguments_of
 from torchopt_dist.optim.meta_optimizer import MetaOptimizer
 from torchopt_dist.optim.optimizer import Optimizer
 from torchopt_dist.transform._fused_step import fused_step
@@ -99,6 +103,14 @@ def rmsprop(
 class RMSprop(Optimizer, transformation=rmsprop):
     """RMSprop in place, as ``torch.optim.RMSprop``."""
 
+    @arguments_of(rmsprop)
+    def __init__(self, params: Iterable[Any], *args: Any, **kwargs: Any) -> None:
+        super().__init__(params, *args, **kwargs)
+
 
 class MetaRMSprop(MetaOptimizer, transformation=rmsprop):
     """RMSprop that one can differentiate through."""
+
+    @arguments_of(rmsprop)
+    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        super().__init__(module, *args, **kwargs)

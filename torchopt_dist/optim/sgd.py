@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
+
+from torch import nn
 
 from torchopt_dist.ops._sgd import sgd as sgd_op
 from torchopt_dist.ops._sgd import sgd_
+from torchopt_dist.optim._signatures import arguments_of
 from torchopt_dist.optim.meta_optimizer import MetaOptimizer
 from torchopt_dist.optim.optimizer import Optimizer
 from torchopt_dist.transform._fused_step import fused_step
@@ -87,6 +91,14 @@ def sgd(
 class SGD(Optimizer, transformation=sgd):
     """Stochastic gradient descent in place, as ``torch.optim.SGD``."""
 
+    @arguments_of(sgd)
+    def __init__(self, params: Iterable[Any], *args: Any, **kwargs: Any) -> None:
+        super().__init__(params, *args, **kwargs)
+
 
 class MetaSGD(MetaOptimizer, transformation=sgd, moment_requires_grad=True):
     """Stochastic gradient descent that one can differentiate through."""
+
+    @arguments_of(sgd)
+    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        super().__init__(module, *args, **kwargs)
