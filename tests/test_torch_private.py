@@ -132,6 +132,39 @@ def test_a_transformation_in_a_product_goes_unnoticed_without_levels(monkeypatch
     assert seen == [(1, False), (0, True)]
 
 
+def test_an_inner_loop_inside_vmap_is_refused_where_vmap_cannot_be_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def adapt(x: torch.Tensor) -> torch.Tensor:
+        levels.append(private.vmaps())
+        clone = todist.module_clone(net)
+        todist.MetaSGD(clone, lr=0.1).step(clone(x).sum())
+        moved: torch.Tensor = clone(x).sum()
+        return moved
+
+    levels: list[list[tuple[int, int]]] = []
+    net, x = nn.Linear(2, 1), torch.ones(3, 2)
+    torch.vmap(adapt)(x)
+    assert levels == [[(1, 3)]]
+    monkeypatch.delattr(torch._C._functorch, "CVmapInterpreterPtr")
+    with pytest.raises(ValueError, match="inside `vmap`, make the MetaOptimizer inside"):
+        torch.vmap(adapt)(x)
+    assert levels[-1] == []
+
+
+def test_values_of_a_batch_are_found_and_put_back() -> None:
+    def look(x: torch.Tensor) -> torch.Tensor:
+        ((level, _),) = private.vmaps()
+        assert private.batch_of(torch.ones(2), level) is None
+        found = private.batch_of(x, level)
+        assert found is not None
+        assert found[0].shape == (2, 3)
+        return private.batched(found[0] * 2, found[1], level)
+
+    x = torch.arange(6.0).reshape(2, 3)
+    assert torch.equal(torch.vmap(look, in_dims=1, out_dims=1)(x), 2 * x)
+
+
 @pytest.mark.parametrize(
     ("name", "read"),
     [

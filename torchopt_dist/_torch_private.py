@@ -22,6 +22,8 @@ from torchopt_dist.typing import TensorContainer
 
 __all__ = [
     "apply_function",
+    "batch_of",
+    "batched",
     "buffers_of",
     "children_of",
     "engine_keeps_graph",
@@ -42,6 +44,7 @@ __all__ = [
     "transform_level",
     "transforms_are_active",
     "transforms_are_only",
+    "vmaps",
 ]
 
 
@@ -199,6 +202,40 @@ def tensor_at_level(tensor: Tensor, level: int) -> Tensor:
     while level_of(tensor) > level:
         tensor = unwrapped(tensor)
     return tensor
+
+
+def vmaps() -> list[tuple[int, int]]:
+    """Level and size of each active ``vmap``, the outermost first; only those inside of all other transformations.
+
+    Without the names there are none: a ``MetaOptimizer`` inside ``vmap`` then says that it finds no gradient.
+    """
+    functorch = _find("_C._functorch")
+    names = ("get_interpreter_stack", "TransformType", "CVmapInterpreterPtr")
+    stack, types, as_vmap = (getattr(functorch, name, None) for name in names)
+    if stack is None or types is None or as_vmap is None:
+        return []
+    found: list[tuple[int, int]] = []
+    for interpreter in reversed(stack() or ()):
+        if interpreter.key() != types.Vmap:
+            break
+        found.append((interpreter.level(), as_vmap(interpreter).batchSize()))
+    return found[::-1]
+
+
+def batch_of(tensor: Tensor, level: int) -> tuple[Tensor, int] | None:
+    """The values of all samples of the ``vmap`` at ``level``, and which of their dimensions counts the samples.
+
+    ``None`` if the tensor is the same for all samples. It is asked only where :func:`vmaps` has found a ``vmap``.
+    """
+    functorch = torch._C._functorch
+    if not functorch.is_batchedtensor(tensor) or functorch.maybe_get_level(tensor) != level:
+        return None
+    return functorch.get_unwrapped(tensor), functorch.maybe_get_bdim(tensor)
+
+
+def batched(values: Tensor, dim: int, level: int) -> Tensor:
+    """The tensor that has one entry of ``values`` along ``dim`` for each sample: the inverse of :func:`batch_of`."""
+    return torch._C._functorch._add_batch_dim(values, dim, level)
 
 
 # Modules.

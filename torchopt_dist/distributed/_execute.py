@@ -7,6 +7,7 @@ from typing import Any
 import optree
 import torch
 
+from torchopt_dist._evaluation import evaluate
 from torchopt_dist.distributed._caller_state import seeded
 from torchopt_dist.distributed._payload import Payload
 
@@ -15,8 +16,11 @@ __all__ = ["run"]
 
 def run(payload: Payload) -> list[Any]:
     """The values of the payload's tasks; raises what a task raises, and the tasks after it do not run."""
+    tasks = _vectorized if payload.options.vectorize else _one_by_one
     with payload.state.applied():
-        return _vectorized(payload) if payload.options.vectorize else _one_by_one(payload)
+        if payload.state.grad_enabled:
+            return tasks(payload)
+        return evaluate(lambda: tasks(payload))
 
 
 def _one_by_one(payload: Payload) -> list[Any]:

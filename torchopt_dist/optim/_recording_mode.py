@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from torchopt_dist.transform._vmap import values_of
+
 if TYPE_CHECKING:
     from typing import Self
 
@@ -98,13 +100,13 @@ class RecordingMode(TorchFunctionMode):
             kwargs = {key: _tensor(value) for key, value in kwargs.items()}
         if name == "mul_" and isinstance(args[1], Tensor) and args[1].ndim == 0:
             return func(args[0], args[1].clone())  # ASGD overwrites its `mu` next
-        if name == "detach" and args[0].requires_grad:
+        if name == "detach" and _is_recorded(args[0]):
             return args[0]
-        if name == "item" and args[0].requires_grad:
+        if name == "item" and _is_recorded(args[0]):
             return _Number(args[0].clone())
         if name == "sign":  # cut off: its derivative is 0, and Rprop overwrites what it is taken of
             return func(args[0].detach())
-        if name in {"sqrt", "sqrt_"} and args[0].requires_grad:
+        if name in {"sqrt", "sqrt_"} and _is_recorded(args[0]):
             root = _root(args[0])
             return args[0].copy_(root) if name == "sqrt_" else root
         if name in {"tensor", "as_tensor"} and isinstance(args[0], Tensor):
@@ -123,6 +125,10 @@ class RecordingMode(TorchFunctionMode):
             del kwargs["out"]
             return out.copy_(func(*(a.clone() if a is out else a for a in args), **kwargs))
         return func(*args, **kwargs)
+
+
+def _is_recorded(tensor: Tensor) -> bool:
+    return values_of(tensor).values.requires_grad
 
 
 def _root(tensor: Tensor) -> Tensor:

@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from torchopt_dist import pytree
+from torchopt_dist._evaluation import NormalTensors, is_evaluating, need_gradients, with_gradients
+from torchopt_dist._torch_private import vmaps
 from torchopt_dist.nn import _tensor_dicts
 from torchopt_dist.nn._tensor_copier import TensorCopier
 from torchopt_dist.optim import _signatures as signatures
 from torchopt_dist.optim._checkpoint import flatten_state, restore_state
+from torchopt_dist.transform._attention import attention_by_formula
 from torchopt_dist.transform._gradients import gradients
+from torchopt_dist.transform._vmap import for_each_sample, leaf, values_of
 from torchopt_dist.transform.apply_updates import differentiable_step
 from torchopt_dist.typing import OptionalTensor, OptState
 
@@ -99,37 +104,73 @@ class MetaOptimizer:
         """
         if not isinstance(module, nn.Module):
             raise TypeError(f"`module` must be a torch.nn.Module, got {type(module).__name__}")
-        params = dict(module.named_parameters())
+        params: dict[str, Tensor] = dict(module.named_parameters())
         if not params:
             raise ValueError(f"`module` must have parameters, got {type(module).__name__} with none")
         known = {id(parameter) for other in self.modules for parameter in other.parameters()}
         if twice := [name for name, parameter in params.items() if id(parameter) in known]:
             raise ValueError(f"`module` must not share parameters with another group, got {twice}")
+        need_gradients()
+        if vmaps():
+            moving = {name: p for name, p in params.items() if values_of(p).values.requires_grad}
+            with with_gradients():
+                params |= {name: for_each_sample(p) for name, p in moving.items()}
+            _tensor_dicts.replace(module, {id(p): params[name] for name, p in moving.items()})
         self.modules.append(module)
         self._states.append(self.impl.init(params))
 
-    def step(self, loss: Tensor) -> None:
+    def step(self, loss: Tensor | Callable[[], Tensor], *, first_order: bool = False) -> None:
         """Replace each parameter by the moved one, connected to the graph.
 
-        A parameter that the loss does not depend on stays, and so does its state. The step is recorded even
-        under ``torch.no_grad``.
+        A parameter that the loss does not depend on stays, and so does its state. Inside ``vmap`` each sample has
+        parameters of its own from the optimizer's construction on.
 
         Args:
-            loss: a tensor of one element, computed with the modules' parameters as they are now.
+            loss: a tensor of one element, computed with the modules' parameters as they are now; the step is then
+                recorded even under ``torch.no_grad``. Or a function that computes the tensor: it is called with
+                gradients enabled, and attention in it computes by its formula, which has a second derivative; under
+                ``torch.no_grad`` and ``torch.inference_mode`` nothing of the step is then recorded, and the moved
+                parameters are leaves.
+            first_order: take the gradients for constants: the moved parameters stay connected to the ones before,
+                and no derivative of a derivative is recorded, as in first-order MAML [Finn et al. 2017, section 5.2].
 
         Raises:
             TypeError: ``loss`` is no tensor.
-            ValueError: it has more than one element, or depends on none of the parameters.
+            ValueError: it has more than one element, or depends on none of the parameters; inside ``vmap``, the
+                optimizer was made outside, or the loss was computed before it was made.
         """
+        recorded = not is_evaluating()
+        if not isinstance(loss, Tensor) and callable(loss):
+            recorded = recorded and torch.is_grad_enabled()
+            with self._computing(second_order=recorded and not first_order):
+                loss = loss()
         groups = [dict(module.named_parameters()) for module in self.modules]
-        grads = gradients(loss, [p for params in groups for p in params.values()], create_graph=True)
+        leaves = [p for params in groups for p in params.values()]
+        create_graph = recorded and not first_order
+        with with_gradients():
+            grads = gradients(loss, leaves, create_graph=create_graph, retain_graph=True)
         rest = iter(grads)
-        with torch.enable_grad():
+        with torch.inference_mode(False), torch.set_grad_enabled(recorded):
             for index, params in enumerate(groups):
                 own = {name: next(rest) for name in params}
-                moved, self._states[index] = self._move(params, own, self._states[index])
+                moved, state = self._move(params, own, self._states[index])
+                if not recorded:
+                    moved = {name: p if p is params[name] else leaf(p) for name, p in moved.items()}
+                    state = pytree.map_tensors(torch.detach, state)
+                self._states[index] = state
                 new = {id(old): moved[name] for name, old in params.items()}
                 _tensor_dicts.replace(self.modules[index], new)
+
+    @contextmanager
+    def _computing(self, *, second_order: bool) -> Iterator[None]:
+        """A context to compute a loss in, so that it has a graph of that order."""
+        with ExitStack() as stack:
+            if torch.is_inference_mode_enabled():
+                stack.enter_context(NormalTensors())
+            if second_order:
+                stack.enter_context(attention_by_formula())
+            stack.enter_context(with_gradients())
+            yield
 
     def _move(
         self, params: Mapping[str, Tensor], grads: dict[str, OptionalTensor], state: OptState

@@ -8,25 +8,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchopt_dist import _torch_private
+from torchopt_dist.transform import _attention
+from torchopt_dist.transform._vmap import values_of
 from torchopt_dist.typing import OptionalTensor
 
 __all__ = ["gradients"]
 
 
-def gradients(loss: Tensor, leaves: Sequence[Any], *, create_graph: bool) -> list[OptionalTensor]:
-    """Differentiate a loss.
+def gradients(
+    loss: Tensor, leaves: Sequence[Any], *, create_graph: bool, retain_graph: bool | None = None
+) -> list[OptionalTensor]:
+    """Differentiate a loss; inside ``vmap``, the loss of each sample with respect to the sample's own tensors.
 
     Args:
         loss: a tensor of one element.
         leaves: tensors; those that are ``None`` or do not require grad (frozen) get ``None``.
-        create_graph: record the gradients, so that they can be differentiated; the loss's graph is then kept.
+        create_graph: record the gradients, so that they can be differentiated.
+        retain_graph: keep the loss's graph; as ``create_graph``, if not given.
 
     Returns:
         A gradient a leaf; ``None`` for a frozen leaf or one that the loss does not depend on.
 
     Raises:
         TypeError: ``loss`` or a leaf is no tensor.
-        ValueError: ``loss`` has more than one element, or depends on none of the leaves.
+        ValueError: ``loss`` has more than one element, or depends on none of the leaves; inside ``vmap``, it
+            differs between samples and depends on a leaf that does not.
     """
     if not isinstance(loss, Tensor):
         raise TypeError(f"`loss` must be a tensor, got {type(loss).__name__}")
@@ -35,18 +42,45 @@ def gradients(loss: Tensor, leaves: Sequence[Any], *, create_graph: bool) -> lis
     for leaf in leaves:
         if leaf is not None and not isinstance(leaf, Tensor):
             raise TypeError(f"parameters must be tensors, got {type(leaf).__name__}")
-    places = [place for place, leaf in enumerate(leaves) if leaf is not None and leaf.requires_grad]
+    held = [None if leaf is None else values_of(leaf) for leaf in leaves]
+    wanted = {place: one for place, one in enumerate(held) if one is not None and one.values.requires_grad}
+    of_loss = values_of(loss)
     found: Sequence[OptionalTensor] = ()
-    if loss.requires_grad and places:
-        wanted = [leaves[place] for place in places]
-        found = torch.autograd.grad(loss, wanted, create_graph=create_graph, allow_unused=True)
-    if all(grad is None for grad in found):
-        raise ValueError(
-            "`loss` must depend on the parameters as they are now (was it computed before the last step, or "
-            f"under torch.no_grad?); of {len(leaves)} parameters, {len(places)} require grad, and it depends "
-            "on none of these"
+    if of_loss.values.requires_grad and wanted:
+        found = torch.autograd.grad(
+            of_loss.values.sum() if of_loss.dims else loss,
+            [one.values for one in wanted.values()],
+            create_graph=create_graph,
+            retain_graph=retain_graph,
+            allow_unused=True,
         )
+    if all(grad is None for grad in found):
+        raise ValueError(_nothing_found(len(leaves), len(wanted)))
     out: list[OptionalTensor] = [None] * len(leaves)
-    for place, grad in zip(places, found, strict=True):
-        out[place] = grad
+    for (place, one), grad in zip(wanted.items(), found, strict=True):
+        if grad is None:
+            continue
+        if not one.differ_where(of_loss):
+            raise ValueError(
+                "`loss` must depend on parameters that each sample of `vmap` has for itself, and one of these is the "
+                "same for all: make the MetaOptimizer inside the function that `vmap` maps, and the loss after it, or "
+                "map over the parameters, too"
+            )
+        out[place] = one.tensor(grad)
+    if create_graph:
+        _attention.explain(of_loss.values, found, [one.values for one in wanted.values()])
     return out
+
+
+def _nothing_found(count: int, wanted: int) -> str:
+    text = (
+        "`loss` must depend on the parameters as they are now (was it computed before the last step? or under "
+        "torch.no_grad? a MetaOptimizer's step takes a function, `optimizer.step(lambda: loss)`, and calls it with "
+        f"gradients enabled); of {count} parameters, {wanted} require grad, and it depends on none of these"
+    )
+    if _torch_private.transforms_are_active():
+        text += (
+            "; inside `vmap`, make the MetaOptimizer inside the function that is mapped, and the loss after it; "
+            "inside `torch.func.grad`, give gradients to the `update` of a transformation"
+        )
+    return text

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
+from torchopt_dist.transform._vmap import values_of
 from torchopt_dist.transform.base import EmptyState, GradientTransformation, stateless
 from torchopt_dist.transform.nan_to_num import check_replacements, replace_nonfinite
 from torchopt_dist.typing import OptState, Params, Updates
@@ -98,8 +99,9 @@ def _update(
 
 def _hooked(hook: Hook, update: Tensor) -> Tensor:
     """The same tensor under a second name that has the hook, so that the given one is left alone."""
-    if not update.requires_grad:
+    held = values_of(update)
+    if not held.values.requires_grad:
         return update
-    alias = update.view_as(update)
+    alias = held._replace(values=held.values.view_as(held.values))
     alias.register_hook(hook)
-    return alias
+    return alias.tensor()

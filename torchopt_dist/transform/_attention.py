@@ -1,0 +1,94 @@
+"""A loss with attention → one that has a second derivative, or an error in backward that says how to get one.
+
+``F.scaled_dot_product_attention`` takes a fast kernel where it can, and these kernels have no second derivative. Its
+formula, ``SDPBackend.MATH``, has all of them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from torchopt_dist.typing import OptionalTensor
+
+__all__ = ["attention_by_formula", "explain"]
+
+_KERNELS = "ScaledDotProduct"
+"""What the names of the kernels' nodes begin with; the formula has none of its own."""
+_NODES = 20_000
+"""So many nodes of a graph are looked at, at most."""
+
+
+class _Choice:
+    """How many threads compute attention by its formula. Torch's choice is one for all threads of a process."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.count = 0
+        self.chosen = ExitStack()
+
+
+_choice = _Choice()
+
+
+@contextmanager
+def attention_by_formula() -> Iterator[None]:
+    """A context in which ``F.scaled_dot_product_attention`` computes by its formula.
+
+    Other threads' attention does so, too, meanwhile. The first thread to enter sets torch's choice, and the last one to
+    leave sets what was chosen before.
+    """
+    with _choice.lock:
+        if _choice.count == 0:
+            _choice.chosen.enter_context(sdpa_kernel(SDPBackend.MATH))
+        _choice.count += 1
+    try:
+        yield
+    finally:
+        with _choice.lock:
+            _choice.count -= 1
+            if _choice.count == 0:
+                _choice.chosen.close()
+
+
+def explain(loss: Tensor, grads: Sequence[OptionalTensor], leaves: Sequence[Tensor]) -> None:
+    """Let a backward through recorded gradients, which attention's kernels cannot do, fail with an error of ours.
+
+    Args:
+        loss: what was differentiated.
+        grads: its gradients, with a graph.
+        leaves: what the loss was differentiated with respect to; the graph behind them is not looked at.
+    """
+    if any(node.name().startswith(_KERNELS) for node in _nodes([loss], leaves)):
+        for node in _nodes([grad for grad in grads if grad is not None], leaves):
+            if node.name().endswith("NotImplemented"):
+                node.register_prehook(_refuse)
+
+
+def _refuse(grad_outputs: tuple[OptionalTensor, ...]) -> None:
+    raise RuntimeError(
+        "the kernels of F.scaled_dot_product_attention have no second derivative: give the step a function, "
+        "`optimizer.step(lambda: loss)`, which computes the attention by its formula; or compute the loss inside of "
+        "`torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)`; or ask for no second order by "
+        "`optimizer.step(loss, first_order=True)`"
+    )
+
+
+def _nodes(ends: Sequence[Tensor], begins: Sequence[Tensor]) -> list[Any]:
+    """The nodes of the graph between tensors."""
+    seen: set[Any] = {tensor.grad_fn for tensor in begins}
+    found: list[Any] = []
+    waiting: list[Any] = [tensor.grad_fn for tensor in ends]
+    while waiting and len(found) < _NODES:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        found.append(node)
+        waiting.extend(following for following, _ in node.next_functions)
+    return found

@@ -1,0 +1,79 @@
+"""A tensor inside ``vmap`` → the values that it has for all samples, which have a graph; and the way back.
+
+Inside ``vmap`` a tensor stands for the values of all samples, and only these have a graph. Where each sample has
+parameters of its own, the gradients of the sum of all losses are those of the samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchopt_dist._torch_private import batch_of, batched, outside_of_transforms, transform_level, vmaps
+
+__all__ = ["Values", "for_each_sample", "leaf", "values_of"]
+
+
+class Values(NamedTuple):
+    """What a tensor is for all samples of every ``vmap`` that is active; outside of them the tensor itself."""
+
+    values: Tensor
+    """With a dimension more for each ``vmap`` whose samples differ."""
+    dims: tuple[int | None, ...] = ()
+    """For each ``vmap``, the outermost first, the dimension that counts its samples; ``None`` if all have the same."""
+
+    def tensor(self, values: Tensor | None = None) -> Tensor:
+        """The tensor that has these values, or others of their shape."""
+        made = self.values if values is None else values
+        for (level, _), dim in zip(vmaps() if self.dims else (), self.dims, strict=True):
+            if dim is not None:
+                made = batched(made, dim, level)
+        return made
+
+    def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> None:
+        """Register a hook that is given the gradient of each sample."""
+        for dim in reversed(self.dims):
+            if dim is not None:
+                hook = torch.vmap(hook, in_dims=dim, out_dims=dim)
+        self.values.register_hook(hook)
+
+    def differ_where(self, other: Values) -> bool:
+        """Whether samples have values of their own wherever those of ``other`` have."""
+        return all(
+            mine is not None or theirs is None for mine, theirs in zip(self.dims, other.dims, strict=True)
+        )
+
+
+def values_of(tensor: Tensor) -> Values:
+    """The values of a tensor."""
+    dims: list[int | None] = []
+    for level, _ in reversed(vmaps()):
+        found = batch_of(tensor, level)
+        dims.append(None if found is None else found[1])
+        tensor = tensor if found is None else found[0]
+    return Values(tensor, tuple(reversed(dims)))
+
+
+def for_each_sample(tensor: Tensor) -> Tensor:
+    """The same tensor, one for each sample of each ``vmap``; gradients flow back to the given one."""
+    values, dims = values_of(tensor)
+    if all(dim is not None for dim in dims):
+        return tensor
+    for (level, size), dim in zip(vmaps(), dims, strict=True):
+        if dim is None:
+            values, dim = values.unsqueeze(0).expand(size, *values.shape), 0
+        values = batched(values, dim, level)
+    return values
+
+
+def leaf(tensor: Tensor) -> Tensor:
+    """The values of a tensor without their history; they require grad."""
+    held = values_of(tensor)
+    if transform_level() > len(held.dims):
+        return tensor  # another transformation is around, and its tensors cannot be made leaves
+    with outside_of_transforms():
+        values = held.values.detach().requires_grad_()
+    return held.tensor(values)
