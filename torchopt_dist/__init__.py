@@ -16,6 +16,8 @@ from torchopt_dist import (
     typing,
     visual,
 )
+from torchopt_dist.diff.adjoints import FirstOrder, Recorded, Reptile, Truncated
+from torchopt_dist.diff.inner_loop import InnerLoopResult, inner_loop
 from torchopt_dist.distributed import (
     Partition,
     Partitioner,
@@ -147,9 +149,11 @@ __all__ = [
     "ChainedGradientTransformation",
     "DifferentiableOptimizer",
     "EmptyState",
+    "FirstOrder",
     "FuncOptimizer",
     "GradientTransformation",
     "InitializationError",
+    "InnerLoopResult",
     "LaunchResult",
     "Launcher",
     "MetaAdadelta",
@@ -171,10 +175,13 @@ __all__ = [
     "PeerFailedError",
     "RAdam",
     "RMSprop",
+    "Recorded",
     "RemoteError",
+    "Reptile",
     "SerializationError",
     "TensorDimensionPartitioner",
     "TodistError",
+    "Truncated",
     "WorkerFailedError",
     "WorkerLostError",
     "WorldInfo",
@@ -209,6 +216,7 @@ __all__ = [
     "get_world_rank",
     "get_world_size",
     "identity",
+    "inner_loop",
     "is_available",
     "launch",
     "linalg",

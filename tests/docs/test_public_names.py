@@ -142,4 +142,7 @@ def test_a_file_without_public_names_begins_with_an_underscore(package: str) -> 
     }
     files = {info.name for info in pkgutil.iter_modules(room.__path__) if not info.name.startswith("_")}
     hidden = {name for name in files if f"{room.__name__}.{name}" not in public}
-    assert hidden == ({"transport"} if package == "distributed" else set())  # it takes new transports
+    # `distributed` takes new transports; what `diff` has on its upper floor is offered by the package itself.
+    assert hidden <= {"distributed": {"transport"}, "diff": {"adjoints", "inner_loop", "replay"}}.get(
+        package, set()
+    )

@@ -30,7 +30,7 @@ from torchopt_dist._torch_private import (
 from torchopt_dist.linear_solve._operator import LinearOperator, Product
 from torchopt_dist.linear_solve._vjp import Tensors, pull, refuse_forward_mode, takes_duals
 
-__all__ = ["convert"]
+__all__ = ["Substitute", "convert"]
 
 
 def convert(
@@ -197,7 +197,7 @@ class _Substituting(LinearOperator):
         first = len(params) - len(self.found)
         if not self.found:
             return self.fixed.call(params, vector)
-        with _Substitute(self.found, params[first:]):
+        with Substitute(self.found, params[first:]):
             return self.fixed.call(params[:first], vector)
 
 
@@ -232,7 +232,7 @@ class _Watch(TorchFunctionMode):
         self.known[id(tensor)] = tensor
 
 
-class _Substitute(TorchFunctionMode):
+class Substitute(TorchFunctionMode):
     """Puts other tensors in the places of those found."""
 
     def __init__(self, found: Sequence[Tensor], others: Sequence[Tensor]) -> None:

@@ -1,0 +1,273 @@
+"""Each adjoint has the gradient it stands for: adjoint, optimizer, what the gradient is for; against loops by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import torchopt_dist as todist
+from tests.diff.adjoint_table import ADJOINTS, OPTIMIZERS, STEPS, Problem, gradients
+
+KINDS = ["tree", "module"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", ADJOINTS)
+def test_gradients_are_those_of_the_loop_by_hand(name, optimizer, kind):
+    problem, row = Problem(kind, optimizer), ADJOINTS[name]
+    params, losses = problem.by_hand(row)
+    result = problem.run(row.adjoint)
+    torch.testing.assert_close(result.losses, torch.stack(losses), rtol=0, atol=1e-12)
+    expected = gradients(problem.outer(params), problem.tensors())
+    found = gradients(problem.outer(result.params), problem.tensors())
+    for what, gradient in expected.items():
+        if gradient is None:
+            assert found[what] is None or not found[what].any(), what
+        else:
+            torch.testing.assert_close(found[what], gradient, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_reptile_is_the_displacement(kind):
+    problem = Problem(kind, "adam")
+    result = problem.run(todist.Reptile())
+    last = dict(result.params.named_parameters()) if kind == "module" else result.params
+    found = gradients(problem.outer(result.params), problem.tensors())
+    for name, first in problem.net.named_parameters():
+        torch.testing.assert_close(found[f"first {name}"], (first - last[name]).detach(), rtol=0, atol=0)
+        assert found[f"first {name}"].any()
+        del found[f"first {name}"]
+    assert all(gradient is None for gradient in found.values())
+
+
+@pytest.mark.parametrize("name", [*ADJOINTS, "reptile"])
+def test_values_are_the_same_for_all(name):
+    adjoint = ADJOINTS[name].adjoint if name in ADJOINTS else todist.Reptile()
+    problem = Problem("tree", "adam")
+    expected, found = problem.run(todist.Recorded()), problem.run(adjoint)
+    torch.testing.assert_close(found.params, expected.params, rtol=0, atol=1e-14)
+    torch.testing.assert_close(found.losses, expected.losses, rtol=0, atol=1e-14)
+    leaves, like = todist.pytree.flatten(found.state)[0], todist.pytree.flatten(expected.state)[0]
+    torch.testing.assert_close(leaves, like, rtol=0, atol=1e-14)
+
+
+def test_a_module_is_left_as_it_is_and_buffers_go_from_step_to_step():
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1)).double()
+    xs = [torch.randn(6, 3, dtype=torch.float64) for _ in range(3)]
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    result = todist.inner_loop(lambda net, x: net(x).square().mean(), todist.sgd(lr=0.1), net, xs, seed=3)
+    for name, value in net.state_dict().items():
+        assert torch.equal(value, before[name])
+    copy = todist.module_clone(net, by="deepcopy")
+    optimizer = todist.SGD(copy.parameters(), lr=0.1)
+    for number, x in enumerate(xs):
+        torch.manual_seed((3 + number * 0x9E3779B97F4A7C15) % 2**63)
+        optimizer.zero_grad()
+        copy(x).square().mean().backward()
+        optimizer.step()
+    for name, value in result.params.state_dict().items():
+        torch.testing.assert_close(value, copy.state_dict()[name], rtol=0, atol=1e-12)
+    assert result.params[1].num_batches_tracked == 3
+
+
+@pytest.mark.parametrize("name", [*ADJOINTS, "reptile"])
+def test_frozen_and_tied_parameters(name):
+    adjoint = ADJOINTS[name].adjoint if name in ADJOINTS else todist.Reptile()
+    net = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2), nn.Linear(2, 2)).double()
+    net[2].weight = net[0].weight
+    net[3].requires_grad_(False)
+    x = torch.randn(4, 2, dtype=torch.float64)
+    adapted = todist.inner_loop(
+        lambda net, _: net(x).square().mean(), todist.adam(lr=0.1), net, [None] * 2, adjoint=adjoint
+    ).params
+    assert adapted[2].weight is adapted[0].weight
+    assert adapted[3].weight is net[3].weight
+    assert not torch.equal(adapted[0].weight, net[0].weight)
+    w = torch.randn(2, dtype=torch.float64, requires_grad=True)
+    fixed = torch.ones(2, dtype=torch.float64)
+    moved = todist.inner_loop(
+        lambda p: (p["a"] * p["b"] * p["c"]).sum(),
+        todist.sgd(lr=0.1),
+        {"a": w, "b": w, "c": fixed},
+        2,
+        adjoint=adjoint,
+    ).params
+    assert moved["a"] is moved["b"]
+    torch.testing.assert_close(moved["a"], w.detach() * 0.8**2)
+    assert torch.equal(moved["c"], fixed)
+
+
+def test_the_first_parameters_may_be_in_the_loss_in_another_role():
+    first = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    expected = None
+    for adjoint in (todist.Recorded(), todist.Truncated(5)):
+        moved = todist.inner_loop(
+            lambda w: w * first**2, todist.sgd(lr=0.1), first, 3, meta=first, adjoint=adjoint
+        ).params
+        torch.testing.assert_close(moved.item(), 2 - 0.3 * 4)
+        expected = 1 - 0.3 * 2 * 2
+        torch.testing.assert_close(torch.autograd.grad(moved, first)[0].item(), expected)
+
+
+@pytest.mark.parametrize("name", [*ADJOINTS, "reptile"])
+def test_a_predicate_ends_the_loop(name):
+    adjoint = ADJOINTS[name].adjoint if name in ADJOINTS else todist.Reptile()
+    w = torch.tensor(1.0, dtype=torch.float64, requires_grad=True)
+    lr = torch.tensor(0.25, dtype=torch.float64, requires_grad=True)
+    told = []
+
+    def stop(number, loss):
+        told.append((number, loss.item()))
+        return loss < 0.1
+
+    result = todist.inner_loop(lambda w: w**2, todist.sgd(lr=lr), w, 9, stop=stop, adjoint=adjoint)
+    assert told[:3] == [(0, 1.0), (1, 0.25), (2, 0.0625)]
+    assert result.losses.tolist() == [1.0, 0.25, 0.0625]
+    assert result.params.item() == 0.125
+    expected = {  # of w * (1 - 2 lr)**3; truncated: through two steps from 0.5
+        "truncated": (None, -4 * 0.5 * 0.5),
+        "first order": (1.0, -2 * (1 + 0.5 + 0.25)),
+        "reptile": (1 - 0.125, None),
+    }.get(name, (0.125, -6 * 0.25))
+    found = torch.autograd.grad(result.params, (w, lr), allow_unused=True)
+    assert tuple(None if g is None else g.item() for g in found) == pytest.approx(expected)
+
+
+def test_batches_are_a_sequence_a_function_a_tensor_or_a_number():
+    xs = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64, requires_grad=True)
+    w = torch.zeros((), dtype=torch.float64, requires_grad=True)
+
+    def adapted(batches, **options):
+        result = todist.inner_loop(lambda w, x: (w - x) ** 2, todist.sgd(lr=0.25), w, batches, **options)
+        return torch.autograd.grad(result.params, xs)[0].tolist()
+
+    expected = [0.125, 0.25, 0.5]
+    assert adapted(list(xs)) == expected
+    assert adapted(xs) == expected
+    assert adapted(lambda number: xs[number], steps=3, meta=xs) == expected
+    assert adapted(xs, steps=2) == [0.25, 0.5, 0.0]
+    plain = todist.inner_loop(lambda w: w + 0.0, todist.sgd(lr=1.0), w, 3).params
+    assert plain.item() == -3.0
+
+
+def test_aux_comes_back_a_step_and_random_numbers_are_seeded():
+    w = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+
+    def loss(w):
+        noise = torch.rand(3, dtype=torch.float64)
+        return (w * noise).sum(), {"noise": noise, "name": "noise"}
+
+    def run(**options):
+        torch.manual_seed(5)
+        result = todist.inner_loop(loss, todist.sgd(lr=1.0), w, 3, has_aux=True, **options)
+        return result, torch.rand(())
+
+    first, after = run()
+    again, _ = run(adjoint=todist.FirstOrder())
+    assert [aux["noise"].tolist() for aux in first.aux] == [aux["noise"].tolist() for aux in again.aux]
+    assert len({tuple(aux["noise"].tolist()) for aux in first.aux}) == 3
+    assert first.aux[0]["name"] == "noise"
+    torch.testing.assert_close(first.params, -sum(aux["noise"] for aux in first.aux))
+    other, after_other = run(seed=7)
+    assert not torch.equal(other.params, first.params)
+    torch.manual_seed(5)
+    assert torch.rand(()) == after_other  # a given seed leaves the generator alone
+    assert after != after_other
+
+
+@pytest.mark.parametrize("name", [*ADJOINTS, "reptile"])
+def test_nothing_is_recorded_without_grad_mode(name):
+    problem = Problem("module", "momentum")
+    with torch.no_grad():
+        result = problem.run(ADJOINTS[name].adjoint if name in ADJOINTS else todist.Reptile())
+    assert len(result.losses) == STEPS
+    assert all(p.grad_fn is None for p in result.params.parameters())
+
+
+@pytest.mark.parametrize("name", ADJOINTS)
+def test_losses_are_connected_where_the_adjoint_is_exact(name):
+    problem, row = Problem("tree", "adam"), ADJOINTS[name]
+    result = problem.run(row.adjoint)
+    if row.constant_gradients:
+        assert not result.losses.requires_grad
+        return
+    _, losses = problem.by_hand(row)
+    steps = 2 if name == "truncated" else STEPS
+    expected = gradients(sum(losses[-steps:]), problem.tensors())
+    found = gradients(result.losses[-steps:].sum(), problem.tensors())
+    for what, gradient in expected.items():
+        assert (found[what] is None) == (gradient is None), what
+        if gradient is not None:
+            torch.testing.assert_close(found[what], gradient, rtol=1e-10, atol=1e-10)
+
+
+def _run(**changed):
+    w = torch.ones(2, requires_grad=True)
+    given = {
+        "loss": lambda w, x: (w * x).sum(),
+        "optimizer": todist.sgd(lr=0.1),
+        "params": w,
+        "batches": [torch.ones(2)] * 3,
+        **changed,
+    }
+    return todist.inner_loop(
+        given.pop("loss"), given.pop("optimizer"), given.pop("params"), given.pop("batches"), **given
+    )
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "text"),
+    [
+        ({"loss": 3}, TypeError, "`loss` must be a function, got int"),
+        ({"loss": lambda w, x: w * x}, ValueError, r"`loss` must .* one element, got shape \(2,\)"),
+        ({"loss": lambda w, x: 1.0}, TypeError, "`loss` must return a tensor, got float"),
+        ({"loss": lambda w, x: x.sum()}, ValueError, "`loss` must depend on the parameters"),
+        ({"has_aux": True}, TypeError, r"`loss` must return a pair \(loss, aux\).*got Tensor"),
+        ({"optimizer": todist.SGD}, TypeError, "`optimizer` .*got the class SGD: call it"),
+        ({"params": torch.ones(2)}, ValueError, "`params` must have a tensor that requires grad, got 1"),
+        ({"params": {"w": 1.0}}, TypeError, "`params` must be a module or a tree of tensors, got a float"),
+        ({"params": nn.Tanh()}, ValueError, "`params` must have parameters, got Tanh with none"),
+        (
+            {"batches": iter([1])},
+            TypeError,
+            r"`batches` .* read again.*got list_iterator: `list\(...\)`",
+        ),
+        ({"batches": 2.5}, TypeError, "`batches` must be .*got float$"),
+        ({"batches": -1}, ValueError, "`batches` as a number of steps must be at least 0, got -1"),
+        ({"batches": lambda n: n}, ValueError, "`steps` must say how many steps"),
+        ({"steps": 4}, ValueError, "`steps` is 4, and there are 3"),
+        ({"steps": 1.5}, TypeError, "`steps` must be an integer, got float"),
+        ({"meta": "weights"}, TypeError, "`meta` must be a tree of tensors and modules, got a str"),
+        ({"adjoint": "recorded"}, TypeError, "`adjoint` must be an adjoint.*got str"),
+        ({"adjoint": todist.FirstOrder}, TypeError, "got the class FirstOrder: call it"),
+        ({"stop": 3}, TypeError, "`stop` must be a function"),
+        ({"seed": 0.5}, TypeError, "`seed` must be an integer, got float"),
+    ],
+)
+def test_bad_input(changed, error, text):
+    with pytest.raises(error, match=text):
+        _run(**changed)
+
+
+def test_bad_settings_of_truncated():
+    with pytest.raises(TypeError, match="`steps` must be an integer, got float"):
+        todist.Truncated(1.5)
+    with pytest.raises(ValueError, match="`steps` must be at least 0, got -1"):
+        todist.Truncated(-1)
+
+
+class _EndsEarly:
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, number):
+        if number == 2:
+            raise IndexError
+        return torch.ones(2)
+
+
+def test_batches_that_end_early():
+    with pytest.raises(ValueError, match="`batches` must have one batch a step: it ended at step 2 of 3"):
+        _run(batches=_EndsEarly())

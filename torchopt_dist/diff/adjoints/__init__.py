@@ -1,0 +1,12 @@
+"""An inner loop → its outcome, with its gradient: one file a way to take it.
+
+How to add one is said in :mod:`torchopt_dist.diff.adjoints.adjoint`.
+"""
+
+from torchopt_dist.diff.adjoints.adjoint import Adjoint
+from torchopt_dist.diff.adjoints.first_order import FirstOrder
+from torchopt_dist.diff.adjoints.recorded import Recorded
+from torchopt_dist.diff.adjoints.reptile import Reptile
+from torchopt_dist.diff.adjoints.truncated import Truncated
+
+__all__ = ["Adjoint", "FirstOrder", "Recorded", "Reptile", "Truncated"]

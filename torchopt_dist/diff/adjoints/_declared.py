@@ -1,0 +1,112 @@
+"""What an inner loop was given → the tensors in it for which there may be a gradient."""
+
+from __future__ import annotations
+
+import functools
+import numbers
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchopt_dist import pytree
+from torchopt_dist._torch_private import is_functorch_tensor, transforms_are_active
+
+__all__ = ["differentiable", "tensors_of_meta", "tensors_within", "undeclared_leaves"]
+
+
+def differentiable(tensors: Iterable[Any]) -> list[Tensor]:
+    """Those that may have a gradient, each once."""
+    active = transforms_are_active()
+    return list(
+        {
+            id(tensor): tensor
+            for tensor in tensors
+            if isinstance(tensor, Tensor)
+            and (tensor.requires_grad or (active and is_functorch_tensor(tensor) and _is_real(tensor)))
+        }.values()
+    )
+
+
+def _is_real(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def tensors_of_meta(meta: Any) -> list[Tensor]:
+    """The tensors of a tree whose leaves are tensors, modules, numbers or ``None``.
+
+    Raises:
+        TypeError: a leaf is something else.
+    """
+    found: list[Any] = []
+    for leaf in pytree.flatten(meta)[0]:
+        if isinstance(leaf, nn.Module):
+            found += [*leaf.parameters(), *leaf.buffers()]
+        elif isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif leaf is not None and not isinstance(leaf, numbers.Number):
+            raise TypeError(
+                f"`meta` must be a tree of tensors and modules, got a {type(leaf).__name__} in it"
+            )
+    return differentiable(found)
+
+
+def tensors_within(thing: Any) -> list[Tensor]:
+    """The tensors that functions of an optimizer were made with: its hyper-parameters."""
+    return differentiable(_within(thing, set()))
+
+
+def _within(thing: Any, visited: set[int]) -> Iterator[Tensor]:
+    if isinstance(thing, Tensor):
+        yield thing
+        return
+    if id(thing) in visited or isinstance(thing, (str, bytes, numbers.Number, type, nn.Module)):
+        return
+    visited.add(id(thing))
+    parts: list[Any] = []
+    if isinstance(thing, functools.partial):
+        parts = [thing.func, *thing.args, *thing.keywords.values()]
+    elif isinstance(thing, dict):
+        parts = list(thing.values())
+    elif isinstance(thing, (tuple, list)):
+        parts = [*thing, *getattr(thing, "__dict__", {}).values()]
+    elif callable(thing):
+        cells = getattr(thing, "__closure__", None) or ()
+        parts = [cell.cell_contents for cell in cells if _is_filled(cell)]
+        parts += getattr(thing, "__defaults__", None) or ()
+        parts += [getattr(thing, "__self__", None), *getattr(thing, "__dict__", {}).values()]
+    elif hasattr(thing, "__dict__") and type(thing).__module__.startswith("torchopt_dist."):
+        parts = list(vars(thing).values())
+    for part in parts:
+        yield from _within(part, visited)
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
+def undeclared_leaves(outputs: Iterable[Tensor], declared: Iterable[Tensor]) -> list[Tensor]:
+    """Leaves that require grad and that outputs depend on other than by way of the tensors declared."""
+    edges = [torch.autograd.graph.get_gradient_edge(tensor) for tensor in declared if tensor.requires_grad]
+    ends = {(edge.node, edge.output_nr) for edge in edges}
+    waiting: list[tuple[Any, int]] = []
+    for output in outputs:
+        if output.requires_grad:
+            edge = torch.autograd.graph.get_gradient_edge(output)
+            waiting.append((edge.node, edge.output_nr))
+    found: list[Tensor] = []
+    visited: set[tuple[Any, int]] = set()
+    while waiting:
+        place = waiting.pop()
+        if place in visited or place in ends:
+            continue
+        visited.add(place)
+        variable = getattr(place[0], "variable", None)
+        if isinstance(variable, Tensor):
+            found.append(variable)
+        waiting += [following for following in place[0].next_functions if following[0] is not None]
+    return found

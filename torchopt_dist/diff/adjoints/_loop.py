@@ -1,0 +1,285 @@
+"""A loss, an optimizer, parameters, batches → the steps of an inner loop, one at a time, recorded or not.
+
+A step is a pure function of its number and of the :class:`Carry` that the step before has handed on, so that any step
+can be run again: random numbers come from a seed a step, and the buffers of a module are part of what is handed on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from torchopt_dist import pytree
+from torchopt_dist._torch_private import transforms_are_active
+from torchopt_dist.diff.adjoints._declared import differentiable
+from torchopt_dist.diff.adjoints._model import Model
+from torchopt_dist.diff.adjoints._randomness import kept_generators, seed_step
+from torchopt_dist.linear_solve._closure import Substitute
+from torchopt_dist.transform._gradients import gradients
+from torchopt_dist.transform.apply_updates import apply_updates, differentiable_step
+from torchopt_dist.transform.base import GradientTransformation
+from torchopt_dist.typing import OptionalTensor, OptState
+
+__all__ = ["Batches", "Carry", "Evaluation", "Loop", "Outcome", "StepFn", "StopFn"]
+
+Batches = Sequence[Any] | Callable[[int], Any] | None
+"""By number of the step; ``None`` where the loss takes no batch."""
+StopFn = Callable[[int, Tensor], Any]
+"""The number of a step, its loss → whether it was the last."""
+
+
+class Carry(NamedTuple):
+    """What one step hands to the next."""
+
+    params: list[Tensor]
+    """The leaves of the parameters, a tied one at each of its places."""
+    state: OptState
+    """The optimizer's state."""
+    buffers: list[Tensor]
+    """The module's buffers."""
+
+
+class Evaluation(NamedTuple):
+    """A loss and its gradient."""
+
+    loss: Tensor
+    """0-d."""
+    aux: Any
+    """What else the loss returned."""
+    grads: list[OptionalTensor]
+    """A gradient a leaf of the parameters; ``None`` at frozen ones, and at all but the first place of a tied one."""
+    buffers: list[Tensor]
+    """The buffers after the call."""
+
+
+class Outcome(NamedTuple):
+    """What a run of steps came to."""
+
+    carry: Carry
+    """After the last step."""
+    losses: list[Tensor]
+    """One a step, 0-d, before the step's update."""
+    aux: list[Any]
+    """One a step."""
+
+
+class StepFn(Protocol):
+    """A step in one of its forms."""
+
+    def __call__(self, carry: Carry, number: int, /) -> tuple[Carry, Tensor, Any]:
+        """Return what is handed on, the loss, and what else the loss returned."""
+
+
+_HERE = object()
+"""Stands where a tensor is to be put back."""
+
+
+@dataclass(frozen=True)
+class Loop:
+    """An inner loop as an adjoint sees it."""
+
+    loss: Callable[..., Any]
+    """``loss(params)`` or ``loss(params, batch)``."""
+    optimizer: GradientTransformation
+    model: Model
+    batches: Batches
+    steps: int
+    """How many there are at most."""
+    stop: StopFn | None
+    has_aux: bool
+    seed: int
+    first: Carry
+    """What the first step starts from: the caller's tensors, with their history."""
+    declared: tuple[Tensor, ...]
+    """What else there may be a gradient for: meta tensors, hyper-parameters, tensors of batches."""
+
+    others: tuple[Tensor, ...] | None = None
+    """What stands in the places of ``declared`` when a step runs, if not these themselves."""
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All for which there may be a gradient: first parameters, first state, then ``declared``; each once."""
+        first = [self.first.params[place] for place in self.model.moved_places]
+        state = pytree.flatten(self.first.state)[0]
+        return differentiable([*first, *state, *(self.others or self.declared)])
+
+    def with_tensors(self, others: Sequence[Tensor]) -> Loop:
+        """The same loop with others in the places of ``tensors``, wherever the loss or the optimizer uses them."""
+        new = {id(old): other for old, other in zip(self.tensors, others, strict=True)}
+
+        def changed(tensor: Tensor) -> Tensor:
+            return new.get(id(tensor), tensor)
+
+        first = Carry(
+            [changed(leaf) for leaf in self.first.params],
+            pytree.map_tensors(changed, self.first.state),
+            self.first.buffers,
+        )
+        return replace(self, first=first, others=tuple(map(changed, self.others or self.declared)))
+
+    def without_stop(self) -> Loop:
+        """The same loop, which ends only where it is told to."""
+        return replace(self, stop=None)
+
+    def _substituted(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.others is None else Substitute(self.declared, self.others)
+
+    def run(self, step: StepFn, carry: Carry, start: int = 0, end: int | None = None) -> Outcome:
+        """Run the steps from ``start`` to before ``end``, or until the caller's predicate ends the loop."""
+        losses: list[Tensor] = []
+        aux: list[Any] = []
+        with kept_generators():
+            for number in range(start, self.steps if end is None else end):
+                carry, loss, more = step(carry, number)
+                losses.append(loss)
+                aux.append(more)
+                if self.stop is not None and self.stop(number, loss.detach()):
+                    break
+        return Outcome(carry, losses, aux)
+
+    def recorded_step(self, carry: Carry, number: int) -> tuple[Carry, Tensor, Any]:
+        """A step with its whole graph, that of the gradient included."""
+        found = self.gradient(carry, number, record=True)
+        return self.moved(carry, found, record=True), found.loss, found.aux
+
+    def plain_step(self, carry: Carry, number: int) -> tuple[Carry, Tensor, Any]:
+        """A step as in training: no graph is left."""
+        found = self.gradient(carry, number, record=False)
+        return self.moved(carry, found, record=False), found.loss, found.aux
+
+    def first_order_step(self, carry: Carry, number: int) -> tuple[Carry, Tensor, Any]:
+        """A step whose gradient is a constant; what the optimizer makes of it is recorded."""
+        found = self.gradient(carry, number, record=False)
+        with torch.enable_grad(), self._substituted():
+            # Not as a fused node, which would keep the gradients of every step.
+            params = self.model.tree(carry.params)
+            updates, state = self.optimizer.update(
+                self.model.tree(found.grads), carry.state, params=params, inplace=False
+            )
+            moved = self.model.tied(apply_updates(params, updates, inplace=False))
+        return Carry(moved, state, found.buffers), found.loss, found.aux
+
+    def gradient(self, carry: Carry, number: int, *, record: bool) -> Evaluation:
+        """Evaluate the loss of a step and its gradient with respect to the parameters.
+
+        Args:
+            carry: the parameters and buffers to evaluate it at.
+            number: of the step: decides the batch and the random numbers.
+            record: keep the graph, so that all that is returned can be differentiated with respect to ``carry`` and to
+                all that the loss is made of; otherwise nothing that is returned has a history.
+
+        Raises:
+            TypeError: the loss is no tensor, or, with ``has_aux``, not a pair.
+            ValueError: it has more than one element, or does not depend on the parameters.
+        """
+        if transforms_are_active():
+            with torch.set_grad_enabled(record):
+                return self._gradient_in_transform(carry, number)
+        with torch.enable_grad():
+            leaves = list(carry.params)
+            for place in self.model.moved_places:
+                leaf = leaves[place]
+                # An alias of its own: the loss may use the first parameters in another role, too.
+                leaves[place] = leaf.view_as(leaf) if record else leaf.detach().requires_grad_()
+            loss, aux, buffers = self.evaluate(self._tied(leaves), carry.buffers, number)
+            found = gradients(loss, [leaves[place] for place in self.model.moved_places], create_graph=record)
+        if not record:
+            loss, buffers = loss.detach(), [buffer.detach() for buffer in buffers]
+            aux = pytree.map_tensors(Tensor.detach, aux)
+        return Evaluation(loss.reshape(()), aux, self._at_places(found), buffers)
+
+    def _gradient_in_transform(self, carry: Carry, number: int) -> Evaluation:
+        others: list[Any] = []
+
+        def objective(moved: list[Tensor]) -> tuple[Tensor, tuple[list[Tensor], list[Tensor]]]:
+            leaves = list(carry.params)
+            for place, leaf in zip(self.model.moved_places, moved, strict=True):
+                leaves[place] = leaf
+            loss, aux, buffers = self.evaluate(self._tied(leaves), carry.buffers, number)
+            flat, spec = pytree.flatten(aux)
+            tensors = [leaf for leaf in flat if isinstance(leaf, Tensor)]
+            others[:] = [[_HERE if isinstance(leaf, Tensor) else leaf for leaf in flat], spec]
+            return loss.reshape(()), (tensors, buffers)
+
+        given = [carry.params[place] for place in self.model.moved_places]
+        found, (loss, (tensors, buffers)) = torch.func.grad_and_value(objective, has_aux=True)(given)
+        flat, rest = others[0], iter(tensors)
+        aux = pytree.unflatten(others[1], [next(rest) if leaf is _HERE else leaf for leaf in flat])
+        return Evaluation(loss, aux, self._at_places(found), buffers)
+
+    def evaluate(
+        self, leaves: Sequence[Tensor], buffers: Sequence[Tensor], number: int
+    ) -> tuple[Tensor, Any, list[Tensor]]:
+        """Call the loss of a step once.
+
+        Returns:
+            The loss, what else it returned, and the buffers after it.
+
+        Raises:
+            TypeError: the loss is no tensor, or, with ``has_aux``, not a pair.
+            ValueError: the loss has more than one element; the batches end before the steps.
+        """
+        seed_step(self.seed, number)
+        with self._substituted():
+            batch = () if self.batches is None else (self.batch(number),)
+            value = self.loss(self.model.filled(leaves, [buffer.clone() for buffer in buffers]), *batch)
+        aux = None
+        if self.has_aux:
+            if not isinstance(value, tuple) or len(value) != 2:
+                raise TypeError(
+                    f"`loss` must return a pair (loss, aux) with `has_aux=True`, got {type(value).__name__}"
+                )
+            value, aux = value
+        if not isinstance(value, Tensor):
+            raise TypeError(f"`loss` must return a tensor, got {type(value).__name__}")
+        if value.numel() != 1:
+            raise ValueError(f"`loss` must return a tensor of one element, got shape {tuple(value.shape)}")
+        return value, aux, self.model.buffers_now()
+
+    def batch(self, number: int) -> Any:
+        """The batch of a step.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if callable(self.batches):
+            return self.batches(number)
+        assert self.batches is not None
+        try:
+            return self.batches[number]
+        except IndexError:
+            raise ValueError(
+                f"`batches` must have one batch a step: it ended at step {number} of {self.steps}"
+            ) from None
+
+    def moved(self, carry: Carry, found: Evaluation, *, record: bool) -> Carry:
+        """What a step hands on, given its gradient."""
+        with torch.set_grad_enabled(record), self._substituted():
+            params, state = differentiable_step(
+                self.optimizer, self.model.tree(carry.params), self.model.tree(found.grads), carry.state
+            )
+        return Carry(self.model.tied(params), state, found.buffers)
+
+    def cut(self, carry: Carry) -> Carry:
+        """The same numbers without history; parameters that are moved require grad."""
+        params = list(carry.params)
+        for place in self.model.moved_places:
+            params[place] = params[place].detach()
+            if not transforms_are_active():
+                params[place].requires_grad_()
+        state = pytree.map_tensors(Tensor.detach, carry.state)
+        return Carry(self._tied(params), state, [buffer.detach() for buffer in carry.buffers])
+
+    def _tied(self, leaves: Sequence[Tensor]) -> list[Tensor]:
+        return [leaves[place] for place in self.model.first_places]
+
+    def _at_places(self, found: Sequence[OptionalTensor]) -> list[OptionalTensor]:
+        grads: list[OptionalTensor] = [None] * len(self.first.params)
+        for place, grad in zip(self.model.moved_places, found, strict=True):
+            grads[place] = grad
+        return grads

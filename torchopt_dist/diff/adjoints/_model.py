@@ -1,0 +1,154 @@
+"""The parameters of an inner loop, a tree or a module → lists of tensors for the optimizer, and what the loss takes.
+
+A module is copied, and the copy is filled with other parameters and buffers before each call of the loss. So the
+caller's module stays as it is, and may be changed before the loop is run again for its gradient.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from torchopt_dist import pytree
+from torchopt_dist._torch_private import is_functorch_tensor, transforms_are_active
+from torchopt_dist.nn import _tensor_dicts
+from torchopt_dist.nn.module_state import module_clone
+from torchopt_dist.typing import OptionalTensor, Params, TensorContainer
+
+__all__ = ["Model", "ModuleModel", "TreeModel", "model_of"]
+
+
+class Model(ABC):
+    """Parameters as lists of leaves."""
+
+    leaves: list[Tensor]
+    """The first parameters; a tied one stands at each of its places."""
+    buffers: list[Tensor]
+    """The first buffers."""
+
+    def __init__(self, tree: Params) -> None:
+        self.leaves, self._spec = pytree.flatten(tree)
+        for leaf in self.leaves:
+            if not isinstance(leaf, Tensor):
+                raise TypeError(
+                    f"`params` must be a module or a tree of tensors, got a {type(leaf).__name__}"
+                )
+        self.buffers = []
+        seen: dict[int, int] = {}
+        self.first_places = [seen.setdefault(id(leaf), place) for place, leaf in enumerate(self.leaves)]
+        self.moved_places = [
+            place
+            for place, leaf in enumerate(self.leaves)
+            if self.first_places[place] == place and _is_trainable(leaf)
+        ]
+        if not self.moved_places:
+            raise ValueError(
+                f"`params` must have a tensor that requires grad, got {len(self.leaves)} tensors, none of which does"
+            )
+
+    def tree(self, leaves: Sequence[OptionalTensor]) -> Params:
+        """Leaves → the tree that the optimizer takes."""
+        return pytree.unflatten(self._spec, list(leaves))
+
+    def tied(self, tree: Params) -> list[Tensor]:
+        """A tree from the optimizer → leaves, with a tied parameter the same tensor at each of its places."""
+        leaves = pytree.flatten(tree)[0]
+        return [leaves[place] for place in self.first_places]
+
+    @abstractmethod
+    def filled(self, leaves: Sequence[Tensor], buffers: Sequence[Tensor]) -> Any:
+        """What the loss takes. The loss may overwrite the buffers."""
+
+    @abstractmethod
+    def buffers_now(self) -> list[Tensor]:
+        """The buffers as the loss has left them."""
+
+    @abstractmethod
+    def result(self, leaves: Sequence[Tensor], buffers: Sequence[Tensor]) -> Any:
+        """What the caller gets."""
+
+
+def _is_trainable(leaf: Tensor) -> bool:
+    if transforms_are_active() and is_functorch_tensor(leaf):
+        return (
+            leaf.is_floating_point() or leaf.is_complex()
+        )  # `vmap` hides whether such a tensor requires grad
+    return leaf.requires_grad
+
+
+class TreeModel(Model):
+    """A tree of tensors: the loss takes such a tree."""
+
+    def filled(self, leaves: Sequence[Tensor], buffers: Sequence[Tensor]) -> Any:
+        return self.tree(leaves)
+
+    def buffers_now(self) -> list[Tensor]:
+        return []
+
+    def result(self, leaves: Sequence[Tensor], buffers: Sequence[Tensor]) -> Any:
+        return self.tree(leaves)
+
+
+class ModuleModel(Model):
+    """A module: the loss takes a copy, and the optimizer a dictionary of the parameters by name."""
+
+    def __init__(self, module: nn.Module) -> None:
+        named = dict(module.named_parameters())
+        if not named:
+            raise ValueError(f"`params` must have parameters, got {type(module).__name__} with none")
+        super().__init__(named)
+        self.buffers = list(module.buffers())
+        self._copy, self._places = _copied(module, self.leaves, self.buffers)
+
+    def filled(self, leaves: Sequence[Tensor], buffers: Sequence[Tensor]) -> nn.Module:
+        _fill(self._places, [*leaves, *buffers])
+        return self._copy
+
+    def buffers_now(self) -> list[Tensor]:
+        there: dict[int, Tensor] = {}
+        for container, name, index in self._places:
+            if index >= len(self.leaves) and (tensor := container[name]) is not None:
+                there[index] = tensor
+        return [there[index] for index in sorted(there)]
+
+    def result(self, leaves: Sequence[Tensor], buffers: Sequence[Tensor]) -> nn.Module:
+        _fill(self._places, [*self.leaves, *self.buffers])
+        module, places = _copied(self._copy, self.leaves, self.buffers)
+        _fill(places, [*leaves, *buffers])
+        return module
+
+
+Places = list[tuple[TensorContainer, str, int]]
+
+
+def _copied(
+    module: nn.Module, leaves: Sequence[Tensor], buffers: Sequence[Tensor]
+) -> tuple[nn.Module, Places]:
+    """A copy with the same tensors, and where in it each of them stands."""
+    copy = module_clone(module)
+    index = {id(tensor): place for place, tensor in enumerate([*leaves, *buffers])}
+    containers = [*_tensor_dicts.parameter_containers(copy), *_tensor_dicts.buffer_containers(copy)]
+    return copy, [
+        (container, name, index[id(tensor)])
+        for container in containers
+        for name, tensor in container.items()
+        if tensor is not None and id(tensor) in index
+    ]
+
+
+def _fill(places: Places, tensors: Sequence[Tensor]) -> None:
+    for container, name, index in places:
+        container[name] = tensors[index]
+
+
+def model_of(params: Params | nn.Module) -> Model:
+    """Make a model of what the caller gave.
+
+    Raises:
+        TypeError: a leaf of the tree is no tensor.
+        ValueError: there are no parameters, or none requires grad.
+    """
+    return ModuleModel(params) if isinstance(params, nn.Module) else TreeModel(params)

@@ -1,0 +1,38 @@
+"""A loop → its outcome, connected to what the loop was made of in the way that an adjoint stands for.
+
+To add one, write a file with a dataclass that is an :class:`Adjoint`; its fields are its settings, which
+``__post_init__`` checks. ``run`` gets a :class:`~torchopt_dist.diff.adjoints._loop.Loop` and runs its steps:
+
+- ``loop.run(loop.recorded_step, loop.first)`` is the exact gradient by recording;
+  ``loop.run(loop.plain_step, loop.cut(loop.first))`` is training without a graph;
+- an adjoint with a gradient of its own trains without a graph and connects the outcome by a
+  ``torch.autograd.Function`` that takes ``loop.tensors``: all tensors for which there may be a gradient. In its
+  backward ``loop.gradient(carry, number, record=True)`` evaluates a loss and its gradient at any parameters, and
+  ``loop.with_tensors(others)`` is the same loop with other tensors in the places of ``loop.tensors``.
+
+Then export the class in ``adjoints/__init__.py`` and ``torchopt_dist/__init__.py``, and give it a row in
+``tests/diff/adjoint_table.py`` and in ``docs/inner_loops.md``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from torchopt_dist.diff.adjoints._loop import Loop, Outcome
+
+__all__ = ["Adjoint"]
+
+
+class Adjoint(ABC):
+    """How the gradient of an inner loop is taken; an argument of :func:`torchopt_dist.inner_loop`."""
+
+    @abstractmethod
+    def run(self, loop: Loop) -> Outcome:
+        """Run the loop.
+
+        Args:
+            loop: what to run. Grad mode is on, unless nothing is to be connected.
+
+        Returns:
+            The last parameters and state, with whatever history the adjoint gives them, and the losses.
+        """

@@ -1,0 +1,32 @@
+"""A loop → its outcome with the graph of all steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchopt_dist.diff.adjoints._loop import Loop, Outcome
+from torchopt_dist.diff.adjoints.adjoint import Adjoint
+
+__all__ = ["Recorded"]
+
+
+@dataclass(frozen=True)
+class Recorded(Adjoint):
+    """The exact gradient, to any order, by the graph of all steps.
+
+    Memory grows with the number of steps: each keeps the activations of its loss and of its gradient. Losses and what
+    else the loss returns are connected, too.
+
+    Example:
+        >>> import torch, torchopt_dist as todist
+        >>> w = torch.tensor(1.0, requires_grad=True)
+        >>> adapted = todist.inner_loop(
+        ...     lambda w: w**2, todist.sgd(lr=0.25), w, 2, adjoint=Recorded()
+        ... )
+        >>> torch.autograd.grad(adapted.params, w)
+        (tensor(0.2500),)
+    """
+
+    def run(self, loop: Loop) -> Outcome:
+        """Run the loop; see :meth:`Adjoint.run`."""
+        return loop.run(loop.recorded_step, loop.first)

@@ -1,0 +1,63 @@
+"""A loop → its outcome, whose gradient is how far the parameters went."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from torchopt_dist.diff.adjoints._loop import Loop, Outcome
+from torchopt_dist.diff.adjoints.adjoint import Adjoint
+
+__all__ = ["Reptile"]
+
+
+@dataclass(frozen=True)
+class Reptile(Adjoint):
+    """The gradient of the first parameters is their displacement, first minus last (Nichol et al., 2018).
+
+    It is that whatever the outer loss is, as long as it depends on the last parameters: a step of SGD with learning
+    rate ``e`` moves the first parameters the part ``e`` of the way to the last ones. The gradients of several tasks
+    add up; to average them, divide the learning rate. Nothing else has a gradient, and losses are not connected.
+    """
+
+    def run(self, loop: Loop) -> Outcome:
+        """Run the loop; see :meth:`Adjoint.run`."""
+        outcome = loop.run(loop.plain_step, loop.cut(loop.first))
+        if not torch.is_grad_enabled():
+            return outcome
+        places = loop.model.moved_places
+        last = outcome.carry.params
+        connected = _Displacement.apply(
+            *(loop.first.params[place] for place in places), *(last[place] for place in places)
+        )
+        params = list(last)
+        for place, leaf in zip(places, connected, strict=True):
+            params[place] = leaf
+        tied = [params[place] for place in loop.model.first_places]
+        return outcome._replace(carry=outcome.carry._replace(params=tied))
+
+
+class _Displacement(torch.autograd.Function):
+    apply: ClassVar[Any]
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(tensor.clone() for tensor in tensors[len(tensors) // 2 :])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Sequence[Tensor], output: tuple[Tensor, ...]) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        tensors = ctx.saved_tensors
+        count = len(tensors) // 2
+        moved = tuple(
+            (first - last).detach() for first, last in zip(tensors[:count], tensors[count:], strict=True)
+        )
+        return (*moved, *[None] * count)

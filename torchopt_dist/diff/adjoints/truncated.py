@@ -1,0 +1,69 @@
+"""A loop → its outcome with the graph of the last steps."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from torchopt_dist.diff.adjoints._loop import Carry, Loop, Outcome
+from torchopt_dist.diff.adjoints.adjoint import Adjoint
+
+__all__ = ["Truncated"]
+
+
+@dataclass(frozen=True)
+class Truncated(Adjoint):
+    """The gradient through the last steps only; the steps before are plain training (Shaban et al., 2019).
+
+    What the first steps do with the meta tensors, and where the loop starts, has no part in it: unless ``steps`` covers
+    the whole loop, the first parameters and the first state get no gradient. Losses of the last steps are connected.
+
+    Args:
+        steps: through how many steps, at least 0; that many are recorded.
+
+    Raises:
+        TypeError: ``steps`` is no integer.
+        ValueError: it is negative.
+    """
+
+    steps: int
+
+    def __post_init__(self) -> None:
+        if isinstance(self.steps, bool) or not isinstance(self.steps, int):
+            raise TypeError(f"`steps` must be an integer, got {type(self.steps).__name__}")
+        if self.steps < 0:
+            raise ValueError(f"`steps` must be at least 0, got {self.steps}")
+
+    def run(self, loop: Loop) -> Outcome:
+        """Run the loop; see :meth:`Adjoint.run`."""
+        if loop.steps <= self.steps:
+            return loop.run(loop.recorded_step, loop.first)
+        if loop.stop is None:
+            start = loop.steps - self.steps
+            before = loop.run(loop.plain_step, loop.cut(loop.first), end=start)
+            return _followed(before, loop.run(loop.recorded_step, loop.cut(before.carry), start))
+        return self._until_it_stops(loop)
+
+    def _until_it_stops(self, loop: Loop) -> Outcome:
+        """Find out first which steps are the last ones."""
+        starts: deque[Carry] = deque(maxlen=self.steps + 1)
+
+        def step(carry: Carry, number: int) -> tuple[Carry, Tensor, Any]:
+            starts.append(carry)
+            return loop.plain_step(carry, number)
+
+        plain = loop.run(step, loop.cut(loop.first))
+        count = len(plain.losses)
+        start = max(0, count - self.steps)
+        if start == count:
+            return plain
+        again = loop.first if start == 0 else loop.cut(starts[-(count - start)])
+        before = Outcome(again, plain.losses[:start], plain.aux[:start])
+        return _followed(before, loop.without_stop().run(loop.recorded_step, again, start, count))
+
+
+def _followed(before: Outcome, after: Outcome) -> Outcome:
+    return Outcome(after.carry, before.losses + after.losses, before.aux + after.aux)

@@ -1,0 +1,180 @@
+"""A loss, an optimizer, parameters and batches → adapted parameters, with a gradient that is taken as an argument says.
+
+The steps are the same whatever the adjoint; it decides what is kept of them and what a backward pass does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torchopt_dist import pytree
+from torchopt_dist.diff.adjoints import Adjoint, Recorded
+from torchopt_dist.diff.adjoints._declared import differentiable, tensors_of_meta, tensors_within
+from torchopt_dist.diff.adjoints._loop import Batches, Carry, Loop, StopFn
+from torchopt_dist.diff.adjoints._model import model_of
+from torchopt_dist.diff.adjoints._randomness import draw_seed
+from torchopt_dist.transform.base import GradientTransformation
+from torchopt_dist.typing import OptState, Params
+
+__all__ = ["InnerLoopResult", "inner_loop"]
+
+
+class InnerLoopResult(NamedTuple):
+    """What an inner loop came to."""
+
+    params: Any
+    """The adapted parameters, connected as the adjoint says: a module for a module, with the last buffers; otherwise a
+    tree of the first parameters' structure."""
+    state: OptState
+    """The optimizer's last state; give it to another :func:`inner_loop` to go on."""
+    losses: Tensor
+    """The inner losses, of shape (steps,), each before its step's update; connected where the adjoint is exact."""
+    aux: list[Any]
+    """What else the loss returned, one a step; ``None`` a step without ``has_aux``."""
+
+
+def inner_loop(
+    loss: Callable[..., Any],
+    optimizer: GradientTransformation,
+    params: Params | nn.Module,
+    batches: Sequence[Any] | Callable[[int], Any] | int,
+    *,
+    meta: Any = None,
+    adjoint: Adjoint = Recorded(),  # noqa: B008
+    state: OptState | None = None,
+    has_aux: bool = False,
+    seed: int | None = None,
+    steps: int | None = None,
+    stop: StopFn | None = None,
+) -> InnerLoopResult:
+    """Train for some steps, so that gradients flow through the training.
+
+    Gradients flow to the first parameters, to what ``meta`` lists, to hyper-parameters of the optimizer given as
+    tensors, to the first state, and to tensors of ``batches`` that require grad. How they are taken, and at what cost,
+    is the adjoint's matter; the numbers that come out are the same for all.
+
+    Args:
+        loss: ``loss(params, batch)``, or ``loss(params)`` if ``batches`` is a number, → a tensor of one element; with
+            ``has_aux`` a pair of such a tensor and anything. It may close over what ``meta`` lists.
+        optimizer: a gradient transformation, such as ``todist.adam(lr=0.1)``; hyper-parameters are numbers, tensors or
+            schedules.
+        params: the first parameters: a module, which is left as it is, or a tree of tensors. Those that do not require
+            grad are frozen, and a tied one is moved once.
+        batches: a sequence with a batch a step (a list, a tensor's first dimension), a function from the number of the
+            step, which begins at 0, to the batch, or a number of steps for a loss without data. Adjoints that run
+            steps again read a batch again.
+        meta: tensors that the loss, or a function of batches, uses from outside and that are to get gradients: a tree
+            of tensors and modules.
+        adjoint: how the gradient is taken: :class:`~torchopt_dist.Recorded`, :class:`~torchopt_dist.Truncated`,
+            :class:`~torchopt_dist.FirstOrder`, :class:`~torchopt_dist.Reptile`.
+        state: the optimizer's first state, from ``optimizer.init`` or an earlier result.
+        has_aux: the loss returns a pair.
+        seed: each step draws its random numbers from a seed of its own, made of this one and the step's number; if not
+            given, it is drawn from torch's generator. The generators are afterwards as they were.
+        steps: how many steps there are: needed where ``batches`` is a function; at most the length of a sequence.
+        stop: called after each step with its number and its loss; where it returns true, that was the last step.
+
+    Returns:
+        The adapted parameters, the last state, the losses, and what else the loss returned.
+
+    Raises:
+        TypeError: an argument is of another type; the loss returns no tensor, or no pair with ``has_aux``.
+        ValueError: there are no parameters to move; ``batches`` has fewer than ``steps``; the loss has more than one
+            element, or does not depend on the parameters.
+
+    Example:
+        >>> import torch, torchopt_dist as todist
+        >>> lr = torch.tensor(0.25, requires_grad=True)
+        >>> w = torch.tensor(1.0, requires_grad=True)
+        >>> adapted = inner_loop(lambda w: w**2, todist.sgd(lr=lr), w, 2)  # w * (1 - 2 * lr)**2
+        >>> torch.autograd.grad(adapted.params, (w, lr))
+        (tensor(0.2500), tensor(-2.))
+    """
+    if not callable(loss):
+        raise TypeError(f"`loss` must be a function, got {type(loss).__name__}")
+    if not isinstance(optimizer, GradientTransformation):
+        raise TypeError(
+            f"`optimizer` must be a gradient transformation, such as todist.adam(lr=0.1), got "
+            f"{_type_name(optimizer)}"
+        )
+    if not isinstance(adjoint, Adjoint):
+        raise TypeError(f"`adjoint` must be an adjoint, such as todist.Recorded(), got {_type_name(adjoint)}")
+    if stop is not None and not callable(stop):
+        raise TypeError(
+            f"`stop` must be a function of a step's number and its loss, got {type(stop).__name__}"
+        )
+    given, count = _batches_and_steps(batches, steps)
+    model = model_of(params)
+    first = model.tree(model.leaves)
+    begin = Carry(model.leaves, optimizer.init(first) if state is None else state, model.buffers)
+    loop = Loop(
+        loss=loss,
+        optimizer=optimizer,
+        model=model,
+        batches=given,
+        steps=count,
+        stop=stop,
+        has_aux=has_aux,
+        seed=draw_seed() if seed is None else _checked_seed(seed),
+        first=begin,
+        declared=tuple(
+            differentiable([*tensors_of_meta(meta), *tensors_within(optimizer), *_tensors_of_batches(given)])
+        ),
+    )
+    recording = torch.is_grad_enabled()
+    outcome = adjoint.run(loop) if recording else loop.run(loop.plain_step, loop.cut(begin))
+    losses = torch.stack(outcome.losses) if outcome.losses else torch.zeros(0)
+    last = outcome.carry
+    return InnerLoopResult(model.result(last.params, last.buffers), last.state, losses, outcome.aux)
+
+
+def _type_name(thing: Any) -> str:
+    return f"the class {thing.__name__}: call it" if isinstance(thing, type) else type(thing).__name__
+
+
+def _checked_seed(seed: Any) -> int:
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"`seed` must be an integer, got {type(seed).__name__}")
+    return seed
+
+
+def _batches_and_steps(batches: Any, steps: Any) -> tuple[Batches, int]:
+    if steps is not None:
+        if isinstance(steps, bool) or not isinstance(steps, int):
+            raise TypeError(f"`steps` must be an integer, got {type(steps).__name__}")
+        if steps < 0:
+            raise ValueError(f"`steps` must be at least 0, got {steps}")
+    if isinstance(batches, int) and not isinstance(batches, bool):
+        if batches < 0:
+            raise ValueError(f"`batches` as a number of steps must be at least 0, got {batches}")
+        if steps is not None:
+            raise ValueError("`steps` is for `batches` that are a function or a sequence, not a number")
+        return None, batches
+    if hasattr(batches, "__len__") and hasattr(batches, "__getitem__"):
+        count = len(batches)
+        if steps is not None and steps > count:
+            raise ValueError(
+                f"`batches` must have one batch a step: `steps` is {steps}, and there are {count}"
+            )
+        return batches, count if steps is None else steps
+    if callable(batches):
+        if steps is None:
+            raise ValueError("`steps` must say how many steps there are, since `batches` is a function")
+        return batches, steps
+    remedy = ": `list(...)` makes a sequence of it" if hasattr(batches, "__iter__") else ""
+    raise TypeError(
+        "`batches` must be what can be read again (a sequence, a function of the step's number) or a number of steps, "
+        f"got {type(batches).__name__}{remedy}"
+    )
+
+
+def _tensors_of_batches(batches: Any) -> list[Tensor]:
+    if isinstance(batches, Tensor):
+        return [batches]
+    if not isinstance(batches, (list, tuple)):
+        return []
+    return [leaf for batch in batches for leaf in pytree.flatten(batch)[0] if isinstance(leaf, Tensor)]
