@@ -70,18 +70,17 @@ class NeumannSeries(Solver):
     def run(self, system: System) -> Outcome:
         """Solve a batch of systems."""
         # The term of power i is alpha times the residual of the sum of those before it.
-        r, alpha = system.b, self.alpha
+        r, alpha = system.b.clone(), self.alpha
         x = alpha * r
         norm = start = dot(r, r).sqrt()
         iterations = torch.zeros_like(norm)
         for power in range(system.maxiter + 1):
-            product = system.product(r)
-            r = torch.sub(r, product, alpha=alpha)
+            r.sub_(system.product(r), alpha=alpha)
             norm = dot(r, r).sqrt()
             if power == system.maxiter or bool((norm <= system.tolerance).all()):
                 break
             if not bool((norm <= 1e6 * start).all()):
                 break  # it diverges, or is nan
-            x = torch.add(x, r, alpha=alpha)
+            x.add_(r, alpha=alpha)
             iterations += 1
         return Outcome(x, norm, iterations)
