@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
+from tests.examples.running import run_python
 from tests.seeds import torchrun
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -17,18 +16,10 @@ PERCENT = re.compile(r"(\d+\.\d)%")
 
 
 def run(name: str, picture: Path, *arguments: object) -> str:
-    """What a program prints; its warnings end it, and its picture is one."""
-    ended = subprocess.run(
-        [sys.executable, "-W", "error", EXAMPLES / name, "--output", picture, *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stdout
+    """What a program prints; its picture is one."""
+    printed = run_python(EXAMPLES / name, "--output", picture, *arguments)
     check(picture)
-    return ended.stdout
+    return printed
 
 
 def check(picture: Path) -> None:

@@ -24,20 +24,28 @@ def rows(output: str) -> dict[str, list[float]]:
     return {name: [float(value) for value in values] for name, *values in ROW.findall(output)}
 
 
-def test_one_worker_and_two_learn_the_same_rates_and_they_beat_the_grid(tmp_path):
-    picture = tmp_path / "new" / "rates.png"
-    short = ["--outer-steps", "40", "--inner-steps", "12", "--tasks", "8", "--output", str(picture)]
-    alone = run_python(EXAMPLE, *short)
-    picture.unlink()
-    spread = torchrun.run("--standalone", "--nproc_per_node=2", EXAMPLE, *short)
-    one, two = rows(alone), rows(spread)
+def learn(picture, *sizes, workers=2):
+    arguments = (EXAMPLE, *sizes, "--output", picture)
+    if workers == 1:
+        return rows(run_python(*arguments))
+    return rows(torchrun.run("--standalone", f"--nproc_per_node={workers}", *arguments))
+
+
+def test_one_worker_and_two_learn_the_same_rates(tmp_path):
+    short = ("--outer-steps", 6, "--inner-steps", 4, "--tasks", 4)
+    one, two = (learn(tmp_path / "rates.png", *short, workers=workers) for workers in (1, 2))
     assert list(one) == list(two) == ["constant", "falling", "learned"]
     for name, values in one.items():
         assert values == pytest.approx(two[name], rel=0.01), name
-    *_, validation, test, accuracy = two["learned"]
+
+
+def test_learned_rates_beat_the_grid(tmp_path):
+    picture = tmp_path / "new" / "rates.png"
+    found = learn(picture, "--outer-steps", 40, "--inner-steps", 12, "--tasks", 8)
+    *_, validation, test, accuracy = found["learned"]
     for name in ("constant", "falling"):
-        assert validation < two[name][3]
-        assert test < two[name][4]
+        assert validation < found[name][3]
+        assert test < found[name][4]
     assert accuracy > 70
     assert picture.read_bytes().startswith(b"\x89PNG")
 

@@ -44,6 +44,14 @@ def example() -> ModuleType:
     return module
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The files of a short run in one process, without their endings, and what it printed."""
+    path = tmp_path_factory.mktemp("run") / "new" / "alone"
+    files = ("--output", path.with_suffix(".png"), "--csv", path.with_suffix(".csv"))
+    return path, run_alone(*SHORT, *files)
+
+
 def test_help_names_every_argument_and_its_default() -> None:
     text = run_python(EXAMPLE, "--help", warm=False)
     for name in ("ways", "shots", "tasks", "meta-steps", "inner-lr", "seed", "omniglot", "output", "device"):
@@ -51,13 +59,11 @@ def test_help_names_every_argument_and_its_default() -> None:
     assert "support images a class (default: 5)" in text
 
 
-def test_one_and_two_workers_draw_the_same_curve(tmp_path: Path) -> None:
-    alone, pair = tmp_path / "new" / "alone", tmp_path / "new" / "pair"
-    outputs = [
-        run(*SHORT, "--output", path.with_suffix(".png"), "--csv", path.with_suffix(".csv"))
-        for run, path in ((run_alone, alone), (run_torchrun, pair))
-    ]
-    for path, output, workers in zip((alone, pair), outputs, ("1 worker(s)", "2 worker(s)"), strict=True):
+def test_one_and_two_workers_draw_the_same_curve(alone: tuple[Path, str], tmp_path: Path) -> None:
+    pair = tmp_path / "new" / "pair"
+    files = ("--output", pair.with_suffix(".png"), "--csv", pair.with_suffix(".csv"))
+    runs = ((*alone, "1 worker(s)"), (pair, run_torchrun(*SHORT, *files), "2 worker(s)"))
+    for path, output, workers in runs:
         assert workers in output
         for step in (0, 4, 8):
             assert output.count(f"meta-step {step:4d}: held-out accuracy") == 1  # rank 0 alone speaks
@@ -66,7 +72,7 @@ def test_one_and_two_workers_draw_the_same_curve(tmp_path: Path) -> None:
         with Image.open(path.with_suffix(".png")) as image:
             assert image.format == "PNG"
             assert np.asarray(image.convert("L")).std() > 10  # something is drawn
-    one, two = (rows(path.with_suffix(".csv")) for path in (alone, pair))
+    one, two = (rows(path.with_suffix(".csv")) for path, _, _ in runs)
     assert [row["meta_step"] for row in one] == list(range(9))
     assert [step for step, row in enumerate(one) if "held_out_loss" in row] == [0, 4, 8]
     for here, there in zip(one, two, strict=True):
@@ -198,11 +204,10 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def test_the_curve_is_the_same_without_the_kernels(tmp_path: Path) -> None:
-    run_alone(*SHORT, "--output", tmp_path / "with.png", "--csv", tmp_path / "with.csv")
+def test_the_curve_is_the_same_without_the_kernels(alone: tuple[Path, str], tmp_path: Path) -> None:
     files = ("--output", tmp_path / "without.png", "--csv", tmp_path / "without.csv")
     run_python("-c", WITHOUT_KERNELS, EXAMPLE, *SHORT, *files)
-    with_kernels, without = rows(tmp_path / "with.csv"), rows(tmp_path / "without.csv")
+    with_kernels, without = rows(alone[0].with_suffix(".csv")), rows(tmp_path / "without.csv")
     assert len(with_kernels) == len(without) > 1
     for one, other in zip(with_kernels, without, strict=True):
         assert one == pytest.approx(other, rel=1e-3, abs=1e-3)
