@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import signal
 import sys
 import threading
 import time
+import warnings
 
 import psutil
 import pytest
@@ -13,6 +16,8 @@ import torch
 import torchopt_dist as todist
 from tests.distributed.bare import Bare, say, soon, watch
 from tests.distributed.programs import rank_of_worker
+from torchopt_dist.distributed import _shutdown
+from torchopt_dist.distributed._group import current_group
 
 
 def spin():
@@ -347,3 +352,84 @@ def test_a_barrier_with_a_dead_worker_is_an_error_at_once(world, tmp_path):
     world(3).endings(main, timeout=100)
     assert float((tmp_path / "first").read_text()) < soon(0.5)
     assert (tmp_path / "third").exists()
+
+
+def hang():
+    threading.Event().wait()
+
+
+def hang_after(place):
+    say(place)
+    hang()
+
+
+GIVEN_UP = {
+    "after a time-out": todist.CallTimeoutError,
+    "after a Ctrl-C": KeyboardInterrupt,
+    "whose future nobody waits for": (),
+}
+
+
+@pytest.mark.parametrize("how", GIVEN_UP)
+def test_a_function_that_hangs_does_not_keep_the_world_alive(tmp_path, monkeypatch, how):
+    def main():
+        if todist.get_rank() == 1:
+            return "all is well"
+        place = tmp_path / f"hangs{time.monotonic_ns()}"
+        call = functools.partial(todist.remote_async_call, hang_after, args=(place,), partitioner=1)
+        with contextlib.suppress(GIVEN_UP[how]):
+            if how == "after a time-out":
+                call(timeout=0.2).wait()
+            elif how == "after a Ctrl-C":
+                future = call()
+                assert watch(place)
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                os.kill(os.getpid(), signal.SIGINT)
+                future.wait()
+            else:
+                call()
+        assert watch(place)
+        return "all is well"
+
+    def program():
+        monkeypatch.setattr(_shutdown, "SHUTDOWN_SECONDS", 0.3)
+        told = []
+        for _ in range(2):  # the second group of the process has nothing of the first
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                assert todist.auto_init_rpc()(main)() == "all is well"
+            told += [str(each.message) for each in caught if each.category is RuntimeWarning]
+        return told
+
+    def on_each():
+        told = program()
+        (tmp_path / f"told{os.environ['RANK']}").write_text("\n".join(told))
+        sys.exit(5)  # the exit code is the program's own
+
+    endings = Bare(2).endings(on_each, timeout=60)
+    assert [ending.exitcode for ending in endings] == [5, 5]
+    told = (tmp_path / "told0").read_text().splitlines()
+    assert len(told) == (0 if how == "after a time-out" else 2)
+    assert all("calls to worker1 were not answered within 0.3 s" in each for each in told)
+    assert (tmp_path / "told1").read_text() == ""
+
+
+def test_a_call_that_nobody_waits_for_is_answered_before_the_end(world, tmp_path):
+    def answer():
+        assert watch(tmp_path / "main has returned")
+        say(tmp_path / "answer", str(todist.remote_sync_call(rank_of_worker, partitioner=2)))
+
+    def main():
+        transport = current_group().transport
+        usual = transport.wait_for_replies
+
+        def wait_for_replies(timeout):
+            say(tmp_path / "main has returned")
+            return usual(timeout)
+
+        if todist.get_rank() == 0:
+            transport.wait_for_replies = wait_for_replies
+            todist.remote_async_call(answer, partitioner=1)
+
+    world(3).run(main)
+    assert (tmp_path / "answer").read_text() == "[2]"

@@ -358,7 +358,7 @@ def test_a_wait_for_a_thread_ends_with_the_thread_or_with_the_world(lines):
     for _ in range(2):
         thread = threading.Thread(target=go.wait, daemon=True)
         thread.start()
-        wait = line.threads.submit(line.ends[0].wait_for, thread)
+        wait = line.threads.submit(line.ends[0].wait_for, thread, 60)
         if not go.is_set():
             assert not wait.done()
             go.set()
@@ -366,7 +366,7 @@ def test_a_wait_for_a_thread_ends_with_the_thread_or_with_the_world(lines):
     stuck = threading.Event()
     thread = threading.Thread(target=stuck.wait, daemon=True)
     thread.start()
-    wait = line.threads.submit(line.ends[0].wait_for, thread)
+    wait = line.threads.submit(line.ends[0].wait_for, thread, 60)
     line.cut(1)
     with pytest.raises(todist.WorkerLostError, match="rank 1 died"):
         wait.result()

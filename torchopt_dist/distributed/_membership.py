@@ -96,6 +96,7 @@ class Membership:
         self._on_failure = on_failure
         self._released: set[str] = set()
         self._hub_left = False
+        self._all_answered = True
         self._sequence: dict[str, int] = {}
         self._changed = threading.Condition()
         self._closing = False
@@ -175,6 +176,21 @@ class Membership:
         self._wait(lambda: END in self._released, None, "all ranks to end", ranks=())
         self.check()
 
+    def leave_barrier(self, all_answered: bool, timeout: float) -> bool:
+        """Wait until every rank has called this, after :meth:`final_barrier`; errors as :meth:`barrier`.
+
+        Args:
+            all_answered: whether this rank has a reply to each of its requests.
+            timeout: seconds.
+
+        Returns:
+            Whether all ranks have.
+        """
+        if not all_answered:
+            self._send({"unanswered": self.me.rank})  # reaches the others before they are released
+        self.barrier(range(self.world_size), "leave", timeout)
+        return self._all_answered
+
     def fail(self, report: str) -> None:
         """Send this rank's traceback to all the others, and return when it is sent.
 
@@ -185,8 +201,8 @@ class Membership:
             report = report[: MAX_REPORT // 2] + left_out + report[-MAX_REPORT // 2 :]
         self._send({"failed": self.me.rank, "report": report})
 
-    def wait_for(self, thread: threading.Thread) -> None:
-        """Wait for a thread to end, as long as no other rank fails; errors as :meth:`barrier`."""
+    def wait_for(self, thread: threading.Thread, timeout: float) -> None:
+        """Wait for a thread to end, ``timeout`` seconds at most; errors as :meth:`barrier`."""
 
         def watch() -> None:
             thread.join()
@@ -194,7 +210,7 @@ class Membership:
                 self._changed.notify_all()
 
         threading.Thread(target=watch, daemon=True).start()
-        self._wait(lambda: not thread.is_alive(), None, "a thread")
+        self._wait(lambda: not thread.is_alive(), timeout, "the others to shut down RPC")
 
     def close(self) -> None:
         """Leave the group, so that the others do not take the end of the connection for a death."""
@@ -266,6 +282,8 @@ class Membership:
                 self._released.add(message["release"])
             elif "left" in message:
                 self._hub_left = True
+            elif "unanswered" in message:
+                self._all_answered = False
             elif message["failed"] not in {self.me.rank, *self.failures}:
                 failure = self.failures[message["failed"]] = Failure(message["failed"], message["report"])
             self._changed.notify_all()

@@ -5,64 +5,68 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from typing import TypeAlias
 
-__all__ = ["InlineExecutor", "ThreadPool"]
+__all__ = ["ThreadPool"]
+
+IDLE_SECONDS = 1.0
+"""How long a thread without work is kept for the next."""
+
+_Work: TypeAlias = Callable[[], None]
 
 
 class ThreadPool:
-    """Daemon threads, each kept for the next work; unlike an executor's they do not delay the interpreter's end."""
+    """Daemon threads; unlike an executor's they do not delay the interpreter's end.
 
-    def __init__(self) -> None:
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._free = 0
+    The thread that became free last gets the next work. So who does one thing after another keeps one thread busy,
+    with its caches and its memory, and threads that a burst of work has started end again.
+
+    Args:
+        idle_seconds: how long a thread without work is kept for the next.
+    """
+
+    def __init__(self, idle_seconds: float = IDLE_SECONDS) -> None:
+        self._idle_seconds = idle_seconds
+        self._free: list[queue.SimpleQueue[_Work | None]] = []
         self._closed = False
         self._lock = threading.Lock()
 
-    def run(self, work: Callable[[], None]) -> None:
+    def run(self, work: _Work) -> None:
         """Run ``work``, which must not raise, in a thread of its own, and return at once."""
         with self._lock:
-            start = self._free == 0
-            if not start:
-                self._free -= 1
-        self._work.put(work)
-        if start:
-            threading.Thread(target=self._loop, name="todist-work", daemon=True).start()
+            free = self._free.pop() if self._free else None
+        if free is not None:
+            free.put(work)
+        else:
+            threading.Thread(target=self._loop, args=(work,), name="todist-work", daemon=True).start()
 
     def close(self) -> None:
         """End the threads, those that work when their work is done. Later work runs in threads that end after it."""
         with self._lock:
             self._closed = True
-            free, self._free = self._free, 0
-        for _ in range(free):
-            self._work.put(None)
+            free, self._free = self._free, []
+        for each in free:
+            each.put(None)
 
-    def _loop(self) -> None:
-        while (work := self._work.get()) is not None:
+    def _loop(self, first: _Work) -> None:
+        own: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        work: _Work | None = first
+        del first  # a thread that waits holds no work, and so none of its tensors
+        while work is not None:
             work()
+            del work
             with self._lock:
                 if self._closed:
                     return
-                self._free += 1
+                self._free.append(own)
+            work = self._next(own)
 
-
-class InlineExecutor:
-    """Runs work in the threads that bring it, as long as not too many of them are busy with work.
-
-    Args:
-        limit: how many threads may be busy with work at a time.
-        pool: runs the work beyond that.
-    """
-
-    def __init__(self, limit: int, pool: ThreadPool) -> None:
-        self._places = threading.Semaphore(limit)
-        self._pool = pool
-
-    def run(self, work: Callable[[], None]) -> None:
-        """Run ``work``, which must not raise: at once in the calling thread, or in another one."""
-        if not self._places.acquire(blocking=False):
-            self._pool.run(work)
-            return
+    def _next(self, own: queue.SimpleQueue[_Work | None]) -> _Work | None:
         try:
-            work()
-        finally:
-            self._places.release()
+            return own.get(timeout=self._idle_seconds)
+        except queue.Empty:
+            with self._lock:
+                if own in self._free:
+                    self._free.remove(own)
+                    return None
+            return own.get()  # it was given work just now

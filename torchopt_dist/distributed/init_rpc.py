@@ -6,7 +6,6 @@ that do not end by themselves are ended with that traceback.
 
 from __future__ import annotations
 
-import atexit
 import functools
 import logging
 import os
@@ -24,7 +23,7 @@ from torch.distributed import rpc
 
 from torchopt_dist import _network
 from torchopt_dist._torch_private import set_default_rpc_timeout, tensorpipe_options_with_sockets
-from torchopt_dist.distributed import _rendezvous
+from torchopt_dist.distributed import _rendezvous, _shutdown
 from torchopt_dist.distributed._group import Group, current_group, find_group, set_group
 from torchopt_dist.distributed._membership import Failure, Member, Membership
 from torchopt_dist.distributed._parentheses import check_parentheses
@@ -51,10 +50,6 @@ the polling slows down what the workers compute. So sockets are used there, too.
 """
 TORCH_DEFAULT_TIMEOUT: float = rpc.constants.DEFAULT_RPC_TIMEOUT_SEC
 """60 s may be torch's default or the user's wish. They count as the default, which means no time-out."""
-SHUTDOWN_SECONDS = 30
-"""How long RPC's last handshake may take, which begins when all workers are known to be there."""
-GRACE_SECONDS = 0.4
-"""How long a rank may take to end by itself after another one has failed."""
 
 log = logging.getLogger(__name__)
 
@@ -220,11 +215,19 @@ class _RunningGroup:
         if error is None or (isinstance(error, SystemExit) and not error.code):
             try:
                 self.membership.final_barrier()  # until then this worker answers calls
-                self._leave()
-                return
+                assert self.group is not None
+                silent = self._leave(self.group)
             except BaseException as late:
                 self._abandon(late)
                 raise late.with_traceback(None) from None
+            if silent:
+                warnings.warn(
+                    f"calls to {', '.join(silent)} were not answered within {_shutdown.SHUTDOWN_SECONDS:g} s after "
+                    "`main` had returned on all ranks, and were given up: let `main` wait for their futures",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
+            return
         root = self._root_cause(error)
         self._abandon(root or error)
         if root is not None:
@@ -237,14 +240,18 @@ class _RunningGroup:
         reports = [failure for failure in self.membership.failures.values() if failure.report]
         return reports[0].error() if reports and isinstance(error, ConnectionError) else None
 
-    def _leave(self) -> None:
-        """End in order, since all ranks have come to the end: no rank waits long for another."""
+    def _leave(self, group: Group) -> list[str]:
+        """End in order, since all ranks have come to the end; the names of the workers that have not answered."""
+        silent = group.transport.wait_for_replies(_shutdown.SHUTDOWN_SECONDS)
+        all_answered = self.membership.leave_barrier(not silent, 2 * _shutdown.SHUTDOWN_SECONDS)
         self._stop_calls()
-        handshake = threading.Thread(target=rpc.shutdown, args=(True, SHUTDOWN_SECONDS), daemon=True)
-        handshake.start()
-        self.membership.wait_for(handshake)
+        if all_answered:
+            _shutdown.shut_down_in_order(self.membership)
+        else:  # RPC would wait for the answers
+            _shutdown.shut_down_at_once(None)
         self.membership.close()
         self._forget()
+        return [group.names[worker] for worker in sorted(silent)]
 
     def _abandon(self, error: BaseException) -> None:
         """End this rank, which has failed: report to the others, unless another rank has, and wait for none of them."""
@@ -257,12 +264,7 @@ class _RunningGroup:
         except Exception:  # the hub is gone: there is nobody to tell
             log.debug("no connection left to report on", exc_info=True)
         if _rpc_is_initialized():
-            # The agent waits for the functions that it runs for others, which may take for ever.
-            shutdown = threading.Thread(target=rpc.shutdown, kwargs={"graceful": False}, daemon=True)
-            shutdown.start()
-            shutdown.join(GRACE_SECONDS)
-            if shutdown.is_alive():
-                atexit.register(_exit_now, _exit_code(error))
+            _shutdown.shut_down_at_once(_exit_code(error))
         self._forget()
 
     def _stop_calls(self) -> None:
@@ -286,7 +288,7 @@ class _RunningGroup:
             self.group.transport.worker_lost(failure.rank, failure.error())
 
     def _end(self, failure: Failure) -> None:
-        if not self._unwound.wait(GRACE_SECONDS):
+        if not self._unwound.wait(_shutdown.GRACE_SECONDS):
             sys.stdout.flush()
             print(
                 f"{self.world.worker_name} (rank {self.world.rank}) is ended: {failure.error()}",
@@ -346,11 +348,3 @@ def _report(error: BaseException) -> str:
 
 def _exit_code(error: BaseException) -> int:
     return error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
-
-
-def _exit_now(code: int) -> None:
-    """End the process at once: the RPC agent's threads would keep the interpreter from ending."""
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

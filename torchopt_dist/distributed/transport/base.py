@@ -40,6 +40,17 @@ class Transport(Protocol):
         """
         ...
 
+    def wait_for_replies(self, timeout: float) -> set[int]:
+        """Wait until no request waits for its reply.
+
+        Args:
+            timeout: seconds to wait at most.
+
+        Returns:
+            The workers that have not replied to all.
+        """
+        ...
+
 
 def settle(future: Future[Message], result: Message | Exception) -> None:
     """Give the future its result, unless it has one: a worker's loss may be known before its connection breaks."""

@@ -51,6 +51,10 @@ class LocalTransport:
     def worker_lost(self, worker: int, error: Exception) -> None:
         """Do nothing: where this process is gone, no request of it waits."""
 
+    def wait_for_replies(self, timeout: float) -> set[int]:
+        """Wait for nobody: no other process owes a reply."""
+        return set()
+
 
 def _copied(message: Message) -> Message:
     """The message as if it had been sent: its tensors are nobody else's."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections import defaultdict
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, TypeAlias
 
 import torch
@@ -12,7 +14,6 @@ from torch.distributed import rpc
 from torchopt_dist.distributed._group import Group, answering_group
 from torchopt_dist.distributed._request_handler import error_reply, handle_request
 from torchopt_dist.distributed._serialization import Message
-from torchopt_dist.distributed._thread_pool import InlineExecutor
 from torchopt_dist.distributed._wire_format import (
     MissingStructureError,
     Structures,
@@ -41,8 +42,6 @@ class RPCTransport:
         self._sent: defaultdict[int, Structures] = defaultdict(Structures)
         self._received = Structures()
         self._waiting: defaultdict[int, set[Future[Message]]] = defaultdict(set)
-        self._executor = InlineExecutor(limit=8, pool=group.threads)
-        """Half of the RPC agent's 16 threads stay free to take in requests: those that run may wait for later ones."""
 
     def send(self, worker: int, request: Message, timeout: float) -> Future[Message]:
         """See :class:`~torchopt_dist.distributed.transport.base.Transport`."""
@@ -63,6 +62,18 @@ class RPCTransport:
         name = self._group.names[worker]
         for future in tuple(self._waiting[worker]):
             settle(future, WorkerLostError(f"the connection to {name} broke: {error}"))
+
+    def wait_for_replies(self, timeout: float) -> set[int]:
+        """See :class:`~torchopt_dist.distributed.transport.base.Transport`."""
+        deadline = time.monotonic() + timeout
+        while waiting := {
+            worker: tuple(futures) for worker, futures in tuple(self._waiting.items()) if futures
+        }:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+            wait(itertools.chain.from_iterable(waiting.values()), left)
+        return set(waiting)
 
     def _start(
         self, worker: int, request: Message, wire: WireMessage, timeout: float, future: Future[Message]
@@ -107,7 +118,7 @@ class RPCTransport:
                 answer = tuple(to_wire(error_reply(error), Structures.none()))
             future.set_result(answer)  # the graph that the reply has used up is freed only after this
 
-        self._executor.run(work)
+        self._group.threads.run(work)
         return future
 
 

@@ -1,0 +1,58 @@
+"""The RPC agent of this process → shut down: in order, together with the other ranks, or at once."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import threading
+
+from torch.distributed import rpc
+
+from torchopt_dist.distributed._membership import Membership
+
+__all__ = ["GRACE_SECONDS", "SHUTDOWN_SECONDS", "shut_down_at_once", "shut_down_in_order"]
+
+SHUTDOWN_SECONDS = 30.0
+"""How long a rank waits for replies when ``main`` has returned everywhere, and then for RPC's last handshake."""
+GRACE_SECONDS = 0.4
+"""How long a rank may take to end by itself after another one has failed."""
+
+
+def shut_down_in_order(membership: Membership) -> None:
+    """Shut down RPC when no rank has a request under way.
+
+    Args:
+        membership: says whether the others are there.
+
+    Raises:
+        PeerFailedError: a rank failed meanwhile.
+        WorkerLostError: a rank died meanwhile.
+        TimeoutError: a rank does not take part.
+    """
+    handshake = threading.Thread(target=rpc.shutdown, args=(True, SHUTDOWN_SECONDS), daemon=True)
+    handshake.start()
+    membership.wait_for(handshake, 2 * SHUTDOWN_SECONDS)
+
+
+def shut_down_at_once(code: int | None) -> None:
+    """Shut down RPC, and wait for nobody.
+
+    Args:
+        code: of this process's exit, if RPC's threads keep the interpreter from ending; ``None``: 0, or 1 if an
+            exception that nobody has caught ends the program.
+    """
+    shutdown = threading.Thread(target=rpc.shutdown, kwargs={"graceful": False}, daemon=True)
+    shutdown.start()
+    shutdown.join(GRACE_SECONDS)
+    if shutdown.is_alive():
+        atexit.register(_exit_now, code)
+
+
+def _exit_now(code: int | None) -> None:
+    """End the process at once: the RPC agent's threads would keep the interpreter from ending."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(int(hasattr(sys, "last_value")) if code is None else code)
