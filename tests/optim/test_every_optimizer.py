@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ import torchopt_dist as todist
 from tests.optim.graph import count_nodes
 from tests.optim.programs import DOUBLE, flat, losses, make
 from tests.optim.table import CASES, ROWS
-from torchopt_dist import ops
 from torchopt_dist.optim import FuncOptimizer
 
 
@@ -156,30 +154,4 @@ def test_update_compiles_without_a_graph_break(name):
             out.append(updates)
     for want, got in zip(out[::2], out[1::2], strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
-    torch.compiler.reset()
-
-
-WITH_A_KERNEL = [
-    name
-    for name, row in ROWS.items()
-    if "fused" in inspect.signature(row.plain).parameters and ops.is_available("adam")
-]
-
-
-@pytest.mark.parametrize(
-    ("name", "fused"), [*((name, None) for name in ROWS), *((name, True) for name in WITH_A_KERNEL)]
-)
-def test_the_class_compiles(name, fused):
-    """Without a graph break; with ``fused=True`` the kernel is one."""
-    row = ROWS[name]
-    options = {**list(row.options.values())[-1], **({"fused": True} if fused else {})}
-    nets = [make(), make()]
-    optimizers = [row.plain(net.parameters(), **options) for net in nets]
-    steps = [optimizers[0].step, torch.compile(optimizers[1].step, backend="eager", fullgraph=not fused)]
-    for loss in losses(torch.float32, options.get("maximize", False), count=3):
-        for net, step in zip(nets, steps, strict=True):
-            net.zero_grad()
-            loss(net).backward()
-            step()
-    torch.testing.assert_close(flat(nets[1].parameters()), flat(nets[0].parameters()), rtol=1e-4, atol=1e-6)
     torch.compiler.reset()

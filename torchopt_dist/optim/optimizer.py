@@ -207,7 +207,12 @@ class Optimizer(torch.optim.Optimizer):
             self._scatter(group, layout, state)
 
     def _built_transformation(self, index: int, group: dict[str, Any]) -> GradientTransformation:
-        """The transformation of a group, made anew only where an option is not what it was at the last step."""
+        """The transformation of a group, made anew only where an option is not what it was at the last step.
+
+        A compiler makes it in the graph: whether an option was the same would be one more reason to compile again.
+        """
+        if torch.compiler.is_compiling():
+            return self._transformation_of(group)
         options = [group[name] for name in self.defaults]
         known = self._built.get(index)
         if known is None or not all(map(_is_same_option, known[0], options)):
@@ -239,7 +244,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _layout(self, index: int, group: dict[str, Any], impl: GradientTransformation) -> _Layout:
         """The layout of a group's state; it may depend on which options are 0, not on their values."""
-        options = [(type(v), bool(v)) if isinstance(v, numbers.Real) else type(v) for v in group.values()]
+        options = [_sort_of(group[name]) for name in self.defaults]
         known = self._layouts.get(index)
         if known is None or known[0] != options:
             known = options, _layout_of(impl.init(group["params"]))
@@ -299,6 +304,11 @@ class Optimizer(torch.optim.Optimizer):
 def _is_same_option(before: Any, now: Any) -> bool:
     """Whether a transformation made with the one value goes for the other; a tensor may be overwritten meanwhile."""
     return before is now or (isinstance(now, numbers.Real) and type(before) is type(now) and before == now)
+
+
+def _sort_of(option: Any) -> tuple[type, str]:
+    """An option's type, and whether it is on; a text, as ``torch.compile`` cannot keep a symbolic bool in a list."""
+    return type(option), "on" if not isinstance(option, numbers.Real) or option != 0 else "off"
 
 
 def _is_list(part: Any) -> bool:
