@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -62,3 +66,48 @@ def test_the_text_of_an_exit_is_in_the_log_and_in_the_error(kind):
     assert caught.value.exit_code == 1
     assert caught.value.log == ("config is missing",)
     assert str(caught.value).endswith("\n    config is missing")
+
+
+@pytest.fixture
+def memory_group():
+    """A control group that may use 600 MB, as a file to write a process's number into."""
+    new = Path("/sys/fs/cgroup")  # version 2; else version 1
+    root, limit = (
+        (new, "memory.max") if (new / "cgroup.procs").exists() else (new / "memory", "memory.limit_in_bytes")
+    )
+    group = root / f"todist{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / limit).write_text(str(600 << 20))
+        with contextlib.suppress(OSError):
+            (group / "memory.swap.max").write_text("0")
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            group.rmdir()
+        pytest.skip(f"no control group for memory can be made: {error}")
+    yield group / "cgroup.procs"
+    for _ in range(1000):
+        with contextlib.suppress(OSError):
+            group.rmdir()
+            return
+
+
+def use_all_memory(group):
+    Path(group).write_text(str(os.getpid()))
+    return len(bytearray(b"1") * (2 << 30))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_worker_that_the_kernel_kills_for_lack_of_memory_is_told_of_as_such(kind, memory_group):
+    with pytest.raises(
+        todist.errors.WorkerFailedError, match=r"SIGKILL \(the kernel has .* lack of memory\)"
+    ) as caught:
+        launch(use_all_memory, (memory_group,), nproc_per_host=1, log_dir=None, handlers=[], **KINDS[kind])
+    assert caught.value.signal == "SIGKILL"
+
+
+def test_a_worker_that_is_killed_otherwise_is_not():
+    with pytest.raises(
+        todist.errors.WorkerFailedError, match="was ended by SIGKILL before its function returned"
+    ):
+        launch(os.kill, (0, signal.SIGKILL), nproc_per_host=1, log_dir=None, handlers=[])

@@ -94,6 +94,7 @@ class Agent:
         self._store: Any = None
         self._grace: float | None = None
         """Seconds for the workers to end, once they are to."""
+        self._kills_before = processes.out_of_memory_kills()
         self._spoke_at = -ALIVE_SECONDS
 
     def run(self) -> None:
@@ -309,7 +310,9 @@ class Agent:
                 self._tell(Halted(changed.rank, None))
             else:
                 del self._running[pid]
-                self._tell(Exited(changed.rank, os.waitstatus_to_exitcode(status)))
+                killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+                oom = killed and processes.out_of_memory_kills() > self._kills_before
+                self._tell(Exited(changed.rank, os.waitstatus_to_exitcode(status), oom))
 
     def _end(self, grace: float) -> None:
         """End the workers, gently first, and then everything that is left below this process.

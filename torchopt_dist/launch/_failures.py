@@ -66,7 +66,9 @@ def may_be_an_echo(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and bool(BROKEN.search(safe_repr(error, str)))
 
 
-def death(rank: int, host: str, status: int, log: tuple[str, ...], *, asked: bool) -> WorkerFailedError:
+def death(
+    rank: int, host: str, status: int, log: tuple[str, ...], *, asked: bool, out_of_memory: bool
+) -> WorkerFailedError:
     """The error that tells of a worker's end.
 
     Args:
@@ -75,9 +77,12 @@ def death(rank: int, host: str, status: int, log: tuple[str, ...], *, asked: boo
         status: its exit code, or minus the number of a signal.
         log: its last lines.
         asked: whether it was ``sys.exit``.
+        out_of_memory: whether the kernel has killed a process there for lack of memory.
     """
     if status < 0:
         name, code, how = _signal_name(-status), None, f"was ended by {_signal_name(-status)}"
+        if out_of_memory:
+            how += " (the kernel has killed processes there for lack of memory)"
     else:
         name, code, how = (
             None,

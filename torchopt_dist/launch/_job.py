@@ -294,7 +294,7 @@ class Job:
             now = time.monotonic()
             agent.workers[message.rank].halted = None if message.signal is None else (now, message.signal)
         elif isinstance(message, Exited):
-            self._worker_ended(agent.workers[message.rank], message.status)
+            self._worker_ended(agent.workers[message.rank], message.status, message.out_of_memory)
 
     def _note_report(self, worker: WorkerHandle, said: Any, payload: bytes) -> None:
         if isinstance(said, Running):
@@ -308,11 +308,12 @@ class Job:
             else:
                 self._failures.add(unpack_failure(said.text, payload, str(worker)))
 
-    def _worker_ended(self, worker: WorkerHandle, status: int) -> None:
+    def _worker_ended(self, worker: WorkerHandle, status: int, out_of_memory: bool) -> None:
         worker.status, worker.halted = status, None
         if not worker.decided:
             worker.failed = True
-            self._failures.add(self._death(worker, status, asked=False), EXIT_SECONDS if status >= 0 else 0.0)
+            error = self._death(worker, status, out_of_memory=out_of_memory)
+            self._failures.add(error, EXIT_SECONDS if status >= 0 else 0.0)
 
     def _agent_ended(self, agent: AgentHandle, how: str) -> None:
         agent.ended, agent.heard = True, math.inf
@@ -337,8 +338,11 @@ class Job:
             what = f"{how}, before it started a worker; what it or its forkserver said is on standard error"
         self._failures.add(AgentFailedError(f"the agent on {agent.name} {what}"), 0.0)
 
-    def _death(self, worker: WorkerHandle, status: int, asked: bool) -> WorkerFailedError:
-        return death(worker.rank, worker.host, status, self._tail(worker), asked=asked)
+    def _death(
+        self, worker: WorkerHandle, status: int, *, asked: bool = False, out_of_memory: bool = False
+    ) -> WorkerFailedError:
+        tail = self._tail(worker)
+        return death(worker.rank, worker.host, status, tail, asked=asked, out_of_memory=out_of_memory)
 
     def _tail(self, worker: WorkerHandle) -> tuple[str, ...]:
         worker.finish_lines()

@@ -157,6 +157,8 @@ class Exited:
     rank: int
     status: int
     """Its exit code, or minus the number of the signal that ended it."""
+    out_of_memory: bool = False
+    """It was killed, and since it began the kernel has killed something for lack of memory."""
 
 
 @dataclass(frozen=True)
