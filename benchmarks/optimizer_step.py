@@ -40,6 +40,49 @@ def stepper(
     return params, getattr(library, name)(params, **options).step
 
 
+def clipped(many: list[torch.Tensor], optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    def step() -> None:
+        torch.nn.utils.clip_grad_norm_(many, 1.0, foreach=True)
+        optimizer.step()
+
+    return step
+
+
+def chains() -> None:
+    """Adam behind a schedule and behind clipping, on 2,000 small tensors, over torch's foreach."""
+
+    def many() -> list[torch.Tensor]:
+        params = [torch.randn(64, requires_grad=True) for _ in range(2000)]
+        for p in params:
+            p.grad = torch.randn(64)
+        return params
+
+    def foreach(params: list[torch.Tensor]) -> torch.optim.Optimizer:
+        return torch.optim.Adam(params, lr=1e-3, foreach=True)
+
+    def chained(*links: todist.GradientTransformation) -> Callable[[], None]:
+        return todist.Optimizer(many(), todist.chain(*links)).step
+
+    def decay(count: torch.Tensor) -> torch.Tensor:
+        return 1e-3 * 0.99**count
+
+    params = many()
+    pairs: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+        "plain": (foreach(many()).step, todist.Adam(many(), lr=1e-3).step),
+        "a schedule": (foreach(many()).step, todist.Adam(many(), lr=decay).step),
+        "clip by norm": (
+            clipped(params, foreach(params)),
+            chained(todist.clip_grad_norm(1.0), todist.adam(lr=1e-3)),
+        ),
+    }
+    for case, (peer, ours) in pairs.items():
+        seconds = interleaved({"torch, foreach": peer, "ours": ours}, rounds=30, warmups=3)
+        theirs = seconds["torch, foreach"]
+        print(
+            f"2,000 tensors, Adam, {case:12} ours {seconds['ours'] / theirs:.2f} of foreach ({theirs * 1e3:.1f} ms)"
+        )
+
+
 def main() -> None:
     torch.set_num_threads(1)
     for case, (name, options) in CASES.items():
@@ -69,3 +112,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    chains()

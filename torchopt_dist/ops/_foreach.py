@@ -58,6 +58,11 @@ def multiply(xs: list[Tensor], factor: Factors, *, inplace: bool = False) -> lis
             torch._foreach_mul_(xs, factor)
             return xs
         return list(torch._foreach_mul(xs, factor))
+    if isinstance(factor, Tensor) and not inplace and not torch.is_grad_enabled() and not runs_in_a_loop(xs):
+        first = xs[0]
+        wide = first.dtype in (torch.float32, torch.float64) and not factor.is_complex()
+        if wide and {(x.dtype, x.device) for x in xs} == {(first.dtype, first.device)}:
+            return list(torch._foreach_mul(xs, factor.reshape(()).to(first)))
     factors = _each(factor, len(xs))
     if inplace:
         return [x.mul_(f) for x, f in zip(xs, factors, strict=True)]

@@ -264,6 +264,8 @@ class Optimizer(torch.optim.Optimizer):
         if not complete:
             first = self._fill(params, impl, layout)
             shared = shared if len(shared) == len(first) else first
+            if shared:
+                group[_SHARED] = shared  # a fused step overwrites them
             columns = {key: [state[key] for state in states] for key in own}
         rest = iter(shared)
         leaves = [next(rest) if key is None else columns[key] for key in layout.keys]

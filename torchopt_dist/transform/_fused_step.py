@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
 from torchopt_dist.ops._columns import as_complex, as_real, pick, present, put
+from torchopt_dist.ops._foreach import runs_in_a_loop
 from torchopt_dist.transform._hyperparameters import is_number
-from torchopt_dist.typing import OptState, Params, Updates
+from torchopt_dist.typing import OptState, Params, Schedule, Updates
 
 __all__ = ["FusedStep", "fused_step"]
 
@@ -26,20 +28,23 @@ class InPlaceFn(Protocol):
         Args:
             params: the leaves of the parameters.
             grads: as many gradients; one that is ``None`` leaves its parameter and its state alone.
-            state: the chain's state.
+            state: the states of the links that the step stands for.
         """
 
 
 class DifferentiableFn(Protocol):
-    """Parameters, gradients, state → moved parameters, next state."""
+    """Parameters, gradients, state → moved parameters, next state; or ``None``: the links are to run.
 
-    def __call__(self, params: Params, grads: Updates, state: Any, /) -> tuple[Params, OptState]:
+    That is where a schedule's value has a graph, which the ops do not take.
+    """
+
+    def __call__(self, params: Params, grads: Updates, state: Any, /) -> tuple[Params, OptState] | None:
         """Make one step that is recorded in the graph; nothing is overwritten.
 
         Args:
             params: the parameters, a tree.
             grads: a tree of their structure; one that is ``None`` leaves its parameter and its state alone.
-            state: the chain's state.
+            state: the states of the links that the step stands for.
         """
 
 
@@ -51,6 +56,12 @@ class FusedStep:
     """The step that overwrites parameters and state; ``None`` where none is known."""
     differentiable: DifferentiableFn | None = None
     """The step that is recorded in the graph; likewise."""
+    first_link: int = 0
+    """The steps stand for this link of the chain and all after it; the links before it run first, as they are."""
+
+    def after(self, links: int) -> FusedStep:
+        """The same steps, behind so many links more."""
+        return replace(self, first_link=self.first_link + links)
 
 
 def fused_step(
@@ -68,29 +79,40 @@ def fused_step(
             links' states by theirs where they are not ``()``, and the options; gives the moved parameters and the next
             fields, in the order of the chain.
         state_types: the types of those links' states, ``None`` for a link left out; the other links have no state.
-        options: the hyper-parameters, and whatever else both ops take; one that is ``None`` is not passed.
+        options: the hyper-parameters, and whatever else both ops take; one that is ``None`` is not passed. ``lr``
+            may be a schedule, if the last link is the one that it makes.
 
     Returns:
-        The steps; or ``None`` if an option is a tensor or a schedule, which the ops do not take.
+        The steps; or ``None`` if an option is a tensor or, except ``lr``, a schedule, which the ops do not take.
     """
     given = {name: value for name, value in options.items() if value is not None}
+    schedule = given.pop("lr") if callable(given["lr"]) else None
     if not is_number(*given.values()):
         return None
     types = tuple(kind for kind in state_types if kind is not None)
     return FusedStep(
-        None if in_place is None else partial(_step_in_place, in_place, given),
-        None if differentiable is None else partial(_differentiable_step, differentiable, types, given),
+        None if in_place is None else partial(_step_in_place, in_place, schedule, given),
+        None
+        if differentiable is None
+        else partial(_differentiable_step, differentiable, types, schedule, given),
     )
 
 
 def _step_in_place(
     op: Callable[..., None],
+    schedule: Schedule | None,
     options: dict[str, Any],
     params: Sequence[Any],
     grads: Sequence[Any],
     state: OptState,
     /,
 ) -> None:
+    if schedule is not None:
+        *state, counted = state
+        lr = float(schedule(counted.step.to(torch.float64)))
+        _step_in_place(op, None, {**options, "lr": lr}, params, grads, state)
+        counted.step.add_(1)
+        return
     fields = {f"{name}s": field for own in state for name, field in zip(own._fields, own, strict=True)}
     columns = {name: _leaves(field) for name, field in fields.items()}
     picked = {name: column for name, column in columns.items() if column}
@@ -113,12 +135,20 @@ def _leaves(field: Any) -> list[Any]:
 def _differentiable_step(
     op: Callable[..., tuple[list[Any], ...]],
     state_types: tuple[type[Any], ...],
+    schedule: Schedule | None,
     options: dict[str, Any],
     params: Params,
     grads: Updates,
     state: OptState,
     /,
-) -> tuple[Params, OptState]:
+) -> tuple[Params, OptState] | None:
+    if schedule is not None:
+        *state, counted = state
+        lr = schedule(counted.step.to(torch.float64))
+        if isinstance(lr, Tensor) and (lr.requires_grad or runs_in_a_loop([lr])):
+            return None
+        step = _differentiable_step(op, state_types, None, {**options, "lr": float(lr)}, params, grads, state)
+        return None if step is None else (step[0], (*step[1], type(counted)(counted.step + 1)))
     leaves, spec = pytree.flatten(params)
     grad_leaves = pytree.flatten_like(spec, grads, "updates", "params")
     places = present(grad_leaves)

@@ -72,8 +72,10 @@ def step_in_place(
             return state
         step = impl.fused_step.in_place
         if step is not None and not foreach.runs_in_a_loop(pick(params, present(grads))):
-            step(params, grads, state)
-            return None
+            updates, before, rest = _before_fused_step(impl, params, grads, state, inplace=True)
+            step(params, updates, rest)
+            unchanged = all(new is old for new, old in zip(before, state, strict=False))
+            return None if unchanged else (*before, *rest)
         links, factor = impl.transformations, None
         if links and (factor := links[-1].constant_factor) is not None:
             links = links[:-1]  # `p + factor * update` is one pass over the memory, not two
@@ -89,9 +91,27 @@ def differentiable_step(
 ) -> tuple[Params, OptState]:
     """Gradients → new parameters, connected to the graph, and the next state."""
     if isinstance(impl, ChainedGradientTransformation) and impl.fused_step.differentiable is not None:
-        return impl.fused_step.differentiable(params, grads, state)
+        updates, before, rest = _before_fused_step(impl, params, grads, state, inplace=False)
+        made = impl.fused_step.differentiable(params, updates, rest)
+        if made is not None:
+            return made[0], (*before, *made[1])
+        links = ChainedGradientTransformation(*impl.transformations[len(before) :])
+        updates, rest = links.update(updates, rest, params=params, inplace=False)
+        return apply_updates(params, updates, inplace=False), (*before, *rest)
     updates, state = impl.update(grads, state, params=params, inplace=False)
     return apply_updates(params, updates, inplace=False), state
+
+
+def _before_fused_step(
+    impl: ChainedGradientTransformation, params: Params, grads: Updates, state: OptState, *, inplace: bool
+) -> tuple[Updates, OptState, OptState]:
+    """What the links before the fused step make of the gradients, their next states, and the states of the others."""
+    first = impl.fused_step.first_link
+    if first == 0:
+        return grads, (), state
+    links = ChainedGradientTransformation(*impl.transformations[:first])
+    updates, before = links.update(grads, state[:first], params=params, inplace=inplace)
+    return updates, before, state[first:]
 
 
 def _check_apart(params: list[OptionalTensor], updates: list[OptionalTensor]) -> None:

@@ -108,7 +108,8 @@ class ChainedGradientTransformation(GradientTransformation):
 
         Args:
             transformations: the links.
-            fused_step: whole steps that give the numbers of the links and need less memory traffic.
+            fused_step: whole steps that give the numbers of the links and need less memory traffic; those of the last
+                transformation, behind the links before it, if not given.
 
         Raises:
             TypeError: one of them is no gradient transformation.
@@ -125,6 +126,10 @@ class ChainedGradientTransformation(GradientTransformation):
                 )
         made = super().__new__(cls, partial(_chain_init, tuple(links)), partial(_chain_update, tuple(links)))
         made.transformations = tuple(links)
+        if fused_step is None and transformations:
+            last = transformations[-1]
+            if isinstance(last, ChainedGradientTransformation):
+                fused_step = last.fused_step.after(len(links) - len(last.transformations))
         made.fused_step = FusedStep() if fused_step is None else fused_step
         return made
 

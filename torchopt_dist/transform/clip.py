@@ -110,7 +110,7 @@ def _norm_update(
     if not measured:
         return updates, state
     factor = _factor(max_norm, _total_norm(measured, order, error_if_nonfinite))
-    clipped = [(grad * factor.to(grad.device)).to(grad.dtype) for grad in grads]
+    clipped = foreach.multiply(grads, factor)
     return pytree.unflatten(spec, put(leaves, places, clipped)), state
 
 
@@ -128,7 +128,8 @@ def _total_norm(grads: list[Tensor], order: float, error_if_nonfinite: bool) -> 
 
     torch's own is NaN in the second order as soon as one gradient is all zeros.
     """
-    sizes = [grad.detach().abs() if grad.is_complex() else grad.detach() for grad in grads]
+    values = [grad.detach() for grad in grads] if torch.is_grad_enabled() else grads
+    sizes = [value.abs() if value.is_complex() else value for value in values]
     use_foreach = False if foreach.runs_in_a_loop(grads) else None
     value = torch.nn.utils.get_total_norm(sizes, order, error_if_nonfinite, use_foreach)
     if order == 0 or not torch.is_grad_enabled():
@@ -183,7 +184,10 @@ def _value_update(
     places = present(leaves)
     grads = pick(leaves, places)
     check_dense(grads)
-    clipped = [_clamp(grad, clip_value) for grad in grads]
+    if isinstance(clip_value, Tensor) or torch.is_grad_enabled() or foreach.runs_in_a_loop(grads):
+        clipped = [_clamp(grad, clip_value) for grad in grads]
+    else:
+        clipped = list(torch._foreach_clamp_max(torch._foreach_clamp_min(grads, -clip_value), clip_value))
     return pytree.unflatten(spec, put(leaves, places, clipped)), state
 
 
