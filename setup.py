@@ -3,6 +3,9 @@
 The metadata is in pyproject.toml. Without torch, without a compiler or after a failed compilation the
 package is installed without kernels and says so when it is imported. ``REQUIRE_EXT=1`` makes that an error.
 
+pip builds in an environment of its own, without torch. The kernels then are built with the torch of the environment
+that they are installed into; they use its stable ABI only, so any newer torch can load them.
+
 ``_C_cuda`` is built where torch is a CUDA build and nvcc is there; where it cannot be built, ``_C`` still is.
 ``FORCE_CUDA=1`` makes that an error. ``python setup.py compile_cuda`` needs neither a GPU nor torch's CUDA
 build: it compiles the kernels, links nothing, and fails where they need more registers than there are.
@@ -10,10 +13,12 @@ build: it compiles the kernels, links nothing, and fails where they need more re
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shlex
 import shutil
+import site
 import subprocess
 import sys
 import sysconfig
@@ -33,14 +38,14 @@ if (TOOLKIT / "bin/nvcc").is_file():
 Build: Any = build_ext
 Library: Any = Extension
 NO_TORCH: str | None = None
+if importlib.util.find_spec("torch") is None:
+    for folder in dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib")):
+        site.addsitedir(folder)  # pip's own environment runs the same interpreter, and hides this folder
 try:
     import torch
     from torch.utils import cpp_extension
 except ImportError as error:
-    NO_TORCH = (
-        f"torch cannot be imported at build time ({error}); install torch first, then this package with "
-        "`pip install --no-build-isolation`"
-    )
+    NO_TORCH = f"torch could not be imported when this package was built ({error})"
 else:
     Build, Library = cpp_extension.BuildExtension, cpp_extension.CppExtension
 
@@ -248,8 +253,17 @@ class CompileCuda(Command):
         return well
 
 
+def readme() -> str:
+    """README.md, to be read where its neighbours are not: a link into this tree becomes the path of the file."""
+    text = (HERE / "README.md").read_text(encoding="utf-8")
+    text = re.sub(r"\[([^]]+)\]\((?!\w+:)([^)#]+)(#[^)]*)?\)", r"\1 (`\2`)", text)
+    return text + "\nThe files that are named here are in the source distribution.\n"
+
+
 NO_CUDA = no_cuda()
 setup(
+    long_description=readme(),
+    long_description_content_type="text/markdown",
     ext_modules=[cpu_library(), *([] if NO_CUDA else [cuda_library()])],
     cmdclass={"build_ext": BuildKernels, "compile_cuda": CompileCuda},
     options={"bdist_wheel": {"py_limited_api": "cp310"}} if LIMITED_API else {},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ import torch
 
 from torchopt_dist import ops
 from torchopt_dist.ops import library
+from torchopt_dist.ops._remedy import remedy
 
 PACKAGE = Path(ops.__file__).resolve().parent.parent
 BUILT = any(PACKAGE.glob("_C.*"))
@@ -116,15 +118,62 @@ def test_package_without_library_works_and_says_so_once(tmp_path):
     assert done.returncode == 0, done.stderr
     reason = "the kernel library was not built: there is no C++ compiler"
     assert done.stdout.splitlines() == [reason, f"`fused=True` cannot be kept: {reason}"]
-    note = f"torchopt_dist runs without its kernels, by the slower reference formulas: {reason}"
-    assert done.stderr.splitlines() == [note]
+    note = f"torchopt_dist runs without its kernels, by the slower reference formulas: {reason}. "
+    build = f"This command builds them: cd {tmp_path} && python setup.py build_ext --inplace"
+    assert done.stderr.splitlines() == [note + build]
 
 
-def test_package_with_broken_library_works_and_says_so(tmp_path):
-    done = run_copy(tmp_path, WITHOUT, {"_C.abi3.so": "broken"})
+ONCE = """
+import importlib, os
+from torchopt_dist.ops import library
+own = os.getpid()
+os.getpid = lambda: own + 1  # a process that has inherited the environment of this one
+importlib.reload(library)
+del os.environ["TODIST_TOLD_OF_KERNELS"]  # one that has not, beside rank 0
+os.environ["RANK"] = "1"
+importlib.reload(library)
+os.environ["RANK"] = "0"
+importlib.reload(library)
+"""
+
+
+@pytest.mark.parametrize(
+    ("noted", "command"),
+    [
+        (None, "pip install --no-deps --force-reinstall --no-cache-dir torchopt_dist==7.8"),
+        (
+            {"url": "file:///a/folder%20of%20mine", "dir_info": {}},
+            "pip install --no-deps --force-reinstall --no-cache-dir '/a/folder of mine'",
+        ),
+        ({"url": "file://{tree}", "dir_info": {"editable": True}}, "pip install --no-deps -e {tree}"),
+        (
+            {"url": "https://host/x.git", "vcs_info": {"vcs": "git", "commit_id": "1f2e"}},
+            "pip install --no-deps --force-reinstall --no-cache-dir 'torchopt_dist @ git+https://host/x.git@1f2e'",
+        ),
+        (
+            {"url": "https://host/x.tar.gz", "archive_info": {}},
+            "pip install --no-deps --force-reinstall --no-cache-dir 'torchopt_dist @ https://host/x.tar.gz'",
+        ),
+    ],
+    ids=["index", "folder", "editable", "git", "archive"],
+)
+def test_the_remedy_installs_what_was_installed(tmp_path, monkeypatch, noted, command):
+    info = tmp_path / "torchopt_dist-7.8.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torchopt_dist\nVersion: 7.8\n")
+    if noted is not None:
+        (info / "direct_url.json").write_text(json.dumps(noted).replace("{tree}", str(tmp_path)))
+    monkeypatch.syspath_prepend(tmp_path)
+    assert remedy(tmp_path / "torchopt_dist") == command.replace("{tree}", str(tmp_path))
+    other = tmp_path / "other tree/torchopt_dist"
+    assert remedy(other) == f"cd '{other.parent}' && python setup.py build_ext --inplace"
+
+
+def test_package_with_broken_library_works_and_says_so_in_one_process_of_a_program(tmp_path):
+    done = run_copy(tmp_path, WITHOUT + ONCE, {"_C.abi3.so": "broken"})
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("the kernel library failed to load: ")
-    assert done.stderr.count("torchopt_dist runs without its kernels") == 1
+    assert done.stderr.count("torchopt_dist runs without its kernels") == 2  # the first one's, and rank 0's
 
 
 CUDA_NOTE = """
@@ -145,7 +194,7 @@ def test_a_missing_cuda_library_is_said_once_where_there_is_a_gpu(tmp_path, gpus
     because = "the CUDA library was not built: there is no nvcc"
     assert done.stdout.strip() == f"`adam` has no CUDA kernel; this build has CPU only: {because}"
     note = f"torchopt_dist runs without its CUDA kernels, on GPUs by the slower reference formulas: {because}"
-    assert done.stderr.splitlines() == [note] * gpus
+    assert [line.partition(". This command")[0] for line in done.stderr.splitlines()] == [note] * gpus
 
 
 def test_the_note_can_be_silenced(tmp_path):

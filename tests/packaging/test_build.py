@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import email
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import setuptools
 
-from tests.packaging.trees import OP, TIMEOUT, copy_tree
+from tests.packaging.trees import OP, ROOT, TIMEOUT, copy_tree
 from tests.warm_python import WarmPython
 from torchopt_dist import ops
 
@@ -124,10 +127,66 @@ def test_no_torch_installs_pure_python(tree, tmp_path):
     setup = ("setup.py", "build_ext", "--inplace")
     done = python(*setup, cwd=tree, PYTHONPATH=str(stub.parent))
     assert done.returncode == 0, done.stderr
-    assert (
-        "torch cannot be imported at build time (No module named torch); install torch first" in done.stderr
-    )
+    reason = "torch could not be imported when this package was built (No module named torch)"
+    assert f"torchopt_dist is installed without its kernels: {reason}" in done.stderr
     assert python(*setup, cwd=tree, PYTHONPATH=str(stub.parent), REQUIRE_EXT="1").returncode == 1
+
+
+def test_a_build_apart_as_pip_makes_it_finds_the_torch_of_the_environment(tree, tmp_path):
+    """pip hides the folder of the environment's packages, and puts one of its own in its place."""
+    apart = tmp_path / "apart"
+    apart.mkdir()
+    for name in ("setuptools", "_distutils_hack"):
+        (apart / name).symlink_to(Path(setuptools.__file__).parents[1] / name)
+    (apart / "sitecustomize.py").write_text(
+        "import sys\nsys.path[:] = [folder for folder in sys.path if 'site-packages' not in folder]\n"
+    )
+    # It gets as far as looking for a compiler, which it does after torch.
+    env = {"PYTHONPATH": str(apart), "PATH": path_with(tmp_path, []), "CXX": "", "CC": ""}
+    done = python("setup.py", "build_ext", "--inplace", cwd=tree, **env)
+    assert done.returncode == 0, done.stderr
+    assert "torchopt_dist is installed without its kernels: there is no C++ compiler" in done.stderr
+
+
+@pytest.fixture(scope="module")
+def sdist(warm: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> tuple[set[str], dict[str, str]]:
+    """The files that git knows, and an sdist made of them alone: name → text."""
+    found = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if found.returncode:
+        pytest.skip("this tree is no clone")
+    tree, dist = tmp_path_factory.mktemp("clone"), tmp_path_factory.mktemp("dist")
+    files = {name for name in found.stdout.splitlines() if (ROOT / name).is_file()}
+    for name in files:
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tree / name)
+    done = warm.run("setup.py", "-q", "sdist", "-d", dist, cwd=tree, env=environment(), timeout=TIMEOUT)
+    assert done.returncode == 0, done.stderr
+    (archive,) = dist.iterdir()
+    with tarfile.open(archive) as tar:
+        texts = {
+            member.name.partition("/")[2]: file.read().decode("utf-8", "replace")
+            for member in tar.getmembers()
+            if (file := tar.extractfile(member)) is not None
+        }
+    return files, texts
+
+
+def test_the_sdist_is_the_repository(sdist):
+    files, texts = sdist
+    assert not files - texts.keys()
+    added = {name for name in texts.keys() - files if not name.startswith("torchopt_dist.egg-info/")}
+    assert added == {"PKG-INFO", "setup.cfg"}
+
+
+def test_the_metadata_stand_by_themselves(sdist):
+    metadata = email.message_from_string(sdist[1]["PKG-INFO"])
+    assert metadata["Author"] == "The torchopt_dist authors"
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    page = str(metadata.get_payload())
+    assert "Getting started (`docs/getting_started.md`), step by step" in page
+    assert not re.findall(r"\]\((?!https?:)", page)  # a link into the tree, which is not there
+    assert set(re.findall(r"\(`([^`]+\.\w+)`\)", page)) <= sdist[0]
 
 
 @needs_compiler

@@ -2,14 +2,17 @@
 
 ``_C`` registers the ops with torch when it is loaded, and ``_C_cuda`` adds their kernels for CUDA, where torch
 has CUDA; torch's dispatcher is then asked which devices have a kernel. Without the libraries everything works
-by the reference formulas. The reason is logged once, at import, through the logger ``torchopt_dist`` and not as a
-warning: it is about the machine, not about the program, so it must not break a program that turns warnings
-into errors. Logging shows it on stderr by default. Of CUDA nothing is said where there is no GPU.
+by the reference formulas. The reason and the command that builds the libraries are logged at import, through the
+logger ``torchopt_dist`` and not as a warning: they are about the machine, not about the program, so they must not
+break a program that turns warnings into errors. Logging shows them on stderr by default. One process of a program logs
+them: not the ranks beside rank 0, and not the processes that another starts. Nothing is said of CUDA where there is no
+GPU.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -18,6 +21,7 @@ from typing import Any
 import torch
 
 from torchopt_dist import _torch_private
+from torchopt_dist.ops._remedy import remedy
 from torchopt_dist.typing import Device
 
 __all__ = ["accelerated_op_available", "is_available", "why_not"]
@@ -38,6 +42,8 @@ DEVICES = ("cpu", "cuda")
 _torch_ops: Any = torch.ops
 _LIBRARIES = {"_C": ("kernel library", "_build_note.txt"), "_C_cuda": ("CUDA library", "_cuda_note.txt")}
 _PACKAGE = Path(__file__).resolve().parent.parent
+_TOLD = "TODIST_TOLD_OF_KERNELS"
+"""An environment variable, which the processes that a program starts inherit."""
 
 
 def load(package: Path = _PACKAGE, name: str = "_C") -> str | None:
@@ -77,18 +83,24 @@ def _registered() -> frozenset[tuple[str, str]]:
     )
 
 
+def _tell(what: str, reason: str) -> None:
+    """Log why there are no kernels, and what builds them, if no other process of this program does."""
+    if os.environ.get("RANK", "0") == "0" and os.environ.setdefault(_TOLD, str(os.getpid())) == str(
+        os.getpid()
+    ):
+        logging.getLogger("torchopt_dist").warning(
+            "torchopt_dist runs without its %s by the slower reference formulas: %s. This command builds them: %s",
+            *(what, reason, remedy(_PACKAGE)),
+        )
+
+
 _PROBLEM = load()
 _CUDA_PROBLEM = _load_cuda()
 _KERNELS = _registered()
 if _PROBLEM:
-    logging.getLogger("torchopt_dist").warning(
-        "torchopt_dist runs without its kernels, by the slower reference formulas: %s", _PROBLEM
-    )
+    _tell("kernels,", _PROBLEM)
 elif _CUDA_PROBLEM and torch.version.cuda is not None and torch.cuda.device_count() > 0:
-    logging.getLogger("torchopt_dist").warning(
-        "torchopt_dist runs without its CUDA kernels, on GPUs by the slower reference formulas: %s",
-        _CUDA_PROBLEM,
-    )
+    _tell("CUDA kernels, on GPUs", _CUDA_PROBLEM)
 
 
 def why_not(op: str, device: Device = "cpu") -> str | None:
