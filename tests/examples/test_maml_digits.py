@@ -53,7 +53,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 
 def test_help_names_every_argument_and_its_default() -> None:
-    text = run_python(EXAMPLE, "--help", warm=False)
+    text = run_python(EXAMPLE, "--help")
     for name in ("ways", "shots", "tasks", "meta-steps", "inner-lr", "seed", "omniglot", "output", "device"):
         assert f"--{name}" in text
     assert "support images a class (default: 5)" in text

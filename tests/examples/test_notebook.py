@@ -26,20 +26,15 @@ ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOK = ROOT / "examples" / "launch_from_a_notebook.ipynb"
 
 
-@pytest.fixture(autouse=True)
-def folders_of_jupyter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module", autouse=True)
+def folders_of_jupyter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Kernels find the package from anywhere, and what Jupyter and IPython write is not in the user's folders."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    for variable in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR"):
-        monkeypatch.setenv(variable, str(tmp_path / variable.lower()))
-
-
-@pytest.fixture
-def work(tmp_path: Path) -> Path:
-    """The working folder of a kernel, and so of all that it starts."""
-    folder = tmp_path / "work"
-    folder.mkdir()
-    return folder
+    folder = tmp_path_factory.mktemp("jupyter")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        for variable in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR"):
+            patch.setenv(variable, str(folder / variable.lower()))
+        yield
 
 
 def working_in(folder: Path) -> list[int]:
@@ -98,7 +93,11 @@ def held_out(names: dict[str, Any], model: torch.nn.Module) -> float:
     return float(np.mean([names["task_loss"].__wrapped__(model, *task).item() for task in tasks]))
 
 
-def test_it_runs_and_its_numbers_are_those_of_one_process(definitions: dict[str, Any], work: Path) -> None:
+def test_it_runs_and_its_numbers_are_those_of_one_process(
+    definitions: dict[str, Any], tmp_path: Path
+) -> None:
+    work = tmp_path / "work"
+    work.mkdir()
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     client = NotebookClient(
         notebook, timeout=250, kernel_name="python3", resources={"metadata": {"path": work}}
@@ -197,8 +196,15 @@ class Kernel:
         return output["data"]["text/plain"]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The working folder of the kernel, and so of all that it starts."""
+    return tmp_path_factory.mktemp("work")
+
+
+@pytest.fixture(scope="module")
 def kernel(work: Path) -> Iterator[Kernel]:
+    """One for all tests below, the last of which kills it: a kernel imports torch, and so does its forkserver."""
     manager, client = start_new_kernel(cwd=str(work))
     try:
         yield Kernel(manager, client)
@@ -227,22 +233,6 @@ two = Launcher(nproc_per_host=2)
 """
 
 
-def test_an_interrupt_of_the_kernel_ends_the_launch(kernel: Kernel, work: Path) -> None:
-    assert kernel.run(FAMILIES) == []
-    for folder in ("first", "second"):  # the second time the forkserver is up already
-        (work / folder).mkdir()
-        cell = kernel.start(f"two.run(hold_on, {folder!r})")
-        pids = set(family_of(work / folder))
-        assert len(alive(pids)) == 9  # 2 workers with 3 each, and their agent
-        interrupted = time.monotonic()
-        kernel.manager.interrupt_kernel()
-        (error,) = kernel.finish(cell)
-        assert error["ename"] == "KeyboardInterrupt"
-        assert_gone(pids, 5.0 - (time.monotonic() - interrupted))
-        # And the kernel is as good as before.
-        assert kernel.value("two.run(lambda: sum(range(4))).results") == "{'localhost': [6, 6]}"
-
-
 def test_an_interrupt_before_the_workers_are_up_ends_the_launch(kernel: Kernel, work: Path) -> None:
     assert kernel.run(FAMILIES) == []
     cell = kernel.start("two.run(hold_on, '.')")
@@ -260,12 +250,20 @@ def test_an_interrupt_before_the_workers_are_up_ends_the_launch(kernel: Kernel, 
     assert kernel.value("two.run(lambda: sum(range(4))).results") == "{'localhost': [6, 6]}"
 
 
-def test_a_kernel_that_is_killed_leaves_nothing(kernel: Kernel, work: Path) -> None:
+def test_an_interrupt_of_the_kernel_ends_the_launch(kernel: Kernel, work: Path) -> None:
     assert kernel.run(FAMILIES) == []
-    kernel.start("two.run(hold_on, '.')")
-    pids = [*family_of(work), *working_in(work)]
-    psutil.Process(kernel.pid).kill()
-    assert_gone(pids, 5.0)
+    for folder in ("first", "second"):  # the second time the forkserver is up already
+        (work / folder).mkdir()
+        cell = kernel.start(f"two.run(hold_on, {folder!r})")
+        pids = set(family_of(work / folder))
+        assert len(alive(pids)) == 9  # 2 workers with 3 each, and their agent
+        interrupted = time.monotonic()
+        kernel.manager.interrupt_kernel()
+        (error,) = kernel.finish(cell)
+        assert error["ename"] == "KeyboardInterrupt"
+        assert_gone(pids, 5.0 - (time.monotonic() - interrupted))
+        # And the kernel is as good as before.
+        assert kernel.value("two.run(lambda: sum(range(4))).results") == "{'localhost': [6, 6]}"
 
 
 def test_an_exception_of_a_class_of_a_cell_is_shown_with_its_traceback_there(kernel: Kernel) -> None:
@@ -306,3 +304,13 @@ def test_a_launch_in_a_thread_and_below_an_event_loop(kernel: Kernel, work: Path
     assert kernel.value("(await asyncio.to_thread(one.run, os.getcwd)).rank(0)") == here
     below = "async def below():\n    return one.run(os.getcwd).rank(0)"
     assert kernel.value(f"{below}\nawait below()") == here
+    assert kernel.run("os.chdir('..')") == []
+
+
+def test_a_kernel_that_is_killed_leaves_nothing(kernel: Kernel, work: Path) -> None:
+    assert kernel.run(FAMILIES) == []
+    (work / "killed").mkdir()
+    kernel.start("two.run(hold_on, 'killed')")
+    pids = [*family_of(work / "killed"), *working_in(work)]
+    psutil.Process(kernel.pid).kill()
+    assert_gone(pids, 5.0)
