@@ -18,6 +18,9 @@ Held-out accuracy after adaptation rises from about 60 % to 90 %. Two things to 
 - Digits so small are easy: with ``--inner-lr 0.1``, random weights adapt to 90 % before any meta-training. The smaller
   default shows what meta-training gains: weights that adapt as well in steps a tenth as long.
 
+``--checkpoint DIR`` saves the state every ``--eval-every`` meta-steps. Started again, by hand or by ``torchrun
+--max-restarts=3``, the program goes on from there and ends with the same curve.
+
 ``--omniglot DIR`` takes Omniglot (https://github.com/brendenlake/omniglot) instead, unpacked to
 ``DIR/images_background`` (meta-train) and ``DIR/images_evaluation`` (held out), each ``Alphabet/characterNN/*.png``.
 """
@@ -31,7 +34,7 @@ import math
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import setproctitle
@@ -134,8 +137,23 @@ def train(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         return measured("held_out", result)
 
     start = time.perf_counter()
-    history: History = [{"meta_step": 0, **evaluate(0)}]
-    progress = tqdm(range(1, args.meta_steps + 1), desc="meta-training", unit="step", disable=None)
+    history: History = []
+    state: dict[str, Any] = {
+        "model": model,
+        "optimizer": outer_optimizer,
+        "scheduler": scheduler,
+        "generator": generator,
+        "history": history,
+    }
+    done, checkpointer = 0, None
+    if args.checkpoint:
+        checkpointer = todist.Checkpointer(args.checkpoint, every=args.eval_every)
+        done, state = checkpointer.restore(state)
+        history = state["history"]
+    if not history:
+        history.append({"meta_step": 0, **evaluate(0)})
+    steps = range(done + 1, args.meta_steps + 1)
+    progress = tqdm(steps, desc="meta-training", unit="step", disable=None)
     for step in progress:
         tasks = sample_tasks(train_classes, args.tasks, *shape, generator)
         result: Result = inner_loop(model, tasks, *settings)
@@ -148,9 +166,11 @@ def train(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         progress.set_postfix(loss=f"{result.loss:.3f}", accuracy=f"{result.accuracy_after:.1%}")
         if step % args.eval_every == 0 or step == args.meta_steps:
             history[-1] |= evaluate(step)
+        if checkpointer:
+            checkpointer.save(step, state)
 
     print(
-        f"{args.meta_steps} meta-steps of {args.tasks} tasks on {todist.get_world_size()} worker(s) "
+        f"{len(steps)} meta-steps of {args.tasks} tasks on {todist.get_world_size()} worker(s) "
         f"took {time.perf_counter() - start:.0f} s"
     )
     plot_curve(args.output, history, test_tasks, args)
@@ -327,6 +347,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--output", type=Path, metavar="PNG", default=Path("outputs/maml_digits.png"), help="the curve"
+    )
+    parser.add_argument(
+        "--checkpoint", type=Path, metavar="DIR", help="folder to save the state in, and to go on from"
     )
     parser.add_argument("--csv", type=Path, metavar="CSV", help="write the measured values, too")
     return parser

@@ -32,6 +32,7 @@ MAY_IMPORT = {
     "optim": SECOND | {"diff"},
     "visual": GROUND | {"nn"},
     "distributed": GROUND | {"nn", "nn.module_state"},
+    "checkpoint": GROUND | {"distributed.world"},
     "launch": {"_network", "_serialized_exception", "_torch_private", "errors"},
 }
 """Room → what it may import beside itself; a dotted name is a part of a room, a plain one the whole of it.
@@ -157,6 +158,9 @@ def test_imports_go_down() -> None:
         ("diff.adjoints", "optim", False),
         ("nn", "diff.adjoints", False),
         ("optim", "diff.inner_loop.inner_loop", True),
+        ("checkpoint", "distributed.world.get_rank", True),
+        ("checkpoint", "distributed.init_rpc", False),
+        ("checkpoint", "optim", False),
     ],
 )
 def test_floors(room: str, name: str, may: bool) -> None:

@@ -16,6 +16,7 @@ from torchopt_dist import (
     typing,
     visual,
 )
+from torchopt_dist.checkpoint import Checkpointer, Restored
 from torchopt_dist.diff.adjoints import FirstOrder, Recorded, Reptile, Truncated
 from torchopt_dist.diff.inner_loop import InnerLoopResult, inner_loop
 from torchopt_dist.distributed import (
@@ -61,6 +62,7 @@ from torchopt_dist.distributed import (
 from torchopt_dist.errors import (
     AgentFailedError,
     CallTimeoutError,
+    CheckpointError,
     InitializationError,
     NotInitializedError,
     PeerFailedError,
@@ -147,6 +149,8 @@ __all__ = [
     "AgentFailedError",
     "CallTimeoutError",
     "ChainedGradientTransformation",
+    "CheckpointError",
+    "Checkpointer",
     "DifferentiableOptimizer",
     "EmptyState",
     "FirstOrder",
@@ -178,6 +182,7 @@ __all__ = [
     "Recorded",
     "RemoteError",
     "Reptile",
+    "Restored",
     "SerializationError",
     "TensorDimensionPartitioner",
     "TodistError",

@@ -11,6 +11,7 @@ The tree::
     ├── PeerFailedError          (RuntimeError)     another rank failed, so this one is ended too
     ├── WorkerFailedError        (RuntimeError)     a launched worker ended without an answer: killed, crashed, exited
     ├── AgentFailedError         (RuntimeError)     the process that looks after the launched workers of a host died
+    ├── CheckpointError          (RuntimeError)     there are checkpoints, but none that can be loaded
     └── CallTimeoutError         (TimeoutError)     a call outlasted the ``timeout`` that was asked for
 
 A wrong argument is a plain :class:`ValueError` or :class:`TypeError` that names the argument, the rule and
@@ -27,6 +28,7 @@ from typing import Any
 __all__ = [
     "AgentFailedError",
     "CallTimeoutError",
+    "CheckpointError",
     "InitializationError",
     "NotInitializedError",
     "PeerFailedError",
@@ -184,3 +186,7 @@ class AgentFailedError(TodistError, RuntimeError):
 
 class CallTimeoutError(TodistError, TimeoutError):
     """A call outlasted its ``timeout``; the message names the worker, and its late answer is dropped."""
+
+
+class CheckpointError(TodistError, RuntimeError):
+    """There are checkpoints, but none that can be loaded; the message names each and says why."""

@@ -119,6 +119,7 @@ def test_every_function_has_a_typed_signature() -> None:
 @pytest.mark.parametrize(
     "package",
     [
+        "checkpoint",
         "compat",
         "diff",
         "distributed",

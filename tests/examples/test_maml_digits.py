@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import importlib.util
+import shutil
 from pathlib import Path
 from types import ModuleType
 
@@ -48,7 +49,7 @@ def example() -> ModuleType:
 def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The files of a short run in one process, without their endings, and what it printed."""
     path = tmp_path_factory.mktemp("run") / "new" / "alone"
-    files = ("--output", path.with_suffix(".png"), "--csv", path.with_suffix(".csv"))
+    files = ("--output", path.with_suffix(".png"), "--csv", path.with_suffix(".csv"), "--checkpoint", path)
     return path, run_alone(*SHORT, *files)
 
 
@@ -81,6 +82,17 @@ def test_one_and_two_workers_draw_the_same_curve(alone: tuple[Path, str], tmp_pa
     for step in (0, 8):
         assert one[step]["held_out_accuracy_before"] == pytest.approx(1 / 5, abs=0.1)
     assert one[8]["held_out_accuracy_after"] > one[0]["held_out_accuracy_after"] + 0.05
+
+
+def test_a_run_that_was_cut_off_goes_on_with_the_same_curve(alone: tuple[Path, str], tmp_path: Path) -> None:
+    undisturbed, _ = alone
+    middle, _ = sorted(undisturbed.iterdir())
+    shutil.copy(middle, tmp_path)  # as a crash after the fourth of eight steps leaves the folder
+    files = ("--output", tmp_path / "curve.png", "--csv", tmp_path / "curve.csv", "--checkpoint", tmp_path)
+    output = run_alone(*SHORT, *files)
+    assert "4 meta-steps" in output
+    assert "meta-step    0" not in output
+    assert rows(tmp_path / "curve.csv") == rows(undisturbed.with_suffix(".csv"))
 
 
 def test_omniglot_is_read_from_disk(tmp_path: Path) -> None:

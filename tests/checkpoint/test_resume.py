@@ -1,0 +1,37 @@
+"""A world that is killed in the middle of a training ends with the parameters of an undisturbed one, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import torchopt_dist as todist
+from tests.checkpoint.resumed_program import STEPS, train
+from tests.seeds import torchrun
+from torchopt_dist.checkpoint._files import find
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    launcher = todist.Launcher(nproc_per_host=2, rpc=True, handlers=[])
+    parameters, made = launcher.run(train, tmp_path_factory.mktemp("undisturbed"), None).rank(0)
+    assert made == list(range(1, STEPS + 1))
+    return parameters
+
+
+def test_the_launcher_s_restart_goes_on(undisturbed, tmp_path):
+    launcher = todist.Launcher(nproc_per_host=2, rpc=True, max_restarts=1, handlers=[])
+    parameters, made = launcher.run(train, tmp_path, 0).rank(0)
+    assert made == list(range(7, STEPS + 1)), "after the last checkpoint before step 8, that of step 6"
+    assert parameters == undisturbed
+    assert [file.step for file in find(tmp_path)] == [12, 9, 6]
+
+
+def test_torchrun_s_restart_goes_on(undisturbed, tmp_path):
+    program = Path(__file__).with_name("resumed_program.py")
+    torchrun.run("--standalone", "--nproc-per-node=2", "--max-restarts=1", program, tmp_path, 1)
+    parameters, made = json.loads((tmp_path / "result").read_text())
+    assert made == list(range(7, STEPS + 1))
+    assert parameters == undisturbed

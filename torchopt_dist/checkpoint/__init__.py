@@ -1,0 +1,7 @@
+"""Objects with a state → files that a program goes on from after a crash."""
+
+from __future__ import annotations
+
+from torchopt_dist.checkpoint.checkpointer import Checkpointer, Restored
+
+__all__ = ["Checkpointer", "Restored"]

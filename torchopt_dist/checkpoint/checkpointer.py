@@ -1,0 +1,255 @@
+"""Objects with a state, a step → a file of rank 0's that is whole or not there; the newest whole file → the objects."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from numbers import Integral
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torchopt_dist.checkpoint import _contents, _files
+from torchopt_dist.checkpoint._random_states import capture_random_states, restore_random_states
+from torchopt_dist.distributed.world import get_rank
+from torchopt_dist.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from typing import Self
+
+__all__ = ["Checkpointer", "Restored"]
+
+log = logging.getLogger(__package__)
+
+_FORMAT = 1
+
+
+class Restored(NamedTuple):
+    """What :meth:`Checkpointer.restore` returns."""
+
+    step: int
+    """The step that was saved; 0 if there is no checkpoint."""
+    objects: dict[str, Any]
+    """The objects by name, with what was saved in the place of plain values."""
+
+
+class Checkpointer:
+    """Saves the state of a program now and then, and brings it back after a crash.
+
+    An object is anything with ``state_dict`` and ``load_state_dict`` (modules, optimizers, schedulers, samplers,
+    gradient scalers), a generator of torch, numpy or Python, a tensor, a plain value (numbers, texts, arrays of numpy,
+    and lists, tuples, sets and dicts of them), or a tree of all these. The default generators of Python, numpy and
+    torch are saved with them.
+
+    Rank 0 writes, and other ranks do nothing in :meth:`save`; all ranks can restore, where they share the folder. A
+    file is written under another name, brought to the disk and renamed, so a crash at any moment leaves the files
+    before it. Only the user can read it (mode 0600); ``torch.load(path, weights_only=True)`` loads it, too.
+
+    Args:
+        folder: where the files are; made when the first one is written.
+        keep: how many of the newest files stay, at least 1; ``None`` means all.
+        every: :meth:`save` writes at steps that are multiples of this, at least 1.
+        background: write in a thread. :meth:`save` copies the tensors and returns; the next call raises what a write
+            has raised. Call :meth:`close`, or use the checkpointer in a ``with``, so that the last file is whole.
+        random_states: save the default generators, and restore them on rank 0.
+
+    Raises:
+        TypeError: an argument is of another type.
+        ValueError: ``keep`` or ``every`` is less than 1, or ``folder`` is a file.
+
+    Example:
+        >>> import tempfile, torch
+        >>> folder = tempfile.mkdtemp()
+        >>> net = torch.nn.Linear(1, 1)
+        >>> Checkpointer(folder).save(7, {"net": net, "best": 0.5})
+        True
+        >>> Checkpointer(folder).restore({"net": torch.nn.Linear(1, 1), "best": 0.0})
+        Restored(step=7, objects={'net': Linear(in_features=1, out_features=1, bias=True), 'best': 0.5})
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        keep: int | None = 3,
+        every: int = 1,
+        background: bool = False,
+        random_states: bool = True,
+    ) -> None:
+        self.folder = Path(folder).absolute()
+        if self.folder.exists() and not self.folder.is_dir():
+            raise ValueError(f"`folder` must be a folder, or not be there yet, got the file {self.folder}")
+        self.keep = None if keep is None else _integer("keep", keep, 1)
+        self.every = _integer("every", every, 1)
+        self._random_states = bool(random_states)
+        self._corrupt: set[str] = set()
+        self._thread = ThreadPoolExecutor(1, "todist-checkpoint") if background else None
+        self._writing: Future[None] | None = None
+        self._closed = False
+
+    def restore(self, objects: Mapping[str, Any]) -> Restored:
+        """Go on from the newest checkpoint, if there is one.
+
+        Objects with a state, and generators, are brought to the saved state, and so are, in place, leaf tensors that
+        require grad (an optimizer may hold them). Other tensors and plain values come back new. A file that is torn or
+        corrupt is told of by a ``RuntimeWarning``, and the one before is taken.
+
+        Args:
+            objects: the objects by name, as they will be saved. Trees with tensors or objects in them must have
+                the structure that was saved.
+
+        Returns:
+            The saved step, and the objects by name. Without a checkpoint it is step 0, and the objects are as given.
+
+        Raises:
+            TypeError: an object has no state, or is of another kind than was saved.
+            ValueError: names or shapes differ from those that were saved, or an object refuses its state.
+            CheckpointError: there are checkpoints, but none that is whole; or a file of that name is none.
+            OSError: files cannot be read, or an earlier file could not be written in the background.
+        """
+        self.wait()
+        _check_objects(objects)
+        _contents.check(objects)
+        found = self._newest()
+        if found is None:
+            return Restored(0, dict(objects))
+        file, contents = found
+        if contents.get("format") != _FORMAT:
+            raise CheckpointError(f"{file.path} is no checkpoint of this version of torchopt_dist")
+        restored = _contents.restore(objects, contents["objects"])
+        if self._random_states and get_rank() == 0 and contents["random_states"] is not None:
+            restore_random_states(_contents.unpack_value(contents["random_states"]))
+        return Restored(file.step, restored)
+
+    def save(self, step: int, objects: Mapping[str, Any], *, force: bool = False) -> bool:
+        """Write a checkpoint, if it is time for one and this is rank 0.
+
+        Args:
+            step: the number of steps made, at least 0, which :meth:`restore` returns.
+            objects: the objects by name.
+            force: write also where ``step`` is no multiple of ``every``, as after the last one.
+
+        Returns:
+            Whether a checkpoint is written; with ``background=True``, whether it will be.
+
+        Raises:
+            TypeError: ``step`` is no integer, an object has no state, or something in a state cannot be kept.
+            ValueError: ``step`` is negative, or less than that of a checkpoint which is there; this checkpointer is
+                closed.
+            OSError: it cannot be written, as on a full disk, and the older ones are still there; or that happened to
+                an earlier one in the background.
+        """
+        if self._closed:
+            raise ValueError("`save` must come before `close`")
+        step = _integer("step", step, 0)
+        _check_objects(objects)
+        if self._writing is not None and self._writing.done():
+            self.wait()
+        if get_rank() != 0 or (step % self.every and not force):
+            return False
+        self.wait()
+        self._check_newest(step)
+        packer = _contents.Packer(copy=self._thread is not None)
+        contents = {
+            "format": _FORMAT,
+            "step": step,
+            "objects": _contents.pack(objects, packer),
+            "random_states": packer.pack(capture_random_states(), "") if self._random_states else None,
+        }
+        if self._thread is None:
+            self._write(step, contents)
+        else:
+            self._writing = self._thread.submit(self._write_and_tell, step, contents)
+        return True
+
+    def wait(self) -> None:
+        """Wait until nothing is written in the background.
+
+        Raises:
+            OSError: it could not be written; that is raised once.
+        """
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def close(self) -> None:
+        """Wait for what is written in the background, and end the thread; nothing can be saved any more.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        self._closed = True
+        try:
+            self.wait()
+        finally:
+            if self._thread is not None:
+                self._thread.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _newest(self) -> tuple[_files.CheckpointFile, dict[str, Any]] | None:
+        """The newest whole checkpoint and its contents."""
+        while True:
+            files = _files.find(self.folder)
+            reasons = {}
+            for file in files:
+                try:
+                    contents = _files.read(file)
+                except FileNotFoundError:
+                    break  # rank 0 has pruned it, so there is a newer one
+                except _files.CorruptFileError as error:
+                    reasons[file.path] = str(error)
+                    continue
+                for path, reason in reasons.items():
+                    text = f"{path} is corrupt: {reason}. Step {file.step} is restored, from {file.path}"
+                    warnings.warn(text, RuntimeWarning, stacklevel=3)
+                    self._corrupt.add(path.name)
+                return file, contents
+            else:
+                if reasons:
+                    listed = "; ".join(f"{path}: {reason}" for path, reason in reasons.items())
+                    raise CheckpointError(f"no checkpoint is whole; remove the files to begin anew. {listed}")
+                return None
+
+    def _check_newest(self, step: int) -> None:
+        for file in _files.find(self.folder):
+            if file.step > step and file.path.name not in self._corrupt:
+                raise ValueError(
+                    f"`step` must be at least {file.step}, that of {file.path}, or a later `restore` would take that "
+                    f"one, got {step}: restore it first, or use another folder"
+                )
+
+    def _write(self, step: int, contents: dict[str, Any]) -> None:
+        written = _files.write(self.folder, step, contents)
+        _files.prune(self.folder, written, self.keep, self._corrupt)
+
+    def _write_and_tell(self, step: int, contents: dict[str, Any]) -> None:
+        try:
+            self._write(step, contents)
+        except Exception as error:
+            log.error("the checkpoint of step %d: %s", step, error)  # also where no call comes any more
+            raise
+
+
+def _integer(name: str, value: Any, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"`{name}` must be an integer, got {type(value).__name__} {value!r}")
+    if value < least:
+        raise ValueError(f"`{name}` must be at least {least}, got {value}")
+    return int(value)
+
+
+def _check_objects(objects: Any) -> None:
+    if not isinstance(objects, Mapping):
+        raise TypeError(f"`objects` must be a dict, name to object, got {type(objects).__name__}")
+    if not objects:
+        raise ValueError("`objects` must have at least one object, got none")
+    for name in objects:
+        if not isinstance(name, str):
+            raise TypeError(f"`objects` must have texts as names, got {type(name).__name__} {name!r}")
