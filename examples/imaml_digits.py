@@ -1,7 +1,7 @@
 """Few-shot learning on handwritten digits by implicit MAML, the tasks of a meta-step spread over the workers.
 
     torchrun --nproc_per_node=2 examples/imaml_digits.py     # two workers
-    python examples/imaml_digits.py                          # one process, the same curve
+    python examples/imaml_digits.py                          # one process, the same curve up to rounding
 
 Implicit MAML (Rajeswaran et al., 2019, https://arxiv.org/abs/1909.04630) adapts a copy of the weights to a task until
 it minimizes the task's loss plus its squared distance to the meta-weights. The meta-gradient is that of the minimum,

@@ -1,7 +1,7 @@
 """Few-shot learning on handwritten digits by MAML, the tasks of a meta-step spread over the workers.
 
     torchrun --nproc_per_node=2 examples/maml_digits.py     # two workers
-    python examples/maml_digits.py                          # one process, the same curve
+    python examples/maml_digits.py                          # one process, the same curve up to rounding
 
 Model-Agnostic Meta-Learning (Finn et al., 2017, https://arxiv.org/abs/1703.03400) looks for initial weights from which
 a few gradient steps on a few labelled images learn classes never seen before. The outer loss is differentiated

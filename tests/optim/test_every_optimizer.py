@@ -11,6 +11,7 @@ import torchopt_dist as todist
 from tests.optim.graph import count_nodes
 from tests.optim.programs import DOUBLE, flat, losses, make
 from tests.optim.table import CASES, ROWS
+from torchopt_dist import pytree
 from torchopt_dist.optim import FuncOptimizer
 
 
@@ -115,6 +116,22 @@ def test_gradients_are_only_read_and_memory_holds_no_graph(name):
                 assert torch.equal(grad, before)
         tensors = [v for state in optimizer.state.values() for v in state.values()]
         assert count_nodes(*(t for t in tensors if isinstance(t, torch.Tensor))) == 0
+
+
+@pytest.mark.parametrize(("name", "setting"), CASES)
+def test_update_is_pure_unless_it_may_overwrite(name, setting):
+    row = ROWS[name]
+    impl = row.function(**row.options[setting])
+    params = [torch.arange(1.0, 4.0), torch.ones(2, 2)]
+    with torch.no_grad():
+        _, state = impl.update(params, impl.init(params), params=params)
+        held = [leaf for leaf in [*pytree.flatten(state)[0], *params] if isinstance(leaf, torch.Tensor)]
+        before = [leaf.clone() for leaf in held]
+        first, second = (impl.update(params, state, params=params, inplace=False) for _ in range(2))
+    for now, then in zip(held, before, strict=True):
+        assert torch.equal(now, then)
+    for one, other in zip(pytree.flatten(first)[0], pytree.flatten(second)[0], strict=True):
+        assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
 
 
 @pytest.mark.parametrize("name", ROWS)

@@ -30,7 +30,7 @@ _DRY_STEPS = 8
 def differentiable(
     optimizer_class: type[torch.optim.Optimizer], module: nn.Module, **options: Any
 ) -> DifferentiableOptimizer:
-    """Make any of torch's differentiable optimizers a :class:`MetaOptimizer`.
+    """Make one of torch's differentiable optimizers a :class:`MetaOptimizer`.
 
     The values are those of the plain optimizer. Gradients flow back through all steps to the first
     parameters and to options given as tensors. Where an operation has no derivative its value is 0 (the

@@ -1,9 +1,9 @@
 """Gradients and a state → updates and the next state: the shape of every optimizer here.
 
-A transformation is two pure functions. ``init(params)`` makes the first state, and ``update(updates, state,
-params=...)`` turns gradients into what is to be added to the parameters. All memory is in the state;
-functions are ``functools.partial`` of module-level functions, so that a transformation can be pickled,
-copied, batched by ``vmap`` and compiled.
+A transformation is two functions. ``init(params)`` makes the first state, and ``update(updates, state,
+params=...)`` turns gradients into what is to be added to the parameters. All memory is in the state, and with
+``inplace=False`` the functions are pure. They are ``functools.partial`` of module-level functions, so that a
+transformation can be pickled, copied, batched by ``vmap`` and compiled.
 
 To write one: a ``NamedTuple`` for its state whose fields are trees of the parameters' structure or single
 tensors (torch's names for them, such as ``momentum_buffer``; a counter is called ``step``), a function for
@@ -67,7 +67,7 @@ class EmptyState(NamedTuple):
 
 
 class GradientTransformation(NamedTuple):
-    """A gradient transformation: a pair of pure functions.
+    """A gradient transformation: a pair of functions, pure with ``inplace=False``.
 
     Example:
         >>> import torch

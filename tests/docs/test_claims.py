@@ -1,0 +1,53 @@
+"""Lists in sentences of the documentation → what the code says."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import torch
+
+import torchopt_dist as todist
+from tests.optim.table import ROWS
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+def listed(page: str, sentence: str) -> set[str]:
+    """The names in the group of a regular expression that a page has once."""
+    (found,) = re.findall(sentence, (DOCS / page).read_text("utf-8").replace("\n", " "))
+    return set(re.findall(r"\w+", found)) - {"and"}
+
+
+def test_torch_s_optimizers_that_can_be_made_differentiable() -> None:
+    page = "torch_optimizers.md"
+    work = listed(page, r"It works for ([\w, ]+), and for subclasses of them")
+    refused = listed(page, r"([A-Z][\w, ]+) do not; such a class is refused")
+    for name in work | refused:
+        if not hasattr(torch.optim, name):  # Muon is younger than the oldest torch
+            continue
+        net = torch.nn.Linear(1, 1)
+        try:
+            todist.differentiable(getattr(torch.optim, name), net, lr=0.1).step(net(torch.ones(1)).sum())
+        except TypeError:
+            assert name in refused
+        else:
+            assert name in work
+    offered = [c for c in vars(torch.optim).values() if inspect.isclass(c) and c is not torch.optim.Optimizer]
+    known = {c.__name__ for c in offered if issubclass(c, torch.optim.Optimizer)}
+    if torch.__version__.startswith("2.13."):  # the version that the pages are written with
+        assert work | refused == known
+
+
+def test_every_number_may_be_a_tensor_but_those_that_are_named() -> None:
+    """``tests/optim/test_derivatives.py`` checks the gradient of each tensor of a row."""
+    page = (DOCS / "optimizers.md").read_text("utf-8").replace("\n", " ")
+    (excepted,) = re.findall(r"may be such a tensor, but for (.*?), from which averages start", page)
+    numbers = set()
+    for row in ROWS.values():
+        for name, parameter in inspect.signature(row.function).parameters.items():
+            is_number = re.search("float|HyperParameter|ScalarOrSchedule", parameter.annotation)
+            if is_number and name not in row.tensors:
+                numbers |= {(name, row.function.__name__)}
+    assert numbers == set(re.findall(r"`(\w+)` of `(\w+)`", excepted))
