@@ -76,14 +76,18 @@ def step_in_place(
             step(params, updates, rest)
             unchanged = all(new is old for new, old in zip(before, state, strict=False))
             return None if unchanged else (*before, *rest)
-        links, factor = impl.transformations, None
-        if links and (factor := links[-1].constant_factor) is not None:
-            links = links[:-1]  # `p + factor * update` is one pass over the memory, not two
-        updates, kept = ChainedGradientTransformation(*links).update(
-            grads, state[: len(links)], params=params, inplace=True
+        links = impl.transformations
+        factor = links[-1].constant_factor if links else None
+        if factor is None:
+            updates, state = impl.update(grads, state, params=params, inplace=True)
+            move_(params, updates)
+            return state
+        # `p + factor * update` is one pass over the memory, not two
+        updates, kept = ChainedGradientTransformation(*links[:-1]).update(
+            grads, state[:-1], params=params, inplace=True
         )
-        move_(params, updates, 1.0 if factor is None else factor)
-        return (*kept, *state[len(links) :])
+        move_(params, updates, factor)
+        return (*kept, state[-1])
 
 
 def differentiable_step(

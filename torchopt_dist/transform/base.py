@@ -12,8 +12,9 @@ tensors (torch's names for them, such as ``momentum_buffer``; a counter is calle
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 from torchopt_dist.transform._fused_step import FusedStep
 from torchopt_dist.typing import OptState, Params, Updates
@@ -95,16 +96,14 @@ class ChainedGradientTransformation(GradientTransformation):
     Its state is a tuple, one state a link.
     """
 
-    transformations: tuple[GradientTransformation, ...]
-    fused_step: FusedStep
-    """The whole steps that are known, from gradients to moved parameters."""
-
     def __new__(
         cls,
         *transformations: GradientTransformation,
         fused_step: FusedStep | None = None,
     ) -> Self:
         """Chain the transformations; none at all is the identity.
+
+        Also the fields, ``init`` and ``update``, make the whole again, as libraries do that take trees apart.
 
         Args:
             transformations: the links.
@@ -114,38 +113,61 @@ class ChainedGradientTransformation(GradientTransformation):
         Raises:
             TypeError: one of them is no gradient transformation.
         """
-        links: list[GradientTransformation] = []
-        for place, link in enumerate(transformations):
-            if isinstance(link, ChainedGradientTransformation):
-                links.extend(link.transformations)
-            elif isinstance(link, GradientTransformation):
-                links.append(link)
-            else:
-                raise TypeError(
-                    f"`transformations[{place}]` must be a GradientTransformation, got {type(link).__name__}"
-                )
-        made = super().__new__(cls, partial(_chain_init, tuple(links)), partial(_chain_update, tuple(links)))
-        made.transformations = tuple(links)
+        if len(transformations) == 2 and not any(
+            isinstance(one, GradientTransformation) for one in transformations
+        ):
+            init, update = cast("tuple[InitFn, UpdateFn]", transformations)
+            return super().__new__(cls, init, update)
+        links = _links(transformations)
         if fused_step is None and transformations:
             last = transformations[-1]
             if isinstance(last, ChainedGradientTransformation):
                 fused_step = last.fused_step.after(len(links) - len(last.transformations))
-        made.fused_step = FusedStep() if fused_step is None else fused_step
-        return made
+        return super().__new__(
+            cls, partial(_chain_init, links), partial(_chain_update, links, fused_step or FusedStep())
+        )
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuilt, (type(self), self.transformations, self.fused_step)
+    @property
+    def transformations(self) -> tuple[GradientTransformation, ...]:
+        """The links; if another function has been put in the place of one of the fields, the whole as one link."""
+        own = _own_arguments(self)
+        return (GradientTransformation(self.init, self.update),) if own is None else own[0]
+
+    @property
+    def fused_step(self) -> FusedStep:
+        """The whole steps that are known, from gradients to moved parameters."""
+        own = _own_arguments(self)
+        return FusedStep() if own is None else own[1]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}{self.transformations!r}"
 
 
-def _rebuilt(
-    cls: type[ChainedGradientTransformation],
-    links: tuple[GradientTransformation, ...],
-    fused_step: FusedStep,
-) -> ChainedGradientTransformation:
-    return cls(*links, fused_step=fused_step)
+def _links(transformations: Sequence[Any]) -> tuple[GradientTransformation, ...]:
+    links: list[GradientTransformation] = []
+    for place, link in enumerate(transformations):
+        if isinstance(link, ChainedGradientTransformation):
+            links.extend(link.transformations)
+        elif isinstance(link, GradientTransformation):
+            links.append(link)
+        else:
+            raise TypeError(
+                f"`transformations[{place}]` must be a GradientTransformation, got {type(link).__name__}"
+            )
+    return tuple(links)
+
+
+def _own_arguments(
+    impl: GradientTransformation,
+) -> tuple[tuple[GradientTransformation, ...], FusedStep] | None:
+    """What a chain's functions were made with; ``None`` if they are not those of one chain."""
+    init, update = impl
+    if not isinstance(init, partial) or not isinstance(update, partial):
+        return None
+    if init.func is not _chain_init or update.func is not _chain_update or init.args != update.args[:1]:
+        return None
+    links, fused_step = update.args
+    return links, fused_step
 
 
 def _chain_init(links: tuple[GradientTransformation, ...], params: Params) -> OptState:
@@ -154,6 +176,7 @@ def _chain_init(links: tuple[GradientTransformation, ...], params: Params) -> Op
 
 def _chain_update(
     links: tuple[GradientTransformation, ...],
+    fused_step: FusedStep,
     updates: Updates,
     state: OptState,
     *,
@@ -183,6 +206,7 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
     Raises:
         TypeError: one of them is no gradient transformation.
     """
+    _links(transformations)  # two that are no transformations are not taken for the fields of a chain
     return ChainedGradientTransformation(*transformations)
 
 

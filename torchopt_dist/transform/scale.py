@@ -6,7 +6,7 @@ A learning rate given as a tensor gets its exact gradient, to any order.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +26,9 @@ class _Scale(GradientTransformation):
 
     @property
     def constant_factor(self) -> float | None:
-        update: Any = self.update
-        step_size, sign = update.args
+        if not isinstance(self.update, partial) or self.update.func is not _scale_update:
+            return None
+        step_size, sign = self.update.args
         return None if isinstance(step_size, Tensor) else sign * step_size
 
 
