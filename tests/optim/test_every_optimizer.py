@@ -172,3 +172,33 @@ def test_update_compiles_without_a_graph_break(name):
     for want, got in zip(out[::2], out[1::2], strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
     torch.compiler.reset()
+
+
+@pytest.mark.parametrize(("name", "setting"), CASES)
+def test_lazily_conjugated_gradients(name, setting):
+    """``W.mH @ x`` gives such gradients, to both classes."""
+    row = ROWS[name]
+    options = row.options[setting]
+    x = torch.randn(3, 4, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
+    moved = []
+    for lazy in (True, False):
+        w, net = torch.nn.Parameter(x[:, :2].clone()), torch.nn.Module()
+        net.w = torch.nn.Parameter(w.detach().clone())
+        optimizer = row.plain([w], **options)
+        for step in range(2):
+            w.grad = x[:, step : step + 2].conj() if lazy else x[:, step : step + 2].conj().resolve_conj()
+            assert w.grad.is_conj() is lazy
+            optimizer.step()
+        adjoint = net.w.mH if lazy else net.w.conj().resolve_conj().mT
+        row.meta(net, **options).step((adjoint @ x).abs().square().sum())
+        moved.append([w.detach(), net.w.detach()])
+    torch.testing.assert_close(moved[0], moved[1])
+
+
+def test_a_lazily_conjugated_parameter_is_refused():
+    w = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64).conj())
+    w.grad = torch.ones_like(w)
+    with pytest.raises(
+        ValueError, match=r"`params` must not be lazily conjugated .* got one that is: make it"
+    ):
+        todist.SGD([w], 0.1).step()

@@ -138,8 +138,11 @@ def check_tensors(columns: Mapping[str, Sequence[Any] | None]) -> None:
 
 
 def as_real(xs: Sequence[Tensor]) -> list[Tensor]:
-    """Complex tensors seen as real ones with a last dimension of two, in the same memory; others as they are."""
-    return [torch.view_as_real(x) if x.is_complex() else x for x in xs]
+    """Complex tensors seen as real ones with a last dimension of two, in the same memory; others as they are.
+
+    A lazily conjugated one, such as a gradient through ``W.mH``, is copied.
+    """
+    return [torch.view_as_real(x.resolve_conj()) if x.is_complex() else x for x in xs]
 
 
 def as_complex(xs: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:

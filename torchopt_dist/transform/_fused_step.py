@@ -122,6 +122,11 @@ def _step_in_place(
         picked = {name: pick(column, places) for name, column in picked.items()}
         given = [pick(column, places) for column in given]
     if any(map(Tensor.is_complex, given[0])):
+        if any(map(Tensor.is_conj, given[0])):
+            raise ValueError(
+                "`params` must not be lazily conjugated to be moved in place, got one that is: make it of "
+                "`tensor.resolve_conj()`"
+            )
         given = [as_real(column) for column in given]
         picked = {name: as_real(column) for name, column in picked.items()}
     op(*given, **picked, **options)
