@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import torchopt_dist as todist
-from torchopt_dist.distributed._payload import ExecutionKwargs
+from torchopt_dist.distributed._payload import ExecutionKwargs, ExecutionOptions
 
 ROOT = Path(__file__).resolve().parents[1]
 HEAD = """
@@ -129,12 +129,12 @@ def test_a_class_takes_the_arguments_of_its_own_transformation(cls: type) -> Non
 
 
 def test_overloads_have_all_options() -> None:
+    hints = typing.get_type_hints(ExecutionOptions)
+    assert hints == typing.get_type_hints(ExecutionKwargs)
     for decorator in (todist.parallelize, todist.parallelize_async):
         parameters = list(inspect.signature(decorator).parameters.values())
-        options = {p.name: p.annotation for p in parameters if p.kind is p.KEYWORD_ONLY}
-        assert options.keys() == ExecutionKwargs.__annotations__.keys()
         overloads = typing.get_overloads(decorator)
         assert len(overloads) == 3
         for overload in overloads:
             names = [*inspect.signature(overload).parameters]
-            assert names == [*(p.name for p in parameters[:-3]), "options"]
+            assert names == [p.name for p in parameters]

@@ -132,7 +132,9 @@ def spread():
         sent.append(todist.get_rank())
         return (x**4).sum() + todist.get_world_size() * 0
 
-    parallel = todist.parallelize(todist.batch_partitioner, todist.concatenate_reducer)
+    parallel = todist.parallelize(
+        todist.batch_partitioner, todist.concatenate_reducer, isolate_own_share=False
+    )  # so that `sent` is filled
     torch.manual_seed(2)
     (found,) = gradient(loss, POINT, method="antithetic", num_samples=9, sigma=0.2, parallel=parallel)
     return found.numpy(), len(sent)

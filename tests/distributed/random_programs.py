@@ -87,7 +87,7 @@ def draw(seed: int, workers: int) -> Program:
 
 def _plain(r: random.Random, registers: int, *, module: bool) -> Instruction:
     """One that leaves a tensor in one more register: the last item of an instruction says how many."""
-    kind = r.choice(["unary", "binary", "binary", "inner", "module" if module else "unary"])
+    kind = r.choice(["unary", "binary", "binary", "inner", "direct", "module" if module else "unary"])
     i, j = r.randrange(registers), r.randrange(registers)
     if kind == "unary":
         return ("unary", r.choice(list(UNARY)), i, 1)
@@ -105,6 +105,9 @@ def _call(r: random.Random, registers: int, workers: int, depth: int) -> Instruc
         chosen = r.sample(range(workers), r.randint(1, workers))
         return (kind, chosen, r.choice(["sum", "mean", "concatenate"]), function, arguments, 1)
     function, inside = [], len(arguments)
+    if r.random() < 0.4:  # the last register may depend on the first argument
+        arguments.append(registers - 1)
+        function, inside = [("direct", 0, len(arguments) - 1, 1)], len(arguments) + 1
     for _ in range(r.randint(1, INSIDE)):
         nested = depth < 2 and r.random() < 0.25
         function.append(_call(r, inside, workers, depth + 1) if nested else _plain(r, inside, module=True))
@@ -118,7 +121,12 @@ class Here:
 
     def call(self, kind: str, worker: int, *args: Any) -> Any:
         del kind, worker
-        return block(*args, runner=self)["results"]
+        code, results, tree, *module = args
+        apart = {
+            id(x): x + 0.0 for x in tree["in a tree"]
+        }  # one that depends on another has a path of its own
+        tree = {"in a tree": [apart[id(x)] for x in tree["in a tree"]]}
+        return block(code, results, tree, *module, runner=self)["results"]
 
     def split(
         self, kind: str, workers: list[int], reducer: str, code: list[Instruction], given: list[Tensor]
@@ -211,6 +219,13 @@ def interpret(
                     loss = (torch.sin(start) * get(j) + start**3 / 3).sum()
                     (slope,) = torch.autograd.grad(loss, start, create_graph=True)
                 registers.append(start - 0.1 * slope)
+            case ("direct", i, j, _):  # where the second depends on the first, so does the slope
+                start = get(i)
+                if start.requires_grad:
+                    loss = (torch.sin(start) * get(j)).sum()
+                    (slope,) = torch.autograd.grad(loss, start, create_graph=True)
+                    start = start - 0.1 * slope
+                registers.append(start)
             case ("sync" | "async" as kind, worker, results, function, arguments, number):
                 tree = {"in a tree": [get(i) for i in arguments]}
                 future = runner.call(kind, worker, function, results, tree, module)

@@ -13,7 +13,7 @@ ROWS = {
     "uneven splits": "test_dim_partitioner.py::test_shares_cover_all_in_order_and_differ_by_one_at_most",
     "mean of uneven splits": "test_reduce.py::test_on_four_workers_the_mean_of_seven_is_three",
     "a broadcast argument travels once": "test_serialization.py::test_what_is_shared_travels_once",
-    "self is a plain call": "test_calls.py::test_own_share_is_a_plain_call",
+    "the own share is not copied": "test_own_share.py::test_large_tensors_are_not_copied",
     "parameters get gradients without a clone": "test_remote_graph.py::test_plain_backward_fills_grad",
     "what cannot be connected is an error": "test_remote_graph_errors.py::test_what_cannot_be_connected_is_an_error",
     "any callable": "test_calls.py::test_any_callable_runs_on_a_worker",

@@ -156,18 +156,6 @@ def _state():
     )
 
 
-def test_own_share_is_a_plain_call(world):
-    def body():
-        lock, seen = threading.Lock(), []  # neither can be pickled, both can be used
-        todist.remote_sync_call(lambda: seen.append(lock), partitioner=0)
-        assert seen == [lock]
-        with pytest.raises(ZeroDivisionError) as caught:
-            todist.remote_sync_call(lambda: 1 / 0, partitioner=0)
-        assert not isinstance(caught.value, todist.RemoteError)
-
-    world(2).on_zero(body)
-
-
 def test_what_cannot_be_sent_is_named(world):
     def body():
         lock = threading.Lock()

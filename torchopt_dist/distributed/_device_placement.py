@@ -1,4 +1,4 @@
-"""A call's ``device=`` → the device that its tensors are put on, at a worker and for the caller's own share."""
+"""A call's ``device=`` → the device that its tensors are put on, at a worker and in the caller."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchopt_dist.distributed._payload import Payload
 from torchopt_dist.distributed.world import get_local_rank
 from torchopt_dist.nn import module_clone
 
-__all__ = ["may_move_a_clone", "placed", "receiving_device"]
+__all__ = ["placed", "receiving_device"]
 
 
 def receiving_device(device: str | None) -> torch.device | None:
@@ -23,22 +23,8 @@ def receiving_device(device: str | None) -> torch.device | None:
     return torch.device("cuda", get_local_rank() % torch.cuda.device_count())
 
 
-def may_move_a_clone(payload: Payload) -> bool:
-    """Whether the function may move a module whose tensors are part of a graph to a GPU.
-
-    ``module.to(device)`` replaces the data of such tensors, while the graph expects gradients on the device that the
-    tensors were on. On a worker the module is a copy whose parameters are leaves, which can be moved.
-    """
-    tasks: Any = payload.tasks
-    leaves: list[Any] = optree.tree_leaves(tasks, none_is_leaf=True)
-    return torch.cuda.is_available() and any(
-        isinstance(leaf, nn.Module) and any(not tensor.is_leaf for tensor in leaf.parameters())
-        for leaf in leaves
-    )
-
-
 def placed(payload: Payload) -> Payload:
-    """The caller's own share, with its tensors and modules on this worker's device and connected to the originals."""
+    """A share that is not isolated, its tensors and modules on this worker's device and connected to the originals."""
     device = receiving_device(payload.options.device)
     if device is None:
         return payload

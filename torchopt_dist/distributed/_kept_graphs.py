@@ -36,7 +36,7 @@ class KeptGraphs:
     def __init__(self) -> None:
         self._graphs: dict[Key, KeptGraph] = {}
         self._given_up: set[Key] = set()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer may release a graph while its thread is at work here
 
     def __len__(self) -> int:
         return len(self._graphs)

@@ -54,16 +54,20 @@ class ExecutionOptions:
         chunk_size: how many tasks at once if vectorized; ``None`` means all.
         device: where the tensors among the arguments are put first; ``None`` leaves them on the
             kind of device that they are on, and ``"auto"`` means the worker's own GPU, if it has one.
+        isolate_own_share: whether the caller's own share works on leaves and rebuilt objects, as a worker does, instead
+            of on the caller's own objects.
     """
 
     vectorize: bool = False
     chunk_size: int | None = None
     device: str | None = None
+    isolate_own_share: bool = True
 
     def __post_init__(self) -> None:
         """Check the settings."""
-        if not isinstance(self.vectorize, bool):
-            raise TypeError(f"vectorize must be True or False, got {self.vectorize!r}")
+        for name in ("vectorize", "isolate_own_share"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.chunk_size is not None and (not isinstance(self.chunk_size, int) or self.chunk_size < 1):
             raise ValueError(f"chunk_size must be a positive integer or None, got {self.chunk_size!r}")
         if self.chunk_size is not None and not self.vectorize:
@@ -78,6 +82,7 @@ class ExecutionKwargs(TypedDict, total=False):
     vectorize: bool
     chunk_size: int | None
     device: str | None
+    isolate_own_share: bool
 
 
 def group_by_worker(

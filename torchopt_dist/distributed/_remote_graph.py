@@ -36,10 +36,13 @@ from torchopt_dist.distributed._serialization import Message, pack, unpack
 from torchopt_dist.distributed.transport.base import Transport
 from torchopt_dist.errors import NotInitializedError, SerializationError
 
-__all__ = ["call"]
+__all__ = ["HERE", "RemoteGraph", "call"]
 
-FIRST, LAST = 2**62, 0
-"""Sequence numbers: of the nodes that are ready, the autograd engine runs the one with the highest."""
+FIRST, HERE, LAST = 2**62, 1, 0
+"""Sequence numbers: of the nodes that are ready, the autograd engine runs the one with the highest.
+
+The own share's *dispatch* computes, and the others' wait.
+"""
 
 
 def call(
@@ -68,19 +71,8 @@ def call(
         SerializationError: the payload cannot be sent.
     """
     group = current_group()
-    graph = _RemoteGraph(group, worker, transport or group.transport)
-    try:
-        message = graph.pack(Call(payload, graph.key if payload.state.grad_enabled else None))
-    except SerializationError as error:
-        function = getattr(payload.function, "__qualname__", repr(payload.function))
-        raise SerializationError(
-            f"`{function}` and its arguments cannot be sent to {group.names[worker]}: {error}"
-        ) from error
-    message.device = payload.options.device
-    inputs = message.inputs() if payload.state.grad_enabled else []
-    anchor = graph.dispatch(inputs) if inputs else None
-    # The worker is assumed to keep its graph until the reply says so, since a reply may come too late to be heard.
-    graph.kept = anchor is not None
+    graph = RemoteGraph(group, worker, transport or group.transport)
+    message, anchor = graph.start(payload)
     future: Future[list[Any]] = Future()
 
     def arrived(done: Future[Message]) -> None:
@@ -101,13 +93,16 @@ class _Ticket(NamedTuple):
 
     message: Message
     reply: Future[Message]
-    graph: _RemoteGraph
+    graph: RemoteGraph
     inputs: list[tuple[Tensor, int | None]]
     """The call's inputs, each with its version at the call."""
 
 
-class _RemoteGraph:
+class RemoteGraph:
     """The caller's handle of a graph that a worker keeps; the worker's is released when this one is gone."""
+
+    turn = LAST
+    """The sequence number of its *dispatch*."""
 
     def __init__(self, group: Group, worker: int, transport: Transport) -> None:
         self.kept = False  # set first, since `__del__` reads it
@@ -123,10 +118,38 @@ class _RemoteGraph:
 
     def __del__(self) -> None:
         if self.kept:
-            self.group.releaser.release(self.transport, self.worker, self.key)
+            self.release()
+
+    def release(self) -> None:
+        """Let the worker forget its graph."""
+        self.group.releaser.release(self.transport, self.worker, self.key)
+
+    def has_ended(self) -> bool:
+        """Whether the worker's graph went with the RPC group."""
+        return find_group() is not self.group
 
     def pack(self, request: Request) -> Message:
         return pack(request, main_by_name=self._main_by_name)
+
+    def start(self, payload: Payload) -> tuple[Message, Tensor | None]:
+        """The message that asks for a call, and the anchor, if gradients are wanted.
+
+        Raises:
+            SerializationError: the payload cannot be sent.
+        """
+        try:
+            message = self.pack(Call(payload, self.key if payload.state.grad_enabled else None))
+        except SerializationError as error:
+            function = getattr(payload.function, "__qualname__", repr(payload.function))
+            raise SerializationError(
+                f"`{function}` and its arguments cannot be sent to {self.worker_name}: {error}"
+            ) from error
+        message.device = payload.options.device
+        inputs = message.inputs() if payload.state.grad_enabled else []
+        anchor = self.dispatch(inputs) if inputs else None
+        # The worker is assumed to keep its graph until the reply says so: a reply may come too late to be heard.
+        self.kept = anchor is not None
+        return message, anchor
 
     def dispatch(self, inputs: list[Tensor]) -> Tensor:
         """The node next to the inputs; returns the anchor."""
@@ -135,7 +158,7 @@ class _RemoteGraph:
             held = hold_grad_accumulators(inputs)
             anchor = apply(self, *inputs)
             held.clear()  # from now on the anchor's node keeps the accumulators alive
-        set_sequence_number(anchor, LAST)
+        set_sequence_number(anchor, self.turn)
         return anchor
 
     def collect(self, anchor: Tensor | None, message: Message) -> list[Any]:
@@ -172,11 +195,11 @@ class _RemoteGraph:
         reached = {number for number, grad in enumerate(output_grads) if grad is not None}
         if not reached <= self.unused:
             raise RuntimeError(BACKWARD_TWICE)
-        if find_group() is not self.group:
+        if self.has_ended():
             raise NotInitializedError(
                 f"the graph of this remote call was kept by {self.worker_name}, and the RPC group has ended"
             )
-        graph = _RemoteGraph(self.group, self.worker, self.transport)
+        graph = type(self)(self.group, self.worker, self.transport)
         message = graph.pack(Backward(self.key, output_grads, retain_graph, graph.key if recorded else None))
         inputs = self.inputs
         if not retain_graph:
@@ -218,7 +241,7 @@ def _check_versions(inputs: list[tuple[Tensor, int | None]]) -> None:
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, graph: _RemoteGraph, *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, graph: RemoteGraph, *inputs: Tensor) -> Tensor:
         ctx.graph = graph
         graph.inputs = [(tensor, tensor_version(tensor)) for tensor in inputs]
         return torch.zeros((), dtype=torch.float64)
@@ -230,7 +253,7 @@ class _Dispatch(torch.autograd.Function):
 
 class _Collect(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, graph: _RemoteGraph, anchor: Tensor, outputs: list[Tensor]) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, graph: RemoteGraph, anchor: Tensor, outputs: list[Tensor]) -> tuple[Tensor, ...]:
         ctx.graph = graph
         ctx.set_materialize_grads(False)
         return tuple(outputs)

@@ -19,7 +19,7 @@ from torchopt_dist.distributed._protocol import Backward, Call, Key, Release, Re
 from torchopt_dist.distributed._serialization import Message, pack, unpack
 from torchopt_dist.errors import SerializationError
 
-__all__ = ["error_reply", "handle_request"]
+__all__ = ["answer", "error_reply", "handle_request"]
 
 
 def handle_request(request: Message, kept_graphs: KeptGraphs) -> Message:
@@ -33,7 +33,7 @@ def handle_request(request: Message, kept_graphs: KeptGraphs) -> Message:
         The reply's message, ready to be sent.
     """
     try:
-        return _answer(request.received(receiving_device(request.device)), kept_graphs)
+        return answer(request.received(receiving_device(request.device)), kept_graphs)
     except BaseException as error:  # the error is sent to the caller, and this worker goes on
         return error_reply(error)
 
@@ -51,7 +51,13 @@ def error_reply(error: BaseException) -> Message:
         return pack(Reply(exception=exception.as_text()), main_by_name=True).detached()
 
 
-def _answer(request: Message, kept_graphs: KeptGraphs) -> Message:
+def answer(request: Message, kept_graphs: KeptGraphs) -> Message:
+    """Do what a request asks; what goes wrong is raised.
+
+    Args:
+        request: the message; its tensors are leaves.
+        kept_graphs: as for :func:`handle_request`.
+    """
     content = unpack(request)
     if isinstance(content, Release):
         for key in content.graphs:

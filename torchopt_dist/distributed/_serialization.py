@@ -47,6 +47,7 @@ class Message:
         connected: in a reply, the numbers of the tensors that are outputs of the graph the worker keeps.
         device: in a call, where the receiver puts the tensors; see ``ExecutionOptions``.
         used_up: in a reply, a graph that its sender drops only after sending: taking it apart takes a while.
+        buffers: at the sender, the numbers of the tensors, besides parameters, that a module may hold and change.
     """
 
     skeleton: bytes
@@ -57,6 +58,7 @@ class Message:
     connected: tuple[int, ...] = ()
     device: str | None = None
     used_up: Any = None
+    buffers: frozenset[int] = frozenset()
 
     def detached(self) -> Message:
         """The message as it travels."""
@@ -104,6 +106,7 @@ def pack(value: Any, *, main_by_name: bool) -> Message:
         except _OverlapError:  # only one pickle keeps what is shared one
             tensors, structures = _Tensors(main_by_name), {}
             skeleton, _ = _dump(value, main_by_name, tensors, None)
+            tensors.mark_buffers(tensors.all)
     except SerializationError:
         raise
     except Exception as error:  # pickling runs the objects' own code, which raises what it likes
@@ -114,6 +117,7 @@ def pack(value: Any, *, main_by_name: bool) -> Message:
         [tensor.requires_grad for tensor in tensors.all],
         [isinstance(tensor, nn.Parameter) for tensor in tensors.all],
         structures,
+        buffers=frozenset(tensors.buffers),
     )
 
 
@@ -135,6 +139,7 @@ class _Tensors:
     def __init__(self, main_by_name: bool) -> None:
         self._main_by_name = main_by_name
         self.all: list[torch.Tensor] = []
+        self.buffers: set[int] = set()
         self._numbers: dict[int, int] = {}
 
     def number(self, tensor: torch.Tensor) -> int:
@@ -144,6 +149,12 @@ class _Tensors:
             self.all.append(tensor)
         return number
 
+    def mark_buffers(self, held: list[torch.Tensor]) -> None:
+        """Note which of the tensors that a module holds it may change."""
+        self.buffers.update(
+            self._numbers[id(t)] for t in held if not (t.requires_grad or isinstance(t, nn.Parameter))
+        )
+
     def mark(self) -> int:
         return len(self.all)
 
@@ -151,6 +162,7 @@ class _Tensors:
         for tensor in self.all[mark:]:
             del self._numbers[id(tensor)]
         del self.all[mark:]
+        self.buffers = {number for number in self.buffers if number < mark}
 
 
 class _NeedsCodeError(Exception):
@@ -212,6 +224,7 @@ class _OutOfBandPickler(pickle.Pickler):
         digest = hashlib.blake2b(structure, digest_size=16).digest()
         structures[digest] = structure
         numbers = tuple(self._tensors.number(tensor) for tensor in own.all)
+        self._tensors.mark_buffers(own.all)
         self._modules[id(module)] = (len(self._modules), digest, numbers)
         return self._modules[id(module)]
 

@@ -51,9 +51,7 @@ def map(
     reducer: Callable[..., Any] | None = None,
     workers: Sequence[int | str] | None = None,
     timeout: float | None = UNSET_TIMEOUT,
-    vectorize: bool = False,
-    chunk_size: int | None = None,
-    device: str | None = None,
+    **options: Unpack[ExecutionKwargs],
 ) -> Any:
     """Call ``func(item, *args, **kwargs)`` for each item, each call a task, on all workers; wait for the results.
 
@@ -68,9 +66,11 @@ def map(
         reducer: makes of the list of results, in the items' order, one; ``None`` leaves the list.
         workers: ranks or names of the workers to use, in this order; ``None`` means all.
         timeout: seconds after which the call fails; see :func:`remote_sync_call`.
+        options: these.
         vectorize: whether a worker runs its tasks in one :func:`torch.func.vmap`; then they must be of one shape.
         chunk_size: how many tasks at once, if vectorized; ``None`` means all.
         device: where a worker first puts the tensors among its arguments; see :func:`remote_sync_call`.
+        isolate_own_share: whether this worker's own tasks work on leaves and copies, as the other workers' do.
 
     Returns:
         The list of results in the items' order, ``[]`` if there is no item; or what the reducer makes of the list.
@@ -104,7 +104,5 @@ def map(
         partitioner=lambda: tasks,
         reducer=reducer,
         timeout=timeout,
-        vectorize=vectorize,
-        chunk_size=chunk_size,
-        device=device,
+        **options,
     )

@@ -8,21 +8,17 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, ParamSpec, TypeVar, Unpack, overload
 
-from torch import Tensor
 from torch.futures import Future
 
 from torchopt_dist._serialized_exception import SerializedException
-from torchopt_dist.distributed import _execute, _remote_graph
+from torchopt_dist.distributed import _own_share, _remote_graph
 from torchopt_dist.distributed._caller_state import CallerState
-from torchopt_dist.distributed._device_placement import may_move_a_clone, placed
 from torchopt_dist.distributed._gather import gather
-from torchopt_dist.distributed._grad_accumulators import hold_grad_accumulators
 from torchopt_dist.distributed._group import current_group
 from torchopt_dist.distributed._parentheses import check_parentheses
 from torchopt_dist.distributed._payload import ExecutionKwargs, ExecutionOptions, group_by_worker
 from torchopt_dist.distributed.partition import Partitioner, check_partitioner, partition
 from torchopt_dist.distributed.reduce import ReducerOfSizes, check_reducer
-from torchopt_dist.distributed.transport.local import LocalTransport
 from torchopt_dist.typing import Args, KwArgs
 
 __all__ = ["parallelize", "parallelize_async", "parallelize_sync", "remote_async_call", "remote_sync_call"]
@@ -45,14 +41,12 @@ def remote_sync_call(
     partitioner: Partitioner | None = None,
     reducer: Callable[..., Any] | None = None,
     timeout: float | None = UNSET_TIMEOUT,
-    vectorize: bool = False,
-    chunk_size: int | None = None,
-    device: str | None = None,
+    **options: Unpack[ExecutionKwargs],
 ) -> Any:
     """Call ``func`` on one or several workers, and wait for what they return.
 
     Args:
-        func: the function to call; what it and its arguments hold must be picklable, unless they stay here.
+        func: the function to call; what it and its arguments hold must be picklable.
         args: positional arguments.
         kwargs: keyword arguments.
         partitioner: the rank or name of the worker to call; or a function that makes of ``*args, **kwargs`` a list
@@ -60,11 +54,15 @@ def remote_sync_call(
         reducer: makes of the list of results, in the triplets' order, one; ``None`` leaves the list.
         timeout: seconds after which the call fails; ``None`` or 0 means never. By default the RPC group decides,
             which has none unless its options ask for one.
+        options: these.
         vectorize: whether a worker runs its tasks in one :func:`torch.func.vmap` instead of one after another; then
             they must be of one shape, and differ in tensors only.
         chunk_size: how many tasks at once, if vectorized; ``None`` means all.
         device: where a worker first puts the tensors among its arguments, the caller included: ``"auto"`` means its own
             GPU if it has one, ``None`` leaves them on the kind of device that they are on.
+        isolate_own_share: whether this worker's own share means what a share of another worker means: its tensors are
+            leaves, its objects copies. ``False`` makes the share a plain call on the caller's own objects, which need
+            not be picklable; where arguments depend on each other, gradients then depend on the number of workers.
 
     Returns:
         What the reducer returns, or the list of results.
@@ -78,9 +76,7 @@ def remote_sync_call(
         TypeError: an argument is of the wrong kind.
         ValueError: the arguments cannot be split, or a worker is unknown.
     """
-    call = _Call(
-        func, args, kwargs, partitioner, reducer, timeout, ExecutionOptions(vectorize, chunk_size, device)
-    )
+    call = _Call(func, args, kwargs, partitioner, reducer, timeout, ExecutionOptions(**options))
     call.run_own_share()
     return call.finish()
 
@@ -93,29 +89,26 @@ def remote_async_call(
     partitioner: Partitioner | None = None,
     reducer: Callable[..., Any] | None = None,
     timeout: float | None = UNSET_TIMEOUT,
-    vectorize: bool = False,
-    chunk_size: int | None = None,
-    device: str | None = None,
+    **options: Unpack[ExecutionKwargs],
 ) -> Future[Any]:
     """Like :func:`remote_sync_call`, but returns at once with a future of the result.
 
     This worker's own share, if it has one, and the reducer run in a thread. Torch has one generator a process, so while
-    an own share runs, random numbers drawn here are drawn from its task's stream. Tensors for others are copied
-    first, so the arguments may be changed in place at once, unless this worker has a share.
+    an own share runs, random numbers drawn here are drawn from its task's stream. Tensors are copied first, so the
+    arguments may be changed in place at once, unless this worker has a share that is not isolated.
 
     Returns:
         A future whose ``wait()`` returns the result or raises what the call raised.
     """
-    options = ExecutionOptions(vectorize, chunk_size, device)
-    call = _Call(func, args, kwargs, partitioner, reducer, timeout, options, snapshot=True)
+    call = _Call(
+        func, args, kwargs, partitioner, reducer, timeout, ExecutionOptions(**options), snapshot=True
+    )
     state = CallerState.capture()
     future: Future[Any] = Future()
-    held = hold_grad_accumulators(call.own_tensors())
 
     def work() -> None:
         try:
             call.run_own_share()
-            held.clear()
             with state.applied():
                 result = call.finish()
         except Exception as error:
@@ -164,25 +157,21 @@ class _Call:
             for worker, (payload, _) in self.payloads.items()
             if worker != self.me
         }
-
-    def own_tensors(self) -> list[Tensor]:
-        """The tensors that this worker's own share works on."""
-        return self.payloads[self.me][0].tensors() if self.me in self.payloads else []
+        self.own_share = {
+            worker: _own_share.prepare(payload, snapshot=snapshot)
+            for worker, (payload, _) in self.payloads.items()
+            if worker == self.me
+        }
 
     def run_own_share(self) -> None:
         """Run the caller's own share in this thread, while the other workers run theirs."""
-        if self.me not in self.payloads:
-            return
-        payload = self.payloads[self.me][0]
-        if may_move_a_clone(payload):
-            to_itself = LocalTransport(self.group.kept_graphs, self.group.threads)
-            self.values[self.me] = _remote_graph.call(self.me, payload, 0, to_itself)
-            return
-        own = self.values[self.me] = concurrent.futures.Future()
-        try:
-            own.set_result(_execute.run(placed(payload)))
-        except Exception as error:
-            own.set_exception(error)
+        for worker, work in self.own_share.items():
+            own = self.values[worker] = concurrent.futures.Future()
+            try:
+                own.set_result(work())
+            except Exception as error:
+                own.set_exception(error)
+        self.own_share.clear()
 
     def finish(self) -> Any:
         """Wait for the others, and reduce."""
@@ -218,10 +207,7 @@ def parallelize(
     partitioner: Partitioner | None = None,
     reducer: Callable[..., Any] | None = None,
     timeout: float | None = UNSET_TIMEOUT,
-    *,
-    vectorize: bool = False,
-    chunk_size: int | None = None,
-    device: str | None = None,
+    **options: Unpack[ExecutionKwargs],
 ) -> Callable[[Callable[P, Any]], Callable[P, Any]]:
     """Decorate a function so that a call of it runs on the workers; arguments as :func:`remote_sync_call`.
 
@@ -240,7 +226,7 @@ def parallelize(
         loss.backward()
     """
     check_parentheses("todist.parallelize", partitioner)
-    settings = _checked(partitioner, reducer, timeout, ExecutionOptions(vectorize, chunk_size, device))
+    settings = _checked(partitioner, reducer, timeout, ExecutionOptions(**options))
     return functools.partial(_decorate, remote_sync_call, settings)
 
 
@@ -272,14 +258,11 @@ def parallelize_async(
     partitioner: Partitioner | None = None,
     reducer: Callable[..., Any] | None = None,
     timeout: float | None = UNSET_TIMEOUT,
-    *,
-    vectorize: bool = False,
-    chunk_size: int | None = None,
-    device: str | None = None,
+    **options: Unpack[ExecutionKwargs],
 ) -> Callable[[Callable[P, Any]], Callable[P, Future[Any]]]:
     """Like :func:`parallelize`, but a call returns a future at once; see :func:`remote_async_call`."""
     check_parentheses("todist.parallelize_async", partitioner)
-    settings = _checked(partitioner, reducer, timeout, ExecutionOptions(vectorize, chunk_size, device))
+    settings = _checked(partitioner, reducer, timeout, ExecutionOptions(**options))
     return functools.partial(_decorate, remote_async_call, settings)
 
 

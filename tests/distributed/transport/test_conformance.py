@@ -15,14 +15,10 @@ from torchopt_dist.distributed._group import current_group
 from torchopt_dist.distributed._payload import ExecutionOptions, Payload
 from torchopt_dist.distributed._protocol import Call
 from torchopt_dist.distributed._serialization import pack, unpack
-from torchopt_dist.distributed.transport import local, rpc
-from torchopt_dist.distributed.transport.local import LocalTransport
+from torchopt_dist.distributed.transport import rpc
 from torchopt_dist.distributed.transport.rpc import RPCTransport
 
-TRANSPORTS = {
-    "rpc": RPCTransport,
-    "local": lambda group: LocalTransport(group.kept_graphs, group.threads),
-}
+TRANSPORTS = {"rpc": RPCTransport}
 """Name → the RPC group to its transport."""
 
 
@@ -146,7 +142,6 @@ def test_a_lack_of_memory_for_a_message_on_the_worker_is_a_reply(world, transpor
         setattr(module, step, refuse)
 
     def body():
-        refuse_heavy_ones(local)
         if todist.get_rank() == 1:
             refuse_heavy_ones(rpc)
         todist.barrier()

@@ -1,0 +1,249 @@
+"""The caller's own share means what another worker's share means, also where there is one process only."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import warnings
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import torchopt_dist as todist
+from tests.distributed.programs import mlp, mse
+
+LARGE = 20_000
+"""Elements of a tensor that is not copied for the own share."""
+
+
+def alone(body):
+    """``body`` in a group of this process only."""
+    return todist.auto_init_rpc()(body)()
+
+
+def slope(z, reg, x):
+    """An inner gradient, in which ``reg`` is a number."""
+    (inner,) = torch.autograd.grad(x * (z**3).sum() + reg * z.sum(), z, create_graph=True)
+    return (inner**2).sum()
+
+
+def slopes(*, isolate):
+    """Value, and first and second derivative by ``z``, for arguments that depend on each other."""
+    z = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
+    reg = (z**2).sum()
+    x = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
+    spread = todist.parallelize(
+        todist.dim_partitioner(exclusive=True, keepdim=False), todist.sum_reducer, isolate_own_share=isolate
+    )(slope)
+    value = spread(todist.replicated(z), reg, x)
+    (first,) = torch.autograd.grad(value, z, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), z)
+    return [value.detach(), first.detach(), second]
+
+
+def closed_form():
+    """Σ_x ‖3xz² + r‖² and its derivatives by z, where r = ‖z‖² depends on z."""
+    z = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
+    value = sum(((3 * x * z**2 + (z**2).sum()) ** 2).sum() for x in range(1, 5))
+    (first,) = torch.autograd.grad(value, z, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), z)
+    return [value.detach(), first.detach(), second]
+
+
+def test_arguments_that_depend_on_each_other_give_one_gradient_on_any_number_of_workers(world):
+    for got in (
+        alone(lambda: slopes(isolate=True)),
+        world(3).on_zero(lambda: slopes(isolate=True)),
+    ):
+        torch.testing.assert_close(got, closed_form())
+
+
+def test_a_plain_own_share_sees_how_its_arguments_depend_on_each_other():
+    z = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
+    inner = [3 * x * z**2 + (z**2).sum() + 2 * z * z.sum() for x in range(1, 5)]
+    value = sum((part**2).sum() for part in inner)
+    got = alone(lambda: slopes(isolate=False))
+    torch.testing.assert_close(got[:2], [value.detach(), *torch.autograd.grad(value, z)])
+
+
+class Remembers(nn.Module):
+    """Changes its buffers, and a queue that is an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4, dtype=torch.float64)
+        self.queue = torch.zeros(LARGE)
+        self.calls = []
+
+    def forward(self, x):
+        self.queue.add_(1)
+        self.calls.append(len(x))
+        return self.norm(x), self.queue.sum(), len(self.calls)
+
+
+def test_what_the_function_does_to_its_objects_stays_there(world):
+    def body():
+        model, x, seen = Remembers(), torch.arange(12.0, dtype=torch.float64).reshape(3, 4), []
+
+        extra = torch.ones(3)
+
+        def function(model, x, extra, seen):
+            first, queued, calls = model(x)
+            loss = (first**3).sum() + model.norm.weight.sum()
+            loss.backward(retain_graph=True)
+            extra.zero_()
+            seen.append(1)
+            return loss, queued, calls, model.norm.weight.grad is None
+
+        for worker in range(todist.get_world_size()):
+            ((loss, *others),) = todist.remote_sync_call(
+                function, args=(model, x, extra, seen), partitioner=worker
+            )
+            loss.backward()
+            assert others == [LARGE, 1, False]
+        assert not seen
+        assert not model.calls
+        assert not model.queue.any()
+        assert not model.norm.running_mean.any()
+        assert extra.all()
+        return model.norm.weight.grad, model.norm.num_batches_tracked
+
+    gradient, batches = alone(body)
+    model = Remembers().norm
+    x = torch.arange(12.0, dtype=torch.float64).reshape(3, 4)
+    ((model(x) ** 3).sum() + model.weight.sum()).backward()
+    torch.testing.assert_close(gradient, model.weight.grad)
+    assert batches == 0
+    torch.testing.assert_close(world(2).on_zero(body), (2 * gradient, batches))
+
+
+def test_large_tensors_are_not_copied():
+    def body():
+        x, p = torch.zeros(LARGE, requires_grad=True), nn.Parameter(torch.zeros(LARGE))
+        (places,) = todist.remote_sync_call(
+            lambda *xs: [x.data_ptr() for x in xs], args=(x, p), partitioner=0
+        )
+        assert places == [x.data_ptr(), p.data_ptr()]
+
+    alone(body)
+
+
+def test_a_large_argument_that_is_changed_in_place_is_named():
+    def changes(x, model):
+        with torch.no_grad():
+            model.weight.add_(1)
+        return x.sum()
+
+    def body():
+        model = nn.Linear(LARGE, 2)
+        with pytest.warns(
+            UserWarning, match=r"changes` has changed.*: weight of tasks\[0\]\[0\]\[1\] of shape \(2, 20000\)"
+        ):
+            todist.remote_sync_call(changes, args=(torch.zeros(2), model), partitioner=0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            todist.remote_sync_call(
+                mse,
+                args=(mlp(), torch.zeros(LARGE, 6).double(), torch.zeros(LARGE, 3).double()),
+                partitioner=0,
+            )
+
+    alone(body)
+
+
+def test_an_asynchronous_own_share_has_the_tensors_of_the_moment_of_the_call():
+    def body():
+        started, x = threading.Event(), torch.ones(LARGE, requires_grad=True)
+        blocker = todist.remote_async_call(started.wait, partitioner=0, isolate_own_share=False)
+        future = todist.remote_async_call(lambda x: (x**2).sum(), args=(x,), partitioner=0)
+        with torch.no_grad():
+            x.mul_(3)
+        started.set()
+        blocker.wait()
+        (value,) = future.wait()
+        value.backward()
+        return value.item(), x.grad.unique().tolist()
+
+    assert alone(body) == (LARGE, [2.0])
+
+
+def test_what_cannot_be_rebuilt_is_an_error_that_says_what_helps():
+    def body():
+        lock, seen = threading.Lock(), []
+        with pytest.raises(todist.SerializationError, match="lock") as caught:
+            todist.remote_sync_call(lambda: lock, partitioner=0)
+        assert "isolate_own_share=False" in caught.value.__notes__[0]
+        todist.remote_sync_call(lambda: seen.append(lock), partitioner=0, isolate_own_share=False)
+        assert seen == [lock]
+        with pytest.raises(ZeroDivisionError) as caught:
+            todist.remote_sync_call(lambda: 1 / 0, partitioner=0)
+        assert not isinstance(caught.value, todist.RemoteError)
+
+    alone(body)
+
+
+def test_a_share_can_be_differentiated_in_a_context_and_after_the_group():
+    def body():
+        model = mlp()
+        x, y = torch.ones(4, 6, dtype=torch.float64), torch.zeros(4, 3, dtype=torch.float64)
+        spread = todist.parallelize(reducer=todist.mean_reducer)(mse)
+        with todist.autograd.context() as context_id:
+            todist.autograd.backward(context_id, spread(model, x, y))
+        inside = [p.grad.clone() for p in model.parameters()]
+        return model, inside, mse(model, x, y), spread(model, x, y)
+
+    model, inside, here, after = alone(body)
+    expected = torch.autograd.grad(here, list(model.parameters()))
+    torch.testing.assert_close(inside, [*expected])
+    torch.testing.assert_close(torch.autograd.grad(after, list(model.parameters())), expected)
+
+
+class Marked(torch.autograd.Function):
+    """Keeps an object in the graph."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.kept = Kept()
+        KEPT.append(weakref.ref(ctx.kept))
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+class Kept:
+    pass
+
+
+KEPT = []
+
+
+@pytest.mark.parametrize("end", ["dropped", "differentiated", "failed"])
+def test_the_graph_of_a_share_ends_with_the_caller_s(end):
+    def function(x):
+        y = Marked.apply(x)
+        if end == "failed":
+            raise ValueError(end)
+        return y
+
+    def body():
+        KEPT.clear()
+        x = torch.ones(3, requires_grad=True)
+        try:
+            (y,) = todist.remote_sync_call(
+                Marked.apply if end != "failed" else function, args=(x,), partitioner=0
+            )
+            if end == "differentiated":
+                y.sum().backward()
+                assert KEPT[0]() is None
+            assert (KEPT[0]() is None) == (end == "differentiated")
+            del y
+        except ValueError as error:
+            error.__traceback__ = None
+        gc.collect()
+        assert [kept() for kept in KEPT] == [None]
+
+    alone(body)

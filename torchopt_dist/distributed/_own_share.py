@@ -1,0 +1,171 @@
+"""The caller's own share: ``Payload`` → a function that computes its values here, as a worker would.
+
+The share is a call like any other, with its two nodes in the caller's graph. But the message stays in this process: the
+function works on rebuilt objects whose tensors are leaves, and whose large tensors lie in the caller's own memory.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor, nn
+
+from torchopt_dist._torch_private import tensor_version
+from torchopt_dist.distributed import _execute
+from torchopt_dist.distributed._device_placement import placed, receiving_device
+from torchopt_dist.distributed._grad_accumulators import hold_grad_accumulators
+from torchopt_dist.distributed._group import current_group
+from torchopt_dist.distributed._kept_graphs import KeptGraphs
+from torchopt_dist.distributed._payload import Payload
+from torchopt_dist.distributed._remote_graph import HERE, RemoteGraph
+from torchopt_dist.distributed._request_handler import answer
+from torchopt_dist.distributed._serialization import Message
+from torchopt_dist.distributed._wire_format import SMALL
+from torchopt_dist.errors import SerializationError
+
+__all__ = ["prepare"]
+
+
+def prepare(payload: Payload, *, snapshot: bool) -> Callable[[], list[Any]]:
+    """Make the caller's own share ready, in the caller's thread; any thread may run it.
+
+    Args:
+        payload: the work of this worker; its options say whether the share is isolated.
+        snapshot: copy all tensors, so that they may be changed in place as soon as this returns. A share that is not
+            isolated copies none.
+
+    Returns:
+        Runs the share, and gives the tasks' values or raises what a task raises.
+
+    Raises:
+        SerializationError: the share is isolated, and its objects cannot be rebuilt.
+    """
+    if not payload.options.isolate_own_share:
+        return _plain(payload, in_a_thread=snapshot)
+    group = current_group()
+    here = _Here(receiving_device(payload.options.device))
+    graph = _OwnGraph(group, group.rank, here)
+    try:
+        message, anchor = graph.start(payload)
+    except SerializationError as error:
+        error.add_note(
+            "the caller's own share works on rebuilt objects, as the other workers' do; "
+            "isolate_own_share=False lets it work on the caller's own"
+        )
+        raise
+    shared: dict[int, int | None] = {}
+    sent = message.detached()
+    for number, tensor in enumerate(sent.tensors):
+        if snapshot or number in message.buffers or tensor.numel() * tensor.element_size() <= SMALL:
+            sent.tensors[number] = tensor.clone()
+        elif not tensor.is_inference():
+            shared[number] = tensor_version(tensor)
+
+    def run() -> list[Any]:
+        values = graph.collect(anchor, here.send(graph.worker, sent, 0).result())
+        changed = [
+            number for number, version in shared.items() if tensor_version(sent.tensors[number]) != version
+        ]
+        if changed:
+            _warn_of_changes(payload, [message.tensors[number] for number in changed])
+        return values
+
+    return run
+
+
+def _plain(payload: Payload, *, in_a_thread: bool) -> Callable[[], list[Any]]:
+    held = hold_grad_accumulators(payload.tensors()) if in_a_thread else []
+
+    def run() -> list[Any]:
+        try:
+            return _execute.run(placed(payload))
+        finally:
+            held.clear()
+
+    return run
+
+
+class _OwnGraph(RemoteGraph):
+    """The graph of the caller's own share, which is kept beside the caller's nodes."""
+
+    turn = HERE
+    transport: _Here
+
+    def release(self) -> None:
+        """Forget the graph."""
+        self.transport.kept_graphs.release(self.key)
+
+    def has_ended(self) -> bool:
+        """It can be differentiated after the RPC group has ended, as the rest of the caller's graph."""
+        return False
+
+
+class _Here:
+    """The transport to this process: a request is answered by the thread that first asks for the reply.
+
+    Args:
+        device: where tensors are put; ``None`` leaves them where they are.
+
+    Attributes:
+        kept_graphs: of this share alone, so that they end with it, also after the group.
+    """
+
+    def __init__(self, device: torch.device | None) -> None:
+        self._device = device
+        self.kept_graphs = KeptGraphs()
+
+    def send(self, worker: int, request: Message, timeout: float) -> Future[Message]:
+        """See :class:`~torchopt_dist.distributed.transport.base.Transport`; errors are raised as they are."""
+        del worker, timeout
+        return _Answer(lambda: answer(request.received(self._device), self.kept_graphs))
+
+    def worker_lost(self, worker: int, error: Exception) -> None:
+        """Do nothing: where this process is gone, no request of it waits."""
+
+    def wait_for_replies(self, timeout: float) -> set[int]:
+        """Wait for nobody: no other process owes a reply."""
+        return set()
+
+
+class _Answer(Future[Message]):
+    """A reply that is made when it is asked for."""
+
+    def __init__(self, work: Callable[[], Message]) -> None:
+        super().__init__()
+        self._work = work
+
+    def result(self, timeout: float | None = None) -> Message:
+        """Answer the request."""
+        del timeout
+        with torch.enable_grad():  # as in the thread of a worker; a call then applies its caller's state
+            return self._work()
+
+
+def _warn_of_changes(payload: Payload, changed: list[Tensor]) -> None:
+    function = getattr(payload.function, "__qualname__", repr(payload.function))
+    listed = ", ".join(_described(payload, tensor) for tensor in changed)
+    warnings.warn(
+        f"`{function}` has changed in place what it was given: {listed}. Tensors of more than {SMALL >> 10} KiB are "
+        "not copied for the caller's own share, so the caller's is changed, and other workers may have been sent it "
+        "half changed: let the function work on a clone",
+        stacklevel=2,
+    )
+
+
+def _described(payload: Payload, tensor: Tensor) -> str:
+    """Where the arguments have a tensor, and its shape."""
+    given: Any = payload.tasks
+    shape = f"of shape {tuple(tensor.shape)}"
+    for accessor, leaf in zip(*optree.tree_flatten_with_accessor(given)[:2], strict=True):
+        if leaf is tensor:
+            return f"{accessor.codify('tasks')} {shape}"
+        if isinstance(leaf, nn.Module):
+            for name, parameter in leaf.named_parameters():
+                if parameter is tensor:
+                    return f"{name} of {accessor.codify('tasks')} {shape}"
+    return f"a tensor {shape}"
