@@ -15,6 +15,7 @@ import importlib
 import io
 import pickle
 import sys
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import CellType, FunctionType, ModuleType
@@ -206,12 +207,15 @@ class _OutOfBandPickler(pickle.Pickler):
         self._families: set[int] = set()
         self._parts: list[_OutOfBandPickler] = []  # kept, so that no id in their memos is used again
 
-    def persistent_id(self, obj: Any) -> int | _ModuleId | None:
+    def reducer_override(self, obj: Any) -> Any:
+        """Called for all but the plainest objects; a ``persistent_id`` would be called for these, too."""
         if isinstance(obj, torch.Tensor):
-            return self._tensors.number(obj)
+            return _tensor, (self._tensors.number(obj),)
         if self._structures is not None and isinstance(obj, nn.Module):
-            return self._modules.get(id(obj)) or self._take_out(obj, self._structures)
-        return None
+            return _module, (self._modules.get(id(obj)) or self._take_out(obj, self._structures))
+        if type(obj) is OrderedDict and not obj and not vars(obj):
+            return OrderedDict, ()  # a module has ten of them, and each takes a while to say so itself
+        return NotImplemented
 
     def _take_out(self, module: nn.Module, structures: dict[bytes, bytes]) -> _ModuleId:
         family = {id(part) for part in module.modules()}
@@ -233,6 +237,8 @@ class _OutOfBandPickler(pickle.Pickler):
         if not self._parts:
             return
         met: dict[int, tuple[int, Any]] = self.memo.copy()
+        for taken_out in self._modules:
+            met.pop(taken_out, None)
         namespaces = set(self.globals_ref)
         for part in self._parts:
             memo: dict[int, tuple[int, Any]] = part.memo.copy()
@@ -257,7 +263,8 @@ class _NamePickler(_OutOfBandPickler):
                 raise _NeedsCodeError
             if name[2]:
                 return _find, name
-        return NotImplemented
+            return NotImplemented
+        return super().reducer_override(obj)
 
 
 class _CodePickler(_OutOfBandPickler, cloudpickle.Pickler):
@@ -268,7 +275,8 @@ class _CodePickler(_OutOfBandPickler, cloudpickle.Pickler):
             name = _name_of(obj, self._main_by_name)
             if name is not None and (name[2] or name[0] == "__main__"):
                 return _find, name
-        return super().reducer_override(obj)
+        taken_out = _OutOfBandPickler.reducer_override(self, obj)
+        return cloudpickle.Pickler.reducer_override(self, obj) if taken_out is NotImplemented else taken_out
 
 
 class _Unpickler(pickle.Unpickler):
@@ -278,14 +286,26 @@ class _Unpickler(pickle.Unpickler):
         self._structures = structures
         self._modules: dict[int, nn.Module] = {}
 
-    def persistent_load(self, pid: int | _ModuleId) -> Any:
-        if isinstance(pid, int):
-            return self._tensors[pid]
-        which, digest, numbers = pid
+    def find_class(self, module: str, name: str, /) -> Any:
+        if module == __name__ and name in ("_tensor", "_module"):
+            return self._tensors.__getitem__ if name == "_tensor" else self._load_module
+        return super().find_class(module, name)
+
+    def _load_module(self, which: int, digest: bytes, numbers: tuple[int, ...]) -> nn.Module:
         if which not in self._modules:
             tensors = [self._tensors[number] for number in numbers]
             self._modules[which] = _Unpickler(self._structures[digest], tensors, {}).load()
         return self._modules[which]
+
+
+def _tensor(number: int) -> torch.Tensor:
+    """In a pickle: the tensor with this number, which an :class:`_Unpickler` finds."""
+    raise NotImplementedError(number)
+
+
+def _module(which: int, digest: bytes, numbers: tuple[int, ...]) -> nn.Module:
+    """In a pickle: a module, by its structure and the numbers of its tensors, which an :class:`_Unpickler` finds."""
+    raise NotImplementedError(which, digest, numbers)
 
 
 def _some_can_change(shared: Iterable[Any], main_by_name: bool) -> bool:
