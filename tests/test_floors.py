@@ -16,7 +16,16 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "torchopt_dist"
 
-GROUND = {"_evaluation", "_network", "_serialized_exception", "_torch_private", "errors", "pytree", "typing"}
+GROUND = {
+    "_evaluation",
+    "_network",
+    "_serialized_exception",
+    "_torch_private",
+    "_tracebacks",
+    "errors",
+    "pytree",
+    "typing",
+}
 FIRST = GROUND | {"ops", "linear_solve", "schedule"}
 SECOND = FIRST | {"transform", "linalg", "nonlinear_solve", "nn"}
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import cloudpickle
 
+from torchopt_dist._tracebacks import format_error
 from torchopt_dist.errors import RemoteError, attributes_of, builtin_base
 
 __all__ = ["SerializedException", "safe_repr"]
-
-CALLERS_OF_USER_CODE = ("torchopt_dist.distributed", "torchopt_dist.launch")
-"""The packages that call a user's function; their frames, which come first, are left out of its traceback."""
 
 
 def safe_repr(value: Any, by: Callable[[Any], str] = repr) -> str:
@@ -39,7 +36,7 @@ class SerializedException:
         init_args: the arguments of its built-in base class; an ``OSError`` has more of them than its ``args``.
         args: its arguments; here and in ``init_args`` those that cannot be sent are replaced by their ``repr``.
         attributes: its other attributes that can be sent.
-        traceback: the traceback on the worker, as text, from the first frame of the user's function on.
+        traceback: the traceback on the worker, as text, with the frames of the user's functions.
     """
 
     kind: type[Exception]
@@ -93,20 +90,9 @@ class SerializedException:
 
 def _traceback(error: BaseException) -> str:
     try:
-        return "".join(traceback.format_exception(type(error), error, _from_user_code(error)))
+        return format_error(error)
     except Exception as other:  # likewise
         return f"{type(error).__name__}, whose traceback cannot be formatted: that raises {type(other).__name__}\n"
-
-
-def _from_user_code(error: BaseException) -> Any:
-    frames = error.__traceback__
-    while (
-        frames is not None
-        and frames.tb_next is not None
-        and frames.tb_frame.f_globals.get("__name__", "").startswith(CALLERS_OF_USER_CODE)
-    ):
-        frames = frames.tb_next
-    return frames
 
 
 def _sendable(args: Any) -> tuple[Any, ...]:

@@ -153,7 +153,13 @@ class WorkerLostError(TodistError, ConnectionError):
 
 
 class PeerFailedError(TodistError, RuntimeError):
-    """Another rank failed; the message carries that rank's traceback."""
+    """Another rank failed; the message carries that rank's traceback.
+
+    Attributes:
+        summary: the same in one line: the rank, the error's class and message, and where it was raised.
+    """
+
+    summary: str = ""
 
 
 class WorkerFailedError(TodistError, RuntimeError):

@@ -67,15 +67,19 @@ class Failure:
     Attributes:
         rank: its rank.
         report: its traceback; empty if the rank died without sending one.
+        summary: the error in one line.
     """
 
     rank: int
     report: str
+    summary: str = ""
 
     def error(self) -> PeerFailedError | WorkerLostError:
         """The exception to raise on the other ranks."""
         if self.report:
-            return PeerFailedError(f"rank {self.rank} failed:\n\n{self.report.rstrip()}")
+            error = PeerFailedError(f"rank {self.rank} failed:\n\n{self.report.rstrip()}")
+            error.summary = f"rank {self.rank} failed: {self.summary}"
+            return error
         return WorkerLostError(f"rank {self.rank} died: its connection was closed without a report")
 
 
@@ -191,15 +195,15 @@ class Membership:
         self.barrier(range(self.world_size), "leave", timeout)
         return self._all_answered
 
-    def fail(self, report: str) -> None:
-        """Send this rank's traceback to all the others, and return when it is sent.
+    def fail(self, report: str, summary: str = "") -> None:
+        """Send this rank's traceback, and the same in one line, to all the others, and return when it is sent.
 
         Of a very long traceback only the beginning and the end are sent.
         """
         if len(report) > MAX_REPORT:
             left_out = f"\n... {len(report) - MAX_REPORT} characters left out ...\n"
             report = report[: MAX_REPORT // 2] + left_out + report[-MAX_REPORT // 2 :]
-        self._send({"failed": self.me.rank, "report": report})
+        self._send({"failed": self.me.rank, "report": report, "summary": summary})
 
     def wait_for(self, thread: threading.Thread, timeout: float) -> None:
         """Wait for a thread to end, ``timeout`` seconds at most; errors as :meth:`barrier`."""
@@ -285,7 +289,8 @@ class Membership:
             elif "unanswered" in message:
                 self._all_answered = False
             elif message["failed"] not in {self.me.rank, *self.failures}:
-                failure = self.failures[message["failed"]] = Failure(message["failed"], message["report"])
+                failure = Failure(message["failed"], message["report"], message.get("summary", ""))
+                self.failures[failure.rank] = failure
             self._changed.notify_all()
         if failure is not None:
             self._on_failure(failure)

@@ -12,7 +12,6 @@ import os
 import re
 import sys
 import threading
-import traceback
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
@@ -27,6 +26,7 @@ from torchopt_dist.distributed import _rendezvous, _shutdown
 from torchopt_dist.distributed._group import Group, current_group, find_group, set_group
 from torchopt_dist.distributed._membership import Failure, Member, Membership
 from torchopt_dist.distributed._parentheses import check_parentheses
+from torchopt_dist.distributed._report import one_line, report, tell_user
 from torchopt_dist.distributed.transport.rpc import RPCTransport
 from torchopt_dist.distributed.world import (
     WorldInfo,
@@ -257,9 +257,10 @@ class _RunningGroup:
         """End this rank, which has failed: report to the others, unless another rank has, and wait for none of them."""
         self._stop_calls()
         self._unwound.set()
+        tell_user(error)
         try:
             if not isinstance(error, PeerFailedError):
-                self.membership.fail(_report(error))
+                self.membership.fail(*report(error))
             self.membership.close()
         except Exception:  # the hub is gone: there is nobody to tell
             log.debug("no connection left to report on", exc_info=True)
@@ -290,11 +291,8 @@ class _RunningGroup:
     def _end(self, failure: Failure) -> None:
         if not self._unwound.wait(_shutdown.GRACE_SECONDS):
             sys.stdout.flush()
-            print(
-                f"{self.world.worker_name} (rank {self.world.rank}) is ended: {failure.error()}",
-                file=sys.stderr,
-                flush=True,
-            )
+            name = f"{self.world.worker_name} (rank {self.world.rank})"
+            print(f"{name} is ended, since {one_line(failure.error())}", file=sys.stderr, flush=True)
             os._exit(1)
 
 
@@ -337,13 +335,6 @@ def _program() -> str:
     """The path of the script that is ``__main__``; empty where there is none, as in a notebook."""
     path = getattr(sys.modules["__main__"], "__file__", None)
     return os.path.realpath(path) if path else ""
-
-
-def _report(error: BaseException) -> str:
-    """The traceback; of a ``SystemExit`` the code, for a parser that refuses arguments has printed why."""
-    if isinstance(error, SystemExit):
-        return f"SystemExit: {error.code}"
-    return "".join(traceback.format_exception(error))
 
 
 def _exit_code(error: BaseException) -> int:
