@@ -17,7 +17,7 @@ from torchopt_dist import (
     visual,
 )
 from torchopt_dist.checkpoint import Checkpointer, Restored
-from torchopt_dist.diff.adjoints import FirstOrder, Recorded, Reptile, Truncated
+from torchopt_dist.diff.adjoints import FirstOrder, Recorded, Replayed, Reptile, Truncated
 from torchopt_dist.diff.inner_loop import InnerLoopResult, inner_loop
 from torchopt_dist.distributed import (
     Partition,
@@ -181,6 +181,7 @@ __all__ = [
     "RMSprop",
     "Recorded",
     "RemoteError",
+    "Replayed",
     "Reptile",
     "Restored",
     "SerializationError",

@@ -38,11 +38,13 @@ def _cut_before(number: int) -> Callable[[int, list[Tensor], Any], tuple[list[Te
 
 ADJOINTS = {
     "recorded": Row(todist.Recorded()),
+    "replayed": Row(todist.Replayed()),
+    "replayed from snapshots": Row(todist.Replayed(snapshots=2)),
     "truncated to all": Row(todist.Truncated(STEPS)),
     "truncated": Row(todist.Truncated(2), _cut_before(STEPS - 2)),
     "first order": Row(todist.FirstOrder(), constant_gradients=True),
 }
-EXACT = ["recorded", "truncated to all"]
+EXACT = ["recorded", "replayed", "replayed from snapshots", "truncated to all"]
 """Those with the gradient of recording."""
 
 OPTIMIZERS: dict[str, Callable[[Tensor], Any]] = {

@@ -271,3 +271,65 @@ class _EndsEarly:
 def test_batches_that_end_early():
     with pytest.raises(ValueError, match="`batches` must have one batch a step: it ended at step 2 of 3"):
         _run(batches=_EndsEarly())
+
+
+@pytest.mark.parametrize("name", ["recorded", "truncated", "first order", "reptile"])
+def test_tasks_in_vmap_have_the_gradients_of_tasks_in_a_loop(name):
+    adjoint = ADJOINTS[name].adjoint if name in ADJOINTS else todist.Reptile()
+    problem = Problem("module", "adam")
+    xs = torch.stack(problem.xs).detach()
+    ys = torch.randn(4, 5, 1, dtype=torch.float64)
+    ins = [*problem.net.parameters(), problem.weights, problem.lr]
+
+    def task(x, y):
+        def loss(net):
+            return (problem.weights * (net(x) - y).squeeze(1) ** 2).mean()
+
+        adapted = todist.inner_loop(
+            loss, problem.optimizer, problem.net, 3, meta=problem.weights, adjoint=adjoint
+        )
+        return (adapted.params(x) - y).square().mean()
+
+    one_by_one = torch.stack([task(x, y) for x, y in zip(xs, ys, strict=True)])
+    at_once = torch.func.vmap(task)(xs, ys)
+    torch.testing.assert_close(at_once, one_by_one, rtol=0, atol=1e-12)
+    expected = torch.autograd.grad(one_by_one.sum(), ins, allow_unused=True)
+    found = torch.autograd.grad(at_once.sum(), ins, allow_unused=True)
+    for one, other in zip(found, expected, strict=True):
+        if one is None or other is None:
+            assert one is None or not one.any()
+            assert other is None or not other.any()
+        else:
+            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+def test_recorded_loops_in_transforms_of_torch_func():
+    xs = torch.randn(3, 5, 2, dtype=torch.float64)
+    p = torch.randn(2, 1, dtype=torch.float64)
+    lr = torch.tensor(0.1, dtype=torch.float64)
+
+    def outer(lr, p):
+        adapted = todist.inner_loop(
+            lambda p, x: (x @ p).square().mean(), todist.sgd(lr=lr, momentum=0.9), p, list(xs), meta=p
+        )
+        return (adapted.params**3).sum()
+
+    given = lr.clone().requires_grad_(), p.clone().requires_grad_()
+    expected = torch.autograd.grad(outer(*given), given)
+    torch.testing.assert_close(torch.func.grad(outer, argnums=(0, 1))(lr, p), expected)
+    torch.testing.assert_close(torch.func.jacrev(outer, argnums=(0, 1))(lr, p), expected)
+
+
+def test_adjoints_without_forward_mode_say_so():
+    with pytest.raises(
+        NotImplementedError, match=r"an inner loop with todist\.FirstOrder has no forward-mode"
+    ):
+        torch.func.jvp(
+            lambda w: (
+                todist.inner_loop(
+                    lambda w: w**2, todist.sgd(lr=0.1), w, 2, adjoint=todist.FirstOrder()
+                ).params
+            ),
+            (torch.ones(()),),
+            (torch.ones(()),),
+        )

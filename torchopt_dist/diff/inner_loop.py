@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from torchopt_dist import pytree
+from torchopt_dist._torch_private import forward_mode_is_active
 from torchopt_dist.diff.adjoints import Adjoint, Recorded
 from torchopt_dist.diff.adjoints._declared import differentiable, tensors_of_meta, tensors_within
 from torchopt_dist.diff.adjoints._loop import Batches, Carry, Loop, StopFn
 from torchopt_dist.diff.adjoints._model import model_of
 from torchopt_dist.diff.adjoints._randomness import draw_seed
+from torchopt_dist.linear_solve._vjp import takes_duals
 from torchopt_dist.transform.base import GradientTransformation
 from torchopt_dist.typing import OptState, Params
 
@@ -69,8 +71,8 @@ def inner_loop(
             steps again read a batch again.
         meta: tensors that the loss, or a function of batches, uses from outside and that are to get gradients: a tree
             of tensors and modules.
-        adjoint: how the gradient is taken: :class:`~torchopt_dist.Recorded`, :class:`~torchopt_dist.Truncated`,
-            :class:`~torchopt_dist.FirstOrder`, :class:`~torchopt_dist.Reptile`.
+        adjoint: how the gradient is taken: :class:`~torchopt_dist.Recorded`, :class:`~torchopt_dist.Replayed`,
+            :class:`~torchopt_dist.Truncated`, :class:`~torchopt_dist.FirstOrder`, :class:`~torchopt_dist.Reptile`.
         state: the optimizer's first state, from ``optimizer.init`` or an earlier result.
         has_aux: the loss returns a pair.
         seed: each step draws its random numbers from a seed of its own, made of this one and the step's number; if not
@@ -85,6 +87,8 @@ def inner_loop(
         TypeError: an argument is of another type; the loss returns no tensor, or no pair with ``has_aux``.
         ValueError: there are no parameters to move; ``batches`` has fewer than ``steps``; the loss has more than one
             element, or does not depend on the parameters.
+        NotImplementedError: the adjoint is not :class:`~torchopt_dist.Recorded`, and a level of forward-mode
+            differentiation is open.
 
     Example:
         >>> import torch, torchopt_dist as todist
@@ -125,6 +129,11 @@ def inner_loop(
             differentiable([*tensors_of_meta(meta), *tensors_within(optimizer), *_tensors_of_batches(given)])
         ),
     )
+    if forward_mode_is_active() and takes_duals() and not isinstance(adjoint, Recorded):
+        raise NotImplementedError(
+            f"an inner loop with todist.{type(adjoint).__name__} has no forward-mode derivative: use reverse mode, or "
+            "todist.Recorded()"
+        )
     recording = torch.is_grad_enabled()
     outcome = adjoint.run(loop) if recording else loop.run(loop.plain_step, loop.cut(begin))
     losses = torch.stack(outcome.losses) if outcome.losses else torch.zeros(0)

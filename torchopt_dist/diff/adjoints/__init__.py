@@ -6,7 +6,8 @@ How to add one is said in :mod:`torchopt_dist.diff.adjoints.adjoint`.
 from torchopt_dist.diff.adjoints.adjoint import Adjoint
 from torchopt_dist.diff.adjoints.first_order import FirstOrder
 from torchopt_dist.diff.adjoints.recorded import Recorded
+from torchopt_dist.diff.adjoints.replayed import Replayed
 from torchopt_dist.diff.adjoints.reptile import Reptile
 from torchopt_dist.diff.adjoints.truncated import Truncated
 
-__all__ = ["Adjoint", "FirstOrder", "Recorded", "Reptile", "Truncated"]
+__all__ = ["Adjoint", "FirstOrder", "Recorded", "Replayed", "Reptile", "Truncated"]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchopt_dist import pytree
 from torchopt_dist._torch_private import is_functorch_tensor, transforms_are_active
 
-__all__ = ["differentiable", "tensors_of_meta", "tensors_within", "undeclared_leaves"]
+__all__ = ["differentiable", "leaf_of", "nodes_between", "tensors_of_meta", "tensors_within"]
 
 
 def differentiable(tensors: Iterable[Any]) -> list[Tensor]:
@@ -89,24 +89,27 @@ def _is_filled(cell: Any) -> bool:
         return False
 
 
-def undeclared_leaves(outputs: Iterable[Tensor], declared: Iterable[Tensor]) -> list[Tensor]:
-    """Leaves that require grad and that outputs depend on other than by way of the tensors declared."""
-    edges = [torch.autograd.graph.get_gradient_edge(tensor) for tensor in declared if tensor.requires_grad]
-    ends = {(edge.node, edge.output_nr) for edge in edges}
-    waiting: list[tuple[Any, int]] = []
-    for output in outputs:
-        if output.requires_grad:
-            edge = torch.autograd.graph.get_gradient_edge(output)
-            waiting.append((edge.node, edge.output_nr))
-    found: list[Tensor] = []
-    visited: set[tuple[Any, int]] = set()
+def nodes_between(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> list[Any]:
+    """The nodes of the graph that outputs depend on other than by way of the inputs; those of leaves among them."""
+    visited = {_edge(tensor) for tensor in inputs if tensor.requires_grad}
+    waiting = [_edge(output) for output in outputs if output.requires_grad]
+    found: list[Any] = []
     while waiting:
-        place = waiting.pop()
-        if place in visited or place in ends:
-            continue
-        visited.add(place)
-        variable = getattr(place[0], "variable", None)
-        if isinstance(variable, Tensor):
-            found.append(variable)
-        waiting += [following for following in place[0].next_functions if following[0] is not None]
+        edge = waiting.pop()
+        if edge not in visited and edge[0] is not None:
+            visited.add(edge)
+            found.append(edge[0])
+            waiting += edge[0].next_functions
     return found
+
+
+def _edge(tensor: Tensor) -> tuple[Any, int]:
+    with torch.enable_grad():
+        edge = torch.autograd.graph.get_gradient_edge(tensor)
+    return edge.node, edge.output_nr
+
+
+def leaf_of(node: Any) -> Tensor | None:
+    """The leaf whose gradient a node accumulates, if it is such a node."""
+    variable = getattr(node, "variable", None)
+    return variable if isinstance(variable, Tensor) else None

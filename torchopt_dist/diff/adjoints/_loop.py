@@ -6,8 +6,9 @@ can be run again: random numbers come from a seed a step, and the buffers of a m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -75,6 +76,7 @@ class StepFn(Protocol):
         """Return what is handed on, the loss, and what else the loss returned."""
 
 
+_substituting: ContextVar[bool] = ContextVar("substituting", default=False)
 _HERE = object()
 """Stands where a tensor is to be put back."""
 
@@ -101,6 +103,15 @@ class Loop:
     others: tuple[Tensor, ...] | None = None
     """What stands in the places of ``declared`` when a step runs, if not these themselves."""
 
+    watch: Callable[[Carry, int, Tensor, Sequence[Tensor], Sequence[Tensor]], None] | None = None
+    """Is shown each plain step: what it starts from, its number, and with their graph its loss, the leaves that are
+    differentiated, and the buffers after it."""
+
+    @property
+    def is_substituted(self) -> bool:
+        """Whether other tensors stand in the places of those that the loop was given: here, or in a loop around it."""
+        return self.others is not None or _substituting.get()
+
     @property
     def tensors(self) -> list[Tensor]:
         """All for which there may be a gradient: first parameters, first state, then ``declared``; each once."""
@@ -126,8 +137,17 @@ class Loop:
         """The same loop, which ends only where it is told to."""
         return replace(self, stop=None)
 
-    def _substituted(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self.others is None else Substitute(self.declared, self.others)
+    @contextmanager
+    def _substituted(self) -> Iterator[None]:
+        if self.others is None:
+            yield
+            return
+        before = _substituting.set(True)
+        try:
+            with Substitute(self.declared, self.others):
+                yield
+        finally:
+            _substituting.reset(before)
 
     def run(self, step: StepFn, carry: Carry, start: int = 0, end: int | None = None) -> Outcome:
         """Run the steps from ``start`` to before ``end``, or until the caller's predicate ends the loop."""
@@ -187,11 +207,14 @@ class Loop:
                 # An alias of its own: the loss may use the first parameters in another role, too.
                 leaves[place] = leaf.view_as(leaf) if record else leaf.detach().requires_grad_()
             loss, aux, buffers = self.evaluate(self._tied(leaves), carry.buffers, number)
+            if self.watch is not None and not record:
+                self.watch(carry, number, loss, [leaves[place] for place in self.model.moved_places], buffers)
             found = gradients(loss, [leaves[place] for place in self.model.moved_places], create_graph=record)
+            loss = loss.reshape(())
         if not record:
             loss, buffers = loss.detach(), [buffer.detach() for buffer in buffers]
             aux = pytree.map_tensors(Tensor.detach, aux)
-        return Evaluation(loss.reshape(()), aux, self._at_places(found), buffers)
+        return Evaluation(loss, aux, self._at_places(found), buffers)
 
     def _gradient_in_transform(self, carry: Carry, number: int) -> Evaluation:
         others: list[Any] = []

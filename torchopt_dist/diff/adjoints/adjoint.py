@@ -6,8 +6,9 @@ To add one, write a file with a dataclass that is an :class:`Adjoint`; its field
 - ``loop.run(loop.recorded_step, loop.first)`` is the exact gradient by recording;
   ``loop.run(loop.plain_step, loop.cut(loop.first))`` is training without a graph;
 - an adjoint with a gradient of its own trains without a graph and connects the outcome by a
-  ``torch.autograd.Function`` that takes ``loop.tensors``: all tensors for which there may be a gradient. In its
-  backward ``loop.gradient(carry, number, record=True)`` evaluates a loss and its gradient at any parameters, and
+  ``torch.autograd.Function`` that takes ``loop.tensors``, all tensors for which there may be a gradient; as
+  ``tensor.view_as(tensor)`` where ``loop.is_substituted``, since a loop around this one has put others in their places.
+  In its backward ``loop.gradient(carry, number, record=True)`` evaluates a loss and its gradient at any parameters, and
   ``loop.with_tensors(others)`` is the same loop with other tensors in the places of ``loop.tensors``.
 
 Then export the class in ``adjoints/__init__.py`` and ``torchopt_dist/__init__.py``, and give it a row in

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torchopt_dist.diff.adjoints._loop import Loop, Outcome
 from torchopt_dist.diff.adjoints.adjoint import Adjoint
+from torchopt_dist.transform._attention import attention_by_formula
 
 __all__ = ["Recorded"]
 
@@ -29,4 +30,5 @@ class Recorded(Adjoint):
 
     def run(self, loop: Loop) -> Outcome:
         """Run the loop; see :meth:`Adjoint.run`."""
-        return loop.run(loop.recorded_step, loop.first)
+        with attention_by_formula():
+            return loop.run(loop.recorded_step, loop.first)

@@ -32,7 +32,8 @@ class Reptile(Adjoint):
         places = loop.model.moved_places
         last = outcome.carry.params
         connected = _Displacement.apply(
-            *(loop.first.params[place] for place in places), *(last[place] for place in places)
+            *(loop.first.params[place].view_as(last[place]) for place in places),
+            *(last[place] for place in places),
         )
         params = list(last)
         for place, leaf in zip(places, connected, strict=True):

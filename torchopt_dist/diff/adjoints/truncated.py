@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torchopt_dist.diff.adjoints._loop import Carry, Loop, Outcome
 from torchopt_dist.diff.adjoints.adjoint import Adjoint
+from torchopt_dist.transform._attention import attention_by_formula
 
 __all__ = ["Truncated"]
 
@@ -39,6 +40,10 @@ class Truncated(Adjoint):
 
     def run(self, loop: Loop) -> Outcome:
         """Run the loop; see :meth:`Adjoint.run`."""
+        with attention_by_formula():
+            return self._run(loop)
+
+    def _run(self, loop: Loop) -> Outcome:
         if loop.steps <= self.steps:
             return loop.run(loop.recorded_step, loop.first)
         if loop.stop is None:

@@ -1,0 +1,426 @@
+"""Replayed loops have the gradient of recorded ones, whatever the loss is made of, from few snapshots."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import warnings
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import torchopt_dist as todist
+from tests.diff.adjoint_table import Problem, gradients
+from torchopt_dist.diff.adjoints import replayed
+from torchopt_dist.diff.replay import _tape
+from torchopt_dist.diff.replay._binomial import places, split, steps_run_again
+from torchopt_dist.diff.replay._snapshots import number_of_bytes
+
+D = torch.float64
+
+
+@functools.cache
+def fewest_advances(steps: int, snapshots: int) -> int:
+    """By trying all places of the next snapshot; the sweep that comes to the last step counts."""
+    if steps <= 1:
+        return 0
+    if snapshots == 1:
+        return steps * (steps - 1) // 2
+    return min(
+        ahead + fewest_advances(steps - ahead, snapshots - 1) + fewest_advances(ahead, snapshots)
+        for ahead in range(1, steps)
+    )
+
+
+@pytest.mark.parametrize("snapshots", [1, 2, 3, 5])
+def test_snapshots_are_where_the_fewest_steps_are_run_again(snapshots):
+    for steps in range(1, 40):
+        assert steps_run_again(steps, snapshots) == fewest_advances(steps + 1, snapshots) - steps
+        fewest = fewest_advances(steps, snapshots)
+        if steps > 1 and snapshots > 1:
+            ahead = split(steps, snapshots)
+            assert fewest == ahead + fewest_advances(steps - ahead, snapshots - 1) + fewest_advances(
+                ahead, snapshots
+            )
+
+
+@pytest.mark.parametrize(("steps", "snapshots"), [(1, 1), (7, 1), (7, 3), (20, 3), (20, 20), (31, 4)])
+def test_as_many_steps_are_run_again_as_the_bound_says(steps, snapshots, monkeypatch):
+    tapes, held = [], []
+
+    class Watched(_tape.Tape):
+        def __post_init__(self):
+            super().__post_init__()
+            tapes.append(self)
+            keep = self.store.keep
+
+            def counted(snapshot):
+                token = Token()
+                held.append(weakref.ref(token))
+                counts.append(sum(ref() is not None for ref in held))
+                give = keep(snapshot)
+                return lambda token=token: give()
+
+            self.store.keep = counted
+
+    class Token:
+        pass
+
+    counts = []
+    monkeypatch.setattr(replayed, "Tape", Watched)
+    w = torch.tensor(1.0, dtype=D, requires_grad=True)
+    result = todist.inner_loop(
+        lambda w: w**3, todist.sgd(lr=0.01), w, steps, adjoint=todist.Replayed(snapshots=snapshots)
+    )
+    found = torch.autograd.grad(result.params, w)[0]
+    assert tapes[0].run_again == steps_run_again(steps, snapshots)
+    assert max(counts) == len(places(steps, snapshots)) <= snapshots
+    recorded = todist.inner_loop(lambda w: w**3, todist.sgd(lr=0.01), w, steps).params
+    torch.testing.assert_close(found, torch.autograd.grad(recorded, w)[0], rtol=1e-12, atol=0)
+
+
+def both(loss, params, batches, *, ins, optimizer=None, **options):
+    """The gradients of a replayed and of a recorded loop."""
+    made = []
+    for one in (todist.Replayed(snapshots=2), todist.Recorded()):
+        result = todist.inner_loop(
+            loss, optimizer or todist.adam(lr=0.05, eps=1e-3), params, batches, adjoint=one, seed=1, **options
+        )
+        leaves = list(result.params.parameters()) if isinstance(params, nn.Module) else [result.params]
+        outer = (
+            sum((leaf**3).sum() for leaf in leaves)
+            + (result.losses * torch.arange(1, len(result.losses) + 1)).sum()
+        )
+        made.append(torch.autograd.grad(outer, ins, allow_unused=True))
+    return made
+
+
+def agree(made, atol=1e-10):
+    for one, other in zip(*made, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=atol)
+
+
+def test_dropout_batch_norm_and_tied_and_frozen_parameters():
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5), nn.Tanh(), nn.Linear(3, 3), nn.Linear(3, 1)
+    )
+    net = net.double()
+    net[4].weight = net[0].weight
+    net[5].requires_grad_(False)
+    weights = torch.rand(6, 1, dtype=D, requires_grad=True)
+    xs = [torch.randn(6, 3, dtype=D) for _ in range(4)]
+
+    def loss(net, x):
+        return (weights * net(x) ** 2).mean()
+
+    made = both(loss, net, xs, ins=[*(p for p in net.parameters() if p.requires_grad), weights], meta=weights)
+    agree(made)
+    assert made[0][-1].any()
+
+
+LABELS = torch.tensor([0, 1, 2, 1])
+TARGET = torch.linspace(-1, 1, 12, dtype=D).reshape(4, 3)
+LOSSES = {
+    "mse_loss": lambda p, q: F.mse_loss(torch.tanh(p) * q, TARGET),
+    "mse_loss of sums": lambda p, q: F.mse_loss(p * q, TARGET, reduction="sum", weight=q.detach()),
+    "huber_loss": lambda p, q: F.huber_loss(p * q, 3 * TARGET, delta=0.7),
+    "smooth_l1_loss": lambda p, q: F.smooth_l1_loss(p * q, TARGET),
+    "cross_entropy": lambda p, q: F.cross_entropy(p * q, LABELS, label_smoothing=0.1),
+    "binary_cross_entropy": lambda p, q: F.binary_cross_entropy_with_logits(p * q, TARGET.sigmoid()),
+    "silu": lambda p, q: (F.silu(p * q) ** 2).sum(),
+    "mish": lambda p, q: (F.mish(p * q) ** 2).sum(),
+    "gelu": lambda p, q: (F.gelu(p * q) ** 2).sum(),
+    "group_norm": lambda p, q: (F.group_norm(p * q, 1, weight=q[0], bias=p[0]) ** 3).sum(),
+    "layer_norm": lambda p, q: (F.layer_norm(p * q, (3,), weight=q[0], bias=p[0]) ** 3).sum(),
+    "attention": lambda p, q: (F.scaled_dot_product_attention(p[None], q[None], (p * q)[None]) ** 3).sum(),
+    "max_pool": lambda p, q: (F.max_pool2d((p * q)[None, None], 2) ** 3).sum(),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_operations_go_in_forward_over_reverse(name):
+    torch.manual_seed(0)
+    p = torch.randn(4, 3, dtype=D, requires_grad=True)
+    q = torch.rand(4, 3, dtype=D, requires_grad=True)
+    agree(both(lambda p: LOSSES[name](p, q), p, 3, ins=[p, q], meta=q))  # a warning is an error
+
+
+class _Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 3 * ctx.saved_tensors[0] ** 2
+
+
+WITHOUT_FORWARD_MODE = {
+    "a custom function": (lambda p, q: (_Cube.apply(p) * q).sum(), "custom Function|forward mode AD|jvp"),
+    "a node that loses tangents": (
+        lambda p, q: torch.linalg.solve(p[:3] + 5 * torch.eye(3, dtype=D), q[:3]).square().sum(),
+        "LinalgSolveEx",
+    ),
+    "a decomposition": (
+        lambda p, q: torch.linalg.cholesky(p.T @ p + torch.eye(3, dtype=D)).sum() * q.sum(),
+        "LinalgCholeskyEx",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_FORWARD_MODE)
+def test_steps_without_forward_mode_are_recorded_by_themselves_and_that_is_said_once(name):
+    function, text = WITHOUT_FORWARD_MODE[name]
+    torch.manual_seed(0)
+    p = torch.randn(4, 3, dtype=D, requires_grad=True)
+    q = torch.rand(4, 3, dtype=D, requires_grad=True)
+    with pytest.warns(UserWarning, match=text) as told:
+        made = both(lambda p: function(p, q), p, 3, ins=[p, q], meta=q)
+    agree(made)
+    assert len(told) == 1
+
+
+def test_gradients_of_gradients_are_those_of_recording():
+    problem = Problem("tree", "adam")
+    tensors = problem.tensors()
+
+    def second(adjoint):
+        result = problem.run(adjoint, seed=0)
+        leaves = [tensors["meta tensor"], tensors["hyper-parameter"]]
+        first = torch.autograd.grad(problem.outer(result.params), leaves, create_graph=True)
+        return gradients(sum((g**2).sum() for g in first), tensors)
+
+    expected, found = second(todist.Recorded()), second(todist.Replayed())
+    for what, gradient in expected.items():
+        torch.testing.assert_close(found[what], gradient, rtol=1e-9, atol=1e-9)
+    assert found["first 0.weight"].any()
+
+
+def test_a_retained_graph_can_be_gone_back_through_again():
+    p = torch.randn(3, dtype=D, requires_grad=True)
+    result = todist.inner_loop(
+        lambda p: (p**4).sum(), todist.sgd(lr=0.01), p, 9, adjoint=todist.Replayed(snapshots=2)
+    )
+    rows = [torch.autograd.grad(entry, p, retain_graph=True)[0] for entry in result.params]
+    expected = todist.inner_loop(lambda p: (p**4).sum(), todist.sgd(lr=0.01), p, 9).params
+    assert torch.equal(torch.autograd.grad(result.params.sum(), p)[0], sum(rows))
+    torch.testing.assert_close(sum(rows), torch.autograd.grad(expected.sum(), p)[0])
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(result.params.sum(), p)
+
+
+def test_tensors_that_depend_on_each_other_count_once():
+    a = torch.tensor(0.3, dtype=D, requires_grad=True)
+    p = torch.tensor([1.0, 2.0], dtype=D, requires_grad=True)
+
+    def chained(adjoint):
+        b = a * p.sum()
+        result = todist.inner_loop(
+            lambda x: (a * b * x**3).sum(), todist.sgd(lr=a * b * 0.1), p * a, 3, meta=(a, b), adjoint=adjoint
+        )
+        return torch.autograd.grad((result.params**2).sum() + result.losses.sum(), (a, p))
+
+    agree((chained(todist.Replayed()), chained(todist.Recorded())))
+    agree(
+        both(
+            lambda x: (x**2 * p.detach() + x * p**2).sum(),
+            p,
+            3,
+            ins=[p],
+            meta=p,
+            optimizer=todist.sgd(lr=0.1),
+        )
+    )
+
+
+@pytest.mark.parametrize("store", ["cpu", "folder"])
+def test_snapshots_may_be_kept_elsewhere(store, tmp_path):
+    where = store if store == "cpu" else tmp_path / "snapshots"
+    problem = Problem("module", "adam")
+    result = problem.run(todist.Replayed(snapshots=3, store=where))
+    if store == "folder":
+        assert len(list(where.iterdir())) == 3
+    expected = gradients(problem.outer(problem.run(todist.Recorded()).params), problem.tensors())
+    found = gradients(problem.outer(result.params), problem.tensors())
+    for what, gradient in expected.items():
+        torch.testing.assert_close(found[what], gradient, rtol=1e-10, atol=1e-10)
+    if store == "folder":
+        gc.collect()
+        assert list(where.iterdir()) == []
+
+
+def test_what_happens_to_the_module_before_backward_has_no_part_in_it():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5), nn.Linear(3, 1)).double()
+    x = torch.randn(6, 3, dtype=D)
+
+    def run(adjoint):
+        result = todist.inner_loop(
+            lambda net: net(x).square().mean(), todist.sgd(lr=0.1), net, 3, adjoint=adjoint, seed=0
+        )
+        net.eval()
+        result.params.eval()
+        found = torch.autograd.grad(result.params(x).sum(), list(net.parameters()))
+        net.train()
+        return found
+
+    agree((run(todist.Replayed()), run(todist.Recorded())))
+
+
+def test_a_loop_in_the_loss_of_a_loop_in_the_loss_of_a_loop():
+    """Three levels: initial parameters, a learning rate learned inside, and a weight of that learning."""
+    weight = torch.tensor(0.7, dtype=D, requires_grad=True)
+    x = torch.tensor([1.0, -0.5], dtype=D, requires_grad=True)
+
+    def loop(adjoint):
+        def innermost(log_lr, scale):
+            return todist.inner_loop(
+                lambda p: (p**4).sum() + scale * p.sum(), todist.sgd(lr=log_lr.exp()), x, 2,
+                meta=(log_lr, scale), adjoint=adjoint,
+            ).params  # fmt: skip
+
+        def middle(scale):
+            first = torch.tensor(-3.0, dtype=D, requires_grad=True)
+            return todist.inner_loop(
+                lambda log_lr: innermost(log_lr, scale).square().sum(), todist.adam(lr=0.1, eps=1e-3), first, 2,
+                meta=(x, scale), adjoint=adjoint,
+            ).params  # fmt: skip
+
+        scale = todist.inner_loop(
+            lambda s: (middle(s) - weight * s) ** 2, todist.sgd(lr=0.1), torch.ones((), dtype=D, requires_grad=True), 2,
+            meta=(x, weight), adjoint=adjoint,
+        ).params  # fmt: skip
+        return torch.autograd.grad(scale, (weight, x))
+
+    expected = loop(todist.Recorded())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a loop in the loss has no forward mode
+        found = loop(todist.Replayed())
+    agree((found, expected))
+    assert all(g.any() for g in found)
+
+
+def test_autocast_of_the_caller_holds_in_backward():
+    net = nn.Linear(8, 8)
+    x = torch.randn(4, 8)
+    seen = []
+
+    def loss(net, _):
+        out = net(x)
+        seen.append(out.dtype)
+        return out.float().square().mean()
+
+    with torch.autocast("cpu", torch.bfloat16):
+        result = todist.inner_loop(
+            loss, todist.sgd(lr=0.1), net, [0, 0], adjoint=todist.Replayed(snapshots=1)
+        )
+    torch.autograd.grad(result.params.weight.sum(), net.weight)
+    assert len(seen) > 4
+    assert set(seen) == {torch.bfloat16}
+
+
+def test_a_tensor_that_nobody_declared_is_named_by_its_shape():
+    p = torch.ones(3, dtype=D, requires_grad=True)
+    hidden = torch.ones(3, dtype=D, requires_grad=True)
+    seen = torch.ones(3, dtype=D, requires_grad=True)
+
+    def late(p, number):
+        return (p * seen * (hidden if number == 2 else 1.0)).sum()
+
+    with pytest.raises(ValueError, match=r"`meta` must list .* lacks 1, of shape \(3,\)"):
+        todist.inner_loop(late, todist.sgd(lr=0.1), p, [0, 1, 2], meta=seen, adjoint=todist.Replayed())
+    todist.inner_loop(late, todist.sgd(lr=0.1), p, [0, 1], meta=seen, adjoint=todist.Replayed())
+    todist.inner_loop(late, todist.sgd(lr=0.1), p, [0, 2], meta=(seen, hidden), adjoint=todist.Replayed())
+
+
+def test_check_finds_a_loss_that_differs():
+    p = torch.ones(3, dtype=D, requires_grad=True)
+    calls = []
+
+    def changing(p):
+        calls.append(1)
+        return (p * len(calls)).sum()
+
+    with pytest.raises(ValueError, match=r"`loss` must give the same .* differs by 3"):
+        todist.inner_loop(changing, todist.sgd(lr=0.1), p, 2, adjoint=todist.Replayed(check=True))
+    todist.inner_loop(
+        lambda p: F.dropout(p).sum(), todist.sgd(lr=0.1), p, 2, adjoint=todist.Replayed(check=True)
+    )
+
+
+class _Averaging(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_buffer("mean", torch.zeros(2))
+
+    def forward(self):
+        self.mean = 0.5 * self.mean + self.weight
+        return self.mean.sum()
+
+
+def test_buffers_that_depend_on_parameters_are_refused():
+    with pytest.raises(ValueError, match=r"`loss` must not make buffers .* shape \(2,\)"):
+        todist.inner_loop(lambda net: net(), todist.sgd(lr=0.1), _Averaging(), 2, adjoint=todist.Replayed())
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "text"),
+    [
+        ({"memory": 1.5}, TypeError, "`memory` must be a number of bytes or a string like '2GiB', got float"),
+        ({"memory": "2 potatoes"}, ValueError, "`memory` must be like '2GiB'.*got '2 potatoes'"),
+        ({"memory": 0}, ValueError, "`memory` must be above 0, got 0"),
+        ({"snapshots": 0}, ValueError, "`snapshots` must be at least 1, got 0"),
+        ({"snapshots": "many"}, TypeError, "`snapshots` must be a number or 'all', got 'many'"),
+        ({"snapshots": 2, "memory": "1GB"}, ValueError, "say the same"),
+        ({"store": 3}, TypeError, "`store` must be 'cpu' or a folder, got int"),
+    ],
+)
+def test_bad_settings(settings, error, text):
+    with pytest.raises(error, match=text):
+        todist.Replayed(**settings)
+
+
+def test_a_budget_below_one_snapshot_says_what_it_takes():
+    p = torch.ones(100, dtype=D, requires_grad=True)
+    with pytest.raises(ValueError, match="one snapshot, which takes 1,600 bytes, got 1000"):
+        todist.inner_loop(
+            lambda p: p.sum(), todist.sgd(lr=0.1, momentum=0.9), p, 2, adjoint=todist.Replayed(memory=1000)
+        )
+    assert number_of_bytes("2GiB") == 2**31
+    assert number_of_bytes("1.5 kB") == 1500
+
+
+def test_inside_of_vmap_all_steps_are_recorded_and_that_is_said():
+    lr = torch.tensor(0.1, dtype=D, requires_grad=True)
+    p = torch.ones(3, dtype=D, requires_grad=True)
+    xs = torch.randn(4, 3, dtype=D)
+
+    def task(x):
+        return todist.inner_loop(
+            lambda p: ((p - x) ** 4).sum(), todist.sgd(lr=lr), p, 3, adjoint=todist.Replayed()
+        ).params.sum()
+
+    with pytest.warns(UserWarning, match=r"records all steps inside of torch\.func"):
+        found = torch.autograd.grad(torch.func.vmap(task)(xs).sum(), (p, lr))
+    agree((found, torch.autograd.grad(sum(map(task, xs)), (p, lr))))
+
+
+def test_parameters_that_are_overwritten_before_backward_are_an_error():
+    p = torch.ones(3, dtype=D, requires_grad=True)
+    result = todist.inner_loop(lambda p: (p**3).sum(), todist.sgd(lr=0.1), p, 2, adjoint=todist.Replayed())
+    with torch.no_grad():
+        p.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        result.params.sum().backward()
+
+
+def test_no_gradient_is_asked_of_what_has_none():
+    p: Tensor = torch.ones(3, dtype=D, requires_grad=True)
+    result = todist.inner_loop(lambda p: (p**2).sum(), todist.adam(lr=0.1), p, 0, adjoint=todist.Replayed())
+    assert torch.equal(torch.autograd.grad(result.params.sum(), p)[0], torch.ones(3, dtype=D))

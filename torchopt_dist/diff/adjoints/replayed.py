@@ -1,0 +1,98 @@
+"""A loop → its outcome with the exact gradient, of which snapshots and one step's graph are kept."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from torchopt_dist import pytree
+from torchopt_dist._torch_private import transforms_are_active
+from torchopt_dist.diff.adjoints._loop import Loop, Outcome
+from torchopt_dist.diff.adjoints.adjoint import Adjoint
+from torchopt_dist.diff.replay._snapshots import Store, bytes_of, number_of_bytes
+from torchopt_dist.diff.replay._tape import Tape, connected
+from torchopt_dist.transform._attention import attention_by_formula
+
+__all__ = ["Replayed"]
+
+
+@dataclass(frozen=True)
+class Replayed(Adjoint):
+    """The exact gradient without the graph of all steps: they are run again, and gone back through one by one.
+
+    A snapshot has the parameters, the optimizer's state and the buffers that a step starts from. With fewer snapshots
+    than steps, they are placed so that the fewest steps are run again (Griewank and Walther, 2000). Backward of a step
+    is one sweep of forward over reverse mode, so no graph of a graph is made (Kemaev et al., 2025); where an operation
+    of the loss has no forward mode, the step is recorded by itself, and a warning says so. The gradient can be
+    differentiated itself; then all steps are recorded. ``meta`` must list every tensor that the loss uses from outside
+    and that requires grad. Inside of ``torch.func``'s transforms, such as ``vmap``, all steps are recorded, too.
+
+    Args:
+        memory: for the snapshots together: a number of bytes, or a string such as ``'2GiB'``.
+        snapshots: their number, that of the start among them, or ``'all'``: one a step, with its inner gradient; that
+            is also the meaning of neither.
+        store: where snapshots are kept: beside the tensors, if not given; ``'cpu'``; or a folder.
+        check: evaluate the first step twice, and demand the same loss and gradient.
+
+    Raises:
+        TypeError: an argument is of another type.
+        ValueError: ``memory`` and ``snapshots`` are both given, or one is below 1; from ``inner_loop``: ``memory`` is
+            less than a snapshot takes, a tensor that the loss uses is not in ``meta``, or ``check`` finds a difference.
+
+    Example:
+        >>> import torch, torchopt_dist as todist
+        >>> w = torch.tensor(1.0, requires_grad=True)
+        >>> adapted = todist.inner_loop(
+        ...     lambda w: w**2, todist.sgd(lr=0.25), w, 4, adjoint=Replayed(snapshots=2)
+        ... )
+        >>> torch.autograd.grad(adapted.params, w)
+        (tensor(0.0625),)
+    """
+
+    memory: int | str | None = None
+    snapshots: int | Literal["all"] | None = None
+    store: str | Path | None = None
+    check: bool = False
+
+    def __post_init__(self) -> None:
+        if self.memory is not None:
+            number_of_bytes(self.memory)
+            if self.snapshots is not None:
+                raise ValueError("`memory` and `snapshots` say the same: give one of them")
+        if self.snapshots not in (None, "all"):
+            if isinstance(self.snapshots, bool) or not isinstance(self.snapshots, int):
+                raise TypeError(f"`snapshots` must be a number or 'all', got {self.snapshots!r}")
+            if self.snapshots < 1:
+                raise ValueError(f"`snapshots` must be at least 1, got {self.snapshots}")
+        if self.store is not None and not isinstance(self.store, (str, Path)):
+            raise TypeError(f"`store` must be 'cpu' or a folder, got {type(self.store).__name__}")
+
+    def run(self, loop: Loop) -> Outcome:
+        """Run the loop; see :meth:`Adjoint.run`."""
+        if transforms_are_active():
+            warnings.warn(
+                "todist.Replayed() records all steps inside of torch.func's transforms, such as vmap: the gradient is "
+                "the same, memory is that of todist.Recorded()",
+                stacklevel=4,
+            )
+            with attention_by_formula():
+                return loop.run(loop.recorded_step, loop.first)
+        count, with_gradients = self._room(loop)
+        return connected(Tape(loop, count, with_gradients, Store(self.store), self.check))
+
+    def _room(self, loop: Loop) -> tuple[int, bool]:
+        """For how many snapshots there is room, and whether for gradients in all of them."""
+        every = max(1, loop.steps)
+        if self.memory is None:
+            return (every, True) if self.snapshots in (None, "all") else (int(self.snapshots or 1), False)
+        moved = [loop.first.params[place] for place in loop.model.moved_places]
+        size = max(1, bytes_of([*moved, *pytree.flatten(loop.first.state)[0], *loop.first.buffers]))
+        budget = number_of_bytes(self.memory)
+        if budget < size:
+            raise ValueError(
+                f"`memory` must have room for one snapshot, which takes {size:,} bytes, got {self.memory!r}"
+            )
+        fits = budget >= every * (size + bytes_of(moved))
+        return min(every, budget // size), fits

@@ -1,0 +1,109 @@
+"""What a step starts from → kept in memory, on the CPU or in a folder, until it is asked for."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from torchopt_dist import pytree
+from torchopt_dist.diff.adjoints._loop import Carry
+from torchopt_dist.typing import OptionalTensor
+
+__all__ = ["Snapshot", "Store", "bytes_of", "number_of_bytes"]
+
+
+class Snapshot(NamedTuple):
+    """What a step starts from."""
+
+    number: int
+    """Of the step."""
+    carry: Carry
+    grads: list[OptionalTensor] | None
+    """The gradients of the step's loss, where they are kept, too."""
+
+
+class Store:
+    """Keeps snapshots.
+
+    Args:
+        where: ``None`` for memory, the tensors themselves; ``'cpu'`` for copies there; otherwise a folder, in which
+            each snapshot is a file until it is no longer needed.
+    """
+
+    def __init__(self, where: str | Path | None) -> None:
+        self._where = where
+
+    def keep(self, snapshot: Snapshot) -> Callable[[], Snapshot]:
+        """Keep a snapshot; the function returned gives it back, as often as it is called."""
+        if self._where is None:
+            return lambda: snapshot
+        parts: Any = snapshot
+        leaves, spec = pytree.flatten(parts)
+        devices = [leaf.device if isinstance(leaf, Tensor) else None for leaf in leaves]
+        cpu = [leaf.to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        read: Callable[[], list[Any]] = lambda: cpu  # noqa: E731
+        if self._where != "cpu":
+            read = _File(Path(self._where), cpu).read
+            cpu = []
+
+        def give() -> Snapshot:
+            back = [leaf if at is None else leaf.to(at) for leaf, at in zip(read(), devices, strict=True)]
+            return cast("Snapshot", pytree.unflatten(spec, back))
+
+        return give
+
+
+class _File:
+    """A list in a file, which goes when nobody needs it."""
+
+    def __init__(self, folder: Path, leaves: list[Any]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = tempfile.NamedTemporaryFile(dir=folder, prefix="step-", suffix=".pt")  # noqa: SIM115
+        torch.save(leaves, self._file)
+        self._file.flush()
+
+    def read(self) -> list[Any]:
+        leaves: list[Any] = torch.load(self._file.name, weights_only=True)
+        return leaves
+
+
+def bytes_of(tensors: Iterable[Any]) -> int:
+    """How much memory tensors take together; one that is there twice counts once."""
+    held = {id(tensor): tensor for tensor in tensors if isinstance(tensor, Tensor)}
+    return sum(tensor.numel() * tensor.element_size() for tensor in held.values())
+
+
+_UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+def number_of_bytes(memory: int | str) -> int:
+    """``"2GiB"``, ``"500 MB"`` or a number → a number of bytes.
+
+    Raises:
+        TypeError: it is neither a number nor a string.
+        ValueError: it has no such unit, or is not above 0.
+    """
+    if isinstance(memory, bool) or not isinstance(memory, (int, str)):
+        raise TypeError(
+            f"`memory` must be a number of bytes or a string like '2GiB', got {type(memory).__name__}"
+        )
+    if isinstance(memory, int):
+        count = memory
+    else:
+        text = memory.strip()
+        unit = text.lstrip("0123456789. ")
+        try:
+            count = int(float(text.removesuffix(unit)) * _UNITS[unit])
+        except (KeyError, ValueError):
+            raise ValueError(
+                f"`memory` must be like '2GiB', in {', '.join(_UNITS)}, got {memory!r}"
+            ) from None
+    if count <= 0:
+        raise ValueError(f"`memory` must be above 0, got {memory!r}")
+    return count

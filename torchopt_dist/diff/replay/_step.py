@@ -1,0 +1,238 @@
+"""The gradient of what one step hands on → that of what it was handed, and of all else that the step was made of.
+
+In mixed mode: with ``u`` the gradient of the inner gradient, by way of the update's own derivative, one sweep of
+forward over reverse through the inner loss along ``u`` gives the product with the Hessian and the mixed products with
+all that the loss is made of [Kemaev et al. 2025, MixFlow-MG, arXiv 2505.00793]. No graph of a graph is made.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from torchopt_dist import pytree
+from torchopt_dist.diff.adjoints._declared import leaf_of, nodes_between
+from torchopt_dist.diff.adjoints._loop import Carry, Evaluation, Loop
+from torchopt_dist.diff.replay._forward_mode import Formulas, loses_tangents
+from torchopt_dist.typing import OptionalTensor
+
+__all__ = ["Bars", "StepGradient", "refuse", "state_places"]
+
+
+class Bars(NamedTuple):
+    """Gradients with respect to what a step hands on; ``None`` for zero."""
+
+    params: list[OptionalTensor]
+    """One a moved parameter."""
+    state: list[OptionalTensor]
+    """One a leaf of the state at :func:`state_places`."""
+
+
+class _NoForwardModeError(Exception):
+    """A node of the graph loses tangents."""
+
+
+def state_places(loop: Loop) -> list[int]:
+    """Which leaves of the optimizer's state may have a gradient: those that depend on gradients or have a history."""
+    leaves, spec = pytree.flatten(loop.first.state)
+    places = {n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad}
+    params = _leaves(loop.first.params, loop.model.moved_places)
+    grads: list[OptionalTensor] = [None] * len(params)
+    for place in loop.model.moved_places:
+        grads[place] = torch.zeros_like(params[place], requires_grad=True)
+    found = Evaluation(params[0], None, grads, [])
+    while True:
+        state = pytree.unflatten(spec, [_leaf(x) if n in places else x for n, x in enumerate(leaves)])
+        after = pytree.flatten(loop.moved(Carry(params, state, []), found, record=True).state)[0]
+        reached = {n for n, leaf in enumerate(after) if isinstance(leaf, Tensor) and leaf.requires_grad}
+        if reached <= places:
+            return sorted(places)
+        places |= reached
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_()
+
+
+def _leaves(tensors: Sequence[Tensor], places: Sequence[int]) -> list[Tensor]:
+    made = list(tensors)
+    for place in places:
+        made[place] = _leaf(made[place])
+    return made
+
+
+class StepGradient:
+    """The backward of single steps.
+
+    Args:
+        loop: the loop.
+        places: those of the state, from :func:`state_places`.
+        declared: tensors for which the gradient is summed over the steps.
+    """
+
+    def __init__(self, loop: Loop, places: Sequence[int], declared: Sequence[Tensor]) -> None:
+        self._loop, self._places, self._declared = loop, places, declared
+        self._ways = ["forward", "formulas", "recorded"]
+        if any(leaf.is_complex() for leaf in loop.first.params):
+            self._ways = ["recorded"]
+
+    def pull(
+        self,
+        carry: Carry,
+        number: int,
+        bars: Bars,
+        loss_bar: OptionalTensor,
+        grads: list[OptionalTensor] | None = None,
+    ) -> tuple[Bars, list[OptionalTensor]]:
+        """Go back through one step.
+
+        Args:
+            carry: what the step started from.
+            number: of the step.
+            bars: gradients of what it handed on.
+            loss_bar: gradient of its loss, 0-d.
+            grads: the gradients of its loss, if they are known.
+
+        Returns:
+            The gradients of ``carry``, and one a declared tensor.
+        """
+        if self._ways[0] == "recorded":
+            return self._recorded(carry, number, bars, loss_bar)
+        if grads is None:
+            grads = self._loop.gradient(carry, number, record=False).grads
+        before, direct, through = self._through_update(carry, bars, grads)
+        if loss_bar is None and all(bar is None for bar in through):
+            return before, direct
+        while self._ways[0] != "recorded":
+            mode = Formulas() if self._ways[0] == "formulas" else nullcontext()
+            try:
+                along, mixed = self._forward_over_reverse(carry, number, through, loss_bar, mode)
+            except (RuntimeError, NotImplementedError, _NoForwardModeError) as error:
+                self._ways.pop(0)
+                if self._ways[0] == "recorded":
+                    warnings.warn(
+                        "steps of an inner loop are recorded one by one in backward, since an operation in the loss "
+                        f"has no gradient in forward mode: {str(error).strip().splitlines()[0]}",
+                        stacklevel=2,
+                    )
+                continue
+            params = [_sum(a, b) for a, b in zip(before.params, along, strict=True)]
+            return Bars(params, before.state), [_sum(a, b) for a, b in zip(direct, mixed, strict=True)]
+        return self._recorded(carry, number, bars, loss_bar)
+
+    def _inputs(self, carry: Carry) -> tuple[Carry, list[Tensor]]:
+        """The same numbers as leaves of a graph, and these leaves: of the parameters, then of the state."""
+        places = self._loop.model.moved_places
+        params = _leaves(carry.params, places)
+        leaves, spec = pytree.flatten(carry.state)
+        leaves = _leaves(leaves, self._places)
+        inputs = [*(params[place] for place in places), *(leaves[place] for place in self._places)]
+        tied = [params[place] for place in self._loop.model.first_places]
+        return Carry(tied, pytree.unflatten(spec, leaves), carry.buffers), inputs
+
+    def outputs(self, carry: Carry) -> list[Tensor]:
+        """What may have a gradient of what a step hands on: parameters, then leaves of the state."""
+        leaves = pytree.flatten(carry.state)[0]
+        moved = [carry.params[place] for place in self._loop.model.moved_places]
+        return [*moved, *(leaves[place] for place in self._places)]
+
+    def _through_update(
+        self, carry: Carry, bars: Bars, grads: Sequence[OptionalTensor]
+    ) -> tuple[Bars, list[OptionalTensor], list[OptionalTensor]]:
+        given, inputs = self._inputs(carry)
+        leaves = [None if grad is None else _leaf(grad) for grad in grads]
+        after = self._loop.moved(given, Evaluation(given.params[0], None, leaves, []), record=True)
+        at = [leaves[place] for place in self._loop.model.moved_places]
+        there = [leaf for leaf in at if leaf is not None]
+        outputs = self.outputs(after)
+        refuse(self.undeclared(outputs, [*inputs, *there]))
+        found = _pulled(outputs, [*bars.params, *bars.state], [*inputs, *there, *self._declared])
+        count, more = len(bars.params), len(inputs)
+        rest = iter(found[more:])
+        through = [None if leaf is None else next(rest) for leaf in at]
+        return Bars(found[:count], found[count:more]), list(rest), through
+
+    def _forward_over_reverse(
+        self,
+        carry: Carry,
+        number: int,
+        along: Sequence[OptionalTensor],
+        loss_bar: OptionalTensor,
+        mode: AbstractContextManager[Any],
+    ) -> tuple[list[OptionalTensor], list[OptionalTensor]]:
+        loop, places = self._loop, self._loop.model.moved_places
+        with forward_ad.dual_level(), torch.enable_grad(), mode:
+            params, inputs = list(carry.params), []
+            for place, tangent in zip(places, along, strict=True):
+                leaf = _leaf(params[place])
+                if tangent is not None:
+                    leaf = forward_ad.make_dual(leaf, tangent.detach())
+                    if forward_ad.unpack_dual(leaf).tangent is None:
+                        raise _NoForwardModeError("torch has forward mode switched off here")
+                params[place] = leaf
+                inputs.append(leaf)
+            tied = [params[place] for place in loop.model.first_places]
+            loss, _aux, _buffers = loop.evaluate(tied, carry.buffers, number)
+            nodes = nodes_between([loss], [*inputs, *self._declared])
+            if losing := next(filter(loses_tangents, (node.name() for node in nodes)), None):
+                raise _NoForwardModeError(f"{losing} has none")
+            wanted = [*inputs, *self._declared]
+            found = torch.autograd.grad(loss, wanted, allow_unused=True)
+            out: list[OptionalTensor] = []
+            for grad in found:
+                primal, tangent = (None, None) if grad is None else forward_ad.unpack_dual(grad)
+                weighted = None if loss_bar is None or primal is None else primal * loss_bar.to(primal)
+                out.append(_sum(tangent, weighted))
+        return out[: len(inputs)], out[len(inputs) :]
+
+    def _recorded(
+        self, carry: Carry, number: int, bars: Bars, loss_bar: OptionalTensor
+    ) -> tuple[Bars, list[OptionalTensor]]:
+        given, inputs = self._inputs(carry)
+        found = self._loop.gradient(given, number, record=True)
+        after = self._loop.moved(given, found, record=True)
+        outputs = [*self.outputs(after), found.loss]
+        pulled = _pulled(outputs, [*bars.params, *bars.state, loss_bar], [*inputs, *self._declared])
+        count, more = len(bars.params), len(inputs)
+        return Bars(pulled[:count], pulled[count:more]), pulled[more:]
+
+    def undeclared(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Leaves that require grad and that outputs depend on, and that are neither inputs nor declared."""
+        nodes = nodes_between(outputs, [*inputs, *self._declared])
+        return [leaf for node in nodes if (leaf := leaf_of(node)) is not None]
+
+
+def refuse(undeclared: Sequence[Tensor]) -> None:
+    """Raise if there are tensors whose gradient would be lost.
+
+    Raises:
+        ValueError: there are some.
+    """
+    if undeclared:
+        shapes = ", ".join(str(tuple(leaf.shape)) for leaf in undeclared)
+        raise ValueError(
+            "`meta` must list every tensor that requires grad and that the loss or the optimizer uses from outside; "
+            f"it lacks {len(undeclared)}, of shape {shapes}: list them, or detach what is to have no gradient"
+        )
+
+
+def _sum(one: OptionalTensor, other: OptionalTensor) -> OptionalTensor:
+    if one is None or other is None:
+        return other if one is None else one
+    return one + other
+
+
+def _pulled(
+    outputs: Sequence[Tensor], bars: Sequence[OptionalTensor], inputs: Sequence[Tensor]
+) -> list[OptionalTensor]:
+    pairs = [(x, bar) for x, bar in zip(outputs, bars, strict=True) if bar is not None and x.requires_grad]
+    if not pairs:
+        return [None] * len(inputs)
+    values, weights = zip(*pairs, strict=True)
+    return list(torch.autograd.grad(values, inputs, weights, allow_unused=True))

@@ -1,0 +1,253 @@
+"""A loop, a number of snapshots → the loop run without a graph, and its backward pass, a step at a time.
+
+The backward pass goes from the last step to the first. What a step starts from is the snapshot there, or is reached
+from the nearest one before by running steps again; snapshots that are used up make room for new ones on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from torchopt_dist import pytree
+from torchopt_dist._torch_private import engine_keeps_graph
+from torchopt_dist.diff.adjoints._declared import differentiable
+from torchopt_dist.diff.adjoints._loop import Carry, Evaluation, Loop, Outcome
+from torchopt_dist.diff.adjoints._randomness import kept_generators
+from torchopt_dist.diff.replay._binomial import places, split
+from torchopt_dist.diff.replay._snapshots import Snapshot, Store
+from torchopt_dist.diff.replay._step import Bars, StepGradient, refuse, state_places
+from torchopt_dist.transform._attention import attention_by_formula
+from torchopt_dist.typing import OptionalTensor
+
+__all__ = ["Tape", "connected"]
+
+Kept = tuple[int, Callable[[], Snapshot]]
+
+
+@dataclass
+class Tape:
+    """A loop that can be gone back through."""
+
+    loop: Loop
+    snapshots: int
+    """How many are kept at a time."""
+    with_gradients: bool
+    """Keep the inner gradients in the snapshots, too."""
+    store: Store
+    check: bool
+    """Run the first step twice, and demand the same loss and gradients."""
+    kept: list[Kept] = field(default_factory=list)
+    outcome: Outcome | None = None
+    run_again: int = 0
+    """Steps that the last backward pass has run again only to come back to a place."""
+
+    def __post_init__(self) -> None:
+        self._autocast = [
+            (device, torch.get_autocast_dtype(device))
+            for device in ("cpu", "cuda")
+            if torch.is_autocast_enabled(device)
+        ]
+        # Tensors that depend on each other are exchanged for leaves while a step runs: otherwise what one gets by way
+        # of another would count twice. So are those that a loop around this one has exchanged, which it takes back.
+        self.declared = list(self.loop.declared)
+        if self.loop.is_substituted or _depend_on_each_other(self.loop.tensors):
+            self.declared = [_leaf(tensor) for tensor in self.loop.others or self.declared]
+            self.loop = replace(self.loop, others=tuple(self.declared))
+        self.places = state_places(self.loop)
+        self._gradient = StepGradient(self.loop, self.places, self.declared)
+        self._loop = replace(self.loop, watch=self._watch)
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """What there may be a gradient for, with repetitions: parameters, leaves of the state, what is declared."""
+        return [*self._gradient.outputs(self.loop.first), *self.loop.declared]
+
+    def _watch(
+        self, carry: Carry, number: int, loss: Tensor, leaves: Sequence[Tensor], buffers: Sequence[Tensor]
+    ) -> None:
+        undeclared = self._gradient.undeclared([loss], leaves)
+        if undeclared:  # unless the loss has made them, which makes others each time
+            again, _aux, _buffers = self.loop.evaluate(carry.params, carry.buffers, number)
+            found = {id(leaf) for leaf in self._gradient.undeclared([again], [])}
+            refuse([leaf for leaf in undeclared if id(leaf) in found])
+        if any(buffer.requires_grad for buffer in buffers):
+            shapes = ", ".join(str(tuple(buffer.shape)) for buffer in buffers if buffer.requires_grad)
+            raise ValueError(
+                "`loss` must not make buffers of a module depend on its parameters, since a replay takes them for "
+                f"constants: detach those of shape {shapes}, or use todist.Recorded()"
+            )
+
+    def run(self) -> list[Tensor]:
+        """Run the loop; returns the outputs: parameters, leaves of the state, and all losses in one tensor."""
+        wanted = set(places(self.loop.steps, self.snapshots))
+
+        def step(carry: Carry, number: int) -> tuple[Carry, Tensor, Any]:
+            found = self._loop.gradient(carry, number, record=False)
+            if self.check and number == 0:
+                self._check(found, carry)
+            if number in wanted:
+                grads = found.grads if self.with_gradients else None
+                self.kept.append((number, self.store.keep(Snapshot(number, carry, grads))))
+            return self._loop.moved(carry, found, record=False), found.loss, found.aux
+
+        with attention_by_formula():
+            self.outcome = self._loop.run(step, self.loop.cut(self.loop.first))
+        losses = self.outcome.losses
+        # Of their own: what is handed out may be overwritten.
+        last = [tensor.detach().clone() for tensor in self._gradient.outputs(self.outcome.carry)]
+        return [*last, torch.stack(losses) if losses else torch.zeros(0)]
+
+    def _check(self, found: Evaluation, carry: Carry) -> None:
+        again = self._loop.gradient(carry, 0, record=False)
+        pairs = [(found.loss, again.loss), *zip(found.grads, again.grads, strict=True)]
+        for one, other in pairs:
+            if one is not None and other is not None and not torch.equal(one, other):
+                raise ValueError(
+                    "`loss` must give the same for the same parameters, batch and seed, since a replay runs it again; "
+                    f"a second call differs by {(one - other).abs().max().item():.3g}"
+                )
+
+    def pull(self, bars: Sequence[OptionalTensor], keep: bool) -> list[OptionalTensor]:
+        """Gradients of the outputs → of the inputs; unless ``keep``, snapshots are used up."""
+        assert self.outcome is not None
+        count = len(self.loop.model.moved_places)
+        *_, loss_bars = bars
+        now = Bars(list(bars[:count]), list(bars[count:-1]))
+        totals: list[OptionalTensor] = [None] * len(self.declared)
+        kept = list(self.kept) if keep else self.kept
+        self.run_again = 0
+        with ExitStack() as stack:
+            stack.enter_context(kept_generators())
+            stack.enter_context(attention_by_formula())
+            for device, dtype in self._autocast:
+                stack.enter_context(torch.autocast(device, dtype))
+            for number in reversed(range(len(self.outcome.losses))):
+                start = self._start_of(number, kept)
+                loss_bar = None if loss_bars is None else loss_bars[number]
+                now, more = self._gradient.pull(start.carry, number, now, loss_bar, start.grads)
+                totals = [_added(a, b) for a, b in zip(totals, more, strict=True)]
+        return [*now.params, *now.state, *totals]
+
+    def _start_of(self, number: int, kept: list[Kept]) -> Snapshot:
+        """What a step starts from; the snapshots left are those of steps before it."""
+        while kept[-1][0] > number:
+            kept.pop()
+        at, give = kept[-1]
+        if at == number:
+            kept.pop()
+            return give()
+        carry, rest, room = give().carry, number + 1 - at, self.snapshots - len(kept) + 1
+        while at < number:
+            ahead = split(rest, room) if room > 1 else rest - 1
+            with kept_generators():
+                for _ in range(ahead):
+                    carry, _loss, _aux = self.loop.plain_step(carry, at)
+                    at += 1
+                    self.run_again += 1
+            rest -= ahead
+            room -= 1
+            if at < number:
+                kept.append((at, self.store.keep(Snapshot(at, carry, None))))
+        return Snapshot(number, carry, None)
+
+    def record(self, tensors: Sequence[Tensor], bars: Sequence[OptionalTensor]) -> list[OptionalTensor]:
+        """As :meth:`pull`, by recording all steps, so that the gradients can be differentiated themselves."""
+        assert self.outcome is not None
+        inputs = self.inputs
+        own = {id(tensor): tensor for tensor in differentiable(inputs)}
+        with ExitStack() as stack:
+            stack.enter_context(attention_by_formula())
+            for device, dtype in self._autocast:
+                stack.enter_context(torch.autocast(device, dtype))
+            loop = self.loop.without_stop()
+            if loop.others is not None:
+                given = {id(old): new for old, new in zip(inputs, tensors, strict=True)}
+                own = {name: given[name].view_as(given[name]) for name in own}
+                loop = replace(loop, others=None)
+                loop = loop.with_tensors([own[id(tensor)] for tensor in loop.tensors])
+            outcome = loop.run(loop.recorded_step, loop.first, end=len(self.outcome.losses))
+            outputs = [*self._gradient.outputs(outcome.carry), torch.stack(outcome.losses)]
+            pairs = [(x, bar) for x, bar in zip(outputs, bars, strict=True) if bar is not None]
+            values, weights = zip(*pairs, strict=True)
+            found = torch.autograd.grad(
+                values, list(own.values()), weights, create_graph=True, allow_unused=True
+            )
+        by_id = dict(zip(own, found, strict=True))
+        return [by_id.pop(id(tensor), None) for tensor in inputs]
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_()
+
+
+def _added(total: OptionalTensor, more: OptionalTensor) -> OptionalTensor:
+    return more if total is None else total if more is None else total + more
+
+
+def _depend_on_each_other(tensors: Sequence[Tensor]) -> bool:
+    """Whether one is computed from another."""
+    with torch.enable_grad():
+        own = {torch.autograd.graph.get_gradient_edge(tensor).node for tensor in tensors}
+    behind: set[Any] = set()
+    waiting = [following for node in own for following, _ in node.next_functions]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in behind:
+            behind.add(node)
+            waiting += [following for following, _ in node.next_functions]
+    return not own.isdisjoint(behind)
+
+
+def connected(tape: Tape) -> Outcome:
+    """Run a tape's loop, and connect its outcome."""
+    inputs = tape.inputs
+    if (
+        tape.loop.others is not None
+    ):  # views are of what a loop around this one has put in the places of these
+        inputs = [tensor.view_as(tensor) for tensor in inputs]
+    with torch.no_grad():  # and not in `forward` of the node, where torch switches forward mode off
+        made = tape.run()
+    outputs: tuple[Tensor, ...] = _Replay.apply(tape, made, *inputs)
+    assert tape.outcome is not None
+    model, (last, losses, aux) = tape.loop.model, tape.outcome
+    params, (state, spec) = list(last.params), pytree.flatten(last.state)
+    count = len(model.moved_places)
+    for place, tensor in zip(model.moved_places, outputs[:count], strict=True):
+        params[place] = tensor
+    for place, tensor in zip(tape.places, outputs[count:-1], strict=True):
+        state[place] = tensor
+    carry = Carry(
+        [params[place] for place in model.first_places], pytree.unflatten(spec, state), last.buffers
+    )
+    tape.outcome = Outcome(Carry([], None, []), losses, [])
+    return Outcome(carry, list(outputs[-1].unbind()), aux)
+
+
+class _Replay(torch.autograd.Function):
+    """The node of a whole loop."""
+
+    apply: ClassVar[Any]
+
+    @staticmethod
+    def forward(ctx: Any, tape: Tape, made: list[Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.tape = tape
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+        return tuple(made)
+
+    @staticmethod
+    def backward(ctx: Any, *bars: OptionalTensor) -> tuple[OptionalTensor, ...]:
+        tensors = (
+            ctx.saved_tensors
+        )  # an error of torch's where they were overwritten, or the graph was used up
+        if all(bar is None for bar in bars):
+            return None, None, *[None] * len(tensors)
+        if torch.is_grad_enabled():
+            return None, None, *ctx.tape.record(tensors, bars)
+        return None, None, *ctx.tape.pull(bars, keep=engine_keeps_graph())
