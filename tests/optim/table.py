@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import torchopt_dist as todist
+from tests.optim import references
 from tests.optim.adan_reference import Adan as ReferenceAdan
 
 
@@ -157,6 +158,24 @@ ROWS = {
                 },
             },
             tensors={"lr": 0.1, "betas": (0.9, 0.8, 0.95), "eps": 0.01, "weight_decay": 0.1},
+        ),
+        _row(
+            "Lion",
+            references.Lion,
+            options={
+                "defaults": {"lr": 0.01},
+                "all": {"lr": 0.02, "betas": (0.8, 0.95), "weight_decay": 0.3, "maximize": True},
+            },
+            tensors={"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0.1},
+        ),
+        _row(
+            "LAMB",
+            references.LAMB,
+            options={
+                "defaults": {"lr": 0.01},
+                "all": {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.3, "maximize": True},
+            },
+            tensors=ADAM,
         ),
     )
 }

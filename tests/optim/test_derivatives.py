@@ -70,7 +70,7 @@ def test_meta_gradients_are_finite_where_an_inner_gradient_is_zero(name, setting
     assert gradient.isfinite().all()
     assert of_scale.isfinite()
     decay = row.options[setting].get("weight_decay", 0.01 if name == "AdamW" else 0)
-    if not decay:  # the second weight stays where it is
+    if not decay and name != "LAMB":  # the second weight stays where it is, and is in no other's norm
         torch.testing.assert_close(gradient[0, 1], 2 * first.detach()[0, 1])
 
 

@@ -8,7 +8,7 @@ import torchopt_dist as todist
 from tests.optim.table import ROWS
 from torchopt_dist import transform
 
-DENSE_ONLY = ["Adagrad", "Adadelta", "Adan", "Adamax", "RAdam", "Adam", "AdamW"]
+DENSE_ONLY = ["Adagrad", "Adadelta", "Adan", "Adamax", "RAdam", "Adam", "AdamW", "Lion", "LAMB"]
 
 
 @pytest.mark.parametrize("face", ["", "Meta"])

@@ -8,7 +8,10 @@ from torchopt_dist.optim.adamw import AdamW, MetaAdamW, adamw
 from torchopt_dist.optim.adan import Adan, MetaAdan, adan
 from torchopt_dist.optim.differentiable import DifferentiableOptimizer, differentiable
 from torchopt_dist.optim.functional_optimizer import FuncOptimizer
+from torchopt_dist.optim.lamb import LAMB, MetaLAMB, lamb
+from torchopt_dist.optim.lion import Lion, MetaLion, lion
 from torchopt_dist.optim.meta_optimizer import MetaOptimizer
+from torchopt_dist.optim.muon import MetaMuon, Muon, muon
 from torchopt_dist.optim.optimizer import Optimizer
 from torchopt_dist.optim.radam import MetaRAdam, RAdam, radam
 from torchopt_dist.optim.rmsprop import MetaRMSprop, RMSprop, rmsprop
@@ -16,6 +19,7 @@ from torchopt_dist.optim.sgd import SGD, MetaSGD, sgd
 from torchopt_dist.transform.apply_updates import apply_updates
 
 __all__ = [
+    "LAMB",
     "SGD",
     "Adadelta",
     "Adagrad",
@@ -25,16 +29,21 @@ __all__ = [
     "Adan",
     "DifferentiableOptimizer",
     "FuncOptimizer",
+    "Lion",
     "MetaAdadelta",
     "MetaAdagrad",
     "MetaAdam",
     "MetaAdamW",
     "MetaAdamax",
     "MetaAdan",
+    "MetaLAMB",
+    "MetaLion",
+    "MetaMuon",
     "MetaOptimizer",
     "MetaRAdam",
     "MetaRMSprop",
     "MetaSGD",
+    "Muon",
     "Optimizer",
     "RAdam",
     "RMSprop",
@@ -46,6 +55,9 @@ __all__ = [
     "adan",
     "apply_updates",
     "differentiable",
+    "lamb",
+    "lion",
+    "muon",
     "radam",
     "rmsprop",
     "sgd",

@@ -1,6 +1,7 @@
 """Gradients → updates: the links that optimizers are chained from; updates → parameters moved."""
 
 from torchopt_dist.transform.add_decayed_weights import add_decayed_weights
+from torchopt_dist.transform.apply_if_finite import apply_if_finite
 from torchopt_dist.transform.apply_updates import apply_updates
 from torchopt_dist.transform.base import (
     ChainedGradientTransformation,
@@ -10,17 +11,23 @@ from torchopt_dist.transform.base import (
     identity,
 )
 from torchopt_dist.transform.clip import clip_grad_norm, clip_grad_value
+from torchopt_dist.transform.ema import ema
 from torchopt_dist.transform.hook import nan_to_num_hook, register_hook, zero_nan_hook
 from torchopt_dist.transform.masked import masked
+from torchopt_dist.transform.multi_steps import multi_steps
 from torchopt_dist.transform.nan_to_num import nan_to_num
+from torchopt_dist.transform.orthogonalize import orthogonalize
+from torchopt_dist.transform.partition import partition
 from torchopt_dist.transform.scale import scale, scale_by_learning_rate, scale_by_schedule
 from torchopt_dist.transform.scale_by_adadelta import scale_by_adadelta
 from torchopt_dist.transform.scale_by_adam import scale_by_adam
 from torchopt_dist.transform.scale_by_adamax import scale_by_adamax
 from torchopt_dist.transform.scale_by_adan import scale_by_adan
+from torchopt_dist.transform.scale_by_lion import scale_by_lion
 from torchopt_dist.transform.scale_by_radam import scale_by_radam
 from torchopt_dist.transform.scale_by_rms import scale_by_rms, scale_by_stddev
 from torchopt_dist.transform.scale_by_rss import scale_by_rss
+from torchopt_dist.transform.scale_by_trust_ratio import scale_by_trust_ratio
 from torchopt_dist.transform.trace import trace
 
 __all__ = [
@@ -28,14 +35,19 @@ __all__ = [
     "EmptyState",
     "GradientTransformation",
     "add_decayed_weights",
+    "apply_if_finite",
     "apply_updates",
     "chain",
     "clip_grad_norm",
     "clip_grad_value",
+    "ema",
     "identity",
     "masked",
+    "multi_steps",
     "nan_to_num",
     "nan_to_num_hook",
+    "orthogonalize",
+    "partition",
     "register_hook",
     "scale",
     "scale_by_adadelta",
@@ -43,11 +55,13 @@ __all__ = [
     "scale_by_adamax",
     "scale_by_adan",
     "scale_by_learning_rate",
+    "scale_by_lion",
     "scale_by_radam",
     "scale_by_rms",
     "scale_by_rss",
     "scale_by_schedule",
     "scale_by_stddev",
+    "scale_by_trust_ratio",
     "trace",
     "zero_nan_hook",
 ]

@@ -1,0 +1,84 @@
+"""Gradients → updates by Lion, as a function and as two classes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from torchopt_dist.optim._signatures import arguments_of
+from torchopt_dist.optim.meta_optimizer import MetaOptimizer
+from torchopt_dist.optim.optimizer import Optimizer
+from torchopt_dist.transform._hyperparameters import HyperParameter, check_decays
+from torchopt_dist.transform.add_decayed_weights import add_decayed_weights, penalized
+from torchopt_dist.transform.base import GradientTransformation, chain
+from torchopt_dist.transform.masked import Mask
+from torchopt_dist.transform.scale import scale_by_learning_rate
+from torchopt_dist.transform.scale_by_lion import scale_by_lion
+from torchopt_dist.typing import ScalarOrSchedule
+
+__all__ = ["Lion", "MetaLion", "lion"]
+
+
+def lion(
+    lr: ScalarOrSchedule = 1e-4,
+    betas: tuple[HyperParameter, HyperParameter] = (0.9, 0.99),
+    weight_decay: HyperParameter = 0.0,
+    *,
+    mask: Mask = None,
+    moment_requires_grad: bool = False,
+    maximize: bool = False,
+) -> GradientTransformation:
+    """Lion: ``p - lr * (d + weight_decay * p)``.
+
+    ``d`` is the direction of :func:`~torchopt_dist.transform.scale_by_lion`, a sign an entry; so a step needs a
+    learning rate three to ten times below Adam's, and a weight decay as much above.
+
+    [Chen et al. 2023, Symbolic Discovery of Optimization Algorithms, algorithm 2.]
+
+    Args:
+        lr: learning rate: a number that is at least 0, a tensor of one element, or a schedule (the number of steps
+            made so far → a learning rate).
+        betas: decays of the average that the sign is taken of, and of the one that is kept, at least 0 and below 1;
+            numbers or tensors of one element.
+        weight_decay: decoupled, at least 0; a number or a tensor of one element.
+        mask: which parameters decay: a tree of bools of the parameters' structure, or a function from the parameters
+            to such a tree; all, if not given.
+        moment_requires_grad: the first averages are leaves that require grad.
+        maximize: maximize the objective.
+
+    Raises:
+        TypeError: an argument is of another type.
+        ValueError: a number is out of its range, or a tensor has more than one element.
+
+    Example:
+        >>> import torch
+        >>> w = torch.tensor([1.0, -2.0])
+        >>> impl = lion(lr=0.1, weight_decay=0.5)
+        >>> impl.update(2 * w, impl.init(w), params=w)[0]
+        tensor([-0.1500,  0.2000])
+    """
+    check_decays("betas", betas, 2)
+    return chain(
+        *penalized(0.0, maximize),
+        scale_by_lion(*betas, moment_requires_grad),
+        add_decayed_weights(weight_decay, mask),
+        scale_by_learning_rate(lr),
+    )
+
+
+class Lion(Optimizer, transformation=lion):
+    """Lion in place."""
+
+    @arguments_of(lion)
+    def __init__(self, params: Iterable[Any], *args: Any, **kwargs: Any) -> None:
+        super().__init__(params, *args, **kwargs)
+
+
+class MetaLion(MetaOptimizer, transformation=lion, moment_requires_grad=True):
+    """Lion that one can differentiate through."""
+
+    @arguments_of(lion)
+    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        super().__init__(module, *args, **kwargs)
