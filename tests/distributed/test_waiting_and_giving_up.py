@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import torchopt_dist as todist
+from tests.distributed.bare import say, watch
 from tests.distributed.programs import kept_on, remote
 
 BIG = 1 << 21  # elements
@@ -113,3 +114,92 @@ def test_vectorized_arguments_of_other_types_are_not_the_same(world):
             )
 
     world(1).on_zero(body)
+
+
+def in_own_share(tmp_path):
+    """Waits on worker 0, and raises on others."""
+
+    def function(x):
+        if todist.get_rank() == 0:
+            watch(tmp_path / "go")
+            say(tmp_path / "done")
+            return x
+        raise ValueError(f"of rank {todist.get_rank()}")
+
+    return function
+
+
+@pytest.mark.parametrize("call", [todist.remote_sync_call, todist.remote_async_call])
+def test_a_time_out_bounds_the_own_share(world, tmp_path, call):
+    def body():
+        def wait():
+            value = call(in_own_share(tmp_path), args=(torch.ones(2),), partitioner=0, timeout=0.1)
+            return value.wait() if isinstance(value, torch.futures.Future) else value
+
+        with pytest.raises(todist.CallTimeoutError, match=r"worker0 took longer than timeout=0\.1 s"):
+            wait()
+        assert not (tmp_path / "done").exists()
+        say(tmp_path / "go")
+        assert watch(tmp_path / "done")  # it was not stopped
+
+    world(1).on_zero(body)
+
+
+def test_with_a_time_out_an_early_error_of_a_worker_is_told_before_the_own_share_ends(world, tmp_path):
+    def body():
+        with pytest.raises(ValueError, match="of rank 1"):
+            todist.remote_sync_call(in_own_share(tmp_path), args=(torch.ones(2),), timeout=100)
+        assert not (tmp_path / "done").exists()
+        say(tmp_path / "go")
+
+    world(2).on_zero(body)
+
+
+def test_an_own_share_with_a_time_out_means_the_same(world):
+    def body():
+        x = torch.arange(6.0, dtype=torch.float64, requires_grad=True)
+        gradients = []
+        for timeout in (None, 100):
+            torch.manual_seed(0)
+            loss = todist.remote_sync_call(
+                lambda x: (x**3 * torch.rand_like(x)).sum(), args=(x,), reducer=sum, timeout=timeout
+            )
+            (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+            gradients.append(
+                (loss.item(), gradient.tolist(), torch.autograd.grad(gradient.sum(), x)[0].tolist())
+            )
+        assert gradients[0] == gradients[1]
+        with pytest.raises(todist.RemoteError, match="SystemExit"):
+            todist.remote_sync_call(sys.exit, args=(3,), partitioner=0, timeout=100)
+
+    world(2).on_zero(body)
+
+
+class SlowBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, place):
+        ctx.place = place
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        watch(ctx.place)
+        return grad * 2, None
+
+
+def test_a_time_out_bounds_backward(world, tmp_path):
+    def body():
+        x = torch.ones(2, requires_grad=True)
+        (late,) = todist.remote_sync_call(
+            SlowBackward.apply, args=(x, tmp_path / "go"), partitioner=1, timeout=0.3
+        )
+        with pytest.raises(todist.CallTimeoutError, match=r"worker1 took longer than timeout=0\.3 s"):
+            late.sum().backward()
+        say(tmp_path / "go")
+        (value,) = todist.remote_sync_call(
+            SlowBackward.apply, args=(x, tmp_path / "go"), partitioner=1, timeout=100
+        )
+        value.sum().backward()
+        assert x.grad.tolist() == [2.0, 2.0]
+
+    world(2).on_zero(body)

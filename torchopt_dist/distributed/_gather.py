@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any
 
 from torchopt_dist._tracebacks import from_user_code
-from torchopt_dist.errors import TodistError
+from torchopt_dist.errors import CallTimeoutError, TodistError
 
 __all__ = ["gather"]
 
 GRACE_SECONDS = 0.1
-"""How long the other workers are waited for after a first error, so that all errors of one cause are reported."""
+"""How long the other workers are waited for after a first error or the time-out, so that all errors are reported."""
 
 
-def gather(futures: Mapping[int, Future[list[Any]]]) -> dict[int, list[Any]]:
+def gather(
+    futures: Mapping[int, Future[list[Any]]], names: Sequence[str], timeout: float = 0.0, started: float = 0.0
+) -> dict[int, list[Any]]:
     """Wait for each worker's values.
 
+    Args:
+        futures: by worker.
+        names: the workers' names.
+        timeout: seconds to wait since ``started``; 0 means that there is no limit.
+        started: when the call began, by ``time.monotonic``.
+
     Raises:
+        CallTimeoutError: a worker has not answered, and none has raised.
         Exception: what a worker raised, this one rather than another, with the others' errors in its notes.
     """
-    if len(futures) > 1:
-        _, missing = wait(futures.values(), return_when=FIRST_EXCEPTION)
+    missing: set[Future[list[Any]]] = set()
+    if len(futures) > 1 or timeout:
+        left = max(0.0, started + timeout - time.monotonic()) if timeout else None
+        _, missing = wait(futures.values(), left, FIRST_EXCEPTION)
         if missing:
-            wait(missing, timeout=GRACE_SECONDS)
+            _, missing = wait(missing, GRACE_SECONDS)
     else:
         for future in futures.values():  # to wait for one future so costs less
             future.exception()
@@ -37,17 +49,20 @@ def gather(futures: Mapping[int, Future[list[Any]]]) -> dict[int, list[Any]]:
             (each for each in errors if not isinstance(errors[each], TodistError)), next(iter(errors))
         )
         error = errors.pop(first)
-        _add_notes(error, errors)
+        _add_notes(error, errors, names)
         # The frames through which the error was passed on tell a user nothing.
         frames = None if isinstance(error, TodistError) else from_user_code(error.__traceback__)
         raise error.with_traceback(frames)
+    if missing:
+        late = ", ".join(names[worker] for worker, future in futures.items() if future in missing)
+        raise CallTimeoutError(f"{late} took longer than timeout={timeout:g} s")
     return {worker: future.result() for worker, future in futures.items()}
 
 
-def _add_notes(first: BaseException, others: dict[int, BaseException]) -> None:
+def _add_notes(first: BaseException, others: dict[int, BaseException], names: Sequence[str]) -> None:
     if others:
         lines = "\n".join(
-            f"  {getattr(error, 'worker', '') or f'rank {worker}'} {type(error).__name__}: {error}"
+            f"  {getattr(error, 'worker', '') or names[worker]} {type(error).__name__}: {error}"
             for worker, error in others.items()
         )
         first.add_note(f"{len(others)} more worker{'s' * (len(others) > 1)} failed:\n{lines}")

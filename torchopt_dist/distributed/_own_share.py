@@ -49,7 +49,7 @@ def prepare(payload: Payload, *, snapshot: bool) -> Callable[[], list[Any]]:
         return _plain(payload, in_a_thread=snapshot)
     group = current_group()
     here = _Here(receiving_device(payload.options.device))
-    graph = _OwnGraph(group, group.rank, here)
+    graph = _OwnGraph(group, group.rank, here, 0)
     try:
         message, anchor = graph.start(payload)
     except SerializationError as error:

@@ -58,8 +58,8 @@ def call(
     Args:
         worker: the worker's rank.
         payload: the work of that worker.
-        timeout: seconds after which the future fails with :class:`~torchopt_dist.errors.CallTimeoutError`;
-            0 means never.
+        timeout: seconds after which the future, and likewise a backward through its values, fails with
+            :class:`~torchopt_dist.errors.CallTimeoutError`; 0 means never.
         transport: carries the messages; ``None`` means the RPC group's transport.
         snapshot: send copies, so that tensors may be changed in place as soon as this returns.
 
@@ -71,7 +71,7 @@ def call(
         SerializationError: the payload cannot be sent.
     """
     group = current_group()
-    graph = RemoteGraph(group, worker, transport or group.transport)
+    graph = RemoteGraph(group, worker, transport or group.transport, timeout)
     message, anchor = graph.start(payload)
     future: Future[list[Any]] = Future()
 
@@ -104,10 +104,11 @@ class RemoteGraph:
     turn = LAST
     """The sequence number of its *dispatch*."""
 
-    def __init__(self, group: Group, worker: int, transport: Transport) -> None:
+    def __init__(self, group: Group, worker: int, transport: Transport, timeout: float) -> None:
         self.kept = False  # set first, since `__del__` reads it
         self.group = group
         self.transport = transport
+        self.timeout = timeout
         self.worker = worker
         self.worker_name = group.names[worker]
         self.key: Key = (group.rank, next(group.numbers))
@@ -199,7 +200,7 @@ class RemoteGraph:
             raise NotInitializedError(
                 f"the graph of this remote call was kept by {self.worker_name}, and the RPC group has ended"
             )
-        graph = type(self)(self.group, self.worker, self.transport)
+        graph = type(self)(self.group, self.worker, self.transport, self.timeout)
         message = graph.pack(Backward(self.key, output_grads, retain_graph, graph.key if recorded else None))
         inputs = self.inputs
         if not retain_graph:
@@ -208,7 +209,7 @@ class RemoteGraph:
             self.inputs = inputs if self.kept else []
         graph.kept = recorded
         number = next(self.group.numbers)
-        reply = self.transport.send(self.worker, message.detached(), self.group.call_timeout)
+        reply = self.transport.send(self.worker, message.detached(), self.timeout)
         self.under_way[number] = _Ticket(message, reply, graph, inputs)
         return number
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, ParamSpec, TypeVar, Unpack, overload
@@ -52,8 +53,10 @@ def remote_sync_call(
         partitioner: the rank or name of the worker to call; or a function that makes of ``*args, **kwargs`` a list
             of triplets ``(worker, args, kwargs)``; or ``None`` for ``batch_partitioner``.
         reducer: makes of the list of results, in the triplets' order, one; ``None`` leaves the list.
-        timeout: seconds after which the call fails; ``None`` or 0 means never. By default the RPC group decides,
-            which has none unless its options ask for one.
+        timeout: seconds after which the call fails, and likewise a backward through its results waits for a worker no
+            longer; ``None`` or 0 means never. By default the RPC group decides, which has none unless its options ask
+            for one. With a time-out this worker's own share, if isolated, runs in a thread. Functions that are late are
+            not stopped.
         options: these.
         vectorize: whether a worker runs its tasks in one :func:`torch.func.vmap` instead of one after another; then
             they must be of one shape, and differ in tensors only.
@@ -147,13 +150,14 @@ class _Call:
             )
         if not isinstance(kwargs, (dict, type(None))):
             raise TypeError(f"kwargs must be a dictionary, got {type(kwargs).__name__}")
-        seconds = _seconds(timeout, default=self.group.call_timeout)
+        self.seconds = _seconds(timeout, default=self.group.call_timeout)
+        self.started = time.monotonic()
         self.reduce = check_reducer(reducer)
         self.partitions = partition(partitioner, tuple(args or ()), dict(kwargs or {}))
         self.payloads = group_by_worker(func, self.partitions, options)
         self.me = self.group.rank
         self.values = {
-            worker: _remote_graph.call(worker, payload, seconds, snapshot=snapshot)
+            worker: _remote_graph.call(worker, payload, self.seconds, snapshot=snapshot)
             for worker, (payload, _) in self.payloads.items()
             if worker != self.me
         }
@@ -164,22 +168,36 @@ class _Call:
         }
 
     def run_own_share(self) -> None:
-        """Run the caller's own share in this thread, while the other workers run theirs."""
+        """Run the caller's own share while the other workers run theirs; in a thread, if a time-out bounds the wait."""
         for worker, work in self.own_share.items():
             own = self.values[worker] = concurrent.futures.Future()
-            try:
-                own.set_result(work())
-            except Exception as error:
-                own.set_exception(error)
+            if self.seconds and self.payloads[worker][0].options.isolate_own_share:
+                self.group.threads.run(functools.partial(_settle, own, work, self.group.names[worker]))
+            else:
+                _settle(own, work)
         self.own_share.clear()
 
     def finish(self) -> Any:
         """Wait for the others, and reduce."""
         results: list[Any] = [None] * len(self.partitions)
-        for worker, values in gather(self.values).items():
+        for worker, values in gather(self.values, self.group.names, self.seconds, self.started).items():
             for index, value in zip(self.payloads[worker][1], values, strict=True):
                 results[index] = value
         return self.reduce(results, [part.size for part in self.partitions])
+
+
+def _settle(
+    own: concurrent.futures.Future[list[Any]], work: Callable[[], list[Any]], name: str | None = None
+) -> None:
+    """Give the future what ``work`` returns or raises; in a thread, where ``name`` is this worker's, also its exit."""
+    try:
+        own.set_result(work())
+    except Exception as error:
+        own.set_exception(error)
+    except BaseException as error:
+        if name is None:
+            raise
+        own.set_exception(SerializedException.of(error).to_error(name))
 
 
 @overload
