@@ -82,5 +82,6 @@ def _check_mappable(columns: list[Any], mapped: list[int], treespec: optree.PyTr
             raise ValueError(
                 "vectorize=True needs tasks of one shape, but "
                 f"{treespec.accessors()[index].codify('(args, kwargs)')} has shapes "
-                f"{sorted({tuple(leaf.shape) for leaf in column})}: split with exclusive=True"
+                f"{sorted({tuple(leaf.shape) for leaf in column})}: split with exclusive=True, "
+                "or leave vectorize=True out"
             )

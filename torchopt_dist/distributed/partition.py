@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from torchopt_dist.distributed._group import current_group
+from torchopt_dist.distributed.reduce import REDUCERS
 from torchopt_dist.distributed.world import get_worker_id
 from torchopt_dist.typing import Args, KwArgs
 
@@ -129,6 +130,13 @@ def check_partitioner(partitioner: Partitioner | None) -> None:
             "partitioner must be a worker's rank or name, or a function returning triplets "
             f"(worker, args, kwargs), got {type(partitioner).__name__} {partitioner!r}"
         )
+    given: object = partitioner
+    for reducer in REDUCERS:
+        if given is reducer:
+            name = reducer.__name__
+            raise TypeError(f"partitioner must not be a reducer, got {name}: write `reducer=todist.{name}`")
+    if given is dim_partitioner:
+        raise TypeError("partitioner must be what dim_partitioner returns: write `todist.dim_partitioner(0)`")
 
 
 def _checked(partitioner: PartitionFunction, index: int, triplet: Any) -> Partition:

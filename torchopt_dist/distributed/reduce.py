@@ -89,6 +89,10 @@ def concatenate_reducer(results: Iterable[T]) -> T:
     return _leafwise("concatenate_reducer", concatenate, list(results))
 
 
+REDUCERS = (mean_reducer, sum_reducer, stack_reducer, concatenate_reducer)
+"""Those of this module; elsewhere they are mistakes."""
+
+
 def _leafwise(name: str, function: Callable[..., torch.Tensor], trees: list[Any]) -> Any:
     if not trees:
         raise ValueError(f"{name} needs at least one result, got none")

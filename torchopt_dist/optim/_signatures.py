@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from torchopt_dist.transform.base import GradientTransformation
+from torchopt_dist.transform.base import GradientTransformation, no_transformation
 
 __all__ = ["Constructor", "arguments_of", "bind", "docstring", "only_transformation", "signature"]
 
@@ -73,6 +73,11 @@ def bind(
     Raises:
         TypeError: an argument is missing, unknown or given twice; the message names the class.
     """
+    known = list(signature.parameters)
+    if unknown := [name for name in kwargs if name not in known]:
+        raise TypeError(
+            f"{cls.__name__}: got an unexpected keyword argument {unknown[0]!r}; its arguments are {', '.join(known)}"
+        )
     try:
         bound = signature.bind(target, *args, **kwargs)
     except TypeError as error:
@@ -95,7 +100,7 @@ def only_transformation(
     """
     impl = bind(cls, signature, target, args, kwargs)["impl"]
     if not isinstance(impl, GradientTransformation):
-        raise TypeError(f"`impl` must be a GradientTransformation, got {type(impl).__name__}")
+        raise no_transformation("impl", impl)
     return impl
 
 

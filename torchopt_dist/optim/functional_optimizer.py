@@ -14,7 +14,7 @@ from torchopt_dist.nn._tensor_copier import TensorCopier
 from torchopt_dist.optim._checkpoint import flatten_state, restore_state
 from torchopt_dist.transform._gradients import gradients
 from torchopt_dist.transform.apply_updates import apply_updates, differentiable_step
-from torchopt_dist.transform.base import GradientTransformation
+from torchopt_dist.transform.base import GradientTransformation, no_transformation
 from torchopt_dist.typing import OptState, Params
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class FuncOptimizer:
 
     def __init__(self, impl: GradientTransformation, *, inplace: bool = False) -> None:
         if not isinstance(impl, GradientTransformation):
-            raise TypeError(f"`impl` must be a GradientTransformation, got {type(impl).__name__}")
+            raise no_transformation("impl", impl)
         self.impl = impl
         self.inplace = bool(inplace)
         self._state: OptState | None = None  # None until the first step shows the parameters

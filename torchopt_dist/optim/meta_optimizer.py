@@ -103,7 +103,10 @@ class MetaOptimizer:
             ValueError: it has no parameters, or one that another group has.
         """
         if not isinstance(module, nn.Module):
-            raise TypeError(f"`module` must be a torch.nn.Module, got {type(module).__name__}")
+            raise TypeError(
+                f"`module` must be a torch.nn.Module, got {type(module).__name__}: "
+                "give the module itself, not its parameters"
+            )
         params: dict[str, Tensor] = dict(module.named_parameters())
         if not params:
             raise ValueError(f"`module` must have parameters, got {type(module).__name__} with none")

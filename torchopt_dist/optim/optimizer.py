@@ -91,6 +91,10 @@ class Optimizer(torch.optim.Optimizer):
         self._built: dict[int, tuple[list[Any], GradientTransformation]] = {}
         self._impl: GradientTransformation | None = None
         options: dict[str, Any] = {}
+        if isinstance(params, torch.nn.Module):
+            raise TypeError(
+                f"`params` must be tensors, got the module {type(params).__name__}: give `module.parameters()`"
+            )
         if self.transformation is None:
             self._impl = signatures.only_transformation(type(self), self._signature, params, args, kwargs)
         else:

@@ -143,6 +143,20 @@ class ChainedGradientTransformation(GradientTransformation):
         return f"{type(self).__name__}{self.transformations!r}"
 
 
+def no_transformation(argument: str, got: object) -> TypeError:
+    """The error for an argument that must be a transformation; for a class of ours it names the function to call."""
+    text = f"`{argument}` must be a GradientTransformation, got {type(got).__name__}"
+    if isinstance(got, type):
+        text = f"{text} {got.__name__}"
+        constructor = getattr(got, "transformation", None)
+        if constructor is not None:
+            text = f"{text}: the function `{constructor.__name__}(...)` makes one"
+    elif callable(got):
+        name = getattr(got, "__qualname__", type(got).__name__)
+        text = f"{text} {name}: call it with its arguments"
+    return TypeError(text)
+
+
 def _links(transformations: Sequence[Any]) -> tuple[GradientTransformation, ...]:
     links: list[GradientTransformation] = []
     for place, link in enumerate(transformations):
@@ -151,9 +165,7 @@ def _links(transformations: Sequence[Any]) -> tuple[GradientTransformation, ...]
         elif isinstance(link, GradientTransformation):
             links.append(link)
         else:
-            raise TypeError(
-                f"`transformations[{place}]` must be a GradientTransformation, got {type(link).__name__}"
-            )
+            raise no_transformation(f"transformations[{place}]", link)
     return tuple(links)
 
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 from torchopt_dist import pytree
-from torchopt_dist.transform.base import GradientTransformation
+from torchopt_dist.transform.base import GradientTransformation, no_transformation
 from torchopt_dist.typing import OptState, Params, Updates
 
 __all__ = ["Mask", "MaskedState", "choices_of", "masked"]
@@ -52,7 +52,7 @@ def masked(inner: GradientTransformation, mask: Mask = None) -> GradientTransfor
         {'w': tensor([10.]), 'b': tensor([1.])}
     """
     if not isinstance(inner, GradientTransformation):
-        raise TypeError(f"`inner` must be a GradientTransformation, got {type(inner).__name__}")
+        raise no_transformation("inner", inner)
     if mask is None:
         return inner
     return GradientTransformation(partial(_init, inner, mask), partial(_update, inner, mask))
