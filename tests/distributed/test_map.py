@@ -8,7 +8,6 @@ from torch import nn
 
 import torchopt_dist as todist
 from tests.distributed.programs import gradients, mlp
-from torchopt_dist.distributed._payload import ExecutionKwargs
 from torchopt_dist.errors import NotInitializedError
 
 
@@ -144,7 +143,3 @@ def test_without_a_group_there_is_no_call():
     for call in (lambda: todist.map(describe, []), lambda: todist.remote_call(0, describe)):
         with pytest.raises(NotInitializedError):
             call()
-
-
-def test_options_of_a_call_are_options_of_map():
-    assert ExecutionKwargs.__annotations__.keys() <= todist.map.__annotations__.keys()
