@@ -69,6 +69,24 @@ def test_every_rank_has_a_file_that_grows(tmp_path, capsys):
     assert capsys.readouterr() == ("", "")
 
 
+def test_only_the_user_can_read_a_file(tmp_path):
+    before = os.umask(0)
+    try:
+        logs = WorkerLogs([], tmp_path / "new", range(1))
+        logs.write("a password perhaps", 0, 0, "localhost", "stdout")
+    finally:
+        os.umask(before)
+    logs.close()
+    path = tmp_path / "new" / "rank0.log"
+    assert path.stat().st_mode & 0o777 == 0o600
+    path.chmod(0o640)  # whoever is to read it, too, still can when it grows
+    logs = WorkerLogs([], tmp_path / "new", range(1))
+    logs.write("more", 0, 0, "localhost", "stdout")
+    logs.close()
+    assert path.stat().st_mode & 0o777 == 0o640
+    assert path.read_text() == "a password perhaps\nmore\n"
+
+
 def test_handlers_get_the_ranks_and_the_stream_that_they_ask_for():
     everything, some, bad = Kept(), Kept(), Kept()
     bad.setLevel(logging.WARNING)

@@ -112,7 +112,7 @@ def log_folder(asked: str | Path | None) -> Path | None:
 
 
 class _File:
-    """A file that is made, and its folder with it, when there is a first line.
+    """A file that is made, and its folder with it, when there is a first line; only the user can read it.
 
     That it cannot be written, since the disk is full say, is told once, and is no reason to end the work.
     """
@@ -129,6 +129,7 @@ class _File:
         try:
             if self._file is None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._path.touch(0o600)
                 self._file = self._path.open("a", encoding="utf-8", buffering=1)
             self._file.write(f"{line}\n")
         except OSError as error:
