@@ -269,10 +269,11 @@ def test_a_file_with_code_in_it_is_not_run(folder, tmp_path):
     assert not (tmp_path / "evil").exists()
 
 
-def test_a_file_of_another_format_is_refused(folder, tmp_path):
+@pytest.mark.parametrize("contents", [{"format": 2}, torch.ones(1)], ids=["newer", "a tensor"])
+def test_a_file_of_another_format_is_refused(folder, tmp_path, contents):
     folder.mkdir(parents=True)
     path = tmp_path / "x"
-    torch.save({"format": 2}, path)
+    torch.save(contents, path)
     path.rename(folder / f"step-000000001-{hashlib.sha256(path.read_bytes()).hexdigest()[:16]}.pt")
     with pytest.raises(todist.CheckpointError, match="no checkpoint of this version"):
         value(folder)
@@ -337,13 +338,13 @@ class Gate:
 
     def __init__(self, monkeypatch):
         self.reached, self.opened = threading.Event(), threading.Event()
-        self._fsync = os.fsync
-        monkeypatch.setattr(os, "fsync", self.fsync)
+        self._save = torch.save
+        monkeypatch.setattr(torch, "save", self.save)
 
-    def fsync(self, descriptor):
+    def save(self, *args):
         self.reached.set()
         assert self.opened.wait(WAIT)
-        self._fsync(descriptor)
+        self._save(*args)
 
 
 def test_in_the_background_what_was_there_at_the_call_is_written(folder, monkeypatch):

@@ -117,7 +117,7 @@ def write(folder: Path, step: int, contents: dict[str, Any]) -> CheckpointFile:
     return CheckpointFile(step, hashing.checksum(), path)
 
 
-def read(file: CheckpointFile) -> dict[str, Any]:
+def read(file: CheckpointFile) -> Any:
     """The contents of a checkpoint, its tensors on the CPU.
 
     Raises:

@@ -116,7 +116,7 @@ class Checkpointer:
         if found is None:
             return Restored(0, dict(objects))
         file, contents = found
-        if contents.get("format") != _FORMAT:
+        if not isinstance(contents, dict) or contents.get("format") != _FORMAT:
             raise CheckpointError(f"{file.path} is no checkpoint of this version of torchopt_dist")
         restored = _contents.restore(objects, contents["objects"])
         if self._random_states and get_rank() == 0 and contents["random_states"] is not None:
@@ -193,7 +193,7 @@ class Checkpointer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _newest(self) -> tuple[_files.CheckpointFile, dict[str, Any]] | None:
+    def _newest(self) -> tuple[_files.CheckpointFile, Any] | None:
         """The newest whole checkpoint and its contents."""
         while True:
             files = _files.find(self.folder)
