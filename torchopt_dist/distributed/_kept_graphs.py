@@ -31,9 +31,17 @@ class KeptGraph:
 
 
 class KeptGraphs:
-    """The graphs of the calls that a worker has answered, by key."""
+    """The graphs of the calls that a worker has answered, by key.
 
-    def __init__(self) -> None:
+    Args:
+        known: see ``known``; a new set if not given.
+
+    Attributes:
+        known: the functions whose results have been looked at for gradients that are lost.
+    """
+
+    def __init__(self, known: set[object] | None = None) -> None:
+        self.known = set() if known is None else known
         self._graphs: dict[Key, KeptGraph] = {}
         self._given_up: set[Key] = set()
         self._lock = threading.RLock()  # a finalizer may release a graph while its thread is at work here

@@ -48,7 +48,7 @@ def prepare(payload: Payload, *, snapshot: bool) -> Callable[[], list[Any]]:
     if not payload.options.isolate_own_share:
         return _plain(payload, in_a_thread=snapshot)
     group = current_group()
-    here = _Here(receiving_device(payload.options.device))
+    here = _Here(receiving_device(payload.options.device), group.kept_graphs.known)
     graph = _OwnGraph(group, group.rank, here, 0)
     try:
         message, anchor = graph.start(payload)
@@ -110,14 +110,15 @@ class _Here:
 
     Args:
         device: where tensors are put; ``None`` leaves them where they are.
+        known: see :class:`KeptGraphs`.
 
     Attributes:
         kept_graphs: of this share alone, so that they end with it, also after the group.
     """
 
-    def __init__(self, device: torch.device | None) -> None:
+    def __init__(self, device: torch.device | None, known: set[object]) -> None:
         self._device = device
-        self.kept_graphs = KeptGraphs()
+        self.kept_graphs = KeptGraphs(known)
 
     def send(self, worker: int, request: Message, timeout: float) -> Future[Message]:
         """See :class:`~torchopt_dist.distributed.transport.base.Transport`; errors are raised as they are."""

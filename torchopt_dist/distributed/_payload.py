@@ -56,16 +56,19 @@ class ExecutionOptions:
             kind of device that they are on, and ``"auto"`` means the worker's own GPU, if it has one.
         isolate_own_share: whether the caller's own share works on leaves and rebuilt objects, as a worker does, instead
             of on the caller's own objects.
+        strict: whether it is an error that a function's results depend on a worker's own parameters; else that is
+            warned about when a worker first runs the function.
     """
 
     vectorize: bool = False
     chunk_size: int | None = None
     device: str | None = None
     isolate_own_share: bool = True
+    strict: bool = False
 
     def __post_init__(self) -> None:
         """Check the settings."""
-        for name in ("vectorize", "isolate_own_share"):
+        for name in ("vectorize", "isolate_own_share", "strict"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.chunk_size is not None and (not isinstance(self.chunk_size, int) or self.chunk_size < 1):
@@ -83,6 +86,7 @@ class ExecutionKwargs(TypedDict, total=False):
     chunk_size: int | None
     device: str | None
     isolate_own_share: bool
+    strict: bool
 
 
 def group_by_worker(

@@ -73,7 +73,9 @@ class Reply:
     Attributes:
         values: one for each task of a call; one for each input of a graph, ``None`` where it has no gradient.
         exception: the exception that ended the request, if one did.
+        warning: what the caller is to be warned of.
     """
 
     values: list[Any] = field(default_factory=list)
     exception: SerializedException | None = None
+    warning: str | None = None

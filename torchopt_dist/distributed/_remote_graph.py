@@ -20,6 +20,7 @@ to its engine they are local ones.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, NamedTuple
@@ -183,6 +184,8 @@ class RemoteGraph:
             ) from error
         if reply.exception is not None:
             raise reply.exception.to_error(self.worker_name)
+        if reply.warning is not None:
+            warnings.warn(f"{reply.warning}; strict=True makes this an error", stacklevel=1)
         return reply.values
 
     def start_backward(self, output_grads: tuple[Tensor | None, ...]) -> int:

@@ -15,6 +15,7 @@ from torchopt_dist._serialized_exception import SerializedException
 from torchopt_dist.distributed import _execute
 from torchopt_dist.distributed._device_placement import receiving_device
 from torchopt_dist.distributed._kept_graphs import KeptGraph, KeptGraphs
+from torchopt_dist.distributed._lost_gradients import code_of, description_of_losses
 from torchopt_dist.distributed._protocol import Backward, Call, Key, Release, Reply
 from torchopt_dist.distributed._serialization import Message, pack, unpack
 from torchopt_dist.errors import SerializationError
@@ -64,7 +65,9 @@ def answer(request: Message, kept_graphs: KeptGraphs) -> Message:
             kept_graphs.release(key)
         return pack(Reply(), main_by_name=True)
     if isinstance(content, Call):
-        return _reply(_execute.run(content.payload), request.inputs(), content.keep_as, kept_graphs)
+        values = _execute.run(content.payload)
+        warning = _lost_gradients(content, values, request.tensors, kept_graphs)
+        return _reply(values, request.inputs(), content.keep_as, kept_graphs, warning=warning)
     assert isinstance(content, Backward)
     graph = kept_graphs.find(content.graph)
     recorded = content.keep_as is not None
@@ -89,6 +92,25 @@ def answer(request: Message, kept_graphs: KeptGraphs) -> Message:
     return reply
 
 
+def _lost_gradients(
+    call: Call, values: list[Any], tensors: list[torch.Tensor], kept_graphs: KeptGraphs
+) -> str | None:
+    """What the caller is to be warned of; looking through a graph takes a while, so it is done once a function.
+
+    Raises:
+        RuntimeError: a gradient is lost, and the call is strict.
+    """
+    payload = call.payload
+    code = code_of(payload.function)
+    if call.keep_as is None or (code in kept_graphs.known and not payload.options.strict):
+        return None
+    kept_graphs.known.add(code)
+    lost = description_of_losses(payload.function, values, tensors)
+    if lost and payload.options.strict:
+        raise RuntimeError(f"{lost}, or drop strict=True")
+    return lost
+
+
 def _reply(
     values: list[Any],
     inputs: list[torch.Tensor],
@@ -96,9 +118,10 @@ def _reply(
     kept_graphs: KeptGraphs,
     *,
     shared: bool = False,
+    warning: str | None = None,
 ) -> Message:
     try:
-        reply = pack(Reply(values), main_by_name=True)
+        reply = pack(Reply(values, warning=warning), main_by_name=True)
     except SerializationError as error:
         raise SerializationError(f"the result cannot be sent: {error}") from error
     if keep_as is not None and inputs:

@@ -71,6 +71,7 @@ def map(
         chunk_size: how many tasks at once, if vectorized; ``None`` means all.
         device: where a worker first puts the tensors among its arguments; see :func:`remote_sync_call`.
         isolate_own_share: whether this worker's own tasks work on leaves and copies, as the other workers' do.
+        strict: whether it is an error that results depend on a worker's own parameters.
 
     Returns:
         The list of results in the items' order, ``[]`` if there is no item; or what the reducer makes of the list.

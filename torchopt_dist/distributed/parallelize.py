@@ -66,6 +66,8 @@ def remote_sync_call(
         isolate_own_share: whether this worker's own share means what a share of another worker means: its tensors are
             leaves, its objects copies. ``False`` makes the share a plain call on the caller's own objects, which need
             not be picklable; where arguments depend on each other, gradients then depend on the number of workers.
+        strict: whether it is an error that results depend on parameters that a worker has of its own, such as a global
+            model's, whose gradients are lost. By default a worker warns of that when it first runs the function.
 
     Returns:
         What the reducer returns, or the list of results.
@@ -74,6 +76,7 @@ def remote_sync_call(
         RemoteError: the function raised on a worker; the exception is also of the class raised there.
         WorkerLostError: a worker died.
         CallTimeoutError: a worker took longer than ``timeout``.
+        RuntimeError: gradients are lost, and the call is ``strict``.
         SerializationError: the function, an argument or a result cannot be sent.
         NotInitializedError: there is no RPC group.
         TypeError: an argument is of the wrong kind.

@@ -1,0 +1,106 @@
+"""A function that uses a worker's own parameters gets no gradient for them: it is told so, once, by name."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import torchopt_dist as todist
+from tests.distributed.programs import mlp, mse
+
+model = nn.Linear(2, 1)
+tables = {"scale": torch.ones(2, requires_grad=True)}
+
+
+def uses_a_global_model(x):
+    return model(x).sum()
+
+
+def uses_it_further_down(x):
+    return [{"loss": uses_a_global_model(x) * 2}]
+
+
+def uses_a_dictionary(x):
+    return (tables["scale"] * x).sum()
+
+
+class Holder:
+    model = nn.Linear(3, 1)
+
+
+def uses_what_it_cannot_be_named_by(x):
+    return Holder.model.weight.sum() * x.sum()
+
+
+def makes_its_own(x):
+    own = nn.Linear(2, 1)
+    start = (x.detach() * 1).requires_grad_()
+    (slope,) = torch.autograd.grad(own(start).sum(), start, create_graph=True)
+    return slope.sum() * x.sum() + own(x).sum()
+
+
+def returns_what_it_makes(x):
+    own = nn.Linear(2, 1)
+    return own, own(x).sum()
+
+
+def told(call):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return [str(warning.message) for warning in caught]
+
+
+LOSSES = {
+    "model": (uses_a_global_model, "`uses_a_global_model` uses.*: model.weight, model.bias. The gradients"),
+    "helper": (functools.partial(uses_it_further_down), ": model.weight, model.bias. "),
+    "dictionary": (uses_a_dictionary, r": tables\['scale'\]\. "),
+    "unnamed": (uses_what_it_cannot_be_named_by, r": a parameter of shape \(1, 3\) that the worker holds\. "),
+}
+
+
+def test_lost_gradients_are_told_once_by_name_and_are_errors_if_strict(world):
+    def body():
+        x, plain = torch.ones(2, requires_grad=True), torch.ones(2)
+        for worker in range(todist.get_world_size()):
+            for function, text in LOSSES.values():
+                for argument in (x, plain):
+                    call = functools.partial(
+                        todist.remote_sync_call, function, args=(argument,), partitioner=worker
+                    )
+                    if argument is x:
+                        with pytest.warns(UserWarning, match=text):
+                            call()
+                    with warnings.catch_warnings():
+                        warnings.simplefilter("error")
+                        call()  # once
+                        with torch.no_grad():
+                            call(strict=True)
+                    with pytest.raises(RuntimeError, match=text):
+                        call(strict=True)
+
+    todist.auto_init_rpc()(body)()
+    world(2).on_zero(body)
+
+
+def test_leaves_of_the_function_s_own_and_arguments_are_not_told():
+    def body():
+        x, net, (a, b) = torch.ones(2, requires_grad=True), mlp(), (torch.ones(4, 6), torch.ones(4, 3))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for function in (makes_its_own, returns_what_it_makes, lambda x: model(x).sum()):
+                todist.remote_sync_call(function, args=(x,), partitioner=0, strict=True)
+            todist.remote_sync_call(mse, args=(net, a.double(), b.double()), partitioner=0, strict=True)
+            todist.remote_sync_call(model, args=(x,), partitioner=0, strict=True)
+            frozen = nn.Linear(2, 1).requires_grad_(False)
+            todist.remote_sync_call(_thaws, args=(frozen, x), partitioner=0, strict=True)
+
+    todist.auto_init_rpc()(body)()
+
+
+def _thaws(module, x):
+    return module.requires_grad_()(x).sum()

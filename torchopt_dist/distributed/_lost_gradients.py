@@ -1,0 +1,136 @@
+"""A call's results and inputs → what the results depend on besides, whose gradients the caller does not get.
+
+A function that is sent by its name uses the worker's own global variables. The graph of a call ends at the tensors of
+its message, so a global model's parameters get no gradient from it.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from types import CodeType, FunctionType
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor, nn
+
+__all__ = ["code_of", "description_of_losses"]
+
+
+def code_of(function: Callable[..., Any]) -> object:
+    """What is the same for a function in all calls, also where each call rebuilds it."""
+    if isinstance(function, functools.partial):
+        return code_of(function.func)
+    if isinstance(function, nn.Module):
+        return type(function)
+    function = getattr(function, "__func__", function)
+    return getattr(function, "__code__", type(function))
+
+
+def description_of_losses(
+    function: Callable[..., Any], results: list[Any], inputs: Sequence[Tensor]
+) -> str | None:
+    """Name the leaves that the results depend on, but the caller does not know of.
+
+    Leaves that the function has made itself, and nobody else holds, do not count.
+
+    Args:
+        function: the function that was called.
+        results: what it has returned.
+        inputs: the tensors among its arguments.
+
+    Returns:
+        A sentence that says what is lost and what helps; ``None`` if nothing is lost.
+    """
+    tree: Any = results
+    returned: list[Any] = optree.tree_leaves(tree)
+    outputs = [leaf for leaf in returned if isinstance(leaf, Tensor)]
+    parts = [tensor for leaf in returned if isinstance(leaf, nn.Module) for tensor in leaf.parameters()]
+    leaves = _leaves_below(outputs, {id(tensor) for tensor in (*inputs, *outputs, *parts)})
+    if not leaves:
+        return None
+    names: dict[int, str] = {}
+    for name, tensor in _globals_of(function, set()):
+        names.setdefault(id(tensor), name)
+    lost = [names[id(leaf)] for leaf in leaves if id(leaf) in names]
+    leaves = [leaf for leaf in leaves if id(leaf) not in names and isinstance(leaf, nn.Parameter)]
+    shapes = [tuple(leaf.shape) for leaf in leaves]
+    lost += [
+        f"a parameter of shape {shape} that the worker holds"
+        for shape, held in zip(shapes, _held(leaves), strict=True)
+        if held
+    ]
+    if not lost:
+        return None
+    listed = ", ".join(lost[:5]) + (f" and {len(lost) - 5} more" if len(lost) > 5 else "")
+    return (
+        f"`{getattr(function, '__qualname__', type(function).__qualname__)}` uses what is not among its arguments: "
+        f"{listed}. The gradients of these do not come back from a worker: pass the module or the tensors as arguments"
+    )
+
+
+def _held(leaves: list[Tensor]) -> list[bool]:
+    """Whether anybody but its graph holds a leaf, in the order of the list, which is used up."""
+    made = nn.Parameter(torch.zeros(())) * 1
+    leaves.extend(_leaves_below([made], set()))
+    counts = []
+    while leaves:
+        leaf = leaves.pop()
+        counts.append(sys.getrefcount(leaf))
+    return [count > counts[0] for count in counts[:0:-1]]
+
+
+def _leaves_below(outputs: Sequence[Tensor], known: set[int]) -> list[Tensor]:
+    waiting = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+    seen, leaves = set(waiting), []
+    while waiting:
+        node = waiting.pop()
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, Tensor) and id(variable) not in known:
+            leaves.append(variable)
+        for below, _ in node.next_functions:
+            if below is not None and below not in seen:
+                seen.add(below)
+                waiting.append(below)
+    return leaves
+
+
+def _globals_of(function: Any, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors, with their names, in global variables that a function and the functions that it calls mention."""
+    if isinstance(function, functools.partial):
+        function = function.func
+    function = getattr(function, "__func__", function)
+    if not isinstance(function, FunctionType) or id(function) in seen or _is_torchs(function):
+        return
+    seen.add(id(function))
+    for name in dict.fromkeys(_names_in(function.__code__)):
+        if name in function.__globals__:
+            value = function.__globals__[name]
+            yield from _tensors_in(name, value)
+            yield from _globals_of(value, seen)
+
+
+def _is_torchs(function: FunctionType) -> bool:
+    return (function.__module__ or "").partition(".")[0] in ("torch", "torchopt_dist")
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)
+
+
+def _tensors_in(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, nn.Module):
+        yield from ((f"{name}.{inner}", parameter) for inner, parameter in value.named_parameters())
+    elif isinstance(value, (Tensor, dict, list, tuple)):
+        tree: Any = value
+        accessors, leaves, _ = optree.tree_flatten_with_accessor(tree)
+        for accessor, leaf in zip(accessors, leaves, strict=True):
+            if isinstance(leaf, Tensor):
+                yield accessor.codify(name), leaf
+            elif isinstance(leaf, nn.Module):
+                yield from _tensors_in(accessor.codify(name), leaf)
