@@ -49,9 +49,10 @@ def test_what_cannot_be_connected_is_an_error(world):
         with pytest.raises(todist.SerializationError, match=r"inside a torch\.func transform"):
             torch.func.vmap(remote(cube))(torch.ones(2, 3))
         rows = torch.randn(2, 3)
-        torch.testing.assert_close(
-            torch.func.vmap(remote(cube, worker=0))(rows), (rows**3).sum(1)
-        )  # sent nowhere
+        with pytest.raises(todist.SerializationError, match=r"inside a torch\.func transform"):
+            torch.func.vmap(remote(cube, worker=0))(rows)
+        plain = todist.parallelize(0, todist.sum_reducer, isolate_own_share=False)(cube)
+        torch.testing.assert_close(torch.func.vmap(plain)(rows), (rows**3).sum(1))
         with (
             torch.autograd.forward_ad.dual_level(),
             pytest.raises(todist.SerializationError, match="forward-mode"),
