@@ -17,7 +17,18 @@ from torchopt_dist import (
     visual,
 )
 from torchopt_dist.checkpoint import Checkpointer, Restored
-from torchopt_dist.diff.adjoints import FirstOrder, Recorded, Replayed, Reptile, Truncated
+from torchopt_dist.diff.adjoints import (
+    SAMA,
+    EvolutionStrategies,
+    FiniteDifference,
+    FirstOrder,
+    Implicit,
+    PersistentEvolutionStrategies,
+    Recorded,
+    Replayed,
+    Reptile,
+    Truncated,
+)
 from torchopt_dist.diff.inner_loop import InnerLoopResult, inner_loop
 from torchopt_dist.distributed import (
     Partition,
@@ -148,6 +159,7 @@ groups.connect_rpc = auto_init_rpc  # what `Launcher(rpc=True)` does
 
 __all__ = [
     "LAMB",
+    "SAMA",
     "SGD",
     "Adadelta",
     "Adagrad",
@@ -163,9 +175,12 @@ __all__ = [
     "Checkpointer",
     "DifferentiableOptimizer",
     "EmptyState",
+    "EvolutionStrategies",
+    "FiniteDifference",
     "FirstOrder",
     "FuncOptimizer",
     "GradientTransformation",
+    "Implicit",
     "InitializationError",
     "InnerLoopResult",
     "LaunchResult",
@@ -192,6 +207,7 @@ __all__ = [
     "PartitionFunction",
     "Partitioner",
     "PeerFailedError",
+    "PersistentEvolutionStrategies",
     "RAdam",
     "RMSprop",
     "Recorded",

@@ -44,6 +44,19 @@ ADJOINTS = {
     "truncated": Row(todist.Truncated(2), _cut_before(STEPS - 2)),
     "first order": Row(todist.FirstOrder(), constant_gradients=True),
 }
+ESTIMATORS: dict[str, Any] = {
+    "finite difference": todist.FiniteDifference(),
+    "SAMA": todist.SAMA(),
+    "implicit": todist.Implicit(),
+    "evolution strategies": todist.EvolutionStrategies(samples=3, sigma=0.1),
+    "persistent evolution strategies": todist.PersistentEvolutionStrategies(samples=3, sigma=0.1, unroll=2),
+}
+"""Those that estimate a gradient; what they are held to is in `test_estimators.py`."""
+ALL = {
+    **{name: row.adjoint for name, row in ADJOINTS.items()},
+    "reptile": todist.Reptile(),
+    **ESTIMATORS,
+}
 EXACT = ["recorded", "replayed", "replayed from snapshots", "truncated to all"]
 """Those with the gradient of recording."""
 

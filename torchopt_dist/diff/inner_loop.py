@@ -72,7 +72,9 @@ def inner_loop(
         meta: tensors that the loss, or a function of batches, uses from outside and that are to get gradients: a tree
             of tensors and modules.
         adjoint: how the gradient is taken: :class:`~torchopt_dist.Recorded`, :class:`~torchopt_dist.Replayed`,
-            :class:`~torchopt_dist.Truncated`, :class:`~torchopt_dist.FirstOrder`, :class:`~torchopt_dist.Reptile`.
+            :class:`~torchopt_dist.Truncated`, :class:`~torchopt_dist.FirstOrder`, :class:`~torchopt_dist.Reptile`,
+            :class:`~torchopt_dist.FiniteDifference`, :class:`~torchopt_dist.SAMA`, :class:`~torchopt_dist.Implicit`,
+            :class:`~torchopt_dist.EvolutionStrategies`, :class:`~torchopt_dist.PersistentEvolutionStrategies`.
         state: the optimizer's first state, from ``optimizer.init`` or an earlier result.
         has_aux: the loss returns a pair.
         seed: each step draws its random numbers from a seed of its own, made of this one and the step's number; if not

@@ -248,6 +248,19 @@ def noise_of(seeds: Sequence[int], tensors: Sequence[Tensor], draw: Callable[[Si
     return [torch.stack(samples).to(tensor) for samples, tensor in zip(drawn, tensors, strict=True)]
 
 
+def weighted_noise(
+    seeds: Sequence[int], weights: Tensor, tensors: Sequence[Tensor], draw: Callable[[Size], Any]
+) -> list[Tensor]:
+    """For each tensor the sum of the seeds' noise, each times its weight."""
+    totals = [torch.zeros_like(tensor) for tensor in tensors]
+    at_once = _drawn_at_once(tensors)
+    for start in range(0, len(seeds), at_once):
+        part = slice(start, start + at_once)
+        for total, z in zip(totals, noise_of(seeds[part], tensors, draw), strict=True):
+            total.add_(torch.tensordot(weights[part].to(z), z, dims=1))
+    return totals
+
+
 def _drawn_at_once(tensors: Sequence[Tensor]) -> int:
     """For how many seeds the noise is drawn at once: those of 65,536 numbers together, at least one."""
     return max(1, 2**16 // max(1, sum(tensor.numel() for tensor in tensors)))
@@ -286,11 +299,5 @@ class _Estimate(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        totals = [torch.zeros_like(tensor) for tensor in ctx.saved_tensors]
-        at_once = _drawn_at_once(ctx.saved_tensors)
-        for start in range(0, len(ctx.seeds), at_once):
-            weights = ctx.weights[start : start + at_once] * grad
-            noise = noise_of(ctx.seeds[start : start + at_once], ctx.saved_tensors, ctx.draw)
-            for total, z in zip(totals, noise, strict=True):
-                total.add_(torch.tensordot(weights.to(z), z, dims=1))
-        return None, None, *totals
+        found = weighted_noise(ctx.seeds, ctx.weights * grad, ctx.saved_tensors, ctx.draw)
+        return None, None, *found

@@ -103,6 +103,15 @@ class ModuleModel(Model):
         self.buffers = list(module.buffers())
         self._copy, self._places = _copied(module, self.leaves, self.buffers)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """On another worker the copy is another, and so are the places in it."""
+        module = self.result(self.leaves, self.buffers)
+        return {**{key: value for key, value in vars(self).items() if key != "_places"}, "_copy": module}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._copy, self._places = _copied(self._copy, self.leaves, self.buffers)
+
     def filled(self, leaves: Sequence[Tensor], buffers: Sequence[Tensor]) -> nn.Module:
         _fill(self._places, [*leaves, *buffers])
         return self._copy

@@ -1,0 +1,50 @@
+"""A setting of an adjoint as the user gave it → the same, or an error that names it."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any
+
+from torchopt_dist._torch_private import transforms_are_active
+
+__all__ = ["check_above_zero", "check_count", "refuse_transforms"]
+
+
+def check_above_zero(name: str, value: Any) -> None:
+    """Demand a finite number above 0.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is out of its range.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"`{name}` must be a number, got {type(value).__name__}")
+    if not (float(value) > 0 and math.isfinite(value)):
+        raise ValueError(f"`{name}` must be finite and above 0, got {value}")
+
+
+def check_count(name: str, value: Any) -> None:
+    """Demand an integer of at least 1.
+
+    Raises:
+        TypeError: it is no integer.
+        ValueError: it is below 1.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"`{name}` must be an integer, got {type(value).__name__}")
+    if value < 1:
+        raise ValueError(f"`{name}` must be at least 1, got {value}")
+
+
+def refuse_transforms(adjoint: object) -> None:
+    """Say that an adjoint does not run in ``vmap`` or ``torch.func.grad``.
+
+    Raises:
+        NotImplementedError: a transform is active.
+    """
+    if transforms_are_active():
+        raise NotImplementedError(
+            f"`{type(adjoint).__name__}` does not run inside `torch.vmap` or `torch.func.grad`: run the tasks in a "
+            "loop, or under `parallelize` without `vectorize=True`, or take `Recorded()` or `Truncated(1)` there"
+        )

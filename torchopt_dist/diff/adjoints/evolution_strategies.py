@@ -1,0 +1,70 @@
+"""A loop → its outcome, with a gradient estimated from whole loops run again with noise."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchopt_dist.diff.adjoints._antithetic import Parallel, run_with_pairs
+from torchopt_dist.diff.adjoints._loop import Loop, Outcome
+from torchopt_dist.diff.adjoints._settings import check_above_zero, check_count, refuse_transforms
+from torchopt_dist.diff.adjoints.adjoint import Adjoint
+
+__all__ = ["EvolutionStrategies"]
+
+
+@dataclass(frozen=True)
+class EvolutionStrategies(Adjoint):
+    """The gradient of the loop smoothed by noise, estimated by antithetic pairs of loops (Salimans et al., 2017).
+
+    What ``meta`` lists, tensor hyper-parameters and tensors of batches, together ``λ``, get
+
+        mean over pairs of (f(λ + sigma·z) - f(λ - sigma·z)) z / (2 sigma),    z ~ N(0, 1),
+
+    where ``f`` is the sum of the last parameters times their outer gradient, and of the losses times theirs. That is
+    an unbiased estimate of the product of the outer gradient with the Jacobian of ``E f(λ + sigma·z)``. Its variance
+    grows with the number of elements in ``λ``, so it is for few of them; and it needs no inner loop that behaves well,
+    nor one that can be differentiated twice. See https://arxiv.org/abs/1703.03864.
+
+    Nothing is kept; a backward pass runs the loop ``2·samples`` times. Both loops of a pair draw the random numbers of
+    the loop itself. The first parameters and the first state get no gradient, unless ``meta`` lists them. There are no
+    second derivatives, and no ``vmap``.
+
+    Args:
+        samples: how many pairs.
+        sigma: the standard deviation of the noise, for all tensors.
+        parallel: how to spread the pairs: a decorator for a function of a tensor of seeds, such as
+            ``todist.parallelize(todist.batch_partitioner, todist.concatenate_reducer)``. Two numbers a pair come back,
+            and the estimate is the same on any number of workers.
+
+    Raises:
+        TypeError: a setting is of another type.
+        ValueError: ``samples`` is below 1, or ``sigma`` not finite and above 0; or, in a call, the loss depends on a
+            leaf that ``meta`` does not list.
+        NotImplementedError: in a call, inside ``torch.func``'s transforms.
+
+    Example:
+        >>> import torch, torchopt_dist as todist
+        >>> _ = torch.manual_seed(0)
+        >>> w, x = torch.tensor(1.0, requires_grad=True), torch.tensor(3.0, requires_grad=True)
+        >>> adjoint = EvolutionStrategies(samples=400, sigma=0.1)
+        >>> adapted = todist.inner_loop(
+        ...     lambda w: (w - x) ** 2, todist.sgd(lr=0.25), w, 2, meta=x, adjoint=adjoint
+        ... )
+        >>> round(torch.autograd.grad(adapted.params, x)[0].item(), 1)  # 1 - 0.5**2
+        0.8
+    """
+
+    samples: int
+    sigma: float
+    parallel: Parallel | None = None
+
+    def __post_init__(self) -> None:
+        check_count("samples", self.samples)
+        check_above_zero("sigma", self.sigma)
+        if self.parallel is not None and not callable(self.parallel):
+            raise TypeError(f"`parallel` must be a decorator, got {self.parallel!r:.80}")
+
+    def run(self, loop: Loop) -> Outcome:
+        """Run the loop; see :meth:`Adjoint.run`."""
+        refuse_transforms(self)
+        return run_with_pairs(loop, self.samples, self.sigma, None, self.parallel)

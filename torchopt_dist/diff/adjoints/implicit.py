@@ -1,0 +1,112 @@
+"""A loop → its outcome, with the gradient of a stationary point by the implicit function theorem."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchopt_dist.diff.adjoints._loop import Carry, Loop, Outcome
+from torchopt_dist.diff.adjoints._randomness import kept_generators
+from torchopt_dist.diff.adjoints._settings import check_count, refuse_transforms
+from torchopt_dist.diff.adjoints._undeclared import refuse_undeclared, watched
+from torchopt_dist.diff.adjoints.adjoint import Adjoint
+from torchopt_dist.diff.implicit import attach
+from torchopt_dist.linear_solve._function import as_solver
+from torchopt_dist.linear_solve._vjp import Tensors
+from torchopt_dist.linear_solve.cg import solve_cg
+from torchopt_dist.typing import LinearSolver
+
+__all__ = ["Implicit"]
+
+
+@dataclass(frozen=True)
+class Implicit(Adjoint):
+    """The gradient of a stationary point of the inner loss, however it was reached (iMAML, Rajeswaran et al., 2019).
+
+    With ``c`` the outer gradient of the last parameters ``θ`` and ``H`` the inner loss's Hessian there, what the loss
+    uses gets ``-(∂²loss/∂meta∂θ) H⁻¹ c``: a linear solve with products of the Hessian, whose memory is one step's. If
+    ``θ`` is only near to a stationary point of a strongly convex loss, the error is proportional to the distance; so it
+    falls with the number of steps as fast as the training converges. There are derivatives of any order.
+
+    The first parameters, the first state and hyper-parameters have no influence on such a point and get no gradient;
+    so weight decay that is to count belongs in the loss. Losses are not connected.
+
+    Args:
+        solver: the linear solver, from ``todist.linear_solve``, or any function ``solve(matvec, b)``;
+            ``linear_solve.solve_cg()``, if not given. Where the Hessian is not positive definite, ``ridge=`` of a
+            solver damps it.
+        batches: the point is one of the mean loss over so many batches, the last ones.
+
+    Raises:
+        TypeError: ``solver`` is no function, or ``batches`` no integer.
+        ValueError: ``batches`` is below 1; or, in a call, the loss depends on a leaf that ``meta`` does not list.
+        NotImplementedError: in a call, inside ``torch.func``'s transforms.
+
+    Example:
+        >>> import torch, torchopt_dist as todist
+        >>> w, x = torch.tensor(1.0, requires_grad=True), torch.tensor(3.0, requires_grad=True)
+        >>> adapted = todist.inner_loop(
+        ...     lambda w: (w - x) ** 2, todist.sgd(lr=0.25), w, 20, meta=x, adjoint=Implicit()
+        ... )
+        >>> torch.autograd.grad(adapted.params, x)  # the minimum is at x
+        (tensor(1.),)
+    """
+
+    solver: LinearSolver | None = None
+    batches: int = 1
+
+    def __post_init__(self) -> None:
+        as_solver(self.solver)
+        check_count("batches", self.batches)
+
+    def run(self, loop: Loop) -> Outcome:
+        """Run the loop; see :meth:`Adjoint.run`."""
+        refuse_transforms(self)
+        seen = watched(loop)
+
+        def step(carry: Carry, number: int) -> tuple[Carry, Tensor, Any]:
+            return (seen if number == 0 else loop).plain_step(carry, number)
+
+        outcome = loop.run(step, loop.cut(loop.first))
+        count = len(outcome.losses)
+        if count == 0:
+            return outcome
+        gradient = _Gradient(loop, outcome.carry, range(max(0, count - self.batches), count))
+        places = loop.model.moved_places
+        params = list(outcome.carry.params)
+        solver = solve_cg() if self.solver is None else as_solver(self.solver)
+        point = [params[place] for place in places]
+        with torch.enable_grad():
+            connected = attach(gradient, point, [list(loop.declared)], {}, [0], solver)
+        for place, leaf in zip(places, connected, strict=True):
+            params[place] = leaf
+        tied = [params[place] for place in loop.model.first_places]
+        return outcome._replace(carry=outcome.carry._replace(params=tied))
+
+
+@dataclass(frozen=True)
+class _Gradient:
+    """Parameters, declared tensors → the gradient of the mean loss over some batches."""
+
+    loop: Loop
+    last: Carry
+    numbers: range
+
+    def __call__(self, point: Tensors, declared: Tensors) -> Any:
+        places = self.loop.model.moved_places
+        loop = replace(self.loop, others=tuple(declared))
+        params = list(self.last.params)
+        for place, leaf in zip(places, point, strict=True):
+            params[place] = leaf
+        carry = self.last._replace(params=[params[place] for place in loop.model.first_places])
+        total = [torch.zeros_like(leaf) for leaf in point]
+        with kept_generators():
+            for number in self.numbers:
+                found = loop.gradient(carry, number, record=True)
+                refuse_undeclared(loop, carry, number, found.loss, carry.params)
+                grads = [found.grads[place] for place in places]
+                total = [t if g is None else t + g for t, g in zip(total, grads, strict=True)]
+        return [t / len(self.numbers) for t in total]

@@ -1,0 +1,61 @@
+"""A loop → its outcome, with a gradient estimated from loops run again with new noise every few steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchopt_dist.diff.adjoints._antithetic import run_with_pairs
+from torchopt_dist.diff.adjoints._loop import Loop, Outcome
+from torchopt_dist.diff.adjoints._settings import check_count, refuse_transforms
+from torchopt_dist.diff.adjoints.evolution_strategies import EvolutionStrategies
+
+__all__ = ["PersistentEvolutionStrategies"]
+
+
+@dataclass(frozen=True)
+class PersistentEvolutionStrategies(EvolutionStrategies):
+    """As :class:`EvolutionStrategies`, with new noise for every ``unroll`` steps (PES, Vicol et al., 2021).
+
+    Each pair of loops gets noise ``z_u`` of its own in its ``u``-th unroll and goes on from where it was. What it comes
+    to there, ``f_u``, is counted with the sum of its noise so far:
+
+        mean over pairs of Σ_u (f_u⁺ - f_u⁻) (z_1 + … + z_u) / (2 sigma).
+
+    So a loss is set against the noise of the steps before it only. See https://arxiv.org/abs/2112.13835; here the whole
+    loop is one estimate, which is unbiased for the loop smoothed by noise that changes with the unrolls. It is meant
+    for outer losses that are made of ``InnerLoopResult.losses``; for one of the last parameters only,
+    :class:`EvolutionStrategies` varies less. Two numbers a pair and unroll come back from a worker.
+
+    Args:
+        samples: how many pairs.
+        sigma: the standard deviation of the noise, for all tensors.
+        parallel: as in :class:`EvolutionStrategies`.
+        unroll: after how many steps a pair gets new noise.
+
+    Raises:
+        TypeError: as in :class:`EvolutionStrategies`; ``unroll`` is no integer.
+        ValueError: likewise; ``unroll`` is below 1.
+        NotImplementedError: in a call, inside ``torch.func``'s transforms.
+
+    Example:
+        >>> import torch, torchopt_dist as todist
+        >>> _ = torch.manual_seed(0)
+        >>> w, x = torch.tensor(1.0, requires_grad=True), torch.tensor(3.0, requires_grad=True)
+        >>> adjoint = PersistentEvolutionStrategies(samples=200, sigma=0.1, unroll=1)
+        >>> result = todist.inner_loop(
+        ...     lambda w: (w - x) ** 2, todist.sgd(lr=0.25), w, 2, meta=x, adjoint=adjoint
+        ... )
+        >>> round(torch.autograd.grad(result.losses.sum(), x)[0].item())  # 2·2 + 2·(1 - 2)·(0.5 - 1) = 5
+        5
+    """
+
+    unroll: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count("unroll", self.unroll)
+
+    def run(self, loop: Loop) -> Outcome:
+        """Run the loop; see :meth:`Adjoint.run`."""
+        refuse_transforms(self)
+        return run_with_pairs(loop, self.samples, self.sigma, self.unroll, self.parallel)
