@@ -141,5 +141,5 @@ def test_an_iterator_s_own_error_is_not_taken_for_another(workers):
 
 def test_without_a_group_there_is_no_call():
     for call in (lambda: todist.map(describe, []), lambda: todist.remote_call(0, describe)):
-        with pytest.raises(NotInitializedError):
+        with pytest.raises(NotInitializedError, match=r"decorate .* `main` with `@todist.auto_init_rpc\(\)`"):
             call()

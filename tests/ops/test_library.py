@@ -137,10 +137,16 @@ importlib.reload(library)
 """
 
 
+FROM_SOURCES = (
+    "pip install --no-deps --force-reinstall --no-cache-dir --no-binary torchopt_dist torchopt_dist==7.8"
+)
+
+
 @pytest.mark.parametrize(
     ("noted", "command"),
     [
-        (None, "pip install --no-deps --force-reinstall --no-cache-dir torchopt_dist==7.8"),
+        (None, FROM_SOURCES),
+        ({"url": "file:///w/torchopt_dist-7.8-py3-none-any.whl", "archive_info": {}}, FROM_SOURCES),
         (
             {"url": "file:///a/folder%20of%20mine", "dir_info": {}},
             "pip install --no-deps --force-reinstall --no-cache-dir '/a/folder of mine'",
@@ -155,7 +161,7 @@ importlib.reload(library)
             "pip install --no-deps --force-reinstall --no-cache-dir 'torchopt_dist @ https://host/x.tar.gz'",
         ),
     ],
-    ids=["index", "folder", "editable", "git", "archive"],
+    ids=["index", "wheel", "folder", "editable", "git", "archive"],
 )
 def test_the_remedy_installs_what_was_installed(tmp_path, monkeypatch, noted, command):
     info = tmp_path / "torchopt_dist-7.8.dist-info"

@@ -102,8 +102,8 @@ def current_group() -> Group:
     group = find_group()
     if group is None:
         raise NotInitializedError(
-            "no RPC group: distributed calls work inside a function decorated with "
-            "`@todist.auto_init_rpc(...)` and called from it"
+            "no RPC group: decorate the program's `main` with `@todist.auto_init_rpc()`, and make remote calls "
+            "while it runs"
         )
     return group
 

@@ -38,11 +38,10 @@ def remedy(package: Path) -> str:
 
 def _source(installed: importlib.metadata.Distribution) -> list[str]:
     """What pip was given to install."""
-    noted = installed.read_text("direct_url.json")
-    if noted is None:
-        return [f"{NAME}=={installed.version}"]
-    source = json.loads(noted)
-    url = str(source["url"])
+    source = json.loads(installed.read_text("direct_url.json") or "{}")
+    url = str(source.get("url", ""))
+    if not url or url.endswith(".whl"):  # a wheel stays as it is: the kernels are built from the sources
+        return ["--no-binary", NAME, f"{NAME}=={installed.version}"]
     if "dir_info" in source:
         path = url2pathname(urlsplit(url).path)
         return ["-e", path] if source["dir_info"].get("editable") else [path]
