@@ -2,7 +2,8 @@
 
 Importing torch takes longer than most programs under test. A server imports it once, and forks itself for each
 program, which gets the arguments, environment, working directory, ``sys.path`` and ``__main__`` that ``python`` would
-give it, and ends as ``python`` ends. Only what reads its environment while it is imported has read the server's.
+give it, and ends as ``python`` ends, but for the server's modules, which it does not take apart. Only what reads its
+environment while it is imported has read the server's.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import gc
 import importlib
 import json
 import os
@@ -20,11 +22,12 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import types
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 import psutil
 
@@ -221,6 +224,18 @@ def become(args: list[str], cwd: str, env: dict[str, str], path: list[str]) -> N
     exec(compile(source, name, "exec", dont_inherit=True), vars(main))
 
 
+def leave(code: int) -> NoReturn:
+    """End as Python does, but for the modules that the server has imported: to take them apart, a fork copies them."""
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    if vars(sys.modules["__main__"]) is not globals():
+        vars(sys.modules["__main__"]).clear()
+    gc.collect()  # tells of files and sockets that the program has not closed
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code & 0xFF)
+
+
 def main() -> None:
     """``warm_python.py FD MODULE …``: import the modules, with warnings as errors, and serve requests from a socket."""
     fd, *modules = sys.argv[1:]
@@ -231,9 +246,18 @@ def main() -> None:
     warnings.simplefilter("error")
     for module in modules:
         importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # a collector that walked over these modules in a fork would copy them
     request = serve(socket.socket(fileno=int(fd)))
     if request.pop("warm"):
-        become(**request, path=base)
+        code = 0
+        try:
+            become(**request, path=base)
+        except SystemExit as end:
+            if not isinstance(end.code, int | None):
+                raise
+            code = end.code or 0
+        leave(code)
     else:
         os.chdir(request["cwd"])
         os.execve(sys.executable, [sys.executable, *request["args"]], request["env"])
