@@ -5,7 +5,7 @@ The types of transformations and of their states are in ``torchopt_dist.transfor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import torch
@@ -32,6 +32,7 @@ __all__ = [
     "OptState",
     "OptionalTensor",
     "Params",
+    "PerLeaf",
     "PyTree",
     "RRef",
     "Samplable",
@@ -53,8 +54,10 @@ Device: TypeAlias = torch.device | str | int
 """Anything that ``torch.device`` accepts."""
 Schedule: TypeAlias = Callable[[Numeric], Numeric]
 """Step count (from 0) → value, such as a learning rate."""
-ScalarOrSchedule: TypeAlias = Scalar | Tensor | Schedule
-"""A constant (a tensor may require grad) or a schedule."""
+PerLeaf: TypeAlias = Mapping[str, Numeric] | Sequence[Numeric]
+"""A tree of the parameters' structure: for each a number, or a tensor, which may have the parameter's shape."""
+ScalarOrSchedule: TypeAlias = Scalar | Tensor | Schedule | PerLeaf
+"""A constant (a tensor may require grad), a schedule, or a constant for each parameter."""
 
 OptionalTensor: TypeAlias = Tensor | None
 """A tensor, or ``None`` where there is none, such as the gradient of a frozen parameter."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from torchopt_dist import pytree
 from torchopt_dist.optim._signatures import arguments_of
 from torchopt_dist.optim.meta_optimizer import MetaOptimizer
 from torchopt_dist.optim.optimizer import Optimizer
@@ -66,7 +67,7 @@ def adan(
     check_learning_rate("lr", lr)
     check_at_least_zero("weight_decay", weight_decay)
     # (p - lr * d) / (1 + lr * w) is p less lr / (1 + lr * w) times d + w * p.
-    shrunk = partial(_shrink_schedule, lr, weight_decay) if callable(lr) else _shrink(lr, weight_decay)
+    shrunk = partial(_shrink_schedule, lr, weight_decay) if callable(lr) else _shrunk(lr, weight_decay)
     return chain(
         *penalized(0.0, maximize),
         scale_by_adan(*betas, eps, moment_requires_grad),
@@ -77,6 +78,10 @@ def adan(
 
 def _shrink(lr: Numeric, weight_decay: HyperParameter) -> Numeric:
     return lr / (1 + lr * weight_decay)
+
+
+def _shrunk(lr: Any, weight_decay: HyperParameter) -> Any:
+    return pytree.tree_map(lambda one: _shrink(one, weight_decay), lr)
 
 
 def _shrink_schedule(lr: Schedule, weight_decay: HyperParameter, count: Numeric) -> Numeric:

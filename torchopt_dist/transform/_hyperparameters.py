@@ -8,9 +8,16 @@ zero.
 from __future__ import annotations
 
 import numbers
-from typing import Any, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor
+
+from torchopt_dist import pytree
+from torchopt_dist.typing import OptionalTensor, PerLeaf
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
 __all__ = [
     "HyperParameter",
@@ -18,8 +25,11 @@ __all__ = [
     "check_decay",
     "check_decays",
     "check_learning_rate",
+    "check_per_leaf",
     "is_number",
+    "is_per_leaf",
     "is_zero",
+    "times_per_leaf",
 ]
 
 HyperParameter: TypeAlias = float | Tensor
@@ -61,11 +71,70 @@ def check_decays(name: str, values: Any, count: int) -> None:
 
 
 def check_learning_rate(name: str, value: Any) -> None:
-    """As :func:`check_at_least_zero`, but a schedule will do too."""
-    if isinstance(value, (Tensor, numbers.Real)):
+    """As :func:`check_per_leaf`, but a schedule will do too."""
+    if not isinstance(value, (Tensor, numbers.Real)) and not is_per_leaf(value) and not callable(value):
+        raise TypeError(
+            f"`{name}` must be a number, a tensor or a schedule, got {type(value).__name__}; a tree has a number or a "
+            "tensor for each parameter"
+        )
+    if not callable(value):
+        check_per_leaf(name, value)
+
+
+def check_per_leaf(name: str, value: Any) -> None:
+    """As :func:`check_at_least_zero`, but a tree of numbers and tensors of any shape, one a parameter, will do too."""
+    if not is_per_leaf(value):
         check_at_least_zero(name, value)
-    elif not callable(value):
-        raise TypeError(f"`{name}` must be a number, a tensor or a schedule, got {type(value).__name__}")
+        return
+    tree: Any = value
+    for place, leaf in enumerate(pytree.flatten(tree)[0]):
+        if isinstance(leaf, Tensor):
+            if leaf.is_complex():
+                raise TypeError(f"`{name}` must be real, got a tensor of {leaf.dtype} at leaf {place}")
+        elif leaf is not None:  # that parameter gets no update
+            check_at_least_zero(f"{name}[leaf {place}]", leaf)
+
+
+def is_per_leaf(value: object) -> TypeIs[PerLeaf]:
+    """Whether it is a tree with a value for each parameter."""
+    return isinstance(value, (Mapping, list, tuple))
+
+
+def times_per_leaf(
+    tensors: Sequence[OptionalTensor], factors: Any, spec: pytree.PyTreeSpec, name: str, sign: float = 1.0
+) -> list[OptionalTensor]:
+    """Each tensor times the factor of its leaf; ``None`` stays.
+
+    Raises:
+        ValueError: the tree of factors has another structure, or a factor a shape that its tensor's does not have room
+            for.
+    """
+    out: list[OptionalTensor] = []
+    for place, (x, factor) in enumerate(
+        zip(tensors, pytree.flatten_like(spec, factors, name, "params"), strict=True)
+    ):
+        if x is None or factor is None:
+            if x is not None:
+                raise ValueError(f"`{name}` must have a value for each parameter, got None at leaf {place}")
+            out.append(None)
+            continue
+        if isinstance(factor, Tensor) and factor.numel() == 1:
+            factor = factor.reshape(())
+        if isinstance(factor, Tensor) and not _has_room(x.shape, factor.shape):
+            raise ValueError(
+                f"`{name}` must have one element or fit its parameter: leaf {place} must fit {tuple(x.shape)}, got "
+                f"{tuple(factor.shape)}"
+            )
+        out.append((x * (sign * factor)).to(x.dtype))
+    return out
+
+
+def _has_room(shape: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether a tensor of the other shape broadcasts to the shape."""
+    if len(other) > len(shape):
+        return False
+    tail = shape[len(shape) - len(other) :]
+    return all(own in (1, whole) for own, whole in zip(other, tail, strict=True))
 
 
 def is_number(*values: Any) -> bool:
@@ -73,6 +142,6 @@ def is_number(*values: Any) -> bool:
     return all(isinstance(value, numbers.Real) for value in values)
 
 
-def is_zero(value: HyperParameter) -> bool:
+def is_zero(value: HyperParameter | PerLeaf) -> bool:
     """Whether it is the number 0, so that its term can be left out; a tensor never is."""
     return not isinstance(value, Tensor) and value == 0

@@ -8,24 +8,33 @@ from torchopt_dist import pytree
 from torchopt_dist.ops import _foreach as foreach
 from torchopt_dist.ops._columns import pick, present, put
 from torchopt_dist.transform._elementwise import check_dense
-from torchopt_dist.transform._hyperparameters import HyperParameter, check_at_least_zero, is_zero
+from torchopt_dist.transform._hyperparameters import (
+    HyperParameter,
+    check_per_leaf,
+    is_per_leaf,
+    is_zero,
+    times_per_leaf,
+)
 from torchopt_dist.transform.base import EmptyState, GradientTransformation, identity, stateless
 from torchopt_dist.transform.masked import Mask, choices_of
 from torchopt_dist.transform.scale import scale
-from torchopt_dist.typing import OptState, Params, Updates
+from torchopt_dist.typing import OptState, Params, PerLeaf, Updates
 
 __all__ = ["add_decayed_weights", "penalized"]
 
 
-def add_decayed_weights(weight_decay: HyperParameter = 0.0, mask: Mask = None) -> GradientTransformation:
+def add_decayed_weights(
+    weight_decay: HyperParameter | PerLeaf = 0.0, mask: Mask = None
+) -> GradientTransformation:
     """Add ``weight_decay`` times the parameter to each gradient.
 
     Before the rest of a chain this is L2 regularization (``torch.optim.SGD``), after it decoupled weight
     decay [Loshchilov and Hutter 2019, Decoupled Weight Decay Regularization].
 
     Args:
-        weight_decay: a number that is at least 0 (0: the identity), or a tensor of one element, which may
-            require grad.
+        weight_decay: a number that is at least 0 (0: the identity), a tensor of one element, which may require grad,
+            or a tree of numbers and tensors, one for each parameter: of one element, or of a shape that broadcasts to
+            the parameter's.
         mask: which parameters decay: a tree of bools of the parameters' structure, or a function from the
             parameters to such a tree (a module-level one, if the transformation is to be pickled). All, if
             not given.
@@ -41,7 +50,7 @@ def add_decayed_weights(weight_decay: HyperParameter = 0.0, mask: Mask = None) -
         >>> impl.update(2 * w, impl.init(w), params=w)[0]
         tensor([ 2.5000, -5.0000])
     """
-    check_at_least_zero("weight_decay", weight_decay)
+    check_per_leaf("weight_decay", weight_decay)
     if is_zero(weight_decay):
         return identity()
     return GradientTransformation(stateless, partial(_update, weight_decay, mask))
@@ -53,7 +62,7 @@ def penalized(weight_decay: HyperParameter, maximize: bool) -> list[GradientTran
 
 
 def _update(
-    weight_decay: HyperParameter,
+    weight_decay: HyperParameter | PerLeaf,
     mask: Mask,
     updates: Updates,
     state: EmptyState,
@@ -71,5 +80,10 @@ def _update(
         places = [place for place in places if chosen[place]]
     grads = pick(leaves, places)
     check_dense(grads)
-    decayed = foreach.add(grads, pick(weights, places), weight_decay)
+    if is_per_leaf(weight_decay):
+        chosen_weights = put([None] * len(leaves), places, pick(weights, places))
+        penalties = times_per_leaf(chosen_weights, weight_decay, spec, "weight_decay")
+        decayed = foreach.add(grads, pick(penalties, places))
+    else:
+        decayed = foreach.add(grads, pick(weights, places), weight_decay)
     return pytree.unflatten(spec, put(leaves, places, decayed)), state

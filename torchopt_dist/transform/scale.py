@@ -14,9 +14,15 @@ from torch import Tensor
 from torchopt_dist import pytree
 from torchopt_dist.ops import _foreach as foreach
 from torchopt_dist.ops._columns import pick, present, put
-from torchopt_dist.transform._hyperparameters import HyperParameter, check_learning_rate
+from torchopt_dist.transform._hyperparameters import (
+    HyperParameter,
+    check_learning_rate,
+    is_number,
+    is_per_leaf,
+    times_per_leaf,
+)
 from torchopt_dist.transform.base import EmptyState, GradientTransformation, stateless
-from torchopt_dist.typing import OptState, Params, ScalarOrSchedule, Schedule, Updates
+from torchopt_dist.typing import OptState, Params, PerLeaf, ScalarOrSchedule, Schedule, Updates
 
 __all__ = ["ScaleByScheduleState", "scale", "scale_by_learning_rate", "scale_by_schedule"]
 
@@ -29,7 +35,7 @@ class _Scale(GradientTransformation):
         if not isinstance(self.update, partial) or self.update.func is not _scale_update:
             return None
         step_size, sign = self.update.args
-        return None if isinstance(step_size, Tensor) else sign * step_size
+        return sign * step_size if is_number(step_size) else None
 
 
 class ScaleByScheduleState(NamedTuple):
@@ -81,11 +87,13 @@ def scale_by_learning_rate(lr: ScalarOrSchedule) -> GradientTransformation:
     """Multiply updates by minus the learning rate: the last link of every optimizer's chain.
 
     Args:
-        lr: a number, a tensor of one element, which may require grad, or a schedule.
+        lr: a number, a tensor of one element, which may require grad, a schedule, or a tree of numbers and tensors, one
+            for each parameter: of one element, or of a shape that broadcasts to the parameter's.
 
     Raises:
         TypeError: it is none of these.
-        ValueError: it is a negative number, or a tensor of more than one element.
+        ValueError: it is a negative number, or a tensor of more than one element; from ``update``: a tree has another
+            structure than the updates, or a tensor in it another shape than its update.
 
     Example:
         >>> import torch
@@ -101,7 +109,7 @@ def scale_by_learning_rate(lr: ScalarOrSchedule) -> GradientTransformation:
 
 
 def _scale_update(
-    step_size: HyperParameter,
+    step_size: HyperParameter | PerLeaf,
     sign: float,
     updates: Updates,
     state: EmptyState,
@@ -110,6 +118,8 @@ def _scale_update(
     inplace: bool = True,
 ) -> tuple[Updates, OptState]:
     leaves, spec = pytree.flatten(updates)
+    if is_per_leaf(step_size):
+        return pytree.unflatten(spec, times_per_leaf(leaves, step_size, spec, "lr", sign)), state
     places = present(leaves)
     scaled = foreach.multiply(pick(leaves, places), sign * step_size)
     return pytree.unflatten(spec, put(leaves, places, scaled)), state
