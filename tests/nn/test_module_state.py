@@ -1,3 +1,5 @@
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -257,3 +259,48 @@ def test_bad_input_is_refused():
     other = extract_state_dict(net)
     with pytest.raises(ValueError, match=r"`state.buffers` must have the names"):
         recover_state_dict(net, ModuleState(other.params, ({},) * 4))
+
+
+class Holder:
+    """An object of a user that holds a tensor."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+@pytest.mark.parametrize("by", ["reference", "copy", "deepcopy"])
+def test_tensors_in_containers_of_a_module_are_cloned_as_parameters_are(by):
+    net = nn.Linear(2, 2)
+    scale = torch.tensor(2.0, requires_grad=True)
+    made = scale * 3  # `deepcopy` refuses it
+    net.made, net.nested = [made], {"a": (made, {"b": Holder(net.weight)}), "c": partial(torch.mul, made)}
+    clone = module_clone(net, by=by)
+    assert clone.nested is not net.nested
+    assert clone.made[0] is clone.nested["a"][0] is clone.nested["c"].args[0]
+    assert clone.nested["a"][1]["b"].tensor is clone.weight
+    assert (clone.made[0] is made) is (by == "reference")
+    assert torch.equal(clone.made[0], made)
+    if by == "deepcopy":
+        assert clone.made[0].is_leaf
+        assert clone.made[0].requires_grad
+    else:
+        assert torch.autograd.grad(clone.made[0], scale)[0].item() == 3.0
+
+
+def test_an_object_that_says_how_it_is_copied_is_not_looked_through():
+    class Shared:
+        def __init__(self):
+            self.net = nn.Linear(1, 1)
+
+        def __deepcopy__(self, memo):
+            return self
+
+        @property
+        def __dict__(self):
+            raise AssertionError("looked at")
+
+    net = nn.Linear(1, 1)
+    net.shared = [object.__new__(Shared)]
+    assert module_clone(net).shared[0] is net.shared[0]

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
-from torchopt_dist.optim import SGD, Optimizer, sgd
+from torchopt_dist.optim import SGD, FuncOptimizer, MetaSGD, Optimizer, sgd
 from torchopt_dist.transform.add_decayed_weights import add_decayed_weights
 from torchopt_dist.transform.base import chain
 from torchopt_dist.transform.scale import scale, scale_by_learning_rate
@@ -330,3 +330,38 @@ def test_the_transformation_is_made_once_for_the_same_options():
     assert made[3:] == [(0.5, 1), (learned, 1)]
     assert torch.equal(params[0], before)
     assert params[1].tolist() == [1 - 2 * 0.25 - 6 * 0.125] * 2
+
+
+@pytest.mark.parametrize("face", ["class", "groups", "generic", "meta", "functional"])
+def test_deepcopy_where_a_rate_has_a_history(face):
+    """The copies' rates are leaves that all of a copy shares."""
+    rate = torch.tensor(0.25, requires_grad=True) * 2
+    net = make()
+    makers = {
+        "class": lambda: SGD(net.parameters(), rate),
+        "groups": lambda: SGD([{"params": [p], "lr": rate} for p in net.parameters()], 0.1),
+        "generic": lambda: Optimizer(net.parameters(), chain(scale(rate), scale(-1.0))),
+        "meta": lambda: MetaSGD(net, rate),
+        "functional": lambda: FuncOptimizer(sgd(rate)),
+    }
+    other_net, other = copy.deepcopy((net, makers[face]()))
+    x = torch.ones(2, 3)
+    want = [p.detach() - 0.5 * g for p, g in zip(net.parameters(), grads_of(net, x), strict=True)]
+    if face == "functional":
+        params = other.step(other_net(x).sum(), tuple(other_net.parameters()))
+    elif face == "meta":
+        other.step(other_net(x).sum())
+        params = other_net.parameters()
+    else:
+        other_net(x).sum().backward()
+        other.step()
+        params = other_net.parameters()
+    torch.testing.assert_close([p.detach() for p in params], want)
+    if face == "groups":
+        rates = {id(group["lr"]) for group in other.param_groups}
+        assert len(rates) == 1
+        assert other.param_groups[0]["lr"].is_leaf
+
+
+def grads_of(net, x):
+    return torch.autograd.grad(net(x).sum(), tuple(net.parameters()))

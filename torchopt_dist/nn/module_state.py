@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from torchopt_dist import pytree
 from torchopt_dist.nn import _tensor_dicts
+from torchopt_dist.nn._held_tensors import held_tensors
 from torchopt_dist.nn._tensor_copier import TensorCopier, detached
 from torchopt_dist.typing import (
     CopyMode,
@@ -176,6 +177,8 @@ def module_clone(
 ) -> T:
     """Make a second module of the same structure; its hooks, flags and attributes are copied.
 
+    Tensors in attributes, in lists, dicts and objects there too, are copied as parameters are.
+
     Args:
         target: a module; a ``MetaOptimizer``, whose modules and states are then cloned; or a tree of tensors.
         by: how its tensors are copied, as in :func:`extract_state_dict`.
@@ -278,13 +281,12 @@ def _cloned(
 ) -> nn.Module:
     memo: dict[int, Any] = {}  # `deepcopy` takes the copies of these objects from here
     for part in module.modules():
-        for attribute in vars(part).values():
-            if isinstance(attribute, Tensor):
-                memo[id(attribute)] = take(attribute)
-            elif type(attribute) in _CONTAINERS and not attribute:
-                memo[id(attribute)] = type(
-                    attribute
-                )()  # a module has ten or so, and deepcopy is slow at them
+        for name, attribute in vars(part).items():
+            if type(attribute) in _CONTAINERS and not attribute:
+                # a module has ten or so, and deepcopy is slow at them
+                memo[id(attribute)] = type(attribute)()
+            elif type(attribute) not in _PLAIN and name not in _REGISTERS and not _is_plain_tuple(attribute):
+                memo.update({id(tensor): take(tensor) for tensor in held_tensors(attribute)})
     for buffer in module.buffers():
         memo[id(buffer)] = take_buffer(buffer)
     for parameter in module.parameters():
@@ -293,6 +295,13 @@ def _cloned(
 
 
 _CONTAINERS = (dict, OrderedDict, list, set)
+_PLAIN = {bool, int, float, str, type(None)}
+_REGISTERS = ("_parameters", "_buffers", "_modules")
+
+
+def _is_plain_tuple(attribute: Any) -> bool:
+    """Whether it is something like the strides of a convolution."""
+    return type(attribute) is tuple and _PLAIN.issuperset(map(type, attribute))
 
 
 def _detachments(held: Sequence[TensorContainer]) -> dict[int, Tensor]:

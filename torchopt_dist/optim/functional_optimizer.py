@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
+from torchopt_dist.nn._held_tensors import deepcopy_memo
 from torchopt_dist.nn._tensor_copier import TensorCopier
 from torchopt_dist.optim._checkpoint import flatten_state, restore_state
 from torchopt_dist.transform._gradients import gradients
@@ -158,8 +159,10 @@ class FuncOptimizer:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Copy everything, tensors with a history as leaves."""
-        other = self.clone_with(lambda state: pytree.map_tensors(TensorCopier("deepcopy"), state))
+        take = TensorCopier("deepcopy")
+        other = self.clone_with(lambda state: pytree.map_tensors(take, state))
         memo[id(self)] = other
+        memo.update(deepcopy_memo(self.impl, take))
         other.impl = copy.deepcopy(self.impl, memo)
         return other
 

@@ -19,6 +19,7 @@ from torchopt_dist import pytree
 from torchopt_dist._evaluation import NormalTensors, is_evaluating, need_gradients, with_gradients
 from torchopt_dist._torch_private import vmaps
 from torchopt_dist.nn import _tensor_dicts
+from torchopt_dist.nn._held_tensors import deepcopy_memo
 from torchopt_dist.nn._tensor_copier import TensorCopier
 from torchopt_dist.optim import _signatures as signatures
 from torchopt_dist.optim._checkpoint import flatten_state, restore_state
@@ -234,6 +235,7 @@ class MetaOptimizer:
                     memo.setdefault(id(tensor), take(tensor))
         other = copy.copy(self)
         memo[id(self)] = other
+        memo.update(deepcopy_memo(self.impl, take))
         other.impl = copy.deepcopy(self.impl, memo)
         other.modules = copy.deepcopy(self.modules, memo)
         other._states = [pytree.map_tensors(take, state) for state in self._states]

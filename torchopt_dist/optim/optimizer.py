@@ -7,21 +7,27 @@ read.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import numbers
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
-from typing import Any, ClassVar, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
+from torchopt_dist.nn._held_tensors import deepcopy_memo
+from torchopt_dist.nn._tensor_copier import TensorCopier
 from torchopt_dist.optim import _signatures as signatures
 from torchopt_dist.optim._checkpoint import flatten_with_keys
 from torchopt_dist.transform.apply_updates import step_in_place
 from torchopt_dist.transform.base import GradientTransformation
 from torchopt_dist.typing import OptState
+
+if TYPE_CHECKING:
+    from typing import Self
 
 __all__ = ["Optimizer"]
 
@@ -197,6 +203,15 @@ class Optimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Copy everything, tensors with a history, such as a computed ``lr``, as leaves."""
+        state = self.__getstate__()
+        memo.update(deepcopy_memo(state, TensorCopier("deepcopy")))
+        other = type(self).__new__(type(self))
+        memo[id(self)] = other
+        other.__setstate__(copy.deepcopy(state, memo))
+        return other
 
     def _step_group(self, index: int, group: dict[str, Any]) -> None:
         params = group["params"]
