@@ -166,3 +166,53 @@ def test_the_place_of_the_leaf_of_another_shape_is_named():
     state = impl.init([torch.ones(2), torch.ones(2), torch.ones(2)])
     with pytest.raises(ValueError, match=r"leaf 2 must have \(1,\), got \(2,\)"):
         impl.update([None, torch.ones(2), torch.ones(1)], state)
+
+
+@pytest.mark.parametrize("way", ["states", "state_dict", "recovered", "loaded", "cloned"])
+def test_steps_in_place_do_not_overwrite_a_snapshot(way):
+    w = torch.ones(2, requires_grad=True)
+    optimizer = todist.FuncOptimizer(todist.sgd(0.1, momentum=0.5), inplace=True)
+
+    def step(one=optimizer):
+        one.step((w * 2).sum(), (w,))
+
+    step()
+    if way in ("states", "recovered"):
+        snapshot = todist.extract_state_dict(optimizer)
+        held = snapshot[0][-2].momentum_buffer[0]
+    elif way == "cloned":
+        held = todist.extract_state_dict(todist.module_clone(optimizer))[0][-2].momentum_buffer[0]
+    else:
+        snapshot = optimizer.state_dict()
+        (held,) = snapshot["state"].values()
+    assert held.tolist() == [2, 2]
+    step()
+    step()
+    if way == "recovered":
+        todist.recover_state_dict(optimizer, snapshot)
+        step()
+    elif way == "loaded":
+        other = todist.FuncOptimizer(todist.sgd(0.1, momentum=0.5), inplace=True)
+        other.load_state_dict(snapshot)
+        step(other)
+    assert held.tolist() == [2, 2]
+
+
+def test_names_with_a_slash_have_keys_of_their_own():
+    def params():
+        leaves = [torch.ones(1, requires_grad=True) for _ in range(4)]
+        return {"a/b": leaves[0], "a": {"b": leaves[1]}, "a~1b": leaves[2], "a~b": leaves[3]}
+
+    def loss(tree):
+        return tree["a/b"] + 2 * tree["a"]["b"] + 3 * tree["a~1b"] + 4 * tree["a~b"]
+
+    optimizer, first = todist.FuncOptimizer(todist.sgd(0.1, momentum=0.5)), params()
+    moved = optimizer.step(loss(first), first)
+    other = todist.FuncOptimizer(todist.sgd(0.1, momentum=0.5))
+    saved = optimizer.state_dict()
+    assert len(saved["state"]) == 4
+    other.load_state_dict(saved)
+    for one in (optimizer, other):
+        again = one.step(loss(moved), moved)
+        got = [again["a/b"], again["a"]["b"], again["a~1b"], again["a~b"]]
+        torch.testing.assert_close(torch.cat(got), 1 - 0.25 * torch.tensor([1.0, 2.0, 3.0, 4.0]))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import inspect
 
 import pytest
 import torch
 
 import torchopt_dist as todist
+from tests.optim.table import ROWS
 from torchopt_dist.schedule import linear_schedule
 from torchopt_dist.transform.masked import masked
 
@@ -290,3 +292,74 @@ def test_clipping_is_by_group():
             p.grad = torch.tensor([slope])
         optimizer.step()
         assert [p.item() for p in params] == pytest.approx(expected, abs=1e-5)
+
+
+TWINS = [(name, options) for name, row in ROWS.items() for options in row.options.values() if name != "Adan"]
+
+
+@pytest.mark.parametrize(("name", "options"), TWINS)
+def test_states_go_to_torch_and_back(name, options):
+    """Three steps here, three in torch, three here again are nine in torch."""
+    options = {key: value for key, value in options.items() if key != "fused"}
+    made = {todist: getattr(todist, name), torch.optim: getattr(torch.optim, name)}
+    w, unbroken, saved = leaf(), leaf(), None
+    for number, home in enumerate((todist, torch.optim, todist)):
+        optimizer = made[home]([w], **({"lr": 0.5} if name == "SGD" else {}))
+        if saved is not None:
+            optimizer.load_state_dict(saved)
+        else:
+            optimizer.param_groups[0].update(options)
+        go(optimizer, w, range(1 + 3 * number, 4 + 3 * number))
+        saved = copy.deepcopy(optimizer.state_dict())
+    go(made[torch.optim]([unbroken], **options), unbroken, range(1, 10))
+    torch.testing.assert_close(w, unbroken)
+    if name != "SGD":  # torch's does not count
+        assert [state["step"].item() for state in saved["state"].values()] == [9]
+
+
+def test_steps_are_counted_by_parameter_where_torch_wants_that():
+    a, b = leaf(), leaf()
+    optimizer = todist.RMSprop([a, b])
+    go(optimizer, a, [1.0, 1.0])
+    go(optimizer, b, [1.0])
+    assert [optimizer.state[p]["step"].item() for p in (a, b)] == [3, 1]
+
+
+def test_adamw_is_not_taken_for_adam():
+    w = leaf()
+    for home in (todist, torch.optim):
+        saved = home.AdamW([w]).state_dict()
+        assert saved["param_groups"][0]["decoupled_weight_decay"] is True
+        with pytest.raises(
+            ValueError, match=r"`decoupled_weight_decay` must be off, as this Adam .* got True"
+        ):
+            todist.Adam([w]).load_state_dict(saved)
+        todist.AdamW([w]).load_state_dict(saved)
+        saved = home.Adam([w]).state_dict()
+        assert saved["param_groups"][0]["decoupled_weight_decay"] is False
+        with pytest.raises(
+            ValueError, match=r"`decoupled_weight_decay` must be on, as this AdamW .* got False"
+        ):
+            todist.AdamW([w]).load_state_dict(saved)
+        todist.Adam([w]).load_state_dict(saved)
+
+
+@pytest.mark.parametrize("name", [name for name in ROWS if name != "Adan"])
+def test_what_only_torch_s_constructor_has_is_taken_where_it_changes_no_number(name):
+    ours, theirs = getattr(todist, name), getattr(torch.optim, name)
+    only = {
+        key: parameter.default
+        for key, parameter in inspect.signature(theirs).parameters.items()
+        if key not in inspect.signature(ours).parameters
+    }
+    group = ours([leaf()], lr=0.1, **only).param_groups[0]
+    assert {key: group[key] for key in only} == only
+    assert "foreach" in only
+    ours([leaf()], lr=0.1, foreach=True)
+    for option in {"amsgrad", "decoupled_weight_decay"} & only.keys():
+        with pytest.raises(ValueError, match=f"`{option}` must be off, as this {name} has no such option"):
+            ours([leaf()], lr=0.1, **{option: True})
+    with pytest.raises(ValueError, match=f"`differentiable` must be off, got True: Meta{name} makes steps"):
+        ours([leaf()], lr=0.1, differentiable=True)
+    with pytest.raises(TypeError, match=f"{name}: got an unexpected keyword argument 'forech'"):
+        ours([leaf()], lr=0.1, forech=True)

@@ -93,3 +93,16 @@ def test_asgd_averages_from_the_start_and_its_average_has_a_derivative():
     slope = ((average(lr + 1e-3) - average(lr - 1e-3)) / 2e-3).detach()
     assert abs(grad) > 0.01
     torch.testing.assert_close(grad, slope, rtol=1e-3, atol=0.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "argument"), [("Adagrad", "initial_accumulator_value"), ("RMSprop", "initial_scale")]
+)
+def test_the_value_of_a_first_state_is_a_number(name, argument):
+    """A tensor's gradient would be lost without a word."""
+    value = torch.tensor(0.5, requires_grad=True)
+    for make in (ROWS[name].function, lambda **options: ROWS[name].meta(nn.Linear(1, 1), **options)):
+        with pytest.raises(
+            TypeError, match=f"`{argument}` must be a number, as the first state is no part of a"
+        ):
+            make(**{argument: value})

@@ -1,7 +1,8 @@
 """An optimizer's state → plain dicts that ``torch.load(weights_only=True)`` reads, and back.
 
 Where a tensor lies in a state is its key: ``'0/momentum_buffer/0.weight'`` is the parameter ``0.weight`` in
-the field ``momentum_buffer`` of the chain's first link.
+the field ``momentum_buffer`` of the chain's first link. In a name, ``~`` and ``/`` are written ``~0`` and ``~1``, as
+in a JSON pointer [RFC 6901], so that no two places have one key.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 from torchopt_dist.pytree import PyTreeSpec
 from torchopt_dist.typing import OptState
 
-__all__ = ["flatten_state", "flatten_with_keys", "restore_state"]
+__all__ = ["flatten_state", "flatten_with_keys", "key_of", "restore_state"]
 
 
 def flatten_with_keys(
@@ -30,7 +31,7 @@ def flatten_with_keys(
 def flatten_state(state: OptState) -> dict[str, Any]:
     """Turn a state into a flat dict; the tensors are the same."""
     paths, leaves, _ = flatten_with_keys(state)
-    return {"/".join(path): leaf for path, leaf in zip(paths, leaves, strict=True)}
+    return {key_of(path): leaf for path, leaf in zip(paths, leaves, strict=True)}
 
 
 def restore_state(like: OptState, saved: dict[str, Any]) -> OptState:
@@ -45,7 +46,7 @@ def restore_state(like: OptState, saved: dict[str, Any]) -> OptState:
         ValueError: the keys or a shape differ: it is the state of another optimizer.
     """
     paths, leaves, spec = flatten_with_keys(like)
-    keys = ["/".join(path) for path in paths]
+    keys = [key_of(path) for path in paths]
     if saved.keys() != set(keys):
         missing, extra = sorted(set(keys) - saved.keys()), sorted(saved.keys() - set(keys))
         raise ValueError(
@@ -53,6 +54,11 @@ def restore_state(like: OptState, saved: dict[str, Any]) -> OptState:
         )
     fitted = [_fit(key, leaf, saved[key]) for key, leaf in zip(keys, leaves, strict=True)]
     return optree.tree_unflatten(spec, fitted)
+
+
+def key_of(path: tuple[str, ...]) -> str:
+    """The key of a path: its names, with a slash between them."""
+    return "/".join(name.replace("~", "~0").replace("/", "~1") for name in path)
 
 
 def _fit(key: str, like: Any, saved: Any) -> Any:

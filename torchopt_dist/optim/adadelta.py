@@ -63,6 +63,8 @@ def adadelta(
 class Adadelta(Optimizer, transformation=adadelta, lr=1.0):
     """Adadelta in place, as ``torch.optim.Adadelta``."""
 
+    _counts_for_torch = True
+
     @arguments_of(adadelta)
     def __init__(self, params: Iterable[Any], *args: Any, **kwargs: Any) -> None:
         super().__init__(params, *args, **kwargs)

@@ -88,6 +88,8 @@ def adam(
 class Adam(Optimizer, transformation=adam):
     """Adam in place, as ``torch.optim.Adam``."""
 
+    _decouples = False
+
     @arguments_of(adam)
     def __init__(self, params: Iterable[Any], *args: Any, **kwargs: Any) -> None:
         super().__init__(params, *args, **kwargs)

@@ -93,6 +93,8 @@ def adamw(
 class AdamW(Optimizer, transformation=adamw):
     """Adam with decoupled weight decay in place, as ``torch.optim.AdamW``."""
 
+    _decouples = True
+
     @arguments_of(adamw)
     def __init__(self, params: Iterable[Any], *args: Any, **kwargs: Any) -> None:
         super().__init__(params, *args, **kwargs)

@@ -59,6 +59,7 @@ class FuncOptimizer:
         self.inplace = bool(inplace)
         self._state: OptState | None = None  # None until the first step shows the parameters
         self._saved: _Loaded | None = None  # what was loaded before that
+        self._is_shared = False  # others may hold the state's tensors, so the next step makes new ones
 
     def step(self, loss: Tensor, params: Params, inplace: bool | None = None) -> Params:
         """Move parameters once.
@@ -96,25 +97,28 @@ class FuncOptimizer:
                 moved, self._state = differentiable_step(self.impl, params, grads, state)
                 new = [_apart(*pair) for pair in zip(leaves, pytree.flatten(moved)[0], strict=True)]
                 return pytree.unflatten(spec, [new[first] for first in firsts])
-            updates, self._state = self.impl.update(grads, state, params=params, inplace=True)
+            updates, self._state = self.impl.update(grads, state, params=params, inplace=not self._is_shared)
+            self._is_shared = False
             return apply_updates(params, updates)
 
     def state_dict(self) -> dict[str, Any]:
         """The state as ``{'state': {where: tensor}}``, for ``torch.save``; ``{}`` before the first step.
 
-        The tensors are those of the state, history included; an in-place step overwrites them.
+        The tensors are those of the state, history included. Later steps do not overwrite them.
         """
+        self._is_shared = True
         if self._state is None:
             return {} if self._saved is None else {"state": self._saved.tensors}
         return {"state": flatten_state(self._state)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a :meth:`state_dict`; its tensors are taken over, not copied.
+        """Go on from a :meth:`state_dict`; its tensors are taken over, not copied, and not overwritten.
 
         Raises:
             ValueError: it is of another optimizer or of other parameters; before the first step, that is
                 found out there.
         """
+        self._is_shared = True
         saved = state_dict.get("state")
         if self._state is None or saved is None:
             self._state, self._saved = None, None if saved is None else _Loaded(saved)
@@ -124,8 +128,9 @@ class FuncOptimizer:
     def get_states(self) -> tuple[OptState, ...]:
         """The state alone in a tuple; an empty one before the first step. The tensors are the same.
 
-        What has been loaded before the first step stands in for the state.
+        What has been loaded before the first step stands in for the state. Later steps do not overwrite them.
         """
+        self._is_shared = True
         held = self._saved if self._state is None else self._state
         return () if held is None else (held,)
 
@@ -135,6 +140,7 @@ class FuncOptimizer:
         Raises:
             ValueError: there is more than one, or its structure differs.
         """
+        self._is_shared = True
         if len(states) > 1:
             raise ValueError(f"`states` must be one or none, got {len(states)}")
         new = states[0] if states else None
@@ -153,6 +159,7 @@ class FuncOptimizer:
     def clone_with(self, clone: Callable[[Any], Any]) -> Self:
         """Make a second optimizer, ``clone`` applied to the state; it shares ``impl``."""
         other = copy.copy(self)
+        self._is_shared = other._is_shared = True
         other._state = None if self._state is None else clone(self._state)
         other._saved = None if self._saved is None else clone(self._saved)
         return other

@@ -20,8 +20,10 @@ from torch import Tensor
 from torchopt_dist import pytree
 from torchopt_dist.nn._held_tensors import deepcopy_memo
 from torchopt_dist.nn._tensor_copier import TensorCopier
+from torchopt_dist.ops import _bias_correction as bias_correction
 from torchopt_dist.optim import _signatures as signatures
-from torchopt_dist.optim._checkpoint import flatten_with_keys
+from torchopt_dist.optim import _twin
+from torchopt_dist.optim._checkpoint import flatten_with_keys, key_of
 from torchopt_dist.transform.apply_updates import step_in_place
 from torchopt_dist.transform.base import GradientTransformation
 from torchopt_dist.typing import OptState
@@ -34,8 +36,8 @@ __all__ = ["Optimizer"]
 _SHARED = "shared_state"
 _COUNT = "step"
 _WITHOUT = ("moment_requires_grad",)
-_NO_OPTIONS = {"params", "param_names", _SHARED, "foreach", "fused", "capturable", "differentiable"}
-"""What may be in a group and does not change the numbers: torch's choices between ways to compute the same."""
+_NO_OPTIONS = {"params", "param_names", _SHARED, *_twin.WAYS}
+"""What may be in a group and does not change the numbers."""
 _PARAMS_TEXT = "params: tensors, named tensors, or dicts of parameter groups with options of their own."
 
 
@@ -75,6 +77,10 @@ class Optimizer(torch.optim.Optimizer):
     transformation: ClassVar[signatures.Constructor | None] = None
     __signature__: ClassVar[inspect.Signature]
     _signature: ClassVar[inspect.Signature] = inspect.signature(lambda params, impl: ...)
+    _decouples: ClassVar[bool | None] = None
+    """What groups have as ``decoupled_weight_decay``, by which torch's saved states tell Adam from AdamW."""
+    _counts_for_torch: ClassVar[bool] = False
+    """Torch's class counts the steps of each parameter, although no formula needs that."""
 
     def __init_subclass__(
         cls, *, transformation: signatures.Constructor | None = None, **defaults: Any
@@ -104,7 +110,9 @@ class Optimizer(torch.optim.Optimizer):
         if self.transformation is None:
             self._impl = signatures.only_transformation(type(self), self._signature, params, args, kwargs)
         else:
+            kwargs, theirs = _twin.take(self._names(), self._signature.parameters, kwargs)
             options = signatures.bind(type(self), self._signature, params, args, kwargs)
+            options.update({**self._settled(), **theirs})
         super().__init__(params, options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -122,8 +130,9 @@ class Optimizer(torch.optim.Optimizer):
         """
         if isinstance(param_group, dict):
             self._refuse_options_of_a_group(param_group)
-            self._refuse_options_of_torch(param_group)
-            self._transformation_of({**self.defaults, **param_group})  # checks the options
+            final = {**self.defaults, **param_group}
+            _twin.check_group(self._names(), self._signature.parameters, self._settled(), final)
+            self._transformation_of(final)  # checks the options
         super().add_param_group(param_group)
 
     @overload
@@ -174,7 +183,7 @@ class Optimizer(torch.optim.Optimizer):
 
         def check(_: Any, final: dict[str, Any]) -> None:
             for group in final["param_groups"]:
-                self._refuse_options_of_torch(group)
+                _twin.check_group(self._names(), self._signature.parameters, self._settled(), group)
             taken.update(final)
 
         def restore_counts(_: Any) -> None:
@@ -224,6 +233,15 @@ class Optimizer(torch.optim.Optimizer):
         state = step_in_place(impl, params, grads, before)
         if state is not None:
             self._scatter(group, layout, state)
+        if self._counts_for_torch:
+            self._count([p for p, grad in zip(params, grads, strict=True) if grad is not None])
+
+    def _count(self, params: list[Tensor]) -> None:
+        """Count a step of these parameters, as torch's class does and wants to find it in a state."""
+        for p in params:
+            if _COUNT not in self.state[p]:
+                self.state[p][_COUNT] = torch.zeros((), dtype=torch.float32, device="cpu")
+        bias_correction.count_up_([self.state[p][_COUNT] for p in params])
 
     def _built_transformation(self, index: int, group: dict[str, Any]) -> GradientTransformation:
         """The transformation of a group, made anew only where an option is not what it was at the last step.
@@ -254,12 +272,14 @@ class Optimizer(torch.optim.Optimizer):
                     f"`{name}` must not be set for a group, as `impl` has its options already, got {group[name]!r}"
                 )
 
-    def _refuse_options_of_torch(self, group: dict[str, Any]) -> None:
-        for name in sorted(_options_of_twin(type(self)) - set(self.defaults) - _NO_OPTIONS):
-            if group.get(name):
-                raise ValueError(
-                    f"`{name}` must be off, as this {type(self).__name__} has no such option, got {group[name]!r}"
-                )
+    @classmethod
+    def _settled(cls) -> dict[str, bool]:
+        return {} if cls._decouples is None else {"decoupled_weight_decay": cls._decouples}
+
+    @classmethod
+    def _names(cls) -> list[str]:
+        """The names of this class and of those of ours that it descends from."""
+        return [one.__name__ for one in cls.__mro__ if issubclass(one, Optimizer) and one is not Optimizer]
 
     def _layout(self, index: int, group: dict[str, Any], impl: GradientTransformation) -> _Layout:
         """The layout of a group's state; it may depend on which options are 0, not on their values."""
@@ -346,7 +366,7 @@ def _layout_of(state: OptState) -> _Layout:
 def _key(path: tuple[str, ...], names: list[str]) -> str:
     if not path:
         return "state"
-    return path[-1] if names.count(path[-1]) == 1 else "/".join(path)
+    return path[-1] if names.count(path[-1]) == 1 else key_of(path)
 
 
 def _counts(state: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
@@ -358,10 +378,3 @@ def _counts(state: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
     for key, value in state.items():
         if str(key).rpartition("/")[2] == _COUNT and isinstance(value, Tensor) and not value.is_meta:
             yield key, value.cpu()
-
-
-def _options_of_twin(cls: type) -> set[str]:
-    """Arguments of the class of torch that has the name of one of ours; none if there is no such class."""
-    ours = [one.__name__ for one in cls.__mro__ if issubclass(one, Optimizer) and one is not Optimizer]
-    twins = [getattr(torch.optim, name) for name in ours if hasattr(torch.optim, name)]
-    return {name for twin in twins for name in inspect.signature(twin).parameters}

@@ -65,6 +65,8 @@ def radam(
 class RAdam(Optimizer, transformation=radam, eps=1e-8):
     """RAdam in place, as ``torch.optim.RAdam``."""
 
+    _decouples = False
+
     @arguments_of(radam)
     def __init__(self, params: Iterable[Any], *args: Any, **kwargs: Any) -> None:
         super().__init__(params, *args, **kwargs)

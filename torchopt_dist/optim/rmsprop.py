@@ -103,6 +103,8 @@ def rmsprop(
 class RMSprop(Optimizer, transformation=rmsprop):
     """RMSprop in place, as ``torch.optim.RMSprop``."""
 
+    _counts_for_torch = True
+
     @arguments_of(rmsprop)
     def __init__(self, params: Iterable[Any], *args: Any, **kwargs: Any) -> None:
         super().__init__(params, *args, **kwargs)

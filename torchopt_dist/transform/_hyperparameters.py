@@ -26,6 +26,7 @@ __all__ = [
     "check_decays",
     "check_learning_rate",
     "check_per_leaf",
+    "check_start",
     "is_number",
     "is_per_leaf",
     "is_zero",
@@ -53,6 +54,21 @@ def check_at_least_zero(name: str, value: Any) -> None:
             raise ValueError(f"`{name}` must be at least 0, got {value}")
     else:
         raise TypeError(f"`{name}` must be a number or a tensor of one element, got {type(value).__name__}")
+
+
+def check_start(name: str, value: Any) -> None:
+    """Demand a number that is at least 0: the value of a first state, which is no part of a graph.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is negative or not a number (nan).
+    """
+    if isinstance(value, Tensor):
+        raise TypeError(
+            f"`{name}` must be a number, as the first state is no part of a graph, got a tensor: put tensors into "
+            "the state that `init` makes to differentiate with respect to them"
+        )
+    check_at_least_zero(name, value)
 
 
 def check_decay(name: str, value: Any) -> None:

@@ -7,7 +7,12 @@ from typing import NamedTuple
 
 from torchopt_dist.ops._rmsprop import rmsprop
 from torchopt_dist.transform._elementwise import elementwise, filled
-from torchopt_dist.transform._hyperparameters import HyperParameter, check_at_least_zero, check_decay
+from torchopt_dist.transform._hyperparameters import (
+    HyperParameter,
+    check_at_least_zero,
+    check_decay,
+    check_start,
+)
 from torchopt_dist.transform.base import GradientTransformation
 from torchopt_dist.typing import Params, TensorTree
 
@@ -102,7 +107,7 @@ def scale_by_stddev(
 def _check(alpha: HyperParameter, eps: HyperParameter, initial_scale: float) -> None:
     check_decay("alpha", alpha)
     check_at_least_zero("eps", eps)
-    check_at_least_zero("initial_scale", initial_scale)
+    check_start("initial_scale", initial_scale)
 
 
 def _rms_init(initial_scale: float, requires_grad: bool, params: Params, /) -> ScaleByRmsState:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torchopt_dist.ops import _foreach as foreach
 from torchopt_dist.transform._elementwise import elementwise, filled
-from torchopt_dist.transform._hyperparameters import HyperParameter, check_at_least_zero
+from torchopt_dist.transform._hyperparameters import HyperParameter, check_at_least_zero, check_start
 from torchopt_dist.transform.base import GradientTransformation
 from torchopt_dist.typing import Params, TensorTree
 
@@ -47,7 +47,7 @@ def scale_by_rss(
         >>> impl.update(2 * w, impl.init(w), params=w)[0]
         tensor([ 1., -1.])
     """
-    check_at_least_zero("initial_accumulator_value", initial_accumulator_value)
+    check_start("initial_accumulator_value", initial_accumulator_value)
     check_at_least_zero("eps", eps)
     return elementwise(
         ScaleByRssState,
