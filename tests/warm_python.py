@@ -31,7 +31,12 @@ from typing import IO, Any, NoReturn
 
 import psutil
 
-TORCHRUN = ("torch.distributed.launcher.api", "torch.multiprocessing.spawn", "torch.distributed.rpc")
+TORCHRUN = (
+    "torch.distributed.launcher.api",
+    "torch.multiprocessing.spawn",
+    "torch.distributed.rpc",
+    "torch._dynamo",  # which the first optimizer imports
+)
 PROGRAMS = (
     "torchopt_dist.launch",
     "sklearn.datasets",
@@ -248,7 +253,8 @@ def main() -> None:
         importlib.import_module(module)
     gc.collect()
     gc.freeze()  # a collector that walked over these modules in a fork would copy them
-    request = serve(socket.socket(fileno=int(fd)))
+    with socket.socket(fileno=int(fd)) as requests:
+        request = serve(requests)
     if request.pop("warm"):
         code = 0
         try:

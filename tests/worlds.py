@@ -24,7 +24,7 @@ import torchopt_dist as todist
 
 SHARES = 16
 _given: set[int] = set()
-PRELOAD = ["pytest", "torch", "torch.distributed.rpc", "torchopt_dist", "tests.worlds"]
+PRELOAD = ["pytest", "torch", "torch._dynamo", "torch.distributed.rpc", "torchopt_dist", "tests.worlds"]
 
 
 @dataclass
