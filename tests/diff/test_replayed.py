@@ -411,6 +411,20 @@ def test_inside_of_vmap_all_steps_are_recorded_and_that_is_said():
     agree((found, torch.autograd.grad(sum(map(task, xs)), (p, lr))))
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch's compiler itself
+def test_a_function_with_a_loop_in_it_compiles():
+    p = torch.ones(3, dtype=D, requires_grad=True)
+
+    def whole(p):
+        adapted = todist.inner_loop(
+            lambda w: (w**4).sum(), todist.sgd(lr=0.01), p, 2, adjoint=todist.Replayed()
+        )
+        return (adapted.params * p.cos()).sum()
+
+    found = torch.autograd.grad(torch.compile(whole, backend="eager")(p), p)
+    agree((found, torch.autograd.grad(whole(p), p)))
+
+
 def test_parameters_that_are_overwritten_before_backward_are_an_error():
     p = torch.ones(3, dtype=D, requires_grad=True)
     result = todist.inner_loop(lambda p: (p**3).sum(), todist.sgd(lr=0.1), p, 2, adjoint=todist.Replayed())

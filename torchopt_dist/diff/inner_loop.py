@@ -100,6 +100,26 @@ def inner_loop(
         >>> torch.autograd.grad(adapted.params, (w, lr))
         (tensor(0.2500), tensor(-2.))
     """
+    # torch.compile goes on after the loop: it takes no second derivatives.
+    made: InnerLoopResult = torch.compiler.disable(_inner_loop)(
+        loss, optimizer, params, batches, meta, adjoint, state, has_aux, seed, steps, stop
+    )
+    return made
+
+
+def _inner_loop(
+    loss: Any,
+    optimizer: Any,
+    params: Any,
+    batches: Any,
+    meta: Any,
+    adjoint: Any,
+    state: OptState | None,
+    has_aux: bool,
+    seed: int | None,
+    steps: int | None,
+    stop: Any,
+) -> InnerLoopResult:
     if not callable(loss):
         raise TypeError(f"`loss` must be a function, got {type(loss).__name__}")
     if not isinstance(optimizer, GradientTransformation):

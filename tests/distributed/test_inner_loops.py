@@ -1,0 +1,87 @@
+"""Inner loops as tasks of calls have the gradients of one process: each adjoint, vectorized or not, loops in loops."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import torchopt_dist as todist
+
+BY_TASK = todist.dim_partitioner(exclusive=True, keepdim=False)
+ADJOINTS = {
+    "recorded": todist.Recorded(),
+    "replayed": todist.Replayed(snapshots=2),
+    "truncated": todist.Truncated(2),
+    "first order": todist.FirstOrder(),
+    "reptile": todist.Reptile(),
+}
+
+
+def task(model, weight, lr, x, *, adjoint):
+    def loss(model):
+        return (weight * model(x[:3]) ** 2).mean()
+
+    adapted = todist.inner_loop(loss, todist.adam(lr=lr, eps=1e-3), model, 3, meta=weight, adjoint=adjoint)
+    return adapted.params(x[3:]).square().mean()
+
+
+def setting():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Dropout(0.5), nn.Linear(3, 1)).double().eval()
+    weight = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+    lr = torch.tensor(0.1, dtype=torch.float64, requires_grad=True)
+    return model, weight, lr, torch.randn(4, 6, 2, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_tasks_have_the_gradients_of_one_process(world, size):
+    def body():
+        model, weight, lr, xs = setting()
+        ins = [*model.parameters(), weight, lr]
+        for adjoint in ADJOINTS.values() if size == 2 else [ADJOINTS["replayed"]]:
+
+            def one(model, x, adjoint=adjoint):
+                return task(model, weight, lr, x, adjoint=adjoint)
+
+            want = torch.stack([one(model, x) for x in xs]).mean()
+            expected = torch.autograd.grad(want, ins, allow_unused=True)
+            for vectorize in (False, True):
+                spread = todist.parallelize(BY_TASK, todist.sum_reducer, vectorize=vectorize)(one)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # replayed loops are recorded in vmap
+                    loss = spread(model, xs) / len(xs)
+                    found = torch.autograd.grad(loss, ins, allow_unused=True)
+                torch.testing.assert_close(loss, want, rtol=1e-12, atol=0)
+                for gradient, other in zip(found, expected, strict=True):
+                    if gradient is None or other is None:
+                        assert gradient is None or not gradient.any()
+                        assert other is None or not other.any()
+                    else:
+                        torch.testing.assert_close(gradient, other, rtol=1e-10, atol=1e-12)
+
+    world(size).on_zero(body)
+
+
+def test_a_loss_on_workers_is_replayed_by_recording_its_steps(world):
+    def body():
+        model, weight, lr, xs = setting()
+        on_workers = todist.parallelize(BY_TASK, todist.mean_reducer)(
+            lambda m, x: (weight * m(x)).square().mean()
+        )
+        ins = [*model.parameters(), weight, lr]
+        made = []
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for adjoint in (todist.Recorded(), todist.Replayed()):
+                adapted = todist.inner_loop(
+                    on_workers, todist.sgd(lr=lr), model, [xs, xs], meta=weight, adjoint=adjoint
+                )
+                made.append(torch.autograd.grad(adapted.params(xs).square().mean(), ins))
+        for gradient, other in zip(*made, strict=True):
+            torch.testing.assert_close(gradient, other, rtol=1e-10, atol=1e-12)
+        return [str(one.message) for one in told if "recorded one by one" in str(one.message)]
+
+    assert len(world(2).on_zero(body)) == 1
