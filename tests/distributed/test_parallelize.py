@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+from collections import UserDict
 
 import pytest
 import torch
@@ -195,6 +196,15 @@ def test_vectorize_says_what_it_cannot_map(world):
                 todist.remote_sync_call(lambda x: x, partitioner=tasks(*parts), vectorize=True)
 
     world(2).on_zero(body)
+
+
+def test_containers_are_mapped_over_when_tasks_are_vectorized():
+    def body():
+        batch = UserDict(x=torch.arange(6.0).reshape(3, 2))
+        doubled = todist.parallelize(todist.tasks, todist.stack_reducer, vectorize=True)(lambda b: b["x"] * 2)
+        return doubled(batch)
+
+    assert todist.auto_init_rpc()(body)().tolist() == [[0, 2], [4, 6], [8, 10]]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

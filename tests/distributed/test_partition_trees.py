@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections import OrderedDict
+from collections import OrderedDict, UserDict
 from typing import Any, NamedTuple
 
 import optree
@@ -70,14 +70,101 @@ def test_a_registered_dataclass_is_split(workers):
     assert [batch.name for batch in batches] == ["test"] * 2
 
 
-def test_an_unregistered_object_is_whole():
-    @dataclasses.dataclass
-    class Settings:
-        tensor: torch.Tensor
+class Words(UserDict):
+    """As a tokenizer returns them."""
 
-    settings_ = Settings(torch.arange(100))
-    parts = todist.batch_partitioner(settings_, torch.arange(3))
-    assert all(part.args[0] is settings_ for part in parts)
+    length = 3
+
+
+class Output(OrderedDict):
+    """Items are attributes as well, as a model's output has them."""
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value)
+        object.__setattr__(self, key, value)
+
+
+class Listed(list):
+    name = "none"
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    images: torch.Tensor
+    names: dict[str, Any]
+    label: torch.Tensor = dataclasses.field(init=False)
+
+
+class Opaque:
+    def __init__(self, size):
+        self.inner = [{"x": torch.zeros(size)}]
+
+
+def containers():
+    """One of each kind, and how to get its tensor."""
+    output, listed, sample = (
+        Output(),
+        Listed([torch.arange(4), "text"]),
+        Sample(torch.arange(4), {"a": torch.arange(4)}),
+    )
+    output["logits"], output["loss"] = torch.arange(4), torch.tensor(2.0)
+    listed.name = "some"
+    return {
+        "UserDict": (
+            Words(ids=torch.arange(4), mask=[torch.arange(4)]),
+            lambda it: [it["ids"], it.data["mask"][0]],
+        ),
+        "dict": (output, lambda it: [it["logits"], it.logits]),
+        "list": (listed, lambda it: [it[0]]),
+        "dataclass": (sample, lambda it: [it.images, it.names["a"]]),
+        "nested": ([{"a": Words(x=sample)}], lambda it: [it[0]["a"]["x"].images]),
+    }
+
+
+@pytest.mark.parametrize("kind", containers())
+@pytest.mark.parametrize("exclusive", [False, True])
+def test_containers_that_are_no_trees_are_split_as_the_rest(workers, kind, exclusive):
+    workers(2)
+    container, tensors = containers()[kind]
+    parts = todist.dim_partitioner(exclusive=exclusive)(container, torch.arange(4))
+    assert len(parts) == (4 if exclusive else 2)
+    for part in parts:
+        assert type(part.args[0]) is type(container)
+        assert vars(part.args[0]).keys() == vars(container).keys() if hasattr(container, "__dict__") else True
+        for tensor in tensors(part.args[0]):
+            assert tensor.tolist() == part.args[1].tolist()
+    assert all(tensor.tolist() == [0, 1, 2, 3] for tensor in tensors(container))  # the caller's is as it was
+
+
+def test_marks_in_containers_come_off_and_containers_without_tensors_stay(workers):
+    workers(2)
+    settings, weights = Words(rate=0.1), torch.arange(3)
+    for part in partition(None, (Words(x=torch.arange(4), w=todist.replicated(weights)), settings), {}):
+        assert part.args[0]["w"] is weights
+        assert part.args[1] is settings
+
+
+def test_a_container_that_holds_itself_cannot_be_split(workers):
+    workers(2)
+    words = Words(x=torch.arange(4))
+    words["self"] = words
+    with pytest.raises(TypeError, match=r"args\[0\]\['self'\] is a Words, which cannot be split"):
+        todist.batch_partitioner(words)
+
+
+def test_an_object_that_cannot_be_split_is_whole_unless_it_looks_like_a_batch(workers):
+    workers(2)
+    opaque = Opaque(100)
+    parts = todist.batch_partitioner(opaque, torch.arange(4))
+    assert all(part.args[0] is opaque for part in parts)
+    with pytest.raises(
+        TypeError, match=r"kwargs\['y'\] is a Opaque.*`inner\[0\]\['x'\]` has size 4.*replicated"
+    ):
+        todist.batch_partitioner(torch.arange(4), y=Opaque(4))
+    (first, _) = partition(None, (todist.replicated(Opaque(4)), torch.arange(4)), {})
+    assert isinstance(first.args[0], Opaque)
+    optimizer = torch.optim.SGD([torch.zeros(4, requires_grad=True)], lr=1.0)
+    assert todist.batch_partitioner(optimizer, torch.arange(4))[0].args[0] is optimizer
 
 
 def test_modules_parameters_scalars_and_marked_tensors_are_whole():

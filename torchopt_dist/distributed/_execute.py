@@ -9,6 +9,7 @@ import torch
 
 from torchopt_dist._evaluation import evaluate
 from torchopt_dist.distributed._caller_state import seeded
+from torchopt_dist.distributed._containers import flatten
 from torchopt_dist.distributed._payload import Payload
 
 __all__ = ["run"]
@@ -34,21 +35,21 @@ def _one_by_one(payload: Payload) -> list[Any]:
 def _vectorized(payload: Payload) -> list[Any]:
     """One ``vmap`` over the tensors that differ between the tasks; an argument that all tasks share is not mapped."""
     tasks: Any = payload.tasks
-    flat = [optree.tree_flatten(task, none_is_leaf=True) for task in tasks]
-    treespec = flat[0][1]
-    columns = list(zip(*(leaves for leaves, _ in flat), strict=True))
+    flat = [flatten(task, is_leaf=_is_module, path="(args, kwargs)") for task in tasks]
+    _, paths, rebuild = flat[0]
+    columns = list(zip(*(task.leaves for task in flat), strict=True))
     mapped = [
         index for index, column in enumerate(columns) if not all(_same(leaf, column[0]) for leaf in column)
     ]
     if not mapped:
         return _one_by_one(payload)
-    _check_mappable(columns, mapped, treespec)
+    _check_mappable(columns, mapped, paths)
 
     def one_task(*tensors: torch.Tensor) -> Any:
         leaves = [column[0] for column in columns]
         for index, tensor in zip(mapped, tensors, strict=True):
             leaves[index] = tensor
-        args, kwargs = optree.tree_unflatten(treespec, leaves)
+        args, kwargs = rebuild(iter(leaves))
         return payload.function(*args, **kwargs)
 
     stacked = [torch.stack(columns[index]) for index in mapped]
@@ -58,6 +59,10 @@ def _vectorized(payload: Payload) -> list[Any]:
         )
     leaves, out = optree.tree_flatten(batched, none_is_leaf=True)
     return [optree.tree_unflatten(out, [leaf[task] for leaf in leaves]) for task in range(len(tasks))]
+
+
+def _is_module(leaf: Any) -> bool:
+    return isinstance(leaf, torch.nn.Module)
 
 
 def _same(leaf: Any, other: Any) -> bool:
@@ -70,18 +75,18 @@ def _same(leaf: Any, other: Any) -> bool:
         return False
 
 
-def _check_mappable(columns: list[Any], mapped: list[int], treespec: optree.PyTreeSpec) -> None:
+def _check_mappable(columns: list[Any], mapped: list[int], paths: list[str]) -> None:
     for index in mapped:
         column = columns[index]
         if not all(isinstance(leaf, torch.Tensor) for leaf in column):
             raise TypeError(
-                f"vectorize=True maps over tensors, but {treespec.accessors()[index].codify('(args, kwargs)')} differs "
-                f"between tasks and is {type(column[0]).__name__}"
+                f"vectorize=True maps over tensors, but {paths[index]} differs between tasks and is "
+                f"{type(column[0]).__name__}"
             )
         if len({leaf.shape for leaf in column}) > 1:
             raise ValueError(
                 "vectorize=True needs tasks of one shape, but "
-                f"{treespec.accessors()[index].codify('(args, kwargs)')} has shapes "
+                f"{paths[index]} has shapes "
                 f"{sorted({tuple(leaf.shape) for leaf in column})}: split with exclusive=True, "
                 "or leave vectorize=True out"
             )

@@ -7,18 +7,19 @@ every worker whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, NamedTuple, Self, TypeAlias, TypeVar, cast
 
-import optree
 import torch
 from torch import nn
 
+from torchopt_dist.distributed._containers import flatten, tensors_hidden_in
 from torchopt_dist.distributed._group import current_group
 from torchopt_dist.distributed.reduce import REDUCERS
 from torchopt_dist.distributed.world import get_worker_id
+from torchopt_dist.nn.module_state import StateHolder
 from torchopt_dist.typing import Args, KwArgs
 
 __all__ = [
@@ -168,18 +169,18 @@ def _name(function: Any) -> str:
 
 def unwrap(tree: Any) -> Any:
     """Put the values that ``replicated`` has marked in the places of the marks, in a tree of arguments."""
-    if not any(isinstance(leaf, _Replicated) for leaf in optree.tree_leaves(tree, none_is_leaf=True)):
+    flat = flatten(tree, is_leaf=_is_whole)
+    if not any(isinstance(leaf, _Replicated) for leaf in flat.leaves):
         return tree
-    return optree.tree_map(
-        lambda leaf: leaf.value if isinstance(leaf, _Replicated) else leaf, tree, none_is_leaf=True
-    )
+    return flat.rebuild(leaf.value if isinstance(leaf, _Replicated) else leaf for leaf in flat.leaves)
 
 
 class TensorDimensionPartitioner:
     """Split every tensor among the arguments along one dimension, evenly over the workers.
 
     Sizes differ by at most one, and the parts keep their order. Tensors may sit anywhere in a tree of tuples,
-    dictionaries, named tuples and other nodes that ``optree`` knows.
+    dictionaries, named tuples and other nodes that ``optree`` knows, in dataclasses, and in mappings and sequences of
+    other classes, such as ``UserDict``; parts are of the same classes.
 
     Args:
         dim: the dimension to split; negative ones count from the last.
@@ -189,7 +190,8 @@ class TensorDimensionPartitioner:
         workers: ranks or names of the workers to use, in this order; ``None`` means all.
 
     Raises:
-        TypeError: ``dim`` is no integer, or ``workers`` no sequence of ranks and names.
+        TypeError: ``dim`` is no integer, or ``workers`` no sequence of ranks and names; at the call: an object that
+            cannot be split holds a tensor that looks like a part of the batch.
         ValueError: at the call: no tensor to split, too few dimensions, sizes that differ, a size of 0.
     """
 
@@ -212,10 +214,10 @@ class TensorDimensionPartitioner:
     def __call__(self, *args: Any, **kwargs: Any) -> list[Partition]:
         """Split ``args`` and ``kwargs``; the result is what ``partition`` makes a call of."""
         ranks = ranks_of(self.workers)
-        arguments: Any = (args, kwargs)
-        leaves, treespec = optree.tree_flatten(arguments, is_leaf=_is_whole, none_is_leaf=True)
+        leaves, paths, rebuild = flatten((args, kwargs), is_leaf=_is_whole)
         splittable = [index for index, leaf in enumerate(leaves) if _is_splittable(leaf)]
-        size = self._common_size(leaves, splittable, treespec)
+        size = self._common_size([(_argument(paths[index]), leaves[index]) for index in splittable])
+        self._check_whole(zip(paths, leaves, strict=True), size)
         parts = []
         tasks = size if self.exclusive else min(size, len(ranks))
         for task, worker in enumerate(spread(tasks, ranks)):
@@ -223,8 +225,7 @@ class TensorDimensionPartitioner:
             part = list(leaves)
             for index in splittable:
                 part[index] = self._take(leaves[index], start, stop)
-            rebuilt: Any = optree.tree_unflatten(treespec, part)
-            part_args, part_kwargs = rebuilt
+            part_args, part_kwargs = rebuild(iter(part))
             parts.append(Partition(worker, part_args, part_kwargs, stop - start))
         return parts
 
@@ -233,11 +234,23 @@ class TensorDimensionPartitioner:
             return tensor.select(self.dim, start)
         return tensor.narrow(self.dim, start, stop - start)
 
-    def _common_size(self, leaves: list[Any], splittable: list[int], treespec: optree.PyTreeSpec) -> int:
-        paths = [accessor.codify("") for accessor in treespec.accessors()]
+    def _check_whole(self, leaves: Iterable[tuple[str, Any]], size: int) -> None:
+        """Raise :class:`TypeError` if an object that goes to every worker whole holds what looks like a batch."""
+        for path, leaf in leaves:
+            if size == 1 or _is_whole(leaf) or callable(leaf) or isinstance(leaf, _STATEFUL):
+                continue
+            for name, tensor in tensors_hidden_in(leaf):
+                if -tensor.ndim <= self.dim < tensor.ndim and tensor.shape[self.dim] == size:
+                    raise TypeError(
+                        f"{_argument(path)} is a {type(leaf).__qualname__}, which cannot be split, but its "
+                        f"`{name[1:]}` has size {size} along dim={self.dim}, as the batch has: "
+                        "`todist.replicated(x)` marks an object that every worker gets whole; a dataclass, a mapping, a list and a class that is registered "
+                        "with optree are split"
+                    )
+
+    def _common_size(self, splittable: list[tuple[str, torch.Tensor]]) -> int:
         sizes: dict[str, int] = {}
-        for index in splittable:
-            tensor, where = leaves[index], _argument(paths[index])
+        for where, tensor in splittable:
             if not -tensor.ndim <= self.dim < tensor.ndim:
                 raise ValueError(
                     f"cannot split {where} along dim={self.dim}: its shape is {tuple(tensor.shape)}; "
@@ -293,6 +306,9 @@ def even_share(size: int, parts: int, index: int) -> tuple[int, int]:
     share, rest = divmod(size, parts)
     start = index * share + min(index, rest)
     return start, start + share + (index < rest)
+
+
+_STATEFUL = (torch.Tensor, StateHolder, torch.optim.Optimizer)
 
 
 def _is_whole(leaf: Any) -> bool:
