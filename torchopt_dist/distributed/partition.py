@@ -244,8 +244,8 @@ class TensorDimensionPartitioner:
                     raise TypeError(
                         f"{_argument(path)} is a {type(leaf).__qualname__}, which cannot be split, but its "
                         f"`{name[1:]}` has size {size} along dim={self.dim}, as the batch has: "
-                        "`todist.replicated(x)` marks an object that every worker gets whole; a dataclass, a mapping, a list and a class that is registered "
-                        "with optree are split"
+                        "`todist.replicated(x)` marks an object that every worker gets whole; a dataclass, a mapping, "
+                        "a list and a class that is registered with optree are split"
                     )
 
     def _common_size(self, splittable: list[tuple[str, torch.Tensor]]) -> int:
