@@ -80,3 +80,16 @@ def test_a_closed_pool_keeps_no_thread(pool):
     for thread in threads:
         thread.join(30)
         assert not thread.is_alive()
+
+
+def test_closing_waits_for_work_under_way_but_not_for_ever(pool):
+    pool = pool(60)
+    _, (go,) = busy(pool, 1)
+    pool.close(0.01)  # work that does not end keeps nobody
+    closer = threading.Thread(target=pool.close, args=(60,))
+    closer.start()
+    closer.join(0.1)
+    assert closer.is_alive()
+    go.set()
+    closer.join(30)
+    assert not closer.is_alive()

@@ -29,10 +29,12 @@ class GraphReleaser:
             self._thread = threading.Thread(target=self._work, name="todist-graph-releaser", daemon=True)
             self._thread.start()
 
-    def close(self) -> None:
-        """End the thread; what is still to be released goes with the group."""
+    def close(self, seconds: float = 0.0) -> None:
+        """End the thread, and wait for that so long; what is still to be released goes with the group."""
         self._closed = True
         self._keys.put(None)
+        if self._thread is not None:
+            self._thread.join(seconds)
 
     def _work(self) -> None:
         while (entry := self._keys.get()) is not None and not self._closed:

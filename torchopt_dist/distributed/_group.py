@@ -71,12 +71,16 @@ class Group:
         """Whether tensors on a GPU can be sent as they are: the options have a device map for that worker."""
         return bool(self._device_maps.get(self.names[rank]))
 
-    def close(self) -> None:
-        """Drop what the group holds, and end its threads, each when its work is done."""
+    def close(self, seconds: float = 0.0) -> None:
+        """Drop what the group holds, and end its threads, each when its work is done.
+
+        Args:
+            seconds: how long to wait for the threads.
+        """
         self.ending = True
         self.kept_graphs.clear()
-        self.releaser.close()
-        self.threads.close()
+        self.releaser.close(seconds)
+        self.threads.close(seconds)
 
 
 _group: Group | None = None

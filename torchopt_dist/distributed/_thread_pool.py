@@ -29,24 +29,33 @@ class ThreadPool:
         self._idle_seconds = idle_seconds
         self._free: list[queue.SimpleQueue[_Work | None]] = []
         self._closed = False
-        self._lock = threading.Lock()
+        self._working = 0
+        self._lock = threading.Condition()
 
     def run(self, work: _Work) -> None:
         """Run ``work``, which must not raise, in a thread of its own, and return at once."""
         with self._lock:
             free = self._free.pop() if self._free else None
+            self._working += 1
         if free is not None:
             free.put(work)
         else:
             threading.Thread(target=self._loop, args=(work,), name="todist-work", daemon=True).start()
 
-    def close(self) -> None:
-        """End the threads, those that work when their work is done. Later work runs in threads that end after it."""
+    def close(self, seconds: float = 0.0) -> None:
+        """End the threads, those that work when their work is done. Later work runs in threads that end after it.
+
+        Args:
+            seconds: how long to wait for those that work. Where the interpreter ends while a daemon thread is in C++
+                code of torch, such as a future's ``set_result``, that thread aborts the process.
+        """
         with self._lock:
             self._closed = True
             free, self._free = self._free, []
         for each in free:
             each.put(None)
+        with self._lock:
+            self._lock.wait_for(lambda: not self._working, seconds)
 
     def _loop(self, first: _Work) -> None:
         own: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
@@ -56,6 +65,8 @@ class ThreadPool:
             work()
             del work
             with self._lock:
+                self._working -= 1
+                self._lock.notify_all()
                 if self._closed:
                     return
                 self._free.append(own)

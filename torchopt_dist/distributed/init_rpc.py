@@ -250,7 +250,7 @@ class _RunningGroup:
         else:  # RPC would wait for the answers
             _shutdown.shut_down_at_once(None)
         self.membership.close()
-        self._forget()
+        self._forget(_shutdown.GRACE_SECONDS)  # replies have arrived whose senders are still in `set_result`
         return [group.names[worker] for worker in sorted(silent)]
 
     def _abandon(self, error: BaseException) -> None:
@@ -276,10 +276,10 @@ class _RunningGroup:
             if value is None:  # the group has set it, and a child process may route elsewhere
                 os.environ.pop(name, None)
 
-    def _forget(self) -> None:
+    def _forget(self, seconds: float = 0.0) -> None:
         if self.group is not None:
             set_group(None)
-            self.group.close()
+            self.group.close(seconds)
 
     def _peer_failed(self, failure: Failure) -> None:
         """In the membership's thread: another rank has failed. If it raised, this rank ends as well."""
