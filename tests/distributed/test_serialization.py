@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -172,3 +175,21 @@ def test_a_notebook_s_functions_and_classes_travel_as_code(monkeypatch):
     assert layer.scale == 3
     with pytest.raises(todist.SerializationError, match="cell"):
         unpack(by_name)
+
+
+def test_what_was_rebuilt_is_freed_at_once():
+    """Not when the garbage collector comes: a worker would hold the models of many calls until then."""
+    message = pack({"model": nn.Linear(2, 2), "x": torch.ones(3)}, main_by_name=True)
+    gc.collect()
+    gc.disable()
+    try:
+        rebuilt = unpack(message.detached().received())
+        held = [
+            weakref.ref(rebuilt["model"]),
+            weakref.ref(rebuilt["model"].weight),
+            weakref.ref(rebuilt["x"]),
+        ]
+        del rebuilt
+        assert [each() for each in held] == [None, None, None]
+    finally:
+        gc.enable()

@@ -282,16 +282,25 @@ class _CodePickler(_OutOfBandPickler, cloudpickle.Pickler):
 class _Unpickler(pickle.Unpickler):
     def __init__(self, skeleton: bytes, tensors: list[torch.Tensor], structures: dict[bytes, bytes]) -> None:
         super().__init__(io.BytesIO(skeleton))
+        # What is found is kept in the memo. Nothing there may refer to the unpickler: all that it has rebuilt would be
+        # part of a cycle, and its tensors would stay until the garbage collector comes.
+        self._found = {"_tensor": tensors.__getitem__, "_module": _Modules(tensors, structures).load}
+
+    def find_class(self, module: str, name: str, /) -> Any:
+        if module == __name__ and name in self._found:
+            return self._found[name]
+        return super().find_class(module, name)
+
+
+class _Modules:
+    """The modules of a message, each rebuilt once."""
+
+    def __init__(self, tensors: list[torch.Tensor], structures: dict[bytes, bytes]) -> None:
         self._tensors = tensors
         self._structures = structures
         self._modules: dict[int, nn.Module] = {}
 
-    def find_class(self, module: str, name: str, /) -> Any:
-        if module == __name__ and name in ("_tensor", "_module"):
-            return self._tensors.__getitem__ if name == "_tensor" else self._load_module
-        return super().find_class(module, name)
-
-    def _load_module(self, which: int, digest: bytes, numbers: tuple[int, ...]) -> nn.Module:
+    def load(self, which: int, digest: bytes, numbers: tuple[int, ...]) -> nn.Module:
         if which not in self._modules:
             tensors = [self._tensors[number] for number in numbers]
             self._modules[which] = _Unpickler(self._structures[digest], tensors, {}).load()
