@@ -22,6 +22,7 @@ GROUND = {
     "_serialized_exception",
     "_torch_private",
     "_tracebacks",
+    "_vmap",
     "errors",
     "pytree",
     "typing",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -71,6 +73,43 @@ def test_a_batch_of_inner_loops_equals_a_loop_over_them(name):
         torch.testing.assert_close(batched, one_by_one, rtol=1e-9, atol=1e-12)
         got = torch.autograd.grad(batched @ weights, params)
         torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("way", ["stop_gradient", "snapshot", "deepcopy", "tree"])
+def test_a_graph_that_is_cut_inside_vmap_is_cut_as_in_a_loop(way):
+    net = make()
+    params = [p for p in net.parameters() if p.requires_grad]
+
+    def task(x, y):
+        clone = todist.module_clone(net)
+        inner = todist.MetaAdam(clone, lr=0.1)
+        for step in range(3):
+            inner.step(F.mse_loss(clone(x), y))
+            if step == 1 and way == "stop_gradient":
+                todist.stop_gradient(clone)
+                todist.stop_gradient(inner)
+            if step == 0 and way == "snapshot":
+                snapshot = todist.extract_state_dict(clone, by="deepcopy")
+            if step == 2 and way == "snapshot":
+                todist.recover_state_dict(clone, snapshot)
+                inner.step(F.mse_loss(clone(x), y))
+            if step == 1 and way == "deepcopy":
+                inner = copy.deepcopy(inner)
+                (clone,) = inner.modules
+            if step == 1 and way == "tree":
+                todist.stop_gradient(dict(clone.named_parameters()))
+        # with a term that does not come by the cut parameters
+        return F.mse_loss(clone(x), y), net[0].weight.sum() * F.mse_loss(clone(x), y)
+
+    rows = [task(x, y) for x, y in zip(X, Y, strict=True)]
+    one_by_one = [torch.stack(column) for column in zip(*rows, strict=True)]
+    batched = torch.vmap(task)(X, Y)
+    torch.testing.assert_close(batched, tuple(one_by_one), rtol=1e-9, atol=1e-12)
+    grads = (
+        torch.autograd.grad(sum(map(torch.sum, losses)), params, allow_unused=True)
+        for losses in (batched, one_by_one)
+    )
+    torch.testing.assert_close(*grads, rtol=1e-8, atol=1e-10)
 
 
 def test_a_learned_rate_gets_the_gradient_of_all_samples():

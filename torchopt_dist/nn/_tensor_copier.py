@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from torchopt_dist._vmap import detached
 from torchopt_dist.typing import CopyMode, Device
 
-__all__ = ["TensorCopier", "detached"]
+__all__ = ["TensorCopier"]
 
 _MODES = {
     "reference": "reference",
@@ -16,11 +17,6 @@ _MODES = {
     "clone": "copy",
     "deepcopy": "deepcopy",
 }
-
-
-def detached(tensor: Tensor) -> Tensor:
-    """A tensor on the same memory, without history, that requires grad if the given one does."""
-    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 class TensorCopier:
@@ -52,10 +48,12 @@ class TensorCopier:
 
     def _copy(self, tensor: Tensor) -> Tensor:
         if self._mode == "deepcopy":
-            copy = self._moved(tensor.detach().clone())
             if isinstance(tensor, nn.Parameter):
+                copy = self._moved(tensor.detach().clone())
                 return nn.Parameter(copy, requires_grad=tensor.requires_grad)
-            return copy.requires_grad_(tensor.requires_grad)
+            with torch.enable_grad():
+                moved = self._moved(tensor)
+            return detached(moved, copy=True)
         with torch.enable_grad():
             return self._moved(tensor.clone() if self._mode == "copy" else tensor)
 

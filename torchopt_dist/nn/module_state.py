@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from torchopt_dist import pytree
+from torchopt_dist._vmap import detach_, detached, has_history
 from torchopt_dist.nn import _tensor_dicts
 from torchopt_dist.nn._held_tensors import held_tensors
-from torchopt_dist.nn._tensor_copier import TensorCopier, detached
+from torchopt_dist.nn._tensor_copier import TensorCopier
 from torchopt_dist.typing import (
     CopyMode,
     Device,
@@ -305,13 +306,13 @@ def _is_plain_tuple(attribute: Any) -> bool:
 
 
 def _detachments(held: Sequence[TensorContainer]) -> dict[int, Tensor]:
-    tensors = [t for part in held for t in part.values() if t is not None and t.grad_fn is not None]
+    tensors = [t for part in held for t in part.values() if t is not None and has_history(t)]
     return {id(t): detached(t) for t in {id(t): t for t in tensors}.values()}
 
 
 def _detach_in_place(tensor: Tensor) -> None:
-    if tensor.grad_fn is not None:
-        tensor.detach_().requires_grad_()
+    if has_history(tensor):
+        detach_(tensor)
 
 
 def _check_tree(target: Any) -> None:

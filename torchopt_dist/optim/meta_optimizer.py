@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torchopt_dist import pytree
 from torchopt_dist._evaluation import NormalTensors, is_evaluating, need_gradients, with_gradients
 from torchopt_dist._torch_private import vmaps
+from torchopt_dist._vmap import for_each_sample, has_history, leaf, values_of
 from torchopt_dist.nn import _tensor_dicts
 from torchopt_dist.nn._held_tensors import deepcopy_memo
 from torchopt_dist.nn._tensor_copier import TensorCopier
@@ -25,7 +26,6 @@ from torchopt_dist.optim import _signatures as signatures
 from torchopt_dist.optim._checkpoint import flatten_state, restore_state
 from torchopt_dist.transform._attention import attention_by_formula
 from torchopt_dist.transform._gradients import gradients
-from torchopt_dist.transform._vmap import for_each_sample, leaf, values_of
 from torchopt_dist.transform.apply_updates import differentiable_step
 from torchopt_dist.typing import OptionalTensor, OptState
 
@@ -231,7 +231,7 @@ class MetaOptimizer:
         take = TensorCopier("deepcopy")
         for module in self.modules:
             for tensor in (*module.parameters(), *module.buffers()):
-                if tensor.grad_fn is not None:
+                if has_history(tensor):
                     memo.setdefault(id(tensor), take(tensor))
         other = copy.copy(self)
         memo[id(self)] = other

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import _torch_private
+from torchopt_dist._vmap import values_of
 from torchopt_dist.transform import _attention
-from torchopt_dist.transform._vmap import values_of
 from torchopt_dist.typing import OptionalTensor
 
 __all__ = ["gradients"]
@@ -42,9 +42,10 @@ def gradients(
     for leaf in leaves:
         if leaf is not None and not isinstance(leaf, Tensor):
             raise TypeError(f"parameters must be tensors, got {type(leaf).__name__}")
-    held = [None if leaf is None else values_of(leaf) for leaf in leaves]
+    levels = _torch_private.vmaps()
+    held = [None if leaf is None else values_of(leaf, levels) for leaf in leaves]
     wanted = {place: one for place, one in enumerate(held) if one is not None and one.values.requires_grad}
-    of_loss = values_of(loss)
+    of_loss = values_of(loss, levels)
     found: Sequence[OptionalTensor] = ()
     if of_loss.values.requires_grad and wanted:
         found = torch.autograd.grad(

@@ -7,6 +7,7 @@ parameters of its own, the gradients of the sum of all losses are those of the s
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from torchopt_dist._torch_private import batch_of, batched, outside_of_transforms, transform_level, vmaps
 
-__all__ = ["Values", "for_each_sample", "leaf", "values_of"]
+__all__ = ["Values", "detach_", "detached", "for_each_sample", "has_history", "leaf", "values_of"]
 
 
 class Values(NamedTuple):
@@ -47,10 +48,10 @@ class Values(NamedTuple):
         )
 
 
-def values_of(tensor: Tensor) -> Values:
-    """The values of a tensor."""
+def values_of(tensor: Tensor, levels: list[tuple[int, int]] | None = None) -> Values:
+    """The values of a tensor; ``levels`` are those of :func:`vmaps`, if they are known already."""
     dims: list[int | None] = []
-    for level, _ in reversed(vmaps()):
+    for level, _ in reversed(vmaps() if levels is None else levels):
         found = batch_of(tensor, level)
         dims.append(None if found is None else found[1])
         tensor = tensor if found is None else found[0]
@@ -69,11 +70,42 @@ def for_each_sample(tensor: Tensor) -> Tensor:
     return values
 
 
+def has_history(tensor: Tensor) -> bool:
+    """Whether the values of a tensor are a result of others that require grad."""
+    return values_of(tensor).values.grad_fn is not None
+
+
 def leaf(tensor: Tensor) -> Tensor:
     """The values of a tensor without their history; they require grad."""
-    held = values_of(tensor)
-    if transform_level() > len(held.dims):
+    if transform_level() > len(vmaps()):
         return tensor  # another transformation is around, and its tensors cannot be made leaves
-    with outside_of_transforms():
-        values = held.values.detach().requires_grad_()
+    return detached(tensor, requires_grad=True)
+
+
+def detach_(tensor: Tensor) -> None:
+    """Cut the values of a tensor off from their history in place; they require grad."""
+    held = values_of(tensor)
+    with outside_of_transforms() if held.dims else nullcontext():
+        held.values.detach_().requires_grad_()
+
+
+def detached(tensor: Tensor, *, requires_grad: bool | None = None, copy: bool = False) -> Tensor:
+    """A tensor on the same memory, or on its own, without history, inside ``vmap`` too.
+
+    Args:
+        tensor: the tensor.
+        requires_grad: whether the values require grad; as those of the given tensor, if not given.
+        copy: give it memory of its own.
+
+    Raises:
+        RuntimeError: another transformation of ``torch.func`` than ``vmap`` is active, and the values require grad.
+    """
+    held = values_of(tensor)
+    wanted = held.values.requires_grad if requires_grad is None else requires_grad
+    if transform_level() > len(held.dims):
+        plain = tensor.detach()
+        return (plain.clone() if copy else plain).requires_grad_(wanted)
+    with outside_of_transforms() if held.dims else nullcontext():
+        values = held.values.detach()
+        values = (values.clone() if copy else values).requires_grad_(wanted)
     return held.tensor(values)
