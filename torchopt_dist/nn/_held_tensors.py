@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from torchopt_dist._vmap import has_history
+
 __all__ = ["deepcopy_memo", "held_tensors"]
 
 _WHOLE = (str, bytes, int, float, complex, type, ModuleType, FunctionType, BuiltinFunctionType)
@@ -38,7 +40,7 @@ def deepcopy_memo(target: Any, take: Callable[[Tensor], Tensor]) -> dict[int, An
         target: what is to be copied.
         take: copies a tensor.
     """
-    return {id(tensor): take(tensor) for tensor in held_tensors(target) if tensor.grad_fn is not None}
+    return {id(tensor): take(tensor) for tensor in held_tensors(target) if has_history(tensor)}
 
 
 def _parts(one: Any) -> Iterator[Any]:
