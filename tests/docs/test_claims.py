@@ -51,3 +51,13 @@ def test_every_number_may_be_a_tensor_but_those_that_are_named() -> None:
             if is_number and name not in row.tensors:
                 numbers |= {(name, row.function.__name__)}
     assert numbers == set(re.findall(r"`(\w+)` of `(\w+)`", excepted))
+
+
+def test_each_page_is_linked_from_the_readme_and_the_index() -> None:
+    pages = {page.name for page in DOCS.glob("*.md")} - {"index.md"}
+    links = re.findall(r"\]\(([^)#:]+)[^)]*\)", (DOCS.parent / "README.md").read_text("utf-8"))
+    assert pages == {Path(link).name for link in links if link.startswith("docs/")}
+    assert not [link for link in links if not (DOCS.parent / link).exists()]
+    assert pages == {
+        f"{line}.md" for line in re.findall(r"^(\w+)$", (DOCS / "index.md").read_text("utf-8"), re.M)
+    }

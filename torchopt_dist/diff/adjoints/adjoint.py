@@ -1,7 +1,7 @@
 """A loop → its outcome, connected to what the loop was made of in the way that an adjoint stands for.
 
 To add one, write a file with a dataclass that is an :class:`Adjoint`; its fields are its settings, which
-``__post_init__`` checks. ``run`` gets a :class:`~torchopt_dist.diff.adjoints._loop.Loop` and runs its steps:
+``__post_init__`` checks. ``run`` gets a ``Loop`` (``_loop.py``) and runs its steps:
 
 - ``loop.run(loop.recorded_step, loop.first)`` is the exact gradient by recording;
   ``loop.run(loop.plain_step, loop.cut(loop.first))`` is training without a graph;
