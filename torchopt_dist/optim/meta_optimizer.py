@@ -19,6 +19,8 @@ from torchopt_dist import pytree
 from torchopt_dist._evaluation import NormalTensors, is_evaluating, need_gradients, with_gradients
 from torchopt_dist._torch_private import vmaps
 from torchopt_dist._vmap import for_each_sample, has_history, leaf, values_of
+from torchopt_dist.diff.adjoints import Adjoint, Recorded
+from torchopt_dist.diff.inner_loop import InnerLoopResult, inner_loop
 from torchopt_dist.nn import _tensor_dicts
 from torchopt_dist.nn._held_tensors import deepcopy_memo
 from torchopt_dist.nn._tensor_copier import TensorCopier
@@ -27,7 +29,8 @@ from torchopt_dist.optim._checkpoint import flatten_state, restore_state
 from torchopt_dist.transform._attention import attention_by_formula
 from torchopt_dist.transform._gradients import gradients
 from torchopt_dist.transform.apply_updates import differentiable_step
-from torchopt_dist.typing import OptionalTensor, OptState
+from torchopt_dist.transform.base import GradientTransformation
+from torchopt_dist.typing import OptionalTensor, OptState, TensorContainer
 
 if TYPE_CHECKING:
     from typing import Self
@@ -165,6 +168,53 @@ class MetaOptimizer:
                 new = {id(old): moved[name] for name, old in params.items()}
                 _tensor_dicts.replace(self.modules[index], new)
 
+    def run(
+        self,
+        loss: Callable[..., Any],
+        batches: Sequence[Any] | Callable[[int], Any] | int,
+        *,
+        adjoint: Adjoint = Recorded(),  # noqa: B008 - it has no state
+        meta: Any = None,
+        **options: Any,
+    ) -> InnerLoopResult:
+        """Make all steps of an inner loop, whose gradient is taken as the adjoint says.
+
+        This is :func:`torchopt_dist.inner_loop` on the optimizer's module, from its state on. Afterwards the module has
+        the adapted parameters and the buffers of the last step, and the optimizer the last state.
+
+        Args:
+            loss: ``loss(module, batch)``, or ``loss(module)`` if ``batches`` is a number, called with copies of the
+                module.
+            batches: a sequence, a function of the step's number (with ``steps=``), or a number of steps.
+            adjoint: how the gradient is taken.
+            meta: the tensors, trees and modules that the loss uses from outside.
+            options: ``has_aux``, ``seed``, ``steps`` and ``stop`` of :func:`torchopt_dist.inner_loop`.
+
+        Returns:
+            The result of the inner loop; its ``params`` is the optimizer's module.
+
+        Raises:
+            ValueError: the optimizer has several modules; and as :func:`torchopt_dist.inner_loop`.
+            TypeError: the optimizer is a torch optimizer's formula; and as :func:`torchopt_dist.inner_loop`.
+        """
+        if len(self.modules) != 1:
+            raise ValueError(
+                f"`run` needs an optimizer of one module, got {len(self.modules)}: make one of a torch.nn.ModuleList"
+            )
+        if not isinstance(self.impl, GradientTransformation):
+            raise TypeError(
+                "`run` needs a gradient transformation, and the formula of a torch optimizer is none: "
+                "make the steps one by one, or use one of todist's optimizers"
+            )
+        (module,), (state,) = self.modules, self._states
+        made = inner_loop(
+            loss, self.impl, module, batches, meta=meta, adjoint=adjoint, state=state, **options
+        )
+        for old, new in zip(_containers(module), _containers(made.params), strict=True):
+            old.update(new)
+        self._states = [made.state]
+        return made._replace(params=module)
+
     @contextmanager
     def _computing(self, *, second_order: bool) -> Iterator[None]:
         """A context to compute a loss in, so that it has a graph of that order."""
@@ -240,3 +290,7 @@ class MetaOptimizer:
         other.modules = copy.deepcopy(self.modules, memo)
         other._states = [pytree.map_tensors(take, state) for state in self._states]
         return other
+
+
+def _containers(module: nn.Module) -> list[TensorContainer]:
+    return [*_tensor_dicts.parameter_containers(module), *_tensor_dicts.buffer_containers(module)]
