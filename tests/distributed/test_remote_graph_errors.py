@@ -51,6 +51,11 @@ def test_what_cannot_be_connected_is_an_error(world):
         rows = torch.randn(2, 3)
         with pytest.raises(todist.SerializationError, match=r"inside a torch\.func transform"):
             torch.func.vmap(remote(cube, worker=0))(rows)
+        module = torch.nn.Linear(3, 1)  # takes no part
+        for worker in (0, 1):
+            for transform in (torch.func.grad, torch.func.vmap):
+                with pytest.raises(todist.SerializationError, match=r"inside a torch\.func transform"):
+                    transform(lambda x, to=worker: (x * _first(module, 2.0, to)).sum())(torch.ones(3))
         plain = todist.parallelize(0, todist.sum_reducer, isolate_own_share=False)(cube)
         torch.testing.assert_close(torch.func.vmap(plain)(rows), (rows**3).sum(1))
         with (
@@ -65,6 +70,14 @@ def test_what_cannot_be_connected_is_an_error(world):
             body()
 
     world(2).on_zero(quiet)
+
+
+def _first(module, number, worker):
+    return todist.remote_sync_call(_second, args=(module, number), partitioner=worker)[0]
+
+
+def _second(module, number):
+    return number
 
 
 def test_a_worker_lost_in_backward_is_an_error(world, tmp_path):

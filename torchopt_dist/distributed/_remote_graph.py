@@ -28,7 +28,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchopt_dist._torch_private import engine_keeps_graph, set_sequence_number, tensor_version
+from torchopt_dist._torch_private import (
+    engine_keeps_graph,
+    set_sequence_number,
+    tensor_version,
+    transforms_are_active,
+)
 from torchopt_dist.distributed._grad_accumulators import hold_grad_accumulators
 from torchopt_dist.distributed._group import Group, current_group, find_group
 from torchopt_dist.distributed._payload import Payload
@@ -139,15 +144,21 @@ class RemoteGraph:
         Raises:
             SerializationError: the payload cannot be sent.
         """
+        function = getattr(payload.function, "__qualname__", repr(payload.function))
         try:
             message = self.pack(Call(payload, self.key if payload.state.grad_enabled else None))
         except SerializationError as error:
-            function = getattr(payload.function, "__qualname__", repr(payload.function))
             raise SerializationError(
                 f"`{function}` and its arguments cannot be sent to {self.worker_name}: {error}"
             ) from error
         message.device = payload.options.device
         inputs = message.inputs() if payload.state.grad_enabled else []
+        if inputs and transforms_are_active():
+            raise SerializationError(
+                f"`{function}` takes tensors that require grad, such as a module's parameters, and is called inside a "
+                f"torch.func transform, which the graph of a call to {self.worker_name} cannot be a part of: detach "
+                "them, or call it outside of `grad` and `vmap`"
+            )
         anchor = self.dispatch(inputs) if inputs else None
         # The worker is assumed to keep its graph until the reply says so: a reply may come too late to be heard.
         self.kept = anchor is not None

@@ -27,6 +27,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from torchopt_dist._torch_private import forward_mode_is_active, is_functorch_tensor
+from torchopt_dist.distributed._parametrized_modules import is_parametrized, reduced
 from torchopt_dist.errors import SerializationError
 
 __all__ = ["Message", "pack", "unpack"]
@@ -213,6 +214,8 @@ class _OutOfBandPickler(pickle.Pickler):
             return _tensor, (self._tensors.number(obj),)
         if self._structures is not None and isinstance(obj, nn.Module):
             return _module, (self._modules.get(id(obj)) or self._take_out(obj, self._structures))
+        if is_parametrized(obj):
+            return reduced(obj)
         if type(obj) is OrderedDict and not obj and not vars(obj):
             return OrderedDict, ()  # a module has ten of them, and each takes a while to say so itself
         return NotImplemented
