@@ -46,6 +46,31 @@ def test_a_function_that_adapts_runs_vectorized_and_without_gradients(world):
     world(2).on_zero(body)
 
 
+def functional_loss(first, x, y):
+    optimizer = todist.FuncOptimizer(todist.adam(lr=0.05))
+    (w,) = first
+    for _ in range(2):
+        (w,) = optimizer.step(F.mse_loss(x[:10] * w, y[:10]), (w,))
+    return F.mse_loss(x[10:] * w, y[10:])
+
+
+def test_a_functional_optimizer_takes_gradients_there_too():
+    @todist.auto_init_rpc()
+    def values():
+        _, x, y = setting()
+        first = [torch.ones(1, dtype=torch.float64, requires_grad=True)]
+        spread = todist.parallelize(BY_TASK, todist.stack_reducer)(functional_loss)
+        want = spread(todist.replicated(first), x, y)
+        with torch.no_grad():
+            got = spread(todist.replicated(first), x, y)
+        return got, want
+
+    got, want = values()
+    assert want.requires_grad
+    assert not got.requires_grad
+    torch.testing.assert_close(got, want.detach(), rtol=1e-12, atol=0)
+
+
 def test_a_task_is_begun_anew_where_it_adapts_and_only_there(world):
     def task(model, x, y):
         noise = torch.randn(())

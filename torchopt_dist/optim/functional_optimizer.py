@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
+from torchopt_dist._evaluation import is_evaluating, need_gradients
 from torchopt_dist.nn._held_tensors import deepcopy_memo
 from torchopt_dist.nn._tensor_copier import TensorCopier
 from torchopt_dist.optim._checkpoint import flatten_state, restore_state
@@ -84,7 +85,9 @@ class FuncOptimizer:
         leaves, spec = pytree.flatten(params)
         if not leaves:
             raise ValueError(f"`params` must have a tensor in it, got {params!r}")
-        found = gradients(loss, leaves, create_graph=not inplace)
+        need_gradients()
+        recorded = not inplace and not is_evaluating()
+        found = gradients(loss, leaves, create_graph=recorded, retain_graph=not inplace)
         firsts = _first_places(leaves)
         once = [
             grad if first == place else None

@@ -151,6 +151,8 @@ class MetaOptimizer:
             recorded = recorded and torch.is_grad_enabled()
             with self._computing(second_order=recorded and not first_order):
                 loss = loss()
+        else:
+            need_gradients()
         groups = [dict(module.named_parameters()) for module in self.modules]
         leaves = [p for params in groups for p in params.values()]
         create_graph = recorded and not first_order
