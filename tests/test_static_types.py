@@ -79,6 +79,7 @@ PROGRAM: list[tuple[str, str | None]] = [
     ("todist.parallelize(vectorise=True)", '"vectorise"'),
     ('reveal_type(todist.map(length, ["a", "bc"]))', "list[int]"),
     ('reveal_type(todist.map(length, ["a"], kwargs={"factor": 2}, reducer=len, device="auto"))', "int"),
+    ('reveal_type(todist.map(length, ["a"], reducer=lambda results, sizes: str(sizes)))', "str"),
     ("todist.map(length, [3])", 'Argument 1 to "map" has incompatible type'),
     ("reveal_type(todist.remote_call(1, loss, net, rate, scale=2))", "Tensor"),
     ("todist.remote_call(1, loss, net)", 'Missing positional argument "x"'),

@@ -8,7 +8,7 @@ from typing import Any, Concatenate, TypeVar, Unpack, overload
 from torchopt_dist.distributed._payload import ExecutionKwargs
 from torchopt_dist.distributed.parallelize import UNSET_TIMEOUT, remote_sync_call
 from torchopt_dist.distributed.partition import Partition, check_workers, ranks_of, spread
-from torchopt_dist.distributed.reduce import check_reducer
+from torchopt_dist.distributed.reduce import ReducerOfSizes, check_reducer
 from torchopt_dist.typing import Args, KwArgs
 
 __all__ = ["map"]
@@ -38,6 +38,18 @@ def map(
     args: Args = (),
     kwargs: KwArgs | None = None,
     reducer: Callable[[list[Result]], Reduced],
+    workers: Sequence[int | str] | None = None,
+    timeout: float | None = UNSET_TIMEOUT,
+    **options: Unpack[ExecutionKwargs],
+) -> Reduced: ...
+@overload
+def map(
+    func: Callable[Concatenate[Item, ...], Result],
+    items: Iterable[Item],
+    *,
+    args: Args = (),
+    kwargs: KwArgs | None = None,
+    reducer: ReducerOfSizes[Result, Reduced],
     workers: Sequence[int | str] | None = None,
     timeout: float | None = UNSET_TIMEOUT,
     **options: Unpack[ExecutionKwargs],
