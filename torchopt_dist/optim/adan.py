@@ -17,10 +17,12 @@ from torchopt_dist.transform._hyperparameters import (
     check_at_least_zero,
     check_decays,
     check_learning_rate,
+    is_per_leaf,
+    is_zero,
 )
 from torchopt_dist.transform.add_decayed_weights import add_decayed_weights, penalized
 from torchopt_dist.transform.base import GradientTransformation, chain
-from torchopt_dist.transform.scale import scale_by_learning_rate
+from torchopt_dist.transform.scale import scale, scale_by_learning_rate, scale_by_schedule
 from torchopt_dist.transform.scale_by_adan import scale_by_adan
 from torchopt_dist.typing import Numeric, ScalarOrSchedule, Schedule
 
@@ -67,25 +69,32 @@ def adan(
     check_learning_rate("lr", lr)
     check_at_least_zero("weight_decay", weight_decay)
     # (p - lr * d) / (1 + lr * w) is p less lr / (1 + lr * w) times d + w * p.
-    shrunk = partial(_shrink_schedule, lr, weight_decay) if callable(lr) else _shrunk(lr, weight_decay)
+    if is_zero(weight_decay):
+        last = scale_by_learning_rate(lr)
+    elif is_per_leaf(lr):
+        last = scale_by_learning_rate(_shrunk(lr, weight_decay))
+    elif callable(lr):
+        last = scale_by_schedule(partial(_factor_of_schedule, lr, weight_decay))
+    else:
+        last = scale(_factor(lr, weight_decay))
     return chain(
         *penalized(0.0, maximize),
         scale_by_adan(*betas, eps, moment_requires_grad),
         add_decayed_weights(weight_decay),
-        scale_by_learning_rate(shrunk),
+        last,
     )
 
 
-def _shrink(lr: Numeric, weight_decay: HyperParameter) -> Numeric:
-    return lr / (1 + lr * weight_decay)
+def _shrunk(rates: Any, weight_decay: HyperParameter) -> Any:
+    return pytree.tree_map(lambda lr: -_factor(lr, weight_decay), rates)
 
 
-def _shrunk(lr: Any, weight_decay: HyperParameter) -> Any:
-    return pytree.tree_map(lambda one: _shrink(one, weight_decay), lr)
+def _factor(lr: Numeric, weight_decay: HyperParameter) -> Numeric:
+    return -lr / (1 + lr * weight_decay)
 
 
-def _shrink_schedule(lr: Schedule, weight_decay: HyperParameter, count: Numeric) -> Numeric:
-    return _shrink(lr(count), weight_decay)
+def _factor_of_schedule(lr: Schedule, weight_decay: HyperParameter, count: Numeric) -> Numeric:
+    return _factor(lr(count), weight_decay)
 
 
 class Adan(Optimizer, transformation=adan):

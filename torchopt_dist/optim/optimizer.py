@@ -1,6 +1,7 @@
 """``p.grad`` of each parameter → the parameters moved in place, by a ``torch.optim.Optimizer``.
 
-Each group's options are read at each step, so schedulers and users may set them; a parameter's state is in
+Each group's options are read at each step, so schedulers and users may set them; ``lr`` is a number or a tensor there,
+also where a schedule was given (``_learning_rate.py``). A parameter's state is in
 ``optimizer.state[p]`` under the names of the transformation's state, which are torch's. ``p.grad`` is only
 read.
 """
@@ -10,9 +11,9 @@ from __future__ import annotations
 import copy
 import inspect
 import numbers
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 import torch
 from torch import Tensor
@@ -21,9 +22,11 @@ from torchopt_dist import pytree
 from torchopt_dist.nn._held_tensors import deepcopy_memo
 from torchopt_dist.nn._tensor_copier import TensorCopier
 from torchopt_dist.ops import _bias_correction as bias_correction
+from torchopt_dist.optim import _learning_rate as learning_rate
 from torchopt_dist.optim import _signatures as signatures
 from torchopt_dist.optim import _twin
-from torchopt_dist.optim._checkpoint import flatten_with_keys, key_of
+from torchopt_dist.optim._checkpoint import flatten_with_keys
+from torchopt_dist.optim._layout import COUNT, Layout, counts, is_list, layout_of, sort_of
 from torchopt_dist.transform.apply_updates import step_in_place
 from torchopt_dist.transform.base import GradientTransformation
 from torchopt_dist.typing import OptState
@@ -34,20 +37,10 @@ if TYPE_CHECKING:
 __all__ = ["Optimizer"]
 
 _SHARED = "shared_state"
-_COUNT = "step"
 _WITHOUT = ("moment_requires_grad",)
 _NO_OPTIONS = {"params", "param_names", _SHARED, *_twin.WAYS}
 """What may be in a group and does not change the numbers."""
 _PARAMS_TEXT = "params: tensors, named tensors, or dicts of parameter groups with options of their own."
-
-
-class _Layout(NamedTuple):
-    """Which leaf of a transformation's state is where."""
-
-    spec: pytree.PyTreeSpec
-    """Structure of the state, its lists (a tensor a parameter) taken as leaves."""
-    keys: list[str | None]
-    """A leaf's key in ``state[p]``; ``None`` for a leaf of the whole group, in ``group['shared_state']``."""
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -56,7 +49,8 @@ class Optimizer(torch.optim.Optimizer):
     Args:
         params: tensors, named tensors, or dicts of parameter groups.
         impl: the gradient transformation. Subclasses that are made with ``transformation=`` take that
-            function's arguments here, and groups may set each of them for themselves.
+            function's arguments here, and groups may set each of them for themselves. Of a chain, groups may set
+            ``lr``, if one link has it.
 
     Raises:
         TypeError: ``params`` is a tensor, or holds something else than tensors; an argument is unknown.
@@ -99,7 +93,8 @@ class Optimizer(torch.optim.Optimizer):
             cls.__doc__ = signatures.docstring(cls, transformation, _PARAMS_TEXT, _WITHOUT)
 
     def __init__(self, params: Iterable[Any], *args: Any, **kwargs: Any) -> None:
-        self._layouts: dict[int, tuple[Any, _Layout]] = {}
+        self._schedules = learning_rate.Schedules()
+        self._layouts: dict[int, tuple[Any, Layout]] = {}
         self._built: dict[int, tuple[list[Any], GradientTransformation]] = {}
         self._impl: GradientTransformation | None = None
         options: dict[str, Any] = {}
@@ -109,6 +104,8 @@ class Optimizer(torch.optim.Optimizer):
             )
         if self.transformation is None:
             self._impl = signatures.only_transformation(type(self), self._signature, params, args, kwargs)
+            lr = learning_rate.found(self._impl)
+            options = {} if lr is None else {"lr": lr}
         else:
             kwargs, theirs = _twin.take(self._names(), self._signature.parameters, kwargs)
             options = signatures.bind(type(self), self._signature, params, args, kwargs)
@@ -134,6 +131,7 @@ class Optimizer(torch.optim.Optimizer):
             _twin.check_group(self._names(), self._signature.parameters, self._settled(), final)
             self._transformation_of(final)  # checks the options
         super().add_param_group(param_group)
+        self._schedules.settle(len(self.param_groups) - 1, self.param_groups[-1])
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -170,15 +168,16 @@ class Optimizer(torch.optim.Optimizer):
 
         Args:
             state_dict: the state; its tensors are taken over, not copied, as torch does. Where it has no
-                learning rate because that was a schedule, this optimizer's own schedule stays.
+                learning rate, or one that a schedule said, this optimizer's own schedule goes on at the saved count.
 
         Raises:
             ValueError: the numbers of groups or of parameters differ, or an option is on that only the twin
                 has, such as ``amsgrad``; nothing has been loaded then.
         """
         groups = [dict(group) for group in state_dict["param_groups"]]
-        for mine, theirs in zip(self.param_groups, groups, strict=False):
+        for index, (mine, theirs) in enumerate(zip(self.param_groups, groups, strict=False)):
             theirs.update({k: v for k, v in mine.items() if callable(v) and k not in theirs})
+            self._schedules.fill_in(index, mine, theirs)
         taken: dict[str, Any] = {}
 
         def check(_: Any, final: dict[str, Any]) -> None:
@@ -187,11 +186,13 @@ class Optimizer(torch.optim.Optimizer):
             taken.update(final)
 
         def restore_counts(_: Any) -> None:
+            for index, group in enumerate(self.param_groups):
+                self._schedules.restore(index, group)
             ids = chain.from_iterable(group["params"] for group in taken["param_groups"])
             params = chain.from_iterable(group["params"] for group in self.param_groups)
             for index, p in zip(ids, params, strict=True):
                 if index in taken["state"]:
-                    self.state[p].update(_counts(taken["state"][index]))
+                    self.state[p].update(counts(taken["state"][index]))
 
         # Behind what users' hooks make of the state, and before they see it loaded.
         last = self.register_load_state_dict_pre_hook(check)
@@ -203,15 +204,16 @@ class Optimizer(torch.optim.Optimizer):
             first.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_impl": self._impl}
+        return {**super().__getstate__(), "_impl": self._impl, "_schedules": self._schedules}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._layouts = {}
         self._built = {}
-        for group in self.param_groups:
+        for index, group in enumerate(self.param_groups):
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
+            self._schedules.settle(index, group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Copy everything, tensors with a history, such as a computed ``lr``, as leaves."""
@@ -227,6 +229,7 @@ class Optimizer(torch.optim.Optimizer):
         grads = [p.grad for p in params]
         if all(grad is None for grad in grads):
             return
+        self._schedules.settle(index, group)
         impl = self._built_transformation(index, group)
         layout = self._layout(index, group, impl)
         before = self._gather(group, impl, layout)
@@ -235,13 +238,15 @@ class Optimizer(torch.optim.Optimizer):
             self._scatter(group, layout, state)
         if self._counts_for_torch:
             self._count([p for p, grad in zip(params, grads, strict=True) if grad is not None])
+        if self._schedules.rules(index, group):
+            self._schedules.advance(index, group)
 
     def _count(self, params: list[Tensor]) -> None:
         """Count a step of these parameters, as torch's class does and wants to find it in a state."""
         for p in params:
-            if _COUNT not in self.state[p]:
-                self.state[p][_COUNT] = torch.zeros((), dtype=torch.float32, device="cpu")
-        bias_correction.count_up_([self.state[p][_COUNT] for p in params])
+            if COUNT not in self.state[p]:
+                self.state[p][COUNT] = torch.zeros((), dtype=torch.float32, device="cpu")
+        bias_correction.count_up_([self.state[p][COUNT] for p in params])
 
     def _built_transformation(self, index: int, group: dict[str, Any]) -> GradientTransformation:
         """The transformation of a group, made anew only where an option is not what it was at the last step.
@@ -260,13 +265,18 @@ class Optimizer(torch.optim.Optimizer):
     def _transformation_of(self, group: dict[str, Any]) -> GradientTransformation:
         if self.transformation is None:
             assert self._impl is not None
-            return self._impl
+            lr = self.defaults.get("lr")
+            return (
+                self._impl
+                if group.get("lr") is lr
+                else learning_rate.with_learning_rate(self._impl, group["lr"])
+            )
         return self.transformation(**{name: group[name] for name in list(self._signature.parameters)[1:]})
 
     def _refuse_options_of_a_group(self, group: dict[str, Any]) -> None:
         if self.transformation is not None:
             return
-        for name in sorted(set(group) - _NO_OPTIONS):
+        for name in sorted(set(group) - _NO_OPTIONS - set(self.defaults)):
             if not isinstance(group[name], str):  # a label
                 raise ValueError(
                     f"`{name}` must not be set for a group, as `impl` has its options already, got {group[name]!r}"
@@ -281,16 +291,16 @@ class Optimizer(torch.optim.Optimizer):
         """The names of this class and of those of ours that it descends from."""
         return [one.__name__ for one in cls.__mro__ if issubclass(one, Optimizer) and one is not Optimizer]
 
-    def _layout(self, index: int, group: dict[str, Any], impl: GradientTransformation) -> _Layout:
+    def _layout(self, index: int, group: dict[str, Any], impl: GradientTransformation) -> Layout:
         """The layout of a group's state; it may depend on which options are 0, not on their values."""
-        options = [_sort_of(group[name]) for name in self.defaults]
+        options = [sort_of(group[name]) for name in self.defaults]
         known = self._layouts.get(index)
         if known is None or known[0] != options:
-            known = options, _layout_of(impl.init(group["params"]))
+            known = options, layout_of(impl.init(group["params"]))
             self._layouts[index] = known
         return known[1]
 
-    def _gather(self, group: dict[str, Any], impl: GradientTransformation, layout: _Layout) -> OptState:
+    def _gather(self, group: dict[str, Any], impl: GradientTransformation, layout: Layout) -> OptState:
         """Put a group's state together; what is not there yet is as at the first step."""
         params, own = group["params"], [key for key in layout.keys if key is not None]
         states = [self.state[p] for p in params] if own else []
@@ -310,27 +320,27 @@ class Optimizer(torch.optim.Optimizer):
         leaves = [next(rest) if key is None else columns[key] for key in layout.keys]
         return pytree.unflatten(layout.spec, leaves)
 
-    def _fill(self, params: list[Tensor], impl: GradientTransformation, layout: _Layout) -> list[Any]:
+    def _fill(self, params: list[Tensor], impl: GradientTransformation, layout: Layout) -> list[Any]:
         """Fill in what parameters lack of their state; return the group's own first state."""
-        first = flatten_with_keys(impl.init(params), _is_list)[1]
+        first = flatten_with_keys(impl.init(params), is_list)[1]
         own = {key for key in layout.keys if key is not None}
-        for p in params if _COUNT in own else ():
+        for p in params if COUNT in own else ():
             state = self.state[p]
-            lacking = sorted(own - set(state) - {_COUNT})
+            lacking = sorted(own - set(state) - {COUNT})
             if state and lacking:
                 raise ValueError(
                     f"`state` of a parameter must have all that this {type(self).__name__} keeps, or nothing: it "
                     f"lacks {lacking}, got {sorted(state)}"
                 )
             if state:  # torch's SGD does not count
-                state.setdefault(_COUNT, torch.ones((), dtype=torch.float32, device="cpu"))
+                state.setdefault(COUNT, torch.ones((), dtype=torch.float32, device="cpu"))
         for key, leaves in zip(layout.keys, first, strict=True):
             for p, leaf in zip(params, leaves, strict=True) if key is not None else ():
                 self.state[p].setdefault(key, leaf)
         return [leaf for key, leaf in zip(layout.keys, first, strict=True) if key is None]
 
-    def _scatter(self, group: dict[str, Any], layout: _Layout, state: OptState) -> None:
-        _, leaves, _ = flatten_with_keys(state, _is_list)
+    def _scatter(self, group: dict[str, Any], layout: Layout, state: OptState) -> None:
+        _, leaves, _ = flatten_with_keys(state, is_list)
         shared = []
         for key, leaf in zip(layout.keys, leaves, strict=True):
             if key is None:
@@ -345,36 +355,3 @@ class Optimizer(torch.optim.Optimizer):
 def _is_same_option(before: Any, now: Any) -> bool:
     """Whether a transformation made with the one value goes for the other; a tensor may be overwritten meanwhile."""
     return before is now or (isinstance(now, numbers.Real) and type(before) is type(now) and before == now)
-
-
-def _sort_of(option: Any) -> tuple[type, str]:
-    """An option's type, and whether it is on; a text, as ``torch.compile`` cannot keep a symbolic bool in a list."""
-    return type(option), "on" if not isinstance(option, numbers.Real) or option != 0 else "off"
-
-
-def _is_list(part: Any) -> bool:
-    return type(part) is list
-
-
-def _layout_of(state: OptState) -> _Layout:
-    paths, leaves, spec = flatten_with_keys(state, _is_list)
-    own = [path if _is_list(leaf) else None for path, leaf in zip(paths, leaves, strict=True)]
-    names = [path[-1] for path in own if path]  # a count of the whole group takes no name away
-    return _Layout(spec, [None if path is None else _key(path, names) for path in own])
-
-
-def _key(path: tuple[str, ...], names: list[str]) -> str:
-    if not path:
-        return "state"
-    return path[-1] if names.count(path[-1]) == 1 else key_of(path)
-
-
-def _counts(state: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """The counts of a saved state, with their keys. They are on the CPU, or each look at one would wait for a GPU.
-
-    Torch takes only a key that is ``'step'`` for one; it casts others to the parameter's dtype, and in half
-    precision a count then stands still at 256 or 2048.
-    """
-    for key, value in state.items():
-        if str(key).rpartition("/")[2] == _COUNT and isinstance(value, Tensor) and not value.is_meta:
-            yield key, value.cpu()

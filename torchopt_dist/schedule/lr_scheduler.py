@@ -49,7 +49,7 @@ class ScheduleLR(LRScheduler):
         for index, group in enumerate(optimizer.param_groups):
             if "lr" not in group:
                 raise ValueError(f"`optimizer` must have an `lr` in each group, got none in group {index}")
-            if callable(group["lr"]):
+            if callable(group["lr"]) or "scheduled_lr" in group:
                 raise TypeError(
                     f"`optimizer` must have a number or a tensor as `lr`, got a schedule in group {index}, "
                     f"which steps by itself"

@@ -14,7 +14,7 @@ from torchopt_dist import pytree
 from torchopt_dist.ops._columns import as_complex, as_real, pick, present, put
 from torchopt_dist.ops._foreach import runs_in_a_loop
 from torchopt_dist.transform._hyperparameters import is_number
-from torchopt_dist.typing import OptState, Params, Schedule, Updates
+from torchopt_dist.typing import OptState, Params, ScalarOrSchedule, Schedule, Updates
 
 __all__ = ["FusedStep", "fused_step"]
 
@@ -62,6 +62,19 @@ class FusedStep:
     def after(self, links: int) -> FusedStep:
         """The same steps, behind so many links more."""
         return replace(self, first_link=self.first_link + links)
+
+    def with_learning_rate(self, lr: ScalarOrSchedule) -> FusedStep:
+        """The same steps with another number, or schedule, as ``lr``; none, if that is a tensor."""
+        if isinstance(lr, Tensor):
+            return FusedStep()
+        schedule, number = (lr, {}) if callable(lr) else (None, {"lr": lr})
+        made: dict[str, Any] = {}
+        for name, step in (("in_place", self.in_place), ("differentiable", self.differentiable)):
+            if isinstance(step, partial):
+                *rest, _, options = step.args
+                kept = {key: value for key, value in options.items() if key != "lr"}
+                made[name] = partial(step.func, *rest, schedule, {**kept, **number})
+        return replace(self, **made)
 
 
 def fused_step(

@@ -24,7 +24,7 @@ from torchopt_dist.transform._hyperparameters import (
 from torchopt_dist.transform.base import EmptyState, GradientTransformation, stateless
 from torchopt_dist.typing import OptState, Params, PerLeaf, ScalarOrSchedule, Schedule, Updates
 
-__all__ = ["ScaleByScheduleState", "scale", "scale_by_learning_rate", "scale_by_schedule"]
+__all__ = ["ScaleByScheduleState", "learning_rate_of", "scale", "scale_by_learning_rate", "scale_by_schedule"]
 
 
 class _Scale(GradientTransformation):
@@ -106,6 +106,19 @@ def scale_by_learning_rate(lr: ScalarOrSchedule) -> GradientTransformation:
     if callable(lr):
         return GradientTransformation(_schedule_init, partial(_schedule_update, lr, -1.0))
     return _Scale(stateless, partial(_scale_update, lr, -1.0))
+
+
+def learning_rate_of(link: GradientTransformation) -> ScalarOrSchedule | None:
+    """What :func:`scale_by_learning_rate` was given to make this link; ``None`` if it was not made by it."""
+    update = link.update
+    if (
+        isinstance(update, partial)
+        and update.func in (_scale_update, _schedule_update)
+        and update.args[1] < 0
+    ):
+        lr: ScalarOrSchedule = update.args[0]
+        return lr
+    return None
 
 
 def _scale_update(

@@ -1,0 +1,59 @@
+"""A transformation's state → which leaf of it is a parameter's, under which key, and which is the whole group's."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from torchopt_dist import pytree
+from torchopt_dist.optim._checkpoint import flatten_with_keys, key_of
+from torchopt_dist.typing import OptState
+
+__all__ = ["COUNT", "Layout", "counts", "is_list", "layout_of", "sort_of"]
+
+COUNT = "step"
+
+
+class Layout(NamedTuple):
+    """Which leaf of a transformation's state is where."""
+
+    spec: pytree.PyTreeSpec
+    """Structure of the state, its lists (a tensor a parameter) taken as leaves."""
+    keys: list[str | None]
+    """A leaf's key in ``state[p]``; ``None`` for a leaf of the whole group, in ``group['shared_state']``."""
+
+
+def layout_of(state: OptState) -> Layout:
+    paths, leaves, spec = flatten_with_keys(state, is_list)
+    own = [path if is_list(leaf) else None for path, leaf in zip(paths, leaves, strict=True)]
+    names = [path[-1] for path in own if path]  # a count of the whole group takes no name away
+    return Layout(spec, [None if path is None else _key(path, names) for path in own])
+
+
+def _key(path: tuple[str, ...], names: list[str]) -> str:
+    if not path:
+        return "state"
+    return path[-1] if names.count(path[-1]) == 1 else key_of(path)
+
+
+def is_list(part: Any) -> bool:
+    return type(part) is list
+
+
+def sort_of(option: Any) -> tuple[type, str]:
+    """An option's type, and whether it is on; a text, as ``torch.compile`` cannot keep a symbolic bool in a list."""
+    return type(option), "on" if not isinstance(option, numbers.Real) or option != 0 else "off"
+
+
+def counts(state: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """The counts of a saved state, with their keys. They are on the CPU, or each look at one would wait for a GPU.
+
+    Torch takes only a key that is ``'step'`` for one; it casts others to the parameter's dtype, and in half
+    precision a count then stands still at 256 or 2048.
+    """
+    for key, value in state.items():
+        if str(key).rpartition("/")[2] == COUNT and isinstance(value, Tensor) and not value.is_meta:
+            yield key, value.cpu()

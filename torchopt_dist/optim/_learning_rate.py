@@ -1,0 +1,89 @@
+"""A parameter group whose ``lr`` is a schedule → a number as ``lr``, with the schedule and its count beside it.
+
+So whoever reads a group finds a number: a logger, a scheduler of torch, a checkpoint. The schedule sets the number
+after each step, to the rate of the next one. Where somebody else has set another number, that one goes, and the
+schedule waits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchopt_dist.transform._hyperparameters import check_at_least_zero, is_per_leaf
+from torchopt_dist.transform.base import ChainedGradientTransformation, GradientTransformation
+from torchopt_dist.transform.scale import learning_rate_of, scale_by_learning_rate
+from torchopt_dist.typing import ScalarOrSchedule, Schedule
+
+__all__ = ["Schedules", "found", "with_learning_rate"]
+
+_COUNT = "lr_step"
+_SAID = "scheduled_lr"
+_KEYS = ("lr", _COUNT, _SAID)
+"""What a group has for its learning rate: the number, the steps by the schedule, and what that last said."""
+_OF_A_SCHEDULER = "initial_lr"
+"""What torch's schedulers leave in a group; each computes its next rate from the last one."""
+
+
+class Schedules(dict[int, Schedule]):
+    """Index of a parameter group → the schedule of its ``lr``; code, which no ``state_dict`` has."""
+
+    def settle(self, index: int, group: dict[str, Any]) -> None:
+        """Make a number of a group's ``lr``, if that is a schedule; its count goes on, if there is one.
+
+        Raises:
+            ValueError: the number is below 0.
+        """
+        if callable(group.get("lr")):
+            self[index] = group["lr"]
+            group.setdefault(_COUNT, torch.zeros((), dtype=torch.int64, device="cpu"))
+            self._say(index, group)
+            check_at_least_zero("lr", group["lr"])
+
+    def rules(self, index: int, group: dict[str, Any]) -> bool:
+        """Whether the schedule has set the group's ``lr``, and nobody else since, nor a scheduler of torch for good."""
+        if index not in self or _OF_A_SCHEDULER in group or isinstance(group["lr"], Tensor):
+            return False
+        return bool(group["lr"] == group[_SAID])
+
+    def advance(self, index: int, group: dict[str, Any]) -> None:
+        """Count a step that was made with the schedule's rate, and let the schedule say the next."""
+        group[_COUNT] += 1
+        self._say(index, group)
+
+    def fill_in(self, index: int, group: dict[str, Any], saved: dict[str, Any]) -> None:
+        """Give a saved group what it lacks, if the group that is to load it has a schedule."""
+        if index in self:
+            saved.update({name: group[name] for name in _KEYS if name not in saved})
+
+    def restore(self, index: int, group: dict[str, Any]) -> None:
+        """After a group has been loaded: its own schedule says the rate, if a schedule said the saved one."""
+        self.settle(index, group)
+        if index not in self:
+            group.pop(_SAID, None)
+        elif self.rules(index, group):
+            group[_COUNT] = group[_COUNT].cpu()
+            self._say(index, group)
+
+    @torch.compiler.disable
+    def _say(self, index: int, group: dict[str, Any]) -> None:
+        with torch.no_grad():
+            group["lr"] = group[_SAID] = float(self[index](group[_COUNT].to(torch.float64)))
+
+
+def found(impl: GradientTransformation) -> ScalarOrSchedule | None:
+    """The learning rate of a transformation; ``None`` where no link has one, or more than one, or one for each leaf."""
+    links = impl.transformations if isinstance(impl, ChainedGradientTransformation) else (impl,)
+    rates = [rate for link in links if (rate := learning_rate_of(link)) is not None]
+    return None if len(rates) != 1 or is_per_leaf(rates[0]) else rates[0]
+
+
+def with_learning_rate(impl: GradientTransformation, lr: ScalarOrSchedule) -> GradientTransformation:
+    """The transformation with another learning rate in the place of the one that :func:`found` finds."""
+    new = scale_by_learning_rate(lr)
+    if not isinstance(impl, ChainedGradientTransformation):
+        return new
+    links = [link if learning_rate_of(link) is None else new for link in impl.transformations]
+    return ChainedGradientTransformation(*links, fused_step=impl.fused_step.with_learning_rate(lr))
