@@ -21,7 +21,7 @@ from torchopt_dist import transform
 SEED = int(os.environ.get("TODIST_FUZZ_SEED") or random.randrange(10**9))
 CHAINS, STEPS = int(os.environ.get("TODIST_FUZZ_CHAINS") or 40), 4
 KINDS = ["scale", "value", "norm", "decay", "trace", "adam", "adamax"]
-KINDS += ["rms", "rss", "adadelta", "schedule", "nan", "masked"]
+KINDS += ["rms", "rss", "adadelta", "schedule", "nan", "masked", "ema", "lion", "trust", "partition"]
 
 Grads = dict[str, Tensor]
 Loop = Callable[[Grads, Grads, dict[str, Any], int], Grads]
@@ -97,6 +97,32 @@ def norm(limit: Any) -> Loop:
     return loop
 
 
+def ema(decay: Any, debias: bool) -> Loop:
+    def one(g: Tensor, p: Tensor, m: dict[str, Any], t: int) -> Tensor:
+        m["m"] = decay * m.get("m", 0.0) + (1 - decay) * g
+        return m["m"] / (1 - decay**t) if debias else m["m"]
+
+    return each(one)
+
+
+def lion(b1: Any, b2: float) -> Loop:
+    def one(g: Tensor, p: Tensor, m: dict[str, Any], t: int) -> Tensor:
+        before = m.get("m", torch.zeros_like(g))
+        m["m"] = b2 * before + (1 - b2) * g
+        return torch.sign(b1 * before + (1 - b1) * g)
+
+    return each(one)
+
+
+def trust_ratio() -> Loop:
+    def one(g: Tensor, p: Tensor, m: dict[str, Any], t: int) -> Tensor:
+        if not g.any() or not p.any():
+            return g
+        return g * (torch.sqrt((p * p).sum()) / torch.sqrt((g * g).sum()))
+
+    return each(one)
+
+
 def only(names: set[str], inner: Loop) -> Loop:
     def loop(grads: Grads, params: Grads, memory: dict[str, Any], t: int) -> Grads:
         return grads | inner({k: g for k, g in grads.items() if k in names}, params, memory, t)
@@ -145,10 +171,27 @@ def draw(r: random.Random, h: Tensor, depth: int = 0) -> tuple[Any, Loop]:
             return transform.scale_by_schedule(halved), each(lambda g, p, m, t: g * halved(t - 1))
         case "nan":
             return transform.nan_to_num(), each(lambda g, p, m, t: g)
+        case "ema":
+            debias = r.random() < 0.5
+            return transform.ema(some, debias), ema(some, debias)
+        case "lion":
+            return transform.scale_by_lion(some, 0.9), lion(some, 0.9)
+        case "trust":
+            return transform.scale_by_trust_ratio(), trust_ratio()
     if depth == 2:
         return transform.identity(), each(lambda g, p, m, t: g)
     names = {name for name in ("a", "b", "c") if r.random() < 0.6}
     link, loop = draw(r, h, depth + 1)
+    if kind == "partition":
+        other, another = draw(r, h, depth + 1)
+        labels = {name: "one" if name in names else "other" for name in ("a", "b", "c")}
+        mine, theirs = only(names, loop), only({"a", "b", "c"} - names, another)
+
+        def both(grads: Grads, params: Grads, memory: dict[str, Any], t: int) -> Grads:
+            grads = mine(grads, params, memory.setdefault("one", {}), t)
+            return theirs(grads, params, memory.setdefault("other", {}), t)
+
+        return transform.partition({"one": link, "other": other}, labels), both
     return transform.masked(link, {name: name in names for name in ("a", "b", "c")}), only(names, loop)
 
 

@@ -34,8 +34,8 @@ def adadelta(
     [Zeiler 2012, ADADELTA: An Adaptive Learning Rate Method.]
 
     Args:
-        lr: learning rate: a number that is at least 0, a tensor of one element, or a schedule (the number of steps
-            made so far → a learning rate).
+        lr: learning rate: a number that is at least 0, a tensor of one element, a schedule (the number of steps
+            made so far → a learning rate), or a tree of numbers and tensors, one for each parameter.
         rho: decay of the running averages, at least 0 and below 1; a number or a tensor of one element.
         eps: added below the roots, at least 0; a number or a tensor of one element.
         weight_decay: how much of a parameter is added to its gradient (L2 penalty), at least 0; likewise.

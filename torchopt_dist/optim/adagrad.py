@@ -48,8 +48,8 @@ def adagrad(
     Optimization.]
 
     Args:
-        lr: learning rate: a number that is at least 0, a tensor of one element, or a schedule (the number of steps
-            made so far → a learning rate).
+        lr: learning rate: a number that is at least 0, a tensor of one element, a schedule (the number of steps
+            made so far → a learning rate), or a tree of numbers and tensors, one for each parameter.
         lr_decay: how fast the learning rate falls, at least 0; a number or a tensor of one element.
         weight_decay: how much of a parameter is added to its gradient (L2 penalty), at least 0; likewise.
         initial_accumulator_value: the sum of the squared gradients at the start, at least 0.

@@ -45,8 +45,8 @@ def adan(
     [Xie et al. 2024, Adan: Adaptive Nesterov Momentum Algorithm for Faster Optimizing Deep Models, algorithm 1.]
 
     Args:
-        lr: learning rate: a number that is at least 0, a tensor of one element, or a schedule (the number of steps
-            made so far → a learning rate).
+        lr: learning rate: a number that is at least 0, a tensor of one element, a schedule (the number of steps
+            made so far → a learning rate), or a tree of numbers and tensors, one for each parameter.
         betas: decays of the running averages of the gradients, of their changes, and of the squares of the gradients
             that look ahead, at least 0 and below 1; numbers or tensors of one element.
         eps: added to the denominator, at least 0; a number or a tensor of one element.

@@ -39,8 +39,8 @@ def lamb(
     [You et al. 2020, Large Batch Optimization for Deep Learning: Training BERT in 76 minutes, algorithm 2.]
 
     Args:
-        lr: learning rate: a number that is at least 0, a tensor of one element, or a schedule (the number of steps
-            made so far → a learning rate).
+        lr: learning rate: a number that is at least 0, a tensor of one element, a schedule (the number of steps
+            made so far → a learning rate), or a tree of numbers and tensors, one for each parameter.
         betas: decays of the running averages of the gradients and of their squares, at least 0 and below 1; numbers
             or tensors of one element.
         eps: added to the denominator, at least 0; a number or a tensor of one element.

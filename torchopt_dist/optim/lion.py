@@ -38,8 +38,8 @@ def lion(
     [Chen et al. 2023, Symbolic Discovery of Optimization Algorithms, algorithm 2.]
 
     Args:
-        lr: learning rate: a number that is at least 0, a tensor of one element, or a schedule (the number of steps
-            made so far → a learning rate).
+        lr: learning rate: a number that is at least 0, a tensor of one element, a schedule (the number of steps
+            made so far → a learning rate), or a tree of numbers and tensors, one for each parameter.
         betas: decays of the average that the sign is taken of, and of the one that is kept, at least 0 and below 1;
             numbers or tensors of one element.
         weight_decay: decoupled, at least 0; a number or a tensor of one element.

@@ -49,8 +49,8 @@ def muon(
     [Jordan et al. 2024, Muon: An optimizer for hidden layers in neural networks.]
 
     Args:
-        lr: learning rate: a number that is at least 0, a tensor of one element, or a schedule (the number of steps
-            made so far → a learning rate).
+        lr: learning rate: a number that is at least 0, a tensor of one element, a schedule (the number of steps
+            made so far → a learning rate), or a tree of numbers and tensors, one for each parameter.
         weight_decay: decoupled, at least 0; a number or a tensor of one element.
         momentum: decay of the running average of the gradients, at least 0 and below 1; likewise.
         nesterov: look ahead.

@@ -51,8 +51,8 @@ def rmsprop(
     2012, Neural Networks for Machine Learning, lecture 6.5.]
 
     Args:
-        lr: learning rate: a number that is at least 0, a tensor of one element, or a schedule (the number of steps
-            made so far → a learning rate).
+        lr: learning rate: a number that is at least 0, a tensor of one element, a schedule (the number of steps
+            made so far → a learning rate), or a tree of numbers and tensors, one for each parameter.
         alpha: decay of the running average of the squared gradients, at least 0 and below 1; a number or a tensor of
             one element.
         eps: added to the denominator, at least 0; a number or a tensor of one element.

@@ -40,8 +40,8 @@ def sgd(
     :func:`~torchopt_dist.transform.trace`), and the gradient itself without momentum.
 
     Args:
-        lr: learning rate: a number that is at least 0, a tensor of one element, or a schedule (the number
-            of steps made so far → a learning rate).
+        lr: learning rate: a number that is at least 0, a tensor of one element, a schedule (the number
+            of steps made so far → a learning rate), or a tree of numbers and tensors, one for each parameter.
         momentum: how much of the running sum of gradients stays, at least 0; a number or a tensor of one
             element.
         dampening: how much of a gradient is left out of the running sum, from the second one on; likewise.
