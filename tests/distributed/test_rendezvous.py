@@ -243,7 +243,8 @@ def test_a_world_forms_after_one_that_was_killed(agent_store, tmp_path):
         def sleep(self, seconds):
             time.sleep(seconds)
 
-    assert [ending.exitcode for ending in Bare(2, env=env).endings(killed)] == [-9, -9]
+    # One may have heard of the other's end before it came to its own.
+    assert -9 in [ending.exitcode for ending in Bare(2, env=env).endings(killed)]
     Bare(2, env=env).endings(killed_while_meeting)
     assert (tmp_path / "died").exists()
     assert Bare(2, env=env).run(todist.auto_init_rpc()(lambda: todist.get_rank())) == [0, 1]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.distributed.bare import say, watch
+from tests.distributed.bare import say, soon, watch
 from tests.seeds import torchrun
 from tests.warm_python import warm_python
 from torchopt_dist.launch import _forkserver as forkserver
@@ -121,7 +121,7 @@ def alive(pids):
 
 
 def assert_gone(pids, seconds=5.0):
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + soon(seconds)
     while alive(pids):
         assert time.monotonic() < deadline, [psutil.Process(pid).cmdline() for pid in alive(pids)]
         time.sleep(0.005)
