@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 from torchopt_dist import pytree
 from torchopt_dist.diff.adjoints._declared import leaf_of, nodes_between
 from torchopt_dist.diff.adjoints._loop import Carry, Evaluation, Loop
-from torchopt_dist.diff.replay._forward_mode import Formulas, loses_tangents
+from torchopt_dist.diff.replay._forward_mode import Formulas, load, loses_tangents
 from torchopt_dist.typing import OptionalTensor
 
 __all__ = ["Bars", "StepGradient", "refuse", "state_places"]
@@ -167,6 +167,7 @@ class StepGradient:
         mode: AbstractContextManager[Any],
     ) -> tuple[list[OptionalTensor], list[OptionalTensor]]:
         loop, places = self._loop, self._loop.model.moved_places
+        load()
         with forward_ad.dual_level(), torch.enable_grad(), mode:
             params, inputs = list(carry.params), []
             for place, tangent in zip(places, along, strict=True):
