@@ -9,10 +9,11 @@ taken by every adjoint that has one; only the word after ``adjoint=`` changes. T
 against its time and against the memory that it adds to the program.
 
 ``Recorded`` is exact and keeps every step. ``Replayed`` is as exact, and keeps snapshots. ``Truncated`` buys memory
-with error, and ``Implicit`` needs neither where training has converged: try ``--steps 20``, too. ``FiniteDifference``
-and ``SAMA`` see the last step alone; they are meant for training and meta-learning side by side. The noise of
-``EvolutionStrategies`` falls with the root of the number of pairs, which are spread over the workers; the estimate is
-the same on any number of them. ``FirstOrder`` and ``Reptile`` are missing: they are for the first parameters.
+with error, and ``Implicit`` needs neither where training has converged: its error falls with ``--steps``.
+``FiniteDifference`` and ``SAMA`` see the last step alone; they are meant for training and meta-learning side by side.
+The noise of ``EvolutionStrategies`` falls with the root of the number of pairs, which are spread over the workers; the
+estimate is the same on any number of them. ``FirstOrder`` and ``Reptile`` are missing: they are for the first
+parameters.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchopt_dist as todist
 
-FLOOR = 1e-16
-"""Where an error of zero is drawn."""
+FLOOR = 1e-4
+"""Where errors below it are drawn."""
 
 
 class Problem(NamedTuple):
@@ -75,7 +76,8 @@ class PeakMemory(TorchDispatchMode):
     """How many bytes of tensors, made while it is active, there were at most at a time."""
 
     def __init__(self) -> None:
-        super().__init__()
+        begin: Any = super().__init__  # which has no types
+        begin()
         self.now = self.peak = 0
         self._known: set[int] = set()
 
@@ -87,7 +89,10 @@ class PeakMemory(TorchDispatchMode):
         return result
 
     def _note(self, storage: torch.UntypedStorage) -> None:
-        place, size = storage.data_ptr(), storage.nbytes()
+        try:
+            place, size = storage.data_ptr(), storage.nbytes()
+        except RuntimeError:  # zeros that have no memory, which forward mode makes
+            return
         if place in self._known or size == 0:
             return
         self._known.add(place)
@@ -113,7 +118,6 @@ def problem(steps: int) -> Problem:
 
 def adjoints(steps: int, samples: int) -> dict[str, Any]:
     everywhere = todist.parallelize(todist.batch_partitioner, todist.concatenate_reducer)
-    spread = {"sigma": 0.1, "parallel": everywhere}
     some = {f"Truncated({k})": todist.Truncated(k) for k in (1, 4, 16, 64) if k < steps}
     return {
         "Recorded()": todist.Recorded(),
@@ -123,10 +127,10 @@ def adjoints(steps: int, samples: int) -> dict[str, Any]:
         "Implicit()": todist.Implicit(todist.linear_solve.solve_cg(rtol=1e-8)),
         "FiniteDifference()": todist.FiniteDifference(),
         "SAMA()": todist.SAMA(),
-        f"EvolutionStrategies({samples})": todist.EvolutionStrategies(samples, **spread),
-        f"EvolutionStrategies({4 * samples})": todist.EvolutionStrategies(4 * samples, **spread),
-        f"PersistentES({4 * samples})": todist.PersistentEvolutionStrategies(
-            4 * samples, **spread, unroll=max(1, steps // 4)
+        f"EvolutionStrategies({samples})": todist.EvolutionStrategies(samples, 0.1, everywhere),
+        f"EvolutionStrategies({4 * samples})": todist.EvolutionStrategies(4 * samples, 0.1, everywhere),
+        f"PersistentEvolutionStrategies({4 * samples})": todist.PersistentEvolutionStrategies(
+            4 * samples, 0.1, everywhere, unroll=max(1, steps // 4)
         ),
     }
 
@@ -164,32 +168,41 @@ def main(args: argparse.Namespace) -> None:
 
 
 def draw(rows: list[Row], args: argparse.Namespace) -> None:
-    figure = Figure(figsize=(12, 5.5), layout="constrained")
+    figure = Figure(figsize=(13, 5), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
+    kinds = [row.name.partition("(")[0] for row in rows]
+    order = list(dict.fromkeys(kinds))
     for axes, column, label in ((left, "seconds", "seconds"), (right, "megabytes", "peak memory, MiB")):
-        for row, color in zip(rows, colors(rows), strict=True):
+        for row, kind in zip(rows, kinds, strict=True):
             place = (getattr(row, column), max(row.error, FLOOR))
-            axes.scatter(*place, color=color, s=60, zorder=3)
-            axes.annotate(row.name, place, xytext=(6, 5), textcoords="offset points", fontsize=8)
+            number = order.index(kind)
+            first = kind not in axes.get_legend_handles_labels()[1]
+            axes.scatter(
+                *place,
+                color=f"C{number}",
+                marker="os^DvPX*"[number],
+                s=90,
+                alpha=0.8,
+                label=kind if first else None,
+                zorder=3,
+            )
+            setting = row.name.partition("(")[2].rstrip(")")
+            axes.annotate(setting, place, xytext=(7, 5), textcoords="offset points", fontsize=8)
         axes.set(xscale="log", yscale="log", xlabel=label)
-        axes.margins(x=0.35, y=0.12)
+        axes.margins(x=0.12, y=0.1)
         axes.grid(alpha=0.3)
     left.set_ylabel("relative error of the gradient")
+    left.set_yticks([FLOOR, 1e-3, 1e-2, 1e-1, 1], ["exact", "0.1 %", "1 %", "10 %", "100 %"])
+    figure.legend(*left.get_legend_handles_labels(), loc="outside right center")
     figure.suptitle(f"The gradient of a validation loss through {args.steps} steps of training, by adjoint")
     args.output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(args.output, dpi=120)
     print(f"picture: {args.output}")
 
 
-def colors(rows: list[Row]) -> list[str]:
-    kinds = [row.name.partition("(")[0] for row in rows]
-    order = list(dict.fromkeys(kinds))
-    return [f"C{order.index(kind)}" for kind in kinds]
-
-
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=200, help="of training (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=100, help="of training (default: %(default)s)")
     parser.add_argument("--samples", type=int, default=16, help="pairs of loops (default: %(default)s)")
     parser.add_argument("--output", type=Path, default=Path("outputs/adjoints.png"), help="picture to draw")
     return parser.parse_args()
