@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 
 import psutil
+import pytest
 import torch
 from torch import nn
 
@@ -31,6 +32,25 @@ def _own_gradient(x):
     assert not torch.is_grad_enabled()
     with torch.enable_grad():
         return torch.autograd.grad(cube(x), x)[0]
+
+
+def test_a_batch_of_gradients_is_an_error_and_leaves_no_graph(world):
+    def body():
+        for worker in (0, 1):
+            for create_graph in (False, True):
+                x, _ = vectors()
+                y = remote(torch.exp, worker)(x)
+                with pytest.raises(todist.SerializationError, match="is_grads_batched=True"):
+                    torch.autograd.grad(
+                        y, x, torch.eye(5).double(), is_grads_batched=True, create_graph=create_graph
+                    )
+                (grad,) = torch.autograd.grad(y.sum(), x)  # nothing is used up
+                torch.testing.assert_close(grad, x.exp())
+                del y
+        gc.collect()
+        return kept_on(1)
+
+    assert world(2).on_zero(body) == 0
 
 
 def test_graphs_are_freed_used_or_not(world):

@@ -216,6 +216,7 @@ class RemoteGraph:
             )
         graph = type(self)(self.group, self.worker, self.transport, self.timeout)
         message = graph.pack(Backward(self.key, output_grads, retain_graph, graph.key if recorded else None))
+        sent = message.detached()
         inputs = self.inputs
         if not retain_graph:
             self.unused -= reached
@@ -223,7 +224,7 @@ class RemoteGraph:
             self.inputs = inputs if self.kept else []
         graph.kept = recorded
         number = next(self.group.numbers)
-        reply = self.transport.send(self.worker, message.detached(), self.timeout)
+        reply = self.transport.send(self.worker, sent, self.timeout)
         self.under_way[number] = _Ticket(message, reply, graph, inputs)
         return number
 

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-from torchopt_dist._torch_private import forward_mode_is_active, is_functorch_tensor
+from torchopt_dist._torch_private import forward_mode_is_active, is_batched_gradient, is_functorch_tensor
 from torchopt_dist.distributed._parametrized_modules import is_parametrized, reduced
 from torchopt_dist.errors import SerializationError
 
@@ -361,6 +361,11 @@ def _check_sendable(tensor: torch.Tensor, main_by_name: bool) -> None:
             )
     if is_functorch_tensor(tensor):
         raise SerializationError("a tensor inside a torch.func transform cannot be sent to another process")
+    if is_batched_gradient(tensor):
+        raise SerializationError(
+            "many gradients at a time, which is_grads_batched=True and vectorize=True of torch.autograd make, cannot be "
+            "sent to another process: ask for one after another"
+        )
     if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
         sort = "meta" if tensor.is_meta else "quantized" if tensor.is_quantized else str(tensor.layout)
         raise SerializationError(f"a {sort} tensor of shape {shape} cannot be sent: only dense tensors can")
