@@ -5,6 +5,8 @@ from __future__ import annotations
 import collections
 import gc
 import importlib
+import multiprocessing
+import os
 import pkgutil
 import queue
 import threading
@@ -161,3 +163,24 @@ def test_a_world_of_one_leaves_nothing_either():
         return todist.get_world_info().worker_name
 
     assert Bare(1).run(program) == ["worker0"]
+
+
+def _call_in_a_fork(sender):
+    try:
+        todist.remote_sync_call(len, args=([],), partitioner=1)
+    except Exception as error:
+        sender.send(repr(error))
+
+
+def test_a_call_in_a_fork_is_an_error(world):
+    def body():
+        receiver, sender = multiprocessing.get_context("fork").Pipe(duplex=False)
+        child = os.fork()
+        if child == 0:
+            _call_in_a_fork(sender)
+            os._exit(0)
+        assert receiver.poll(30)
+        os.waitpid(child, 0)
+        return receiver.recv()
+
+    assert "NotInitializedError('this process is a fork of worker0" in world(2).on_zero(body)

@@ -6,6 +6,7 @@ It all ends with the group. The one global is which group that is; ``init_rpc.py
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +33,7 @@ class Group:
         transport: makes the transport to the other workers.
 
     Attributes:
+        process: the id of this process; a fork of it has another.
         names: the workers' names, by rank.
         kept_graphs: the graphs of the calls that this worker has answered.
         releaser: tells other workers to forget the graphs of calls that this worker has made.
@@ -51,6 +53,7 @@ class Group:
         self.membership = membership
         self.settings = settings
         self.call_timeout = call_timeout
+        self.process = os.getpid()
         self.rank = membership.me.rank
         self.members = membership.members
         self.names = tuple(member.name for member in self.members)
@@ -66,6 +69,14 @@ class Group:
         """Whether ``__main__`` of that worker is this worker's, so that its functions can be sent by name."""
         here = self.members[self.rank].program
         return bool(here) and self.members[rank].program == here
+
+    def check_process(self) -> None:
+        """Raise :class:`NotInitializedError` in a fork of this worker, which would wait for a reply for ever."""
+        if self.process != os.getpid():
+            raise NotInitializedError(
+                f"this process is a fork of {self.names[self.rank]}, and has not its connections: "
+                "make remote calls in the worker itself"
+            )
 
     def sends_directly_to(self, rank: int) -> bool:
         """Whether tensors on a GPU can be sent as they are: the options have a device map for that worker."""

@@ -77,6 +77,7 @@ def call(
         SerializationError: the payload cannot be sent.
     """
     group = current_group()
+    group.check_process()
     graph = RemoteGraph(group, worker, transport or group.transport, timeout)
     message, anchor = graph.start(payload)
     future: Future[list[Any]] = Future()
