@@ -148,6 +148,31 @@ def test_all_workers_that_fail_are_told(world):
         assert f"ValueError: of rank {rank}" in told
 
 
+class Exits:
+    def __reduce__(self):
+        return sys.exit, (3,)
+
+
+class ExitsWhenItIsSent:
+    def __getstate__(self):
+        sys.exit(4)
+
+
+def test_objects_that_exit_when_they_are_sent_or_rebuilt_end_no_wait(world):
+    def body():
+        for worker in (0, 1):
+            for function, args, text in (
+                (len, ([Exits()],), "SystemExit: 3"),
+                (Exits, (), "SystemExit: 3"),
+                (len, ([ExitsWhenItIsSent()],), "SystemExit: 4"),
+                (ExitsWhenItIsSent, (), "SystemExit: 4"),
+            ):
+                with pytest.raises(todist.SerializationError, match=text):
+                    todist.remote_sync_call(function, args=args, partitioner=worker, timeout=30)
+
+    world(2).on_zero(body)
+
+
 def test_an_error_of_the_caller_s_own_share_is_its_own(world):
     def fail(x):
         if todist.get_rank() == 0:

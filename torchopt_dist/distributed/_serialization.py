@@ -111,7 +111,10 @@ def pack(value: Any, *, main_by_name: bool) -> Message:
             tensors.mark_buffers(tensors.all)
     except SerializationError:
         raise
-    except Exception as error:  # pickling runs the objects' own code, which raises what it likes
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # pickling runs the objects' own code, which raises what it likes
         raise SerializationError(f"{type(error).__name__}: {error}") from error
     return Message(
         skeleton,
@@ -131,7 +134,10 @@ def unpack(message: Message) -> Any:
     """
     try:
         return _Unpickler(message.skeleton, message.tensors, message.structures).load()
-    except Exception as error:  # unpickling runs the objects' own code, which raises what it likes
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # unpickling runs the objects' own code, which raises what it likes
         raise SerializationError(f"{type(error).__name__}: {error}") from error
 
 
@@ -363,8 +369,8 @@ def _check_sendable(tensor: torch.Tensor, main_by_name: bool) -> None:
         raise SerializationError("a tensor inside a torch.func transform cannot be sent to another process")
     if is_batched_gradient(tensor):
         raise SerializationError(
-            "many gradients at a time, which is_grads_batched=True and vectorize=True of torch.autograd make, cannot be "
-            "sent to another process: ask for one after another"
+            "many gradients at a time, which is_grads_batched=True and vectorize=True of torch.autograd make, cannot "
+            "be sent to another process: ask for one after another"
         )
     if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
         sort = "meta" if tensor.is_meta else "quantized" if tensor.is_quantized else str(tensor.layout)
