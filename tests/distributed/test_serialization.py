@@ -137,6 +137,7 @@ def test_small_tensors_share_a_buffer_and_nothing_else():
     leaves = [torch.randn(3, requires_grad=True) for _ in range(50)]
     got, wire = travel(leaves)
     assert len(wire.buffers) == 1
+    assert {leaf.untyped_storage().nbytes() for leaf in got} == {12}  # whoever keeps one does not keep all
     loss = sum((leaf**2).sum() for leaf in got)
     with torch.no_grad():
         got[0].add_(1)  # changes no other leaf, so what was saved for the others is good

@@ -172,8 +172,8 @@ def from_wire(wire: WireMessage, seen: Structures) -> Message:
     tensors = []
     for place in wire.places:
         part = next(parts[place.buffer]) if place.buffer in parts else wire.buffers[place.buffer]
-        # `.data` has a version counter of its own: changing one tensor of a buffer is no change of the others.
-        tensor = part.view(place.shape).data if place.buffer in parts else part
+        # A copy, so that whoever keeps one tensor of a buffer, or saves it, does not keep the others with it.
+        tensor = part.view(place.shape).clone() if place.buffer in parts else part
         staged = place.on_gpu and not tensor.is_cuda and torch.cuda.is_available()
         tensors.append(tensor.cuda() if staged else tensor)
     return Message(
