@@ -14,7 +14,7 @@ import pytest
 import torchopt_dist as todist
 from tests.seeds import torchrun
 from torchopt_dist.launch import Launcher, on_ranks
-from torchopt_dist.launch.logs import LineSplitter, WorkerLogs
+from torchopt_dist.launch.logs import LineSplitter, TerminalHandler, WorkerLogs
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -37,6 +37,21 @@ def say_something():
     subprocess.run(["echo", f"child of {rank}"], check=True)
     logging.getLogger("x").warning("logged by %s", rank)
     os.write(1, b"no end of line")
+
+
+def test_the_first_worker_of_each_host_is_on_the_terminal_though_a_host_is_lost(capsys):
+    logs = WorkerLogs([TerminalHandler.of_first_workers()], None, range(4))
+    logs.write("two hosts", 2, 0, "b", "stdout")  # of a's two workers and b's two
+    logs.write("the second one there", 3, 1, "b", "stdout")
+    logs.write("b alone", 0, 0, "b", "stdout")
+    logs.write("the second one there", 1, 1, "b", "stdout")
+    logs.write("three hosts", 1, 0, "c", "stdout")  # of one worker each
+    logs.close()
+    assert capsys.readouterr().out.splitlines() == [
+        "[rank 2] two hosts",
+        "[rank 0] b alone",
+        "[rank 1] three hosts",
+    ]
 
 
 def test_rank_zero_of_each_host_is_on_the_terminal_with_a_prefix(capsys):

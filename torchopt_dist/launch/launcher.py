@@ -129,9 +129,7 @@ class Launcher(LaunchOptions):
             afterwards.enter_context(_too_many_files_told())
             task = pack_task(in_groups(func, self.backend, self.rpc), args, kwargs)
             logs = WorkerLogs(
-                [TerminalHandler.of_ranks([host.first_rank for host in hosts])]
-                if self.handlers is None
-                else self.handlers,
+                [TerminalHandler.of_first_workers()] if self.handlers is None else self.handlers,
                 log_folder(self.log_dir),
                 range(sum(host.workers for host in hosts)),
             )

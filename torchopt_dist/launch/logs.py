@@ -38,9 +38,11 @@ class TerminalHandler(logging.Handler):
         """Streams that nobody reads any more."""
 
     @classmethod
-    def of_ranks(cls, ranks: Sequence[int]) -> logging.Handler:
-        """A handler that writes the lines of these ranks only."""
-        return on_ranks(cls(), ranks)
+    def of_first_workers(cls) -> logging.Handler:
+        """A handler that writes the lines of each host's first worker only, whichever hosts there are at a time."""
+        handler = cls()
+        handler.addFilter(lambda record: getattr(record, "local_rank", None) == 0)
+        return handler
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a worker's line, if there is somebody to read it."""
