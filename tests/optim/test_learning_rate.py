@@ -183,3 +183,11 @@ def test_a_schedule_that_says_something_else_than_a_rate_is_refused_at_once():
     optimizer = todist.SGD([w], lr=lambda count: 0.5 - count)
     with pytest.raises(ValueError, match=r"`lr` must be at least 0, got -0\.5"):
         go(optimizer, w, 2)
+
+
+def test_a_schedule_may_say_a_tensor_that_requires_grad():
+    learned, w = torch.tensor(0.25, requires_grad=True), leaf()
+    optimizer = todist.SGD([w], lr=lambda count: learned)
+    go(optimizer, w, 1)
+    assert rates(optimizer) == [0.25]
+    assert torch.equal(w.detach(), leaf().detach() - 0.25)

@@ -70,7 +70,8 @@ class Schedules(dict[int, Schedule]):
     @torch.compiler.disable
     def _say(self, index: int, group: dict[str, Any]) -> None:
         with torch.no_grad():
-            group["lr"] = group[_SAID] = float(self[index](group[_COUNT].to(torch.float64)))
+            value = self[index](group[_COUNT].to(torch.float64))
+        group["lr"] = group[_SAID] = float(value.detach() if isinstance(value, Tensor) else value)
 
 
 def found(impl: GradientTransformation) -> ScalarOrSchedule | None:

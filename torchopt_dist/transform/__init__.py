@@ -13,6 +13,7 @@ from torchopt_dist.transform.base import (
 from torchopt_dist.transform.clip import clip_grad_norm, clip_grad_value
 from torchopt_dist.transform.ema import ema
 from torchopt_dist.transform.hook import nan_to_num_hook, register_hook, zero_nan_hook
+from torchopt_dist.transform.inject_hyperparams import inject_hyperparams
 from torchopt_dist.transform.masked import masked
 from torchopt_dist.transform.multi_steps import multi_steps
 from torchopt_dist.transform.nan_to_num import nan_to_num
@@ -42,6 +43,7 @@ __all__ = [
     "clip_grad_value",
     "ema",
     "identity",
+    "inject_hyperparams",
     "masked",
     "multi_steps",
     "nan_to_num",
