@@ -23,6 +23,7 @@ from torch.distributed import rpc
 from torchopt_dist import _network
 from torchopt_dist._torch_private import set_default_rpc_timeout, tensorpipe_options_with_sockets
 from torchopt_dist.distributed import _rendezvous, _shutdown
+from torchopt_dist.distributed._allocator import share_one_arena
 from torchopt_dist.distributed._group import Group, current_group, find_group, set_group
 from torchopt_dist.distributed._membership import Failure, Member, Membership
 from torchopt_dist.distributed._parentheses import check_parentheses
@@ -182,6 +183,8 @@ class _RunningGroup:
         host = os.environ.get("MASTER_ADDR", "127.0.0.1") if world.world_size > 1 else "127.0.0.1"
         self._variables = {name: os.environ.get(name) for name in _network.VARIABLES}
         _network.choose_interface(host)
+        if world.world_size > 1:
+            share_one_arena()
         nonce, store = _rendezvous.rendezvous(world.rank, world.world_size, options.init_method)
         me = Member(world.rank, world.worker_name, _program())
         self.membership = Membership(me, world.world_size, self._peer_failed)
