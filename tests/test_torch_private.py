@@ -55,6 +55,28 @@ def test_every_graph_counts_as_kept_where_the_engine_does_not_say(
     assert answers == [retain_graph or hide]
 
 
+@pytest.mark.parametrize("hide", [False, True])
+def test_every_gradient_counts_as_needed_where_the_engine_does_not_say(
+    monkeypatch: pytest.MonkeyPatch, hide: bool
+) -> None:
+    if hide:
+        monkeypatch.delattr(torch._C, "_will_engine_execute_node")
+    x, y = torch.ones((), requires_grad=True), torch.ones((), requires_grad=True)
+    middle = x * 2
+    product = middle * y
+    answers: list[list[bool]] = []
+
+    def ask(_: object) -> None:
+        assert product.grad_fn is not None
+        answers.append([private.engine_needs_node(node) for node, _ in product.grad_fn.next_functions])
+
+    product.register_hook(ask)
+    for inputs in ([x], [middle], [y]):
+        torch.autograd.grad(product, inputs, retain_graph=True)
+    product.backward()
+    assert answers == [[True, hide], [True, hide], [hide, True], [True, True]]
+
+
 def test_changes_in_place_go_unnoticed_without_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.zeros(2)
     before = private.tensor_version(x)

@@ -27,6 +27,7 @@ __all__ = [
     "buffers_of",
     "children_of",
     "engine_keeps_graph",
+    "engine_needs_node",
     "finish_interpreter",
     "forward_mode_is_active",
     "fused_step",
@@ -76,6 +77,20 @@ def engine_keeps_graph() -> bool:
     """
     keeps_graph = _find("_C._autograd._get_current_graph_task_keep_graph")
     return True if keeps_graph is None else bool(keeps_graph())
+
+
+def engine_needs_node(node: Any) -> bool:
+    """Whether the backward that runs in this thread goes on to a node, or was asked for a gradient there.
+
+    Without the name the answer is always yes: workers then compute gradients that nobody asked for.
+    """
+    executes = _find("_C._will_engine_execute_node")
+    if executes is None or node is None:
+        return executes is None
+    try:
+        return bool(executes(node))
+    except RuntimeError:  # torch does not say it of a leaf that was asked for
+        return True
 
 
 def tensor_version(tensor: Tensor) -> int | None:

@@ -323,3 +323,41 @@ def test_checkpoint_around_a_call(world, reentrant):
         torch.testing.assert_close(x.grad, 24 * x.detach() ** 2)
 
     world(2).on_zero(body)
+
+
+class Costly(torch.autograd.Function):
+    """Its backward says that it ran."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x**2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ValueError("nobody asked for this gradient")
+
+
+def _with_a_costly_part(cheap, costly, module):
+    return (module(cheap) * Costly.apply(costly)).sum()
+
+
+def test_only_the_gradients_that_are_asked_for_are_computed(world):
+    def body():
+        a, b = vectors()
+        middle, module = a + a, nn.Linear(5, 5).double()
+        expected = torch.autograd.grad((module(middle) * b**2).sum(), [a, module.weight])
+        for worker in (0, 1):
+            call = functools.partial(remote(_with_a_costly_part, worker), middle, b, module)
+            torch.testing.assert_close(torch.autograd.grad(call(), [a, module.weight]), expected)
+            (by_middle,) = torch.autograd.grad(call(), middle, create_graph=True)
+            torch.testing.assert_close(2 * by_middle.detach(), expected[0])
+            call().backward(inputs=[module.weight])
+            torch.testing.assert_close(module.weight.grad, expected[1])
+            module.zero_grad()
+            with pytest.raises(ValueError, match="nobody asked"):
+                torch.autograd.grad(call(), b)
+            with pytest.raises(ValueError, match="nobody asked"):
+                call().backward()
+            module.zero_grad()
+
+    world(2).on_zero(body)

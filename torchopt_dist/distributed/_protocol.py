@@ -42,12 +42,14 @@ class Backward:
     Attributes:
         graph: its key.
         output_grads: the gradient of each of its outputs; ``None`` for an output that took no part.
+        wanted: for each of its inputs, whether the caller needs the gradient.
         retain_graph: whether the outputs that take part are kept for another backward; all others are kept anyway.
         keep_as: key under which to keep the graph of this backward, for a higher order; ``None`` to keep none.
     """
 
     graph: Key
     output_grads: tuple[torch.Tensor | None, ...]
+    wanted: tuple[bool, ...]
     retain_graph: bool
     keep_as: Key | None
 

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from torchopt_dist._torch_private import (
     engine_keeps_graph,
+    engine_needs_node,
     set_sequence_number,
     tensor_version,
     transforms_are_active,
@@ -200,8 +201,12 @@ class RemoteGraph:
             warnings.warn(f"{reply.warning}; strict=True makes this an error", stacklevel=1)
         return reply.values
 
-    def start_backward(self, output_grads: tuple[Tensor | None, ...]) -> int:
+    def start_backward(self, output_grads: tuple[Tensor | None, ...], wanted: tuple[bool, ...]) -> int:
         """Send the results' gradients; returns the ticket by which :meth:`finish_backward` finds the reply.
+
+        Args:
+            output_grads: the gradient of each result that takes part.
+            wanted: for each input, whether a gradient is wanted.
 
         Raises:
             RuntimeError: a backward has used up one of the results. The other results can still be used, as in torch.
@@ -216,7 +221,9 @@ class RemoteGraph:
                 f"the graph of this remote call was kept by {self.worker_name}, and the RPC group has ended"
             )
         graph = type(self)(self.group, self.worker, self.transport, self.timeout)
-        message = graph.pack(Backward(self.key, output_grads, retain_graph, graph.key if recorded else None))
+        message = graph.pack(
+            Backward(self.key, output_grads, wanted, retain_graph, graph.key if recorded else None)
+        )
         sent = message.detached()
         inputs = self.inputs
         if not retain_graph:
@@ -277,5 +284,9 @@ class _Collect(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *output_grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        ticket = ctx.graph.start_backward(output_grads)
+        ((dispatch, _),) = ctx.next_functions
+        wanted = tuple(engine_needs_node(node) for node, _ in dispatch.next_functions)
+        if not any(wanted):  # the engine of torch.distributed.autograd does not say
+            wanted = (True,) * len(wanted)
+        ticket = ctx.graph.start_backward(output_grads, wanted)
         return None, torch.tensor(ticket, dtype=torch.float64), None

@@ -78,16 +78,19 @@ def answer(request: Message, kept_graphs: KeptGraphs) -> Message:
         kept_graphs.use_up(content.graph, graph, [*reached])
     # A gradient may be on the CPU where its output is on a GPU.
     output_grads = [grad.to(y.device) for y, grad in zip(outputs, reached.values(), strict=True)]
-    input_grads = torch.autograd.grad(
+    wanted = [x for x, is_wanted in zip(graph.inputs, content.wanted, strict=True) if is_wanted]
+    found = torch.autograd.grad(
         outputs,
-        graph.inputs,
+        wanted,
         output_grads,
         retain_graph=content.retain_graph or graph.shared,
         create_graph=recorded,
         allow_unused=True,
     )
+    grads = iter(found)
+    input_grads = [next(grads) if is_wanted else None for is_wanted in content.wanted]
     inputs = [*request.inputs(), *graph.inputs]
-    reply = _reply(list(input_grads), inputs, content.keep_as, kept_graphs, shared=recorded)
+    reply = _reply(input_grads, inputs, content.keep_as, kept_graphs, shared=recorded)
     reply.used_up = graph, outputs
     return reply
 
