@@ -159,8 +159,9 @@ def _inner_loop(
     recording = torch.is_grad_enabled()
     outcome = adjoint.run(loop) if recording else loop.run(loop.plain_step, loop.cut(begin))
     losses = torch.stack(outcome.losses) if outcome.losses else torch.zeros(0)
-    last = outcome.carry
-    return InnerLoopResult(model.result(last.params, last.buffers), last.state, losses, outcome.aux)
+    carry = outcome.carry
+    adapted = model.result(carry.params, carry.buffers, last=not (recording and adjoint.runs_again))
+    return InnerLoopResult(adapted, carry.state, losses, outcome.aux)
 
 
 def _type_name(thing: Any) -> str:

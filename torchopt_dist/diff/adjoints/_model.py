@@ -67,8 +67,8 @@ class Model(ABC):
         """The buffers as the loss has left them."""
 
     @abstractmethod
-    def result(self, leaves: Sequence[Tensor], buffers: Sequence[Tensor]) -> Any:
-        """What the caller gets."""
+    def result(self, leaves: Sequence[Tensor], buffers: Sequence[Tensor], *, last: bool = False) -> Any:
+        """What the caller gets; if ``last``, the model is not used any more."""
 
 
 def _is_trainable(leaf: Tensor) -> bool:
@@ -88,7 +88,7 @@ class TreeModel(Model):
     def buffers_now(self) -> list[Tensor]:
         return []
 
-    def result(self, leaves: Sequence[Tensor], buffers: Sequence[Tensor]) -> Any:
+    def result(self, leaves: Sequence[Tensor], buffers: Sequence[Tensor], *, last: bool = False) -> Any:
         return self.tree(leaves)
 
 
@@ -123,7 +123,9 @@ class ModuleModel(Model):
                 there[index] = tensor
         return [there[index] for index in sorted(there)]
 
-    def result(self, leaves: Sequence[Tensor], buffers: Sequence[Tensor]) -> nn.Module:
+    def result(self, leaves: Sequence[Tensor], buffers: Sequence[Tensor], *, last: bool = False) -> nn.Module:
+        if last:
+            return self.filled(leaves, buffers)
         _fill(self._places, [*self.leaves, *self.buffers])
         module, places = _copied(self._copy, self.leaves, self.buffers)
         _fill(places, [*leaves, *buffers])

@@ -18,6 +18,7 @@ Then export the class in ``adjoints/__init__.py`` and ``torchopt_dist/__init__.p
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 from torchopt_dist.diff.adjoints._loop import Loop, Outcome
 
@@ -26,6 +27,9 @@ __all__ = ["Adjoint"]
 
 class Adjoint(ABC):
     """How the gradient of an inner loop is taken; an argument of :func:`torchopt_dist.inner_loop`."""
+
+    runs_again: ClassVar[bool] = True
+    """Whether steps may be run after ``run`` has returned, as a backward pass may do."""
 
     @abstractmethod
     def run(self, loop: Loop) -> Outcome:

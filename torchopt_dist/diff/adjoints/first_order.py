@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torchopt_dist.diff.adjoints._loop import Loop, Outcome
 from torchopt_dist.diff.adjoints.adjoint import Adjoint
@@ -19,6 +20,8 @@ class FirstOrder(Adjoint):
     numbers, no weight decay and a first state without history, nothing is kept beside plain training. Losses are not
     connected.
     """
+
+    runs_again: ClassVar[bool] = False
 
     def run(self, loop: Loop) -> Outcome:
         """Run the loop; see :meth:`Adjoint.run`."""

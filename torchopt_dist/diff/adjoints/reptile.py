@@ -24,6 +24,8 @@ class Reptile(Adjoint):
     add up; to average them, divide the learning rate. Nothing else has a gradient, and losses are not connected.
     """
 
+    runs_again: ClassVar[bool] = False
+
     def run(self, loop: Loop) -> Outcome:
         """Run the loop; see :meth:`Adjoint.run`."""
         outcome = loop.run(loop.plain_step, loop.cut(loop.first))

@@ -1,0 +1,195 @@
+"""What does the gradient of an inner loop cost? Peak memory and time of adjoints, over recording all steps.
+
+Each case is a process of its own, on one thread; memory is the most that it held above what it held before. A transformer
+(d=128, 16 sequences of 64 tokens) and a network of a million parameters are adapted by Adam with a learning rate and
+weights of the examples to learn; "checkpoint" is ``torch.utils.checkpoint`` around each step of the recorded loop.
+
+    python benchmarks/inner_loop.py [transformer|many|blocks|first_order] [steps]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+
+import torchopt_dist as todist
+
+ADJOINTS = {
+    "recorded": todist.Recorded(),
+    "replayed, all": todist.Replayed(),
+    "replayed, 20": todist.Replayed(snapshots=20),
+    "replayed, 4": todist.Replayed(snapshots=4),
+    "first order": todist.FirstOrder(),
+}
+
+
+def transformer(layers: int) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    made = [
+        nn.TransformerEncoderLayer(128, 4, 512, 0.0, batch_first=True, norm_first=True) for _ in range(layers)
+    ]
+    return nn.Sequential(*made, nn.Linear(128, 128)), torch.randn(16, 64, 128)
+
+
+def million() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(512, 1000), nn.Tanh(), nn.Linear(1000, 512)), torch.randn(16, 512)
+
+
+def resident() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def measured(run: Callable[[int], list[Tensor]], steps: int) -> dict[str, Any]:
+    """Seconds, bytes and gradients of a run, after a short one."""
+    run(1)
+    before, start = resident(), time.perf_counter()
+    grads = run(steps)
+    seconds = time.perf_counter() - start
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+    return {"seconds": seconds, "bytes": peak, "sums": [grad.double().sum().item() for grad in grads]}
+
+
+def case(kind: str, name: str, steps: int) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    model, x = transformer(int(kind.removeprefix("transformer"))) if kind != "million" else million()
+    lr = torch.tensor(1e-3, requires_grad=True)
+    weights = torch.ones(16, requires_grad=True)
+
+    def loss(model: Callable[[Tensor], Tensor]) -> Tensor:
+        errors = (model(x) - x).square().flatten(1).mean(1)
+        return (weights * errors).mean()
+
+    def adapt(count: int) -> list[Tensor]:
+        if name == "plain":
+            optimizer = todist.Adam(todist.module_clone(model, by="deepcopy").parameters(), lr=1e-3)
+            copy = todist.module_clone(model, by="deepcopy")
+            optimizer = todist.Adam(copy.parameters(), lr=1e-3)
+            for _ in range(count):
+                optimizer.zero_grad()
+                loss(copy).backward()
+                optimizer.step()
+            return []
+        if name == "checkpoint":
+            params: Any = checkpointed(model, lr, loss, count)
+            adapted = functional_call(model, params, (x,))
+        else:
+            made = todist.inner_loop(
+                loss, todist.adam(lr=lr), model, count, meta=weights, adjoint=ADJOINTS[name]
+            )
+            adapted = made.params(x)
+        outer = (adapted - x).square().mean()
+        return [g for g in torch.autograd.grad(outer, [lr, weights], allow_unused=True) if g is not None]
+
+    return measured(adapt, steps)
+
+
+def checkpointed(model: nn.Module, lr: Tensor, loss: Any, steps: int) -> dict[str, Tensor]:
+    """The recorded loop with a checkpoint around each step, which is a function of all that it changes."""
+    names = [name for name, _ in model.named_parameters()]
+    optimizer = todist.adam(lr=lr)
+    params = [p.detach().requires_grad_() for p in model.parameters()]
+    leaves, spec = todist.pytree.flatten(optimizer.init(params))
+
+    def step(*tensors: Tensor) -> tuple[Tensor, ...]:
+        params, state = (
+            list(tensors[: len(names)]),
+            todist.pytree.unflatten(spec, list(tensors[len(names) :])),
+        )
+        value = loss(lambda x: functional_call(model, dict(zip(names, params, strict=True)), (x,)))
+        grads = torch.autograd.grad(value, params, create_graph=True)
+        updates, state = optimizer.update(list(grads), state, params=params, inplace=False)
+        moved = todist.apply_updates(params, updates, inplace=False)
+        return (*moved, *todist.pytree.flatten(state)[0])
+
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        for _ in range(steps):
+            made = checkpoint(step, *params, *leaves, use_reentrant=False)
+            params, leaves = list(made[: len(names)]), list(made[len(names) :])
+    return dict(zip(names, params, strict=True))
+
+
+def table(title: str, kind: str, names: list[str], steps: int) -> None:
+    print(f"\n{title}, {steps} steps\n{'':16}{'peak MB':>10}{'of first':>10}{'seconds':>10}{'of first':>10}")
+    first: dict[str, Any] = {}
+    for name in names:
+        command = [sys.executable, __file__, "--case", kind, name, str(steps)]
+        found = json.loads(
+            subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1]
+        )
+        first = first or found
+        for one, other in zip(found["sums"], first["sums"], strict=False):
+            assert abs(one - other) <= 1e-2 * abs(other) + 1e-5, (name, one, other)
+        memory, seconds = found["bytes"], found["seconds"]
+        ratios = memory / first["bytes"], seconds / first["seconds"]
+        print(f"{name:16}{memory / 1e6:10.0f}{ratios[0]:10.2f}{seconds:10.2f}{ratios[1]:10.2f}", flush=True)
+
+
+def first_order(repeats: int = 200) -> None:
+    """A step of first-order MAML against a loop by hand."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 64))
+    x, y = torch.randn(32, 64), torch.randn(32, 64)
+    names = [name for name, _ in model.named_parameters()]
+
+    def ours() -> Tensor:
+        made = todist.inner_loop(
+            lambda net: (net(x) - y).square().mean(),
+            todist.sgd(lr=0.1),
+            model,
+            5,
+            adjoint=todist.FirstOrder(),
+        )
+        return (made.params(y) - x).square().mean()
+
+    def by_hand() -> Tensor:
+        params = list(model.parameters())
+        for _ in range(5):
+            moved = dict(zip(names, params, strict=True))
+            grads = torch.autograd.grad((functional_call(model, moved, (x,)) - y).square().mean(), params)
+            params = [p - 0.1 * g for p, g in zip(params, grads, strict=True)]
+        return (functional_call(model, dict(zip(names, params, strict=True)), (y,)) - x).square().mean()
+
+    times: dict[str, list[float]] = {"ours": [], "by hand": []}
+    for _ in range(repeats):
+        for name, run in (("ours", ours), ("by hand", by_hand)):
+            start = time.perf_counter()
+            run().backward()
+            times[name].append(time.perf_counter() - start)
+            model.zero_grad()
+    one, other = (sorted(times[name])[repeats // 2] for name in ("ours", "by hand"))
+    print(
+        f"\nfirst-order MAML, 5 steps: {one * 1e3:.2f} ms, by hand {other * 1e3:.2f} ms, ratio {one / other:.2f}"
+    )
+
+
+def main(which: str, steps: int | None) -> None:
+    if which in ("transformer", ""):
+        names = ["recorded", "checkpoint", "replayed, all", "replayed, 4"]
+        table("transformer of 4 layers", "transformer4", names, steps or 32)
+    if which in ("many", ""):
+        names = ["plain", "replayed, all", "replayed, 20"]
+        table("a million parameters", "million", names, steps or 1000)
+    if which in ("first_order", ""):
+        first_order()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--case"]:
+        print(json.dumps(case(sys.argv[2], sys.argv[3], int(sys.argv[4]))))
+    else:
+        main(sys.argv[1] if len(sys.argv) > 1 else "", int(sys.argv[2]) if len(sys.argv) > 2 else None)
