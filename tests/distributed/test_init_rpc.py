@@ -262,3 +262,29 @@ def test_an_error_in_a_world_of_one_is_the_program_s_own():
         return todist.auto_init_rpc()(rank_of_worker)()
 
     assert Bare(1).run(program) == [0]
+
+
+def test_the_default_device_of_worker_init_fn_holds_in_the_threads_that_serve(world):
+    """The device "meta" stands for a GPU: it is none that a new thread has."""
+
+    def init():
+        torch.set_default_device("meta")
+        todist.barrier()
+        # Threads that answer before the settings are known take them over afterwards.
+        todist.remote_sync_call(rank_of_worker, partitioner=1 - todist.get_rank())
+
+    def where(x):
+        return torch.ones(2).device.type, (x**2).sum()
+
+    def body():
+        x = torch.full((3,), 2.0, device="cpu", requires_grad=True)
+        for _ in range(2):  # calls need tensors of their own, which are on the CPU
+            for worker in (1, 0):
+                ((device, value),) = todist.remote_async_call(where, args=(x,), partitioner=worker).wait()
+                assert device == "meta"
+                (gradient,) = torch.autograd.grad(value, x, create_graph=True)
+                assert gradient.tolist() == [4.0] * 3
+            ((device, _),) = todist.remote_sync_call(where, args=(x,), partitioner=1)
+            assert device == "meta"
+
+    world(2).on_zero(body, worker_init_fn=init)

@@ -10,7 +10,7 @@ import torch
 
 from torchopt_dist._torch_private import outside_of_transforms
 
-__all__ = ["CallerState", "draw_seed", "seeded"]
+__all__ = ["CallerState", "ThreadSettings", "draw_seed", "seeded"]
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,36 @@ class CallerState:
             yield
 
 
+@dataclass(frozen=True)
+class ThreadSettings:
+    """What torch keeps for each thread, and a new thread has not: set in one thread, applied in others.
+
+    Attributes:
+        device: where tensors are made by default.
+        gpu: the current GPU; ``None`` where no GPU is in use.
+    """
+
+    device: torch.device
+    gpu: int | None
+
+    @classmethod
+    def capture(cls) -> ThreadSettings:
+        """Read the settings of this thread."""
+        gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        return cls(torch.get_default_device(), gpu)
+
+    def apply(self) -> None:
+        """Make them this thread's."""
+        if self.device != torch.get_default_device():
+            torch.set_default_device(self.device)
+        if self.gpu is not None:
+            torch.cuda.set_device(self.gpu)
+
+
 def draw_seed() -> int:
     """A number from the caller's default generator, from which the seeds of a call's tasks are derived."""
     with outside_of_transforms():  # `vmap` refuses random numbers, and no result depends on this one's batch
-        return int(torch.randint(2**62, ()).item())
+        return int(torch.randint(2**62, (), device="cpu").item())
 
 
 @contextmanager

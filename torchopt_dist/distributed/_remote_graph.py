@@ -268,7 +268,7 @@ class _Dispatch(torch.autograd.Function):
     def forward(ctx: Any, graph: RemoteGraph, *inputs: Tensor) -> Tensor:
         ctx.graph = graph
         graph.inputs = [(tensor, tensor_version(tensor)) for tensor in inputs]
-        return torch.zeros((), dtype=torch.float64)
+        return torch.zeros((), dtype=torch.float64, device="cpu")
 
     @staticmethod
     def backward(ctx: Any, ticket: Tensor) -> tuple[Tensor | None, ...]:
@@ -289,4 +289,4 @@ class _Collect(torch.autograd.Function):
         if not any(wanted):  # the engine of torch.distributed.autograd does not say
             wanted = (True,) * len(wanted)
         ticket = ctx.graph.start_backward(output_grads, wanted)
-        return None, torch.tensor(ticket, dtype=torch.float64), None
+        return None, torch.tensor(ticket, dtype=torch.float64, device="cpu"), None

@@ -23,9 +23,13 @@ class ThreadPool:
 
     Args:
         idle_seconds: how long a thread without work is kept for the next.
+
+    Attributes:
+        prepare: called once by each thread, before its next work: settings that each thread has for itself.
     """
 
     def __init__(self, idle_seconds: float = IDLE_SECONDS) -> None:
+        self.prepare: Callable[[], None] | None = None
         self._idle_seconds = idle_seconds
         self._free: list[queue.SimpleQueue[_Work | None]] = []
         self._closed = False
@@ -60,8 +64,12 @@ class ThreadPool:
     def _loop(self, first: _Work) -> None:
         own: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         work: _Work | None = first
+        prepared: Callable[[], None] | None = None
         del first  # a thread that waits holds no work, and so none of its tensors
         while work is not None:
+            if self.prepare is not None and self.prepare is not prepared:
+                prepared = self.prepare
+                prepared()
             work()
             del work
             with self._lock:

@@ -24,6 +24,7 @@ from torchopt_dist import _network
 from torchopt_dist._torch_private import set_default_rpc_timeout, tensorpipe_options_with_sockets
 from torchopt_dist.distributed import _rendezvous, _shutdown
 from torchopt_dist.distributed._allocator import share_one_arena
+from torchopt_dist.distributed._caller_state import ThreadSettings
 from torchopt_dist.distributed._group import Group, current_group, find_group, set_group
 from torchopt_dist.distributed._membership import Failure, Member, Membership
 from torchopt_dist.distributed._parentheses import check_parentheses
@@ -69,7 +70,8 @@ def auto_init_rpc(
     inside ``main`` uses the group that is there; a call after ``main`` has returned makes a new one.
 
     Args:
-        worker_init_fn: called on every worker before ``main`` runs on any: seeds, devices, a process title.
+        worker_init_fn: called on every worker before ``main`` runs on any: seeds, devices, a process title. The default
+            device and the current GPU that it sets are those of all threads that answer calls, too.
         worker_name_format: called with the keywords ``world_rank``, ``world_size``, ``local_rank`` and
             ``local_world_size``; returns this worker's name, of letters, digits, ``-``, ``_`` and ``:``.
         backend: as in :func:`torch.distributed.rpc.init_rpc`.
@@ -103,6 +105,7 @@ def auto_init_rpc(
             with _RunningGroup(*settings) as group:
                 if worker_init_fn is not None:
                     worker_init_fn()
+                    group.threads.prepare = ThreadSettings.capture().apply
                 group.membership.barrier(range(len(group.names)), "start")
                 return main(*args, **kwargs)
 
