@@ -43,6 +43,18 @@ def clipped(lr):
     return todist.chain(todist.clip_grad_norm(1.0), todist.adam(lr))
 
 
+def by_links(params, lr):
+    """A chain of which no single rate is to be found, but whose state has counts of the whole group."""
+    links = (todist.transform.scale_by_schedule(DOWN), todist.transform.trace(0.5))
+    return todist.Optimizer(
+        params, todist.chain(*links, scale_by_learning_rate(1.0), scale_by_learning_rate(lr))
+    )
+
+
+def injected(params, lr):
+    return todist.Optimizer(params, todist.transform.inject_hyperparams(todist.adam)(lr=lr, eps=lr))
+
+
 MAKERS = {
     **{name: row.plain for name, row in ROWS.items()},
     "a chain": lambda params, lr: todist.Optimizer(params, clipped(lr)),
@@ -135,14 +147,16 @@ def by_torch(optimizer, state):
     return torch.load(file, weights_only=True)
 
 
-@pytest.mark.parametrize("name", ["SGD", "Adam", "RMSprop", "a chain"])
+@pytest.mark.parametrize(
+    "make", [MAKERS["SGD"], MAKERS["Adam"], MAKERS["RMSprop"], MAKERS["a chain"], by_links, injected]
+)
 @pytest.mark.parametrize("flatten", [False, True])
 @pytest.mark.filterwarnings("ignore")  # torch's own
-def test_a_distributed_checkpoint_resumes_a_schedule(name, flatten, tmp_path):
+def test_a_distributed_checkpoint_resumes_a_schedule(make, flatten, tmp_path):
     """The count is in the state from construction: what is loaded is what a fresh optimizer has places for."""
     options = dcp_state.StateDictOptions(flatten_optimizer_state_dict=flatten)
     unbroken, first, second = Net(), Net(), Net()
-    optimizers = [MAKERS[name](net.parameters(), lr=DOWN) for net in (unbroken, first, second)]
+    optimizers = [make(net.parameters(), lr=DOWN) for net in (unbroken, first, second)]
     go(optimizers[0], unbroken.w, 2)
     go(optimizers[0], unbroken.w, 2)
     go(optimizers[1], first.w, 2)
@@ -156,7 +170,8 @@ def test_a_distributed_checkpoint_resumes_a_schedule(name, flatten, tmp_path):
             dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
             net.load_state_dict(state["net"])
             dcp_state.set_optimizer_state_dict(net, optimizer, state["optimizer"], options=options)
-    assert rates(optimizers[1]) == rates(optimizers[2]) == [DOWN(2)]
+    if "lr" in optimizers[1].param_groups[0]:
+        assert rates(optimizers[1]) == rates(optimizers[2]) == [DOWN(2)]
     go(optimizers[2], second.w, 2)
     torch.testing.assert_close(second.w, unbroken.w, rtol=1e-14, atol=0)
 
@@ -191,3 +206,15 @@ def test_a_schedule_may_say_a_tensor_that_requires_grad():
     go(optimizer, w, 1)
     assert rates(optimizer) == [0.25]
     assert torch.equal(w.detach(), leaf().detach() - 0.25)
+
+
+def test_injected_hyperparameters_have_names_in_the_group():
+    w = leaf()
+    optimizer = injected([w], DOWN)
+    go(optimizer, w, 2)
+    shared = optimizer.param_groups[0]["shared_state"]
+    assert {key: value.item() for key, value in shared.items()} == {
+        "step": 2,
+        "hyperparams/eps": DOWN(2),
+        "hyperparams/lr": DOWN(2),
+    }

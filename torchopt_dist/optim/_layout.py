@@ -23,14 +23,24 @@ class Layout(NamedTuple):
     spec: pytree.PyTreeSpec
     """Structure of the state, its lists (a tensor a parameter) taken as leaves."""
     keys: list[str | None]
-    """A leaf's key in ``state[p]``; ``None`` for a leaf of the whole group, in ``group['shared_state']``."""
+    """A leaf's key in ``state[p]``; ``None`` for a leaf of the whole group, which is in ``group['shared_state']``."""
+    paths: list[str]
+    """A leaf's place in the state, which is its key there."""
+
+    def shared(self, state: OptState) -> dict[str, Any]:
+        """The leaves of the whole group in a state, by their keys."""
+        leaves = flatten_with_keys(state, is_list)[1]
+        return {
+            path: leaf for key, path, leaf in zip(self.keys, self.paths, leaves, strict=True) if key is None
+        }
 
 
 def layout_of(state: OptState) -> Layout:
     paths, leaves, spec = flatten_with_keys(state, is_list)
     own = [path if is_list(leaf) else None for path, leaf in zip(paths, leaves, strict=True)]
     names = [path[-1] for path in own if path]  # a count of the whole group takes no name away
-    return Layout(spec, [None if path is None else _key(path, names) for path in own])
+    keys = [None if path is None else _key(path, names) for path in own]
+    return Layout(spec, keys, [key_of(path) or "state" for path in paths])
 
 
 def _key(path: tuple[str, ...], names: list[str]) -> str:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from torchopt_dist import pytree
 from torchopt_dist.nn._held_tensors import deepcopy_memo
@@ -131,7 +132,12 @@ class Optimizer(torch.optim.Optimizer):
             _twin.check_group(self._names(), self._signature.parameters, self._settled(), final)
             self._transformation_of(final)  # checks the options
         super().add_param_group(param_group)
-        self._schedules.settle(len(self.param_groups) - 1, self.param_groups[-1])
+        index, group = len(self.param_groups) - 1, self.param_groups[-1]
+        self._schedules.settle(index, group)
+        if self._impl is not None and not any(map(is_lazy, group["params"])):
+            state = self._transformation_of(group).init(group["params"])
+            if shared := layout_of(state).shared(state):
+                group[_SHARED] = shared  # from the start, or a checkpoint would have no place for it
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -304,52 +310,50 @@ class Optimizer(torch.optim.Optimizer):
         """Put a group's state together; what is not there yet is as at the first step."""
         params, own = group["params"], [key for key in layout.keys if key is not None]
         states = [self.state[p] for p in params] if own else []
-        shared = group.get(_SHARED, [])
+        shared = group.get(_SHARED, {})
         try:
             columns = {key: [state[key] for state in states] for key in own}
-            complete = len(shared) == len(layout.keys) - len(own) or len(own) == len(layout.keys)
+            return _together(layout, columns, shared)
         except KeyError:
-            complete = False
-        if not complete:
             first = self._fill(params, impl, layout)
-            shared = shared if len(shared) == len(first) else first
-            if shared:
-                group[_SHARED] = shared  # a fused step overwrites them
+            group[_SHARED] = shared = {**first, **shared}  # a fused step overwrites them
             columns = {key: [state[key] for state in states] for key in own}
-        rest = iter(shared)
-        leaves = [next(rest) if key is None else columns[key] for key in layout.keys]
-        return pytree.unflatten(layout.spec, leaves)
+            return _together(layout, columns, shared)
 
-    def _fill(self, params: list[Tensor], impl: GradientTransformation, layout: Layout) -> list[Any]:
+    def _fill(self, params: list[Tensor], impl: GradientTransformation, layout: Layout) -> dict[str, Any]:
         """Fill in what parameters lack of their state; return the group's own first state."""
-        first = flatten_with_keys(impl.init(params), is_list)[1]
+        state = impl.init(params)
+        first = flatten_with_keys(state, is_list)[1]
         own = {key for key in layout.keys if key is not None}
         for p in params if COUNT in own else ():
-            state = self.state[p]
-            lacking = sorted(own - set(state) - {COUNT})
-            if state and lacking:
+            held = self.state[p]
+            lacking = sorted(own - set(held) - {COUNT})
+            if held and lacking:
                 raise ValueError(
                     f"`state` of a parameter must have all that this {type(self).__name__} keeps, or nothing: it "
-                    f"lacks {lacking}, got {sorted(state)}"
+                    f"lacks {lacking}, got {sorted(held)}"
                 )
-            if state:  # torch's SGD does not count
-                state.setdefault(COUNT, torch.ones((), dtype=torch.float32, device="cpu"))
+            if held:  # torch's SGD does not count
+                held.setdefault(COUNT, torch.ones((), dtype=torch.float32, device="cpu"))
         for key, leaves in zip(layout.keys, first, strict=True):
             for p, leaf in zip(params, leaves, strict=True) if key is not None else ():
                 self.state[p].setdefault(key, leaf)
-        return [leaf for key, leaf in zip(layout.keys, first, strict=True) if key is None]
+        return layout.shared(state)
 
     def _scatter(self, group: dict[str, Any], layout: Layout, state: OptState) -> None:
         _, leaves, _ = flatten_with_keys(state, is_list)
-        shared = []
         for key, leaf in zip(layout.keys, leaves, strict=True):
-            if key is None:
-                shared.append(leaf)
-            else:
-                for p, value in zip(group["params"], leaf, strict=True):
-                    self.state[p][key] = value
-        if shared:
+            for p, value in zip(group["params"], leaf, strict=True) if key is not None else ():
+                self.state[p][key] = value
+        if shared := layout.shared(state):
             group[_SHARED] = shared
+
+
+def _together(layout: Layout, columns: dict[str, list[Any]], shared: dict[str, Any]) -> OptState:
+    pairs = zip(layout.keys, layout.paths, strict=True)
+    return pytree.unflatten(
+        layout.spec, [shared[path] if key is None else columns[key] for key, path in pairs]
+    )
 
 
 def _is_same_option(before: Any, now: Any) -> bool:
