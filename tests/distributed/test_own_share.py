@@ -200,6 +200,28 @@ def test_a_share_can_be_differentiated_in_a_context_and_after_the_group():
     torch.testing.assert_close(torch.autograd.grad(after, list(model.parameters())), expected)
 
 
+class Counted(nn.Linear):
+    """Counts how often it is packed."""
+
+    packed = 0
+
+    def __getstate__(self):
+        type(self).packed += 1
+        return vars(self).copy()
+
+
+def test_a_module_is_packed_once_a_call(world):
+    def body():
+        model, x = Counted(3, 1), torch.arange(18.0).reshape(6, 3)
+        for function in (mse, lambda *arguments: mse(*arguments)):
+            Counted.packed = 0
+            loss = todist.parallelize(reducer=todist.mean_reducer)(function)(model, x, torch.zeros(6, 1))
+            torch.testing.assert_close(loss, mse(model, x, torch.zeros(6, 1)))
+            assert Counted.packed == 1
+
+    world(3).on_zero(body)
+
+
 class Marked(torch.autograd.Function):
     """Keeps an object in the graph."""
 

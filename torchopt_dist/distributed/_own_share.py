@@ -24,20 +24,23 @@ from torchopt_dist.distributed._kept_graphs import KeptGraphs
 from torchopt_dist.distributed._payload import Payload
 from torchopt_dist.distributed._remote_graph import HERE, RemoteGraph
 from torchopt_dist.distributed._request_handler import answer
-from torchopt_dist.distributed._serialization import Message
+from torchopt_dist.distributed._serialization import Message, PackedModules
 from torchopt_dist.distributed._wire_format import SMALL
 from torchopt_dist.errors import SerializationError
 
 __all__ = ["prepare"]
 
 
-def prepare(payload: Payload, *, snapshot: bool) -> Callable[[], list[Any]]:
+def prepare(
+    payload: Payload, *, snapshot: bool, modules: PackedModules | None = None
+) -> Callable[[], list[Any]]:
     """Make the caller's own share ready, in the caller's thread; any thread may run it.
 
     Args:
         payload: the work of this worker; its options say whether the share is isolated.
         snapshot: copy all tensors, so that they may be changed in place as soon as this returns. A share that is not
             isolated copies none.
+        modules: those that the same call has packed for other workers.
 
     Returns:
         Runs the share, and gives the tasks' values or raises what a task raises.
@@ -51,7 +54,7 @@ def prepare(payload: Payload, *, snapshot: bool) -> Callable[[], list[Any]]:
     here = _Here(receiving_device(payload.options.device), group.kept_graphs.known)
     graph = _OwnGraph(group, group.rank, here, 0)
     try:
-        message, anchor = graph.start(payload)
+        message, anchor = graph.start(payload, modules)
     except SerializationError as error:
         error.add_note(
             "the caller's own share works on rebuilt objects, as the other workers' do; "

@@ -39,7 +39,7 @@ from torchopt_dist.distributed._grad_accumulators import hold_grad_accumulators
 from torchopt_dist.distributed._group import Group, current_group, find_group
 from torchopt_dist.distributed._payload import Payload
 from torchopt_dist.distributed._protocol import BACKWARD_TWICE, Backward, Call, Key, Reply, Request
-from torchopt_dist.distributed._serialization import Message, pack, unpack
+from torchopt_dist.distributed._serialization import Message, PackedModules, pack, unpack
 from torchopt_dist.distributed.transport.base import Transport
 from torchopt_dist.errors import NotInitializedError, SerializationError
 
@@ -59,6 +59,7 @@ def call(
     transport: Transport | None = None,
     *,
     snapshot: bool = False,
+    modules: PackedModules | None = None,
 ) -> Future[list[Any]]:
     """Run a payload on another worker.
 
@@ -68,6 +69,7 @@ def call(
         timeout: seconds after which the future, and likewise a backward through its values, fails with
             :class:`~torchopt_dist.errors.CallTimeoutError`; 0 means never.
         transport: carries the messages; ``None`` means the RPC group's transport.
+        modules: those that the same call has packed for other workers.
         snapshot: send copies, so that tensors may be changed in place as soon as this returns.
 
     Returns:
@@ -80,7 +82,7 @@ def call(
     group = current_group()
     group.check_process()
     graph = RemoteGraph(group, worker, transport or group.transport, timeout)
-    message, anchor = graph.start(payload)
+    message, anchor = graph.start(payload, modules)
     future: Future[list[Any]] = Future()
 
     def arrived(done: Future[Message]) -> None:
@@ -137,10 +139,10 @@ class RemoteGraph:
         """Whether the worker's graph went with the RPC group."""
         return find_group() is not self.group
 
-    def pack(self, request: Request) -> Message:
-        return pack(request, main_by_name=self._main_by_name)
+    def pack(self, request: Request, modules: PackedModules | None = None) -> Message:
+        return pack(request, main_by_name=self._main_by_name, modules=modules)
 
-    def start(self, payload: Payload) -> tuple[Message, Tensor | None]:
+    def start(self, payload: Payload, modules: PackedModules | None) -> tuple[Message, Tensor | None]:
         """The message that asks for a call, and the anchor, if gradients are wanted.
 
         Raises:
@@ -148,7 +150,7 @@ class RemoteGraph:
         """
         function = getattr(payload.function, "__qualname__", repr(payload.function))
         try:
-            message = self.pack(Call(payload, self.key if payload.state.grad_enabled else None))
+            message = self.pack(Call(payload, self.key if payload.state.grad_enabled else None), modules)
         except SerializationError as error:
             raise SerializationError(
                 f"`{function}` and its arguments cannot be sent to {self.worker_name}: {error}"

@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import CellType, FunctionType, ModuleType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import cloudpickle
 import torch
@@ -30,7 +30,7 @@ from torchopt_dist._torch_private import forward_mode_is_active, is_batched_grad
 from torchopt_dist.distributed._parametrized_modules import is_parametrized, reduced
 from torchopt_dist.errors import SerializationError
 
-__all__ = ["Message", "pack", "unpack"]
+__all__ = ["Message", "PackedModules", "pack", "unpack"]
 
 _ModuleId: TypeAlias = tuple[int, bytes, tuple[int, ...]]
 """Which module of the message, the digest of its structure, the numbers of its tensors."""
@@ -85,13 +85,14 @@ class Message:
         return [tensor for tensor in self.tensors if tensor.requires_grad]
 
 
-def pack(value: Any, *, main_by_name: bool) -> Message:
+def pack(value: Any, *, main_by_name: bool, modules: PackedModules | None = None) -> Message:
     """Pickle ``value``, with its tensors beside.
 
     Args:
         value: any object.
         main_by_name: whether functions and classes of ``__main__`` can be sent by name, since the receiver runs the
             same program; else their code is sent. Importable functions and classes are always sent by name.
+        modules: those that have been packed before, and have not changed since; more are added.
 
     Returns:
         The message; its tensors are part of the graph that they are part of in ``value``.
@@ -101,20 +102,18 @@ def pack(value: Any, *, main_by_name: bool) -> Message:
     """
     tensors: _Tensors = _Tensors(main_by_name)
     structures: dict[bytes, bytes] = {}
+    packed: PackedModules = {} if modules is None else modules
     try:
         try:
-            skeleton, pickler = _dump(value, main_by_name, tensors, structures)
+            skeleton, pickler = _dump(value, main_by_name, tensors, structures, packed)
             pickler.check_disjoint()
         except _OverlapError:  # only one pickle keeps what is shared one
             tensors, structures = _Tensors(main_by_name), {}
-            skeleton, _ = _dump(value, main_by_name, tensors, None)
+            skeleton, _ = _dump(value, main_by_name, tensors, None, packed)
             tensors.mark_buffers(tensors.all)
     except SerializationError:
         raise
-    except (
-        Exception,
-        SystemExit,
-    ) as error:  # pickling runs the objects' own code, which raises what it likes
+    except (Exception, SystemExit) as error:  # the objects' own code is run, which raises what it likes
         raise SerializationError(f"{type(error).__name__}: {error}") from error
     return Message(
         skeleton,
@@ -134,10 +133,7 @@ def unpack(message: Message) -> Any:
     """
     try:
         return _Unpickler(message.skeleton, message.tensors, message.structures).load()
-    except (
-        Exception,
-        SystemExit,
-    ) as error:  # unpickling runs the objects' own code, which raises what it likes
+    except (Exception, SystemExit) as error:  # the objects' own code is run, which raises what it likes
         raise SerializationError(f"{type(error).__name__}: {error}") from error
 
 
@@ -182,17 +178,21 @@ class _OverlapError(Exception):
 
 
 def _dump(
-    value: Any, main_by_name: bool, tensors: _Tensors, structures: dict[bytes, bytes] | None
+    value: Any,
+    main_by_name: bool,
+    tensors: _Tensors,
+    structures: dict[bytes, bytes] | None,
+    packed: PackedModules,
 ) -> tuple[bytes, _OutOfBandPickler]:
     before = tensors.mark()
     buffer = io.BytesIO()
-    pickler: _OutOfBandPickler = _NamePickler(buffer, main_by_name, tensors, structures)
+    pickler: _OutOfBandPickler = _NamePickler(buffer, main_by_name, tensors, structures, packed)
     try:
         pickler.dump(value)
     except (_NeedsCodeError, pickle.PicklingError, AttributeError, TypeError):
         tensors.forget_since(before)
         buffer = io.BytesIO()
-        pickler = _CodePickler(buffer, main_by_name, tensors, structures)
+        pickler = _CodePickler(buffer, main_by_name, tensors, structures, packed)
         pickler.dump(value)
     return buffer.getvalue(), pickler
 
@@ -204,12 +204,18 @@ class _OutOfBandPickler(pickle.Pickler):
     globals_ref: Mapping[int, Any] = {}
 
     def __init__(
-        self, buffer: io.BytesIO, main_by_name: bool, tensors: _Tensors, structures: dict[bytes, bytes] | None
+        self,
+        buffer: io.BytesIO,
+        main_by_name: bool,
+        tensors: _Tensors,
+        structures: dict[bytes, bytes] | None,
+        packed: PackedModules,
     ) -> None:
         super().__init__(buffer, protocol=pickle.HIGHEST_PROTOCOL)
         self._main_by_name = main_by_name
         self._tensors = tensors
         self._structures = structures
+        self._packed = packed
         self._modules: dict[int, _ModuleId] = {}
         self._families: set[int] = set()
         self._parts: list[_OutOfBandPickler] = []  # kept, so that no id in their memos is used again
@@ -231,13 +237,18 @@ class _OutOfBandPickler(pickle.Pickler):
         if family & self._families:
             raise _OverlapError
         self._families |= family
-        own = _Tensors(self._main_by_name)  # numbered from 0, so that equal structures are equal bytes
-        structure, pickler = _dump(module, self._main_by_name, own, None)
-        self._parts.append(pickler)
-        digest = hashlib.blake2b(structure, digest_size=16).digest()
-        structures[digest] = structure
-        numbers = tuple(self._tensors.number(tensor) for tensor in own.all)
-        self._tensors.mark_buffers(own.all)
+        packed = self._packed.get((id(module), self._main_by_name))
+        if packed is None:
+            own = _Tensors(self._main_by_name)  # numbered from 0, so that equal structures are equal bytes
+            structure, pickler = _dump(module, self._main_by_name, own, None, {})
+            digest = hashlib.blake2b(structure, digest_size=16).digest()
+            packed = _PackedModule(module, structure, digest, own.all, pickler)
+            self._packed[id(module), self._main_by_name] = packed
+        digest = packed.digest
+        self._parts.append(packed.pickler)
+        structures[digest] = packed.structure
+        numbers = tuple(self._tensors.number(tensor) for tensor in packed.tensors)
+        self._tensors.mark_buffers(packed.tensors)
         self._modules[id(module)] = (len(self._modules), digest, numbers)
         return self._modules[id(module)]
 
@@ -257,6 +268,18 @@ class _OutOfBandPickler(pickle.Pickler):
             if namespaces & part.globals_ref.keys() and any(_rebinds(obj) for _, obj in met.values()):
                 raise _OverlapError
             namespaces |= part.globals_ref.keys()
+
+
+class _PackedModule(NamedTuple):
+    module: nn.Module  # kept, so that its id is not used again
+    structure: bytes
+    digest: bytes
+    tensors: list[torch.Tensor]
+    pickler: _OutOfBandPickler
+
+
+PackedModules: TypeAlias = dict[tuple[int, bool], _PackedModule]
+"""Modules by their id and by whether ``__main__`` goes by name: one that goes to several workers is packed once."""
 
 
 class _NamePickler(_OutOfBandPickler):

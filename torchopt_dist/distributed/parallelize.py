@@ -18,6 +18,7 @@ from torchopt_dist.distributed._gather import gather
 from torchopt_dist.distributed._group import current_group
 from torchopt_dist.distributed._parentheses import check_parentheses
 from torchopt_dist.distributed._payload import ExecutionKwargs, ExecutionOptions, group_by_worker
+from torchopt_dist.distributed._serialization import PackedModules
 from torchopt_dist.distributed.partition import Partitioner, check_partitioner, partition
 from torchopt_dist.distributed.reduce import ReducerOfSizes, check_reducer
 from torchopt_dist.typing import Args, KwArgs
@@ -159,13 +160,14 @@ class _Call:
         self.partitions = partition(partitioner, tuple(args or ()), dict(kwargs or {}))
         self.payloads = group_by_worker(func, self.partitions, options)
         self.me = self.group.rank
+        modules: PackedModules = {}
         self.values = {
-            worker: _remote_graph.call(worker, payload, self.seconds, snapshot=snapshot)
+            worker: _remote_graph.call(worker, payload, self.seconds, snapshot=snapshot, modules=modules)
             for worker, (payload, _) in self.payloads.items()
             if worker != self.me
         }
         self.own_share = {
-            worker: _own_share.prepare(payload, snapshot=snapshot)
+            worker: _own_share.prepare(payload, snapshot=snapshot, modules=modules)
             for worker, (payload, _) in self.payloads.items()
             if worker == self.me
         }
