@@ -9,25 +9,23 @@ rest, such as a list that its hook fills, all stays in one pickle.
 
 from __future__ import annotations
 
-import dis
 import hashlib
-import importlib
 import io
 import pickle
-import sys
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from types import CellType, FunctionType, ModuleType
+from types import FunctionType
 from typing import Any, NamedTuple, TypeAlias
 
 import cloudpickle
 import torch
 from torch import nn
-from torch.autograd import forward_ad
 
-from torchopt_dist._torch_private import forward_mode_is_active, is_batched_gradient, is_functorch_tensor
+from torchopt_dist.distributed._names import find, name_of
 from torchopt_dist.distributed._parametrized_modules import is_parametrized, reduced
+from torchopt_dist.distributed._sendable_tensors import check_sendable
+from torchopt_dist.distributed._shared_objects import rebinds, some_can_change
 from torchopt_dist.errors import SerializationError
 
 __all__ = ["Message", "PackedModules", "pack", "unpack"]
@@ -149,7 +147,7 @@ class _Tensors:
     def number(self, tensor: torch.Tensor) -> int:
         number = self._numbers.setdefault(id(tensor), len(self.all))
         if number == len(self.all):
-            _check_sendable(tensor, self._main_by_name)
+            check_sendable(tensor, self._main_by_name)
             self.all.append(tensor)
         return number
 
@@ -262,10 +260,10 @@ class _OutOfBandPickler(pickle.Pickler):
         namespaces = set(self.globals_ref)
         for part in self._parts:
             memo: dict[int, tuple[int, Any]] = part.memo.copy()
-            if _some_can_change([memo[key][1] for key in met.keys() & memo.keys()], self._main_by_name):
+            if some_can_change([memo[key][1] for key in met.keys() & memo.keys()], self._main_by_name):
                 raise _OverlapError
             met.update(memo)
-            if namespaces & part.globals_ref.keys() and any(_rebinds(obj) for _, obj in met.values()):
+            if namespaces & part.globals_ref.keys() and any(rebinds(obj) for _, obj in met.values()):
                 raise _OverlapError
             namespaces |= part.globals_ref.keys()
 
@@ -290,11 +288,11 @@ class _NamePickler(_OutOfBandPickler):
             if obj.__module__ == "__main__" and not self._main_by_name:
                 raise _NeedsCodeError
         elif isinstance(obj, FunctionType):
-            name = _name_of(obj, self._main_by_name)
+            name = name_of(obj, self._main_by_name)
             if name is None:
                 raise _NeedsCodeError
             if name[2]:
-                return _find, name
+                return find, name
             return NotImplemented
         return super().reducer_override(obj)
 
@@ -304,9 +302,9 @@ class _CodePickler(_OutOfBandPickler, cloudpickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, (FunctionType, type)):
-            name = _name_of(obj, self._main_by_name)
+            name = name_of(obj, self._main_by_name)
             if name is not None and (name[2] or name[0] == "__main__"):
-                return _find, name
+                return find, name
         taken_out = _OutOfBandPickler.reducer_override(self, obj)
         return cloudpickle.Pickler.reducer_override(self, obj) if taken_out is NotImplemented else taken_out
 
@@ -347,84 +345,3 @@ def _tensor(number: int) -> torch.Tensor:
 def _module(which: int, digest: bytes, numbers: tuple[int, ...]) -> nn.Module:
     """In a pickle: a module, by its structure and the numbers of its tensors, which an :class:`_Unpickler` finds."""
     raise NotImplementedError(which, digest, numbers)
-
-
-def _some_can_change(shared: Iterable[Any], main_by_name: bool) -> bool:
-    """Whether one of the objects that two pickles share can change; what belongs to shared code counts as code."""
-    code: set[int] = set()
-    suspects = []
-    for obj in shared:
-        if isinstance(obj, type):
-            code.update(map(id, vars(obj).values()))
-        elif isinstance(obj, FunctionType):
-            if vars(obj) and _name_of(obj, main_by_name) is None:
-                return True
-            code |= {id(obj.__annotations__), id(obj.__kwdefaults__)}
-        elif not _is_constant(obj):
-            suspects.append(obj)
-    return any(id(obj) not in code for obj in suspects)
-
-
-_KEPT = (ModuleType, CellType, torch.dtype, torch.layout, torch.memory_format)
-
-
-def _is_constant(obj: Any) -> bool:
-    # Each function gets cells of its own, in one pickle too; the contents of the cells have entries of their own in the
-    # memo. So have the parts and the `__dict__` of an object that is hashed by its value.
-    hashed_by: Any = type(obj).__hash__
-    return hashed_by not in (None, object.__hash__) or isinstance(obj, _KEPT)
-
-
-def _rebinds(obj: Any) -> bool:
-    """Whether ``obj`` is a function that assigns to a global variable."""
-    return isinstance(obj, FunctionType) and dis.opmap["STORE_GLOBAL"] in obj.__code__.co_code[::2]
-
-
-def _check_sendable(tensor: torch.Tensor, main_by_name: bool) -> None:
-    shape = tuple(tensor.shape)
-    if type(tensor) not in (torch.Tensor, nn.Parameter):
-        kind = type(tensor.detach())  # detached, as it is sent
-        if _name_of(kind, main_by_name) is None:
-            raise SerializationError(
-                f"a tensor of class {kind.__qualname__} cannot be sent: the receiver does not find that class by name"
-            )
-    if is_functorch_tensor(tensor):
-        raise SerializationError("a tensor inside a torch.func transform cannot be sent to another process")
-    if is_batched_gradient(tensor):
-        raise SerializationError(
-            "many gradients at a time, which is_grads_batched=True and vectorize=True of torch.autograd make, cannot "
-            "be sent to another process: ask for one after another"
-        )
-    if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
-        sort = "meta" if tensor.is_meta else "quantized" if tensor.is_quantized else str(tensor.layout)
-        raise SerializationError(f"a {sort} tensor of shape {shape} cannot be sent: only dense tensors can")
-    if forward_mode_is_active() and forward_ad.unpack_dual(tensor).tangent is not None:
-        raise SerializationError(
-            f"a tensor of shape {shape} has a forward-mode tangent, which a remote call would lose"
-        )
-
-
-def _name_of(obj: Any, main_by_name: bool) -> tuple[str, str, int] | None:
-    """Where a receiver finds ``obj``: module, qualified name, how often to unwrap; ``None`` if it is not to be found.
-
-    A decorated function is not what its name says; it is found behind ``__wrapped__``.
-    """
-    module, qualname = getattr(obj, "__module__", None), getattr(obj, "__qualname__", "")
-    if not module or "<locals>" in qualname or (module == "__main__" and not main_by_name):
-        return None
-    found: Any = sys.modules.get(module)
-    for name in qualname.split("."):
-        found = getattr(found, name, None)
-    depth = 0
-    while found is not None and found is not obj:
-        found, depth = getattr(found, "__wrapped__", None), depth + 1
-    return None if found is None else (module, qualname, depth)
-
-
-def _find(module: str, qualname: str, depth: int) -> Any:
-    found: Any = importlib.import_module(module)
-    for name in qualname.split("."):
-        found = getattr(found, name)
-    for _ in range(depth):
-        found = found.__wrapped__
-    return found

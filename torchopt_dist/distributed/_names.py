@@ -1,0 +1,36 @@
+"""A function or class ⇄ the name under which a receiver finds it."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+__all__ = ["find", "name_of"]
+
+
+def name_of(obj: Any, main_by_name: bool) -> tuple[str, str, int] | None:
+    """Where a receiver finds ``obj``: module, qualified name, how often to unwrap; ``None`` if it is not to be found.
+
+    A decorated function is not what its name says; it is found behind ``__wrapped__``.
+    """
+    module, qualname = getattr(obj, "__module__", None), getattr(obj, "__qualname__", "")
+    if not module or "<locals>" in qualname or (module == "__main__" and not main_by_name):
+        return None
+    found: Any = sys.modules.get(module)
+    for name in qualname.split("."):
+        found = getattr(found, name, None)
+    depth = 0
+    while found is not None and found is not obj:
+        found, depth = getattr(found, "__wrapped__", None), depth + 1
+    return None if found is None else (module, qualname, depth)
+
+
+def find(module: str, qualname: str, depth: int) -> Any:
+    """What :func:`name_of` has named."""
+    found: Any = importlib.import_module(module)
+    for name in qualname.split("."):
+        found = getattr(found, name)
+    for _ in range(depth):
+        found = found.__wrapped__
+    return found

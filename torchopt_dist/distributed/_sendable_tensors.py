@@ -1,0 +1,38 @@
+"""A tensor → an error that says why it cannot be sent, if it cannot."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+
+from torchopt_dist._torch_private import forward_mode_is_active, is_batched_gradient, is_functorch_tensor
+from torchopt_dist.distributed._names import name_of
+from torchopt_dist.errors import SerializationError
+
+__all__ = ["check_sendable"]
+
+
+def check_sendable(tensor: torch.Tensor, main_by_name: bool) -> None:
+    """Raise :class:`SerializationError` unless a receiver can have the tensor and its part of the graph."""
+    shape = tuple(tensor.shape)
+    if type(tensor) not in (torch.Tensor, nn.Parameter):
+        kind = type(tensor.detach())  # detached, as it is sent
+        if name_of(kind, main_by_name) is None:
+            raise SerializationError(
+                f"a tensor of class {kind.__qualname__} cannot be sent: the receiver does not find that class by name"
+            )
+    if is_functorch_tensor(tensor):
+        raise SerializationError("a tensor inside a torch.func transform cannot be sent to another process")
+    if is_batched_gradient(tensor):
+        raise SerializationError(
+            "many gradients at a time, which is_grads_batched=True and vectorize=True of torch.autograd make, cannot "
+            "be sent to another process: ask for one after another"
+        )
+    if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
+        sort = "meta" if tensor.is_meta else "quantized" if tensor.is_quantized else str(tensor.layout)
+        raise SerializationError(f"a {sort} tensor of shape {shape} cannot be sent: only dense tensors can")
+    if forward_mode_is_active() and forward_ad.unpack_dual(tensor).tangent is not None:
+        raise SerializationError(
+            f"a tensor of shape {shape} has a forward-mode tangent, which a remote call would lose"
+        )
