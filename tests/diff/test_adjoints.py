@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import torchopt_dist as todist
 from tests.diff.adjoint_table import ADJOINTS, ALL, OPTIMIZERS, STEPS, Problem, gradients
@@ -341,3 +342,30 @@ def test_adjoints_without_forward_mode_say_so():
             (torch.ones(()),),
             (torch.ones(()),),
         )
+
+
+class _Checkpointed(nn.Module):
+    def __init__(self, checkpoints):
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 1)
+        self.checkpoints = checkpoints
+
+    def forward(self, x):
+        if self.checkpoints:
+            return self.last(checkpoint(lambda x: torch.tanh(self.first(x)), x, use_reentrant=False))
+        return self.last(torch.tanh(self.first(x)))
+
+
+@pytest.mark.parametrize("name", ADJOINTS)
+def test_checkpoints_in_a_module_are_computed_with_the_parameters_of_the_step(name):
+    def found(checkpoints):
+        torch.manual_seed(0)
+        net = _Checkpointed(checkpoints).double()
+        x = torch.randn(5, 3, dtype=torch.float64)
+        lr = torch.tensor(0.1, dtype=torch.float64, requires_grad=True)
+        adapted = todist.inner_loop(
+            lambda net: net(x).square().mean(), todist.sgd(lr=lr), net, 4, adjoint=ADJOINTS[name].adjoint
+        )
+        return torch.autograd.grad(adapted.params(x).sum(), lr)[0]
+
+    torch.testing.assert_close(found(True), found(False), rtol=1e-12, atol=0)

@@ -207,6 +207,8 @@ class Loop:
                 # An alias of its own: the loss may use the first parameters in another role, too.
                 leaves[place] = leaf.view_as(leaf) if record else leaf.detach().requires_grad_()
             loss, aux, buffers = self.evaluate(self._tied(leaves), carry.buffers, number)
+            if record:
+                self.model.leave()
             if self.watch is not None and not record:
                 self.watch(carry, number, loss, [leaves[place] for place in self.model.moved_places], buffers)
             found = gradients(loss, [leaves[place] for place in self.model.moved_places], create_graph=record)

@@ -63,6 +63,14 @@ class Model(ABC):
         """What the loss takes. The loss may overwrite the buffers."""
 
     @abstractmethod
+    def leave(self) -> None:
+        """Leave to a graph what was filled last: the next is another one.
+
+        ``torch.utils.checkpoint`` in a module calls the module again in backward, which must then have the parameters
+        of the step.
+        """
+
+    @abstractmethod
     def buffers_now(self) -> list[Tensor]:
         """The buffers as the loss has left them."""
 
@@ -81,6 +89,9 @@ def _is_trainable(leaf: Tensor) -> bool:
 
 class TreeModel(Model):
     """A tree of tensors: the loss takes such a tree."""
+
+    def leave(self) -> None:
+        """Nothing: each tree is another one."""
 
     def filled(self, leaves: Sequence[Tensor], buffers: Sequence[Tensor]) -> Any:
         return self.tree(leaves)
@@ -101,20 +112,29 @@ class ModuleModel(Model):
             raise ValueError(f"`params` must have parameters, got {type(module).__name__} with none")
         super().__init__(named)
         self.buffers = list(module.buffers())
+        self._leaves = self.leaves
         self._copy, self._places = _copied(module, self.leaves, self.buffers)
 
     def __getstate__(self) -> dict[str, Any]:
         """On another worker the copy is another, and so are the places in it."""
         module = self.result(self.leaves, self.buffers)
-        return {**{key: value for key, value in vars(self).items() if key != "_places"}, "_copy": module}
+        return {
+            **{key: value for key, value in vars(self).items() if key not in ("_leaves", "_places")},
+            "_copy": module,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
+        self._leaves = self.leaves
         self._copy, self._places = _copied(self._copy, self.leaves, self.buffers)
 
     def filled(self, leaves: Sequence[Tensor], buffers: Sequence[Tensor]) -> nn.Module:
+        self._leaves = list(leaves)
         _fill(self._places, [*leaves, *buffers])
         return self._copy
+
+    def leave(self) -> None:
+        self._copy, self._places = _copied(self._copy, self._leaves, self.buffers_now())
 
     def buffers_now(self) -> list[Tensor]:
         there: dict[int, Tensor] = {}

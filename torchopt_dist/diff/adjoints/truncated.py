@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
@@ -29,8 +29,6 @@ class Truncated(Adjoint):
         TypeError: ``steps`` is no integer.
         ValueError: it is negative.
     """
-
-    runs_again: ClassVar[bool] = False
 
     steps: int
 
