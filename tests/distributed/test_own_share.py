@@ -7,6 +7,7 @@ import threading
 import warnings
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -87,19 +88,20 @@ def test_what_the_function_does_to_its_objects_stays_there(world):
     def body():
         model, x, seen = Remembers(), torch.arange(12.0, dtype=torch.float64).reshape(3, 4), []
 
-        extra = torch.ones(3)
+        extra, array = torch.ones(3), np.ones(LARGE)
 
-        def function(model, x, extra, seen):
+        def function(model, x, extra, array, seen):
             first, queued, calls = model(x)
             loss = (first**3).sum() + model.norm.weight.sum()
             loss.backward(retain_graph=True)
             extra.zero_()
+            array.fill(0)
             seen.append(1)
             return loss, queued, calls, model.norm.weight.grad is None
 
         for worker in range(todist.get_world_size()):
             ((loss, *others),) = todist.remote_sync_call(
-                function, args=(model, x, extra, seen), partitioner=worker
+                function, args=(model, x, extra, array, seen), partitioner=worker
             )
             loss.backward()
             assert others == [LARGE, 1, False]
@@ -108,6 +110,7 @@ def test_what_the_function_does_to_its_objects_stays_there(world):
         assert not model.queue.any()
         assert not model.norm.running_mean.any()
         assert extra.all()
+        assert array.all()
         return model.norm.weight.grad, model.norm.num_batches_tracked
 
     gradient, batches = alone(body)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -143,6 +144,36 @@ def test_small_tensors_share_a_buffer_and_nothing_else():
         got[0].add_(1)  # changes no other leaf, so what was saved for the others is good
     gradient = torch.autograd.grad(loss, got[1])[0]
     assert torch.equal(gradient, 2 * leaves[1].detach())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int8", "uint32", "bool", "complex64"])
+def test_large_arrays_travel_beside_the_pickle(dtype):
+    array = (np.arange(200_000) % 7).astype(dtype).reshape(500, 400)
+    (got, again, module), wire = travel([array, array, Net().requires_grad_(False)])
+    assert len(wire.skeleton) < 20_000
+    assert got is again
+    assert got.dtype == array.dtype
+    assert got.flags.writeable
+    np.testing.assert_array_equal(got, array)
+    assert isinstance(module, Net)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(200_000.0).reshape(500, 400).T,
+        np.arange(200_000.0)[::-1],
+        np.array(["word"] * 50_000),
+        np.arange(100_000).astype("datetime64[s]"),
+        np.arange(100_000.0).astype(">f8"),
+        np.frombuffer(bytes(200_000)),
+        np.zeros(20_000, dtype=[("a", "f8"), ("b", "i4")]),
+    ],
+)
+def test_other_arrays_travel_in_the_pickle(array):
+    got, _ = travel(array)
+    assert got.dtype == array.dtype
+    np.testing.assert_array_equal(got, array)
 
 
 def test_functions_behind_decorators_are_named_not_copied():

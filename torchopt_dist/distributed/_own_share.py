@@ -21,10 +21,11 @@ from torchopt_dist.distributed._device_placement import placed, receiving_device
 from torchopt_dist.distributed._grad_accumulators import hold_grad_accumulators
 from torchopt_dist.distributed._group import current_group
 from torchopt_dist.distributed._kept_graphs import KeptGraphs
+from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._payload import Payload
 from torchopt_dist.distributed._remote_graph import HERE, RemoteGraph
 from torchopt_dist.distributed._request_handler import answer
-from torchopt_dist.distributed._serialization import Message, PackedModules
+from torchopt_dist.distributed._serialization import PackedModules
 from torchopt_dist.distributed._wire_format import SMALL
 from torchopt_dist.errors import SerializationError
 

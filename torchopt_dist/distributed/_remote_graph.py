@@ -37,9 +37,10 @@ from torchopt_dist._torch_private import (
 )
 from torchopt_dist.distributed._grad_accumulators import hold_grad_accumulators
 from torchopt_dist.distributed._group import Group, current_group, find_group
+from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._payload import Payload
 from torchopt_dist.distributed._protocol import BACKWARD_TWICE, Backward, Call, Key, Reply, Request
-from torchopt_dist.distributed._serialization import Message, PackedModules, pack, unpack
+from torchopt_dist.distributed._serialization import PackedModules, pack, unpack
 from torchopt_dist.distributed.transport.base import Transport
 from torchopt_dist.errors import NotInitializedError, SerializationError
 

@@ -16,8 +16,9 @@ from torchopt_dist.distributed import _execute
 from torchopt_dist.distributed._device_placement import receiving_device
 from torchopt_dist.distributed._kept_graphs import KeptGraph, KeptGraphs
 from torchopt_dist.distributed._lost_gradients import code_of, description_of_losses
+from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._protocol import Backward, Call, Key, Release, Reply
-from torchopt_dist.distributed._serialization import Message, pack, unpack
+from torchopt_dist.distributed._serialization import pack, unpack
 from torchopt_dist.errors import SerializationError
 
 __all__ = ["answer", "error_reply", "handle_request"]

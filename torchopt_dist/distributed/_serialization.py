@@ -14,73 +14,28 @@ import io
 import pickle
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from types import FunctionType
 from typing import Any, NamedTuple, TypeAlias
 
 import cloudpickle
+import numpy as np
 import torch
 from torch import nn
 
+from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._names import find, name_of
 from torchopt_dist.distributed._parametrized_modules import is_parametrized, reduced
 from torchopt_dist.distributed._sendable_tensors import check_sendable
 from torchopt_dist.distributed._shared_objects import rebinds, some_can_change
 from torchopt_dist.errors import SerializationError
 
-__all__ = ["Message", "PackedModules", "pack", "unpack"]
+__all__ = ["PackedModules", "pack", "unpack"]
+
+IN_THE_PICKLE = 1 << 16
+"""Bytes up to which a numpy array is copied into the pickle; a larger one travels like a tensor."""
 
 _ModuleId: TypeAlias = tuple[int, bytes, tuple[int, ...]]
 """Which module of the message, the digest of its structure, the numbers of its tensors."""
-
-
-@dataclass
-class Message:
-    """A pickle, and beside it the tensors and the structures of modules that it mentions.
-
-    Attributes:
-        skeleton: the pickled object, with a number in each tensor's place.
-        tensors: the tensors; detached while they travel.
-        requires_grad: for each tensor, whether it requires grad.
-        is_parameter: for each tensor, whether it is an ``nn.Parameter``.
-        structures: the pickles of modules without their tensors, by digest.
-        connected: in a reply, the numbers of the tensors that are outputs of the graph the worker keeps.
-        device: in a call, where the receiver puts the tensors; see ``ExecutionOptions``.
-        used_up: in a reply, a graph that its sender drops only after sending: taking it apart takes a while.
-        buffers: at the sender, the numbers of the tensors, besides parameters, that a module may hold and change.
-    """
-
-    skeleton: bytes
-    tensors: list[torch.Tensor]
-    requires_grad: list[bool]
-    is_parameter: list[bool]
-    structures: dict[bytes, bytes] = field(default_factory=dict)
-    connected: tuple[int, ...] = ()
-    device: str | None = None
-    used_up: Any = None
-    buffers: frozenset[int] = frozenset()
-
-    def detached(self) -> Message:
-        """The message as it travels."""
-        return replace(self, tensors=[tensor.detach() for tensor in self.tensors])
-
-    def received(self, device: torch.device | None = None) -> Message:
-        """The message as it is used: its tensors are leaves, on ``device``, that require grad where the sender's do."""
-        return replace(
-            self,
-            tensors=[
-                nn.Parameter(tensor.to(device), requires_grad)
-                if is_parameter
-                else tensor.to(device).requires_grad_(requires_grad)
-                for tensor, requires_grad, is_parameter in zip(
-                    self.tensors, self.requires_grad, self.is_parameter, strict=True
-                )
-            ],
-        )
-
-    def inputs(self) -> list[torch.Tensor]:
-        """The tensors that gradients are wanted for."""
-        return [tensor for tensor in self.tensors if tensor.requires_grad]
 
 
 def pack(value: Any, *, main_by_name: bool, modules: PackedModules | None = None) -> Message:
@@ -224,11 +179,29 @@ class _OutOfBandPickler(pickle.Pickler):
             return _tensor, (self._tensors.number(obj),)
         if self._structures is not None and isinstance(obj, nn.Module):
             return _module, (self._modules.get(id(obj)) or self._take_out(obj, self._structures))
+        if (
+            type(obj) is np.ndarray
+            and obj.nbytes > IN_THE_PICKLE
+            and obj.flags.c_contiguous
+            and obj.flags.writeable
+        ):
+            return self._array(obj)
         if is_parametrized(obj):
             return reduced(obj)
         if type(obj) is OrderedDict and not obj and not vars(obj):
             return OrderedDict, ()  # a module has ten of them, and each takes a while to say so itself
         return NotImplemented
+
+    def _array(self, array: np.ndarray[Any, Any]) -> Any:
+        try:
+            tensor = torch.from_numpy(array)
+        except (
+            TypeError,
+            ValueError,
+        ):  # such as strings, objects, dates, and numbers of the other byte order
+            return NotImplemented
+        self._tensors.buffers.add(self._tensors.number(tensor))
+        return _numpy, (tensor,)
 
     def _take_out(self, module: nn.Module, structures: dict[bytes, bytes]) -> _ModuleId:
         family = {id(part) for part in module.modules()}
@@ -340,6 +313,11 @@ class _Modules:
 def _tensor(number: int) -> torch.Tensor:
     """In a pickle: the tensor with this number, which an :class:`_Unpickler` finds."""
     raise NotImplementedError(number)
+
+
+def _numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """In a pickle: the array on a tensor's memory."""
+    return tensor.cpu().numpy()
 
 
 def _module(which: int, digest: bytes, numbers: tuple[int, ...]) -> nn.Module:

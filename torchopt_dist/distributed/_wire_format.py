@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from torchopt_dist.distributed._serialization import Message
+from torchopt_dist.distributed._message import Message
 
 __all__ = ["MissingStructureError", "Structures", "WireMessage", "from_wire", "to_wire"]
 

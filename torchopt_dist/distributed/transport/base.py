@@ -6,7 +6,7 @@ import contextlib
 from concurrent.futures import Future, InvalidStateError
 from typing import Protocol
 
-from torchopt_dist.distributed._serialization import Message
+from torchopt_dist.distributed._message import Message
 
 __all__ = ["Transport", "settle"]
 

@@ -12,8 +12,8 @@ import torch
 from torch.distributed import rpc
 
 from torchopt_dist.distributed._group import Group, answering_group
+from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._request_handler import error_reply, handle_request
-from torchopt_dist.distributed._serialization import Message
 from torchopt_dist.distributed._wire_format import (
     MissingStructureError,
     Structures,

@@ -1,0 +1,61 @@
+"""What travels between workers: a pickle, and beside it what it mentions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["Message"]
+
+
+@dataclass
+class Message:
+    """A pickle, and beside it the tensors and the structures of modules that it mentions.
+
+    Attributes:
+        skeleton: the pickled object, with a number in each tensor's place.
+        tensors: the tensors; detached while they travel.
+        requires_grad: for each tensor, whether it requires grad.
+        is_parameter: for each tensor, whether it is an ``nn.Parameter``.
+        structures: the pickles of modules without their tensors, by digest.
+        connected: in a reply, the numbers of the tensors that are outputs of the graph the worker keeps.
+        device: in a call, where the receiver puts the tensors; see ``ExecutionOptions``.
+        used_up: in a reply, a graph that its sender drops only after sending: taking it apart takes a while.
+        buffers: at the sender, the numbers of the tensors, besides parameters, that a module may hold and change, and
+            of those on the memory of numpy arrays.
+    """
+
+    skeleton: bytes
+    tensors: list[torch.Tensor]
+    requires_grad: list[bool]
+    is_parameter: list[bool]
+    structures: dict[bytes, bytes] = field(default_factory=dict)
+    connected: tuple[int, ...] = ()
+    device: str | None = None
+    used_up: Any = None
+    buffers: frozenset[int] = frozenset()
+
+    def detached(self) -> Message:
+        """The message as it travels."""
+        return replace(self, tensors=[tensor.detach() for tensor in self.tensors])
+
+    def received(self, device: torch.device | None = None) -> Message:
+        """The message as it is used: its tensors are leaves, on ``device``, that require grad where the sender's do."""
+        return replace(
+            self,
+            tensors=[
+                nn.Parameter(tensor.to(device), requires_grad)
+                if is_parameter
+                else tensor.to(device).requires_grad_(requires_grad)
+                for tensor, requires_grad, is_parameter in zip(
+                    self.tensors, self.requires_grad, self.is_parameter, strict=True
+                )
+            ],
+        )
+
+    def inputs(self) -> list[torch.Tensor]:
+        """The tensors that gradients are wanted for."""
+        return [tensor for tensor in self.tensors if tensor.requires_grad]
