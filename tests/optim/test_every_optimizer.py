@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import optree
 import pytest
 import torch
 
@@ -202,3 +203,17 @@ def test_a_lazily_conjugated_parameter_is_refused():
         ValueError, match=r"`params` must not be lazily conjugated .* got one that is: make it"
     ):
         todist.SGD([w], 0.1).step()
+
+
+@pytest.mark.parametrize(("name", "setting"), CASES)
+def test_update_is_pure_unless_it_is_asked_to_overwrite(name, setting):
+    row = ROWS[name]
+    impl = todist.chain(todist.clip_grad_norm(1.0), row.function(**row.options[setting]))
+    params = [torch.tensor([1.0, -2.0], dtype=DOUBLE), torch.tensor([[0.5]], dtype=DOUBLE)]
+    with torch.no_grad():
+        _, state = impl.update([p.sin() for p in params], impl.init(params), params=params)
+        tensors = optree.tree_leaves(state)
+        held = [tensor.clone() for tensor in tensors]
+        _, after = impl.update([p.cos() for p in params], state, params=params)
+    assert all(map(torch.equal, tensors, held))
+    assert len(optree.tree_leaves(after)) == len(held)
