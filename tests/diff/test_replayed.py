@@ -338,6 +338,28 @@ def test_a_tensor_that_nobody_declared_is_named_by_its_shape():
     todist.inner_loop(late, todist.sgd(lr=0.1), p, [0, 2], meta=(seen, hidden), adjoint=todist.Replayed())
 
 
+HIDDEN = torch.tensor(0.1, dtype=D, requires_grad=True)
+
+
+def _scaled_by_what_is_hidden(updates, state, *, params=None, inplace=True):
+    return -HIDDEN * updates, state
+
+
+def test_a_hyper_parameter_that_is_not_found_is_named_by_its_shape():
+    p = torch.ones(3, dtype=D, requires_grad=True)
+    optimizer = todist.GradientTransformation(todist.identity().init, _scaled_by_what_is_hidden)
+
+    def gradient(of, **options):
+        result = todist.inner_loop(
+            lambda p: (p**2).sum(), optimizer, p, 2, adjoint=todist.Replayed(), **options
+        )
+        return torch.autograd.grad(result.params.sum(), of)[0]
+
+    with pytest.raises(ValueError, match=r"`meta` must list .* it lacks 1, of shape \(\)"):
+        gradient(p)
+    torch.testing.assert_close(gradient(HIDDEN, meta=HIDDEN).item(), 3 * -4 * 0.8)
+
+
 def test_check_finds_a_loss_that_differs():
     p = torch.ones(3, dtype=D, requires_grad=True)
     calls = []
