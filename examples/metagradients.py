@@ -11,6 +11,12 @@ grows with them (Engstrom et al. 2025, https://arxiv.org/abs/2503.13751, do this
 The opponent is ``Truncated(20)``: the same program, but the gradient goes back through the last 20 steps. It is far
 cheaper, and sees what the end of training does to the loss; of the rates before, it learns nothing.
 
+Starting from a constant rate that is too low, after six meta-steps:
+
+    first rate       test accuracy 83.3 %
+    Replayed         test accuracy 96.1 %, validation loss 0.134    peak 5.5 MiB at 100 steps, 6.2 MiB at 1,000
+    Truncated(20)    test accuracy 92.8 %, validation loss 0.545    (a record: 24.2 MiB, and 232.7 MiB)
+
 The tasks are initializations of the network, each with an order of the images of its own; they are spread over the
 workers. On one worker or on many, the numbers printed are the same up to rounding.
 """
