@@ -84,7 +84,7 @@ def _update(
     state: Any,
     *,
     params: Params | None = None,
-    inplace: bool = True,
+    inplace: bool = False,
 ) -> tuple[Updates, OptState]:
     _check_state(state, state_type)
     leaves, spec = pytree.flatten(updates)

@@ -68,7 +68,7 @@ def _update(
     state: EmptyState,
     *,
     params: Params | None = None,
-    inplace: bool = True,
+    inplace: bool = False,
 ) -> tuple[Updates, OptState]:
     if params is None:
         raise ValueError("`params` must be given to `update`: weight decay looks at the parameters, got None")

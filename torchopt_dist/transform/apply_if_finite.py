@@ -75,7 +75,7 @@ def _update(
     state: ApplyIfFiniteState,
     *,
     params: Params | None = None,
-    inplace: bool = True,
+    inplace: bool = False,
 ) -> tuple[Updates, OptState]:
     if not isinstance(state, ApplyIfFiniteState):
         raise TypeError(f"`state` must be an ApplyIfFiniteState, got {type(state).__name__}")

@@ -45,7 +45,7 @@ class UpdateFn(Protocol):
     """Gradients, state → updates, next state."""
 
     def __call__(
-        self, updates: Updates, state: OptState, *, params: Params | None = None, inplace: bool = True
+        self, updates: Updates, state: OptState, *, params: Params | None = None, inplace: bool = False
     ) -> tuple[Updates, OptState]:
         """Transform once.
 
@@ -56,7 +56,8 @@ class UpdateFn(Protocol):
             state: from ``init`` or from the last ``update``.
             params: the parameters, for transformations that look at them.
             inplace: if True, may overwrite the tensors of ``state`` where no graph is recorded
-                (``torch.no_grad``); the returned updates may then share memory with the state.
+                (``torch.no_grad``); the returned updates may then share memory with the state. Without it, the
+                function is pure.
 
         Returns:
             The updates, to be added to the parameters, and the next state.
@@ -193,7 +194,7 @@ def _chain_update(
     state: OptState,
     *,
     params: Params | None = None,
-    inplace: bool = True,
+    inplace: bool = False,
 ) -> tuple[Updates, OptState]:
     if not isinstance(state, tuple) or len(state) != len(links):
         raise ValueError(
@@ -228,7 +229,7 @@ def stateless(params: Params, /) -> EmptyState:
 
 
 def _identity_update(
-    updates: Updates, state: OptState, *, params: Params | None = None, inplace: bool = True
+    updates: Updates, state: OptState, *, params: Params | None = None, inplace: bool = False
 ) -> tuple[Updates, OptState]:
     return updates, state
 

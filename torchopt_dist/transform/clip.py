@@ -100,7 +100,7 @@ def _norm_update(
     state: EmptyState,
     *,
     params: Params | None = None,
-    inplace: bool = True,
+    inplace: bool = False,
 ) -> tuple[Updates, OptState]:
     leaves, spec = pytree.flatten(updates)
     places = present(leaves)
@@ -178,7 +178,7 @@ def _value_update(
     state: EmptyState,
     *,
     params: Params | None = None,
-    inplace: bool = True,
+    inplace: bool = False,
 ) -> tuple[Updates, OptState]:
     leaves, spec = pytree.flatten(updates)
     places = present(leaves)

@@ -92,7 +92,7 @@ def _update(
     state: EmptyState,
     *,
     params: Params | None = None,
-    inplace: bool = True,
+    inplace: bool = False,
 ) -> tuple[Updates, OptState]:
     return pytree.map_tensors(partial(_hooked, hook), updates), state
 

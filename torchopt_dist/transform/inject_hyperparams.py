@@ -118,7 +118,7 @@ def _update(
     state: InjectHyperparamsState,
     *,
     params: Params | None = None,
-    inplace: bool = True,
+    inplace: bool = False,
 ) -> tuple[Updates, OptState]:
     if not isinstance(state, InjectHyperparamsState):
         raise TypeError(f"`state` must be an InjectHyperparamsState, got {type(state).__name__}")

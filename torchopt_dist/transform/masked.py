@@ -70,7 +70,7 @@ def _update(
     state: MaskedState,
     *,
     params: Params | None = None,
-    inplace: bool = True,
+    inplace: bool = False,
 ) -> tuple[Updates, OptState]:
     if not isinstance(state, MaskedState):
         raise TypeError(f"`state` must be a MaskedState, got {type(state).__name__}")

@@ -79,7 +79,7 @@ def _update(
     state: MultiStepsState,
     *,
     params: Params | None = None,
-    inplace: bool = True,
+    inplace: bool = False,
 ) -> tuple[Updates, OptState]:
     if not isinstance(state, MultiStepsState):
         raise TypeError(f"`state` must be a MultiStepsState, got {type(state).__name__}")

@@ -72,7 +72,7 @@ def _update(
     state: EmptyState,
     *,
     params: Params | None = None,
-    inplace: bool = True,
+    inplace: bool = False,
 ) -> tuple[Updates, OptState]:
     replace = partial(replace_nonfinite, nan, posinf, neginf)
     return pytree.map_tensors(replace, updates), state

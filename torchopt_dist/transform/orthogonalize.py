@@ -97,7 +97,7 @@ def _update(
     state: EmptyState,
     *,
     params: Params | None = None,
-    inplace: bool = True,
+    inplace: bool = False,
 ) -> tuple[Updates, OptState]:
     leaves, spec = pytree.flatten(updates)
     places = present(leaves)

@@ -81,7 +81,7 @@ def _update(
     state: PartitionState,
     *,
     params: Params | None = None,
-    inplace: bool = True,
+    inplace: bool = False,
 ) -> tuple[Updates, OptState]:
     if not isinstance(state, PartitionState) or state.inner_states.keys() != parts.keys():
         raise TypeError(f"`state` must be a PartitionState of {list(parts)}, got {state!r:.200}")

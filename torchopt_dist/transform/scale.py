@@ -128,7 +128,7 @@ def _scale_update(
     state: EmptyState,
     *,
     params: Params | None = None,
-    inplace: bool = True,
+    inplace: bool = False,
 ) -> tuple[Updates, OptState]:
     leaves, spec = pytree.flatten(updates)
     if is_per_leaf(step_size):
@@ -149,7 +149,7 @@ def _schedule_update(
     state: ScaleByScheduleState,
     *,
     params: Params | None = None,
-    inplace: bool = True,
+    inplace: bool = False,
 ) -> tuple[Updates, OptState]:
     factor = schedule(state.step.to(torch.float64))
     updates, _ = _scale_update(factor, sign, updates, EmptyState())

@@ -35,7 +35,7 @@ def scale_by_trust_ratio() -> GradientTransformation:
 
 
 def _update(
-    updates: Updates, state: EmptyState, *, params: Params | None = None, inplace: bool = True
+    updates: Updates, state: EmptyState, *, params: Params | None = None, inplace: bool = False
 ) -> tuple[Updates, OptState]:
     if params is None:
         raise ValueError(
