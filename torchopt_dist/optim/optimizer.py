@@ -95,7 +95,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def __init__(self, params: Iterable[Any], *args: Any, **kwargs: Any) -> None:
         self._schedules = learning_rate.Schedules()
-        self._layouts: dict[int, tuple[Any, Layout]] = {}
+        self._layouts: dict[tuple[int, bool], tuple[Any, Layout]] = {}
         self._built: dict[int, tuple[list[Any], GradientTransformation]] = {}
         self._impl: GradientTransformation | None = None
         options: dict[str, Any] = {}
@@ -298,12 +298,16 @@ class Optimizer(torch.optim.Optimizer):
         return [one.__name__ for one in cls.__mro__ if issubclass(one, Optimizer) and one is not Optimizer]
 
     def _layout(self, index: int, group: dict[str, Any], impl: GradientTransformation) -> Layout:
-        """The layout of a group's state; it may depend on which options are 0, not on their values."""
+        """The layout of a group's state; it may depend on which options are 0, not on their values.
+
+        A compiler has trees of its own, so what it has made is no use outside of the graph, and the other way round.
+        """
         options = [sort_of(group[name]) for name in self.defaults]
-        known = self._layouts.get(index)
+        place = index, torch.compiler.is_compiling()
+        known = self._layouts.get(place)
         if known is None or known[0] != options:
             known = options, layout_of(impl.init(group["params"]))
-            self._layouts[index] = known
+            self._layouts[place] = known
         return known[1]
 
     def _gather(self, group: dict[str, Any], impl: GradientTransformation, layout: Layout) -> OptState:
