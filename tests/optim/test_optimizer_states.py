@@ -364,3 +364,35 @@ def test_what_only_torch_s_constructor_has_is_taken_where_it_changes_no_number(n
         ours([leaf()], lr=0.1, differentiable=True)
     with pytest.raises(TypeError, match=f"{name}: got an unexpected keyword argument 'forech'"):
         ours([leaf()], lr=0.1, forech=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ROWS)
+def test_the_state_follows_a_module_that_is_converted(name, dtype):
+    """As if the state had been saved, and loaded into an optimizer of the converted module."""
+    row = ROWS[name]
+    options = list(row.options.values())[-1]
+    nets = [torch.nn.Linear(3, 2, bias=False) for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    optimizers = [row.plain(net.parameters(), **options) for net in nets]
+    for net, optimizer in zip(nets, optimizers, strict=True):
+        go(optimizer, net.weight, [0.5, -1.0])
+        net.to(dtype)
+    saved, optimizers[1] = optimizers[1].state_dict(), row.plain(nets[1].parameters(), **options)
+    optimizers[1].load_state_dict(saved)
+    for net, optimizer in zip(nets, optimizers, strict=True):
+        go(optimizer, net.weight, [2.0, 1.0])
+    assert torch.equal(nets[0].weight, nets[1].weight)
+    for key, value in optimizers[0].state[nets[0].weight].items():
+        assert value.dtype is (torch.float32 if key == "step" else dtype), key
+
+
+def test_a_parameter_stays_real_or_complex():
+    w = leaf(torch.float32)
+    optimizer = todist.Adam([w])
+    go(optimizer, w, [1.0])
+    w.grad = None
+    w.data = w.data.to(torch.complex64)
+    message = r"'exp_avg' of parameter 0 of its group has torch\.float32, .* needs torch\.complex64 now"
+    with pytest.raises(ValueError, match=message):
+        go(optimizer, w, [1.0])

@@ -1,9 +1,9 @@
-"""A transformation's state → which leaf of it is a parameter's, under which key, and which is the whole group's."""
+"""A transformation's state → where each leaf is: a parameter's, under which key and in which dtype, or the group's."""
 
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -12,7 +12,7 @@ from torchopt_dist import pytree
 from torchopt_dist.optim._checkpoint import flatten_with_keys, key_of
 from torchopt_dist.typing import OptState
 
-__all__ = ["COUNT", "Layout", "counts", "is_list", "layout_of", "sort_of"]
+__all__ = ["COUNT", "Layout", "counts", "fit_dtypes", "is_list", "layout_of", "sort_of"]
 
 COUNT = "step"
 
@@ -51,6 +51,33 @@ def _key(path: tuple[str, ...], names: list[str]) -> str:
 
 def is_list(part: Any) -> bool:
     return type(part) is list
+
+
+def fit_dtypes(layout: Layout, first: OptState, states: Sequence[dict[str, Any]]) -> None:
+    """Convert parameters' states to the dtypes of a first state, as ``load_state_dict`` does.
+
+    A module that was converted, by ``module.double()`` for example, leaves the states of its parameters behind.
+
+    Args:
+        layout: the layout of the state.
+        first: the first state of the parameters as they are now; only its dtypes count.
+        states: a dict a parameter, which is changed; what it lacks stays away.
+
+    Raises:
+        ValueError: a real parameter has become a complex one, or the other way round.
+    """
+    leaves = flatten_with_keys(first, is_list)[1]
+    for key, column in zip(layout.keys, leaves, strict=True):
+        for place, (held, like) in enumerate(zip(states, column, strict=True) if key is not None else ()):
+            old = held.get(key)
+            if not isinstance(old, Tensor) or not isinstance(like, Tensor) or old.dtype == like.dtype:
+                continue
+            if old.is_complex() != like.is_complex():
+                raise ValueError(
+                    f"`params` must stay real or complex: {key!r} of parameter {place} of its group has {old.dtype}, "
+                    f"and the parameter needs {like.dtype} now; make a new optimizer"
+                )
+            held[key] = old.to(like.dtype)
 
 
 def sort_of(option: Any) -> tuple[type, str]:

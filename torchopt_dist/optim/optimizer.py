@@ -27,7 +27,7 @@ from torchopt_dist.optim import _learning_rate as learning_rate
 from torchopt_dist.optim import _signatures as signatures
 from torchopt_dist.optim import _twin
 from torchopt_dist.optim._checkpoint import flatten_with_keys
-from torchopt_dist.optim._layout import COUNT, Layout, counts, is_list, layout_of, sort_of
+from torchopt_dist.optim._layout import COUNT, Layout, counts, fit_dtypes, is_list, layout_of, sort_of
 from torchopt_dist.transform.apply_updates import step_in_place
 from torchopt_dist.transform.base import GradientTransformation
 from torchopt_dist.typing import OptState
@@ -301,13 +301,16 @@ class Optimizer(torch.optim.Optimizer):
         """The layout of a group's state; it may depend on which options are 0, not on their values.
 
         A compiler has trees of its own, so what it has made is no use outside of the graph, and the other way round.
+        Where the layout is made anew, the state is given the dtypes that it would have if it were made anew, too.
         """
-        options = [sort_of(group[name]) for name in self.defaults]
+        options = [*(sort_of(group[name]) for name in self.defaults), *(p.dtype for p in group["params"])]
         place = index, torch.compiler.is_compiling()
         known = self._layouts.get(place)
         if known is None or known[0] != options:
-            known = options, layout_of(impl.init(group["params"]))
+            first = impl.init(group["params"])
+            known = options, layout_of(first)
             self._layouts[place] = known
+            fit_dtypes(known[1], first, [self.state.get(p, {}) for p in group["params"]])
         return known[1]
 
     def _gather(self, group: dict[str, Any], impl: GradientTransformation, layout: Layout) -> OptState:
