@@ -68,7 +68,9 @@ def fit_dtypes(layout: Layout, first: OptState, states: Sequence[dict[str, Any]]
     """
     leaves = flatten_with_keys(first, is_list)[1]
     for key, column in zip(layout.keys, leaves, strict=True):
-        for place, (held, like) in enumerate(zip(states, column, strict=True) if key is not None else ()):
+        if key is None:
+            continue
+        for place, (held, like) in enumerate(zip(states, column, strict=True)):
             old = held.get(key)
             if not isinstance(old, Tensor) or not isinstance(like, Tensor) or old.dtype == like.dtype:
                 continue
