@@ -70,6 +70,7 @@ ROWS = {
             options={
                 "defaults": {"lr": 0.01},
                 "all": {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.1, "maximize": True},
+                "amsgrad": {"lr": 0.02, "betas": (0.8, 0.5), "weight_decay": 0.1, "amsgrad": True},
                 "formula": {"lr": 0.02, "weight_decay": 0.1, "fused": False},
             },
             tensors={**ADAM, "eps_root": 0.02},
@@ -80,6 +81,7 @@ ROWS = {
             options={
                 "defaults": {"lr": 0.01},
                 "all": {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.3, "maximize": True},
+                "amsgrad": {"lr": 0.02, "betas": (0.8, 0.5), "amsgrad": True, "maximize": True},
                 "formula": {"lr": 0.02, "weight_decay": 0.3, "fused": False},
             },
             tensors={**ADAM, "eps_root": 0.02},

@@ -120,13 +120,13 @@ def test_hooks_stand_on_either_side_of_the_counts():
     w.grad = None
     go(optimizer, v, [1.0])
     saved = copy.deepcopy(optimizer.state_dict())
-    saved["param_groups"][0]["amsgrad"] = True
+    saved["param_groups"][0]["decoupled_weight_decay"] = True
 
     def swap(_, given):
         (group,) = given["param_groups"]
         return {
             "state": {0: given["state"][1], 1: given["state"][0]},
-            "param_groups": [{**group, "amsgrad": False}],
+            "param_groups": [{**group, "decoupled_weight_decay": False}],
         }
 
     seen = []
@@ -140,8 +140,6 @@ def test_hooks_stand_on_either_side_of_the_counts():
 
 
 REFUSED = [
-    ("Adam", "Adam", "amsgrad"),
-    ("AdamW", "AdamW", "amsgrad"),
     ("Adam", "Adam", "decoupled_weight_decay"),
     ("RAdam", "RAdam", "decoupled_weight_decay"),
     ("AdamW", "Adam", "decoupled_weight_decay"),  # is always on in torch's AdamW
@@ -176,7 +174,7 @@ def test_what_only_torch_has_is_refused(theirs, ours, option):
 @pytest.mark.parametrize("name", [*COUNTING, "RMSprop", "Adadelta"])
 def test_what_changes_no_number_is_taken(name):
     made = getattr(todist, name)
-    harmless = {"foreach": True, "capturable": True, "differentiable": True, "amsgrad": False, "name": "a"}
+    harmless = {"foreach": True, "capturable": True, "differentiable": True, "name": "a"}
     optimizer = made([{"params": [leaf()], **harmless}], lr=0.1, **COUNTING.get(name, {}))
     assert optimizer.param_groups[0]["foreach"] is True
     twin = getattr(torch.optim, name, None)
@@ -357,7 +355,7 @@ def test_what_only_torch_s_constructor_has_is_taken_where_it_changes_no_number(n
     assert {key: group[key] for key in only} == only
     assert "foreach" in only
     ours([leaf()], lr=0.1, foreach=True)
-    for option in {"amsgrad", "decoupled_weight_decay"} & only.keys():
+    for option in {"decoupled_weight_decay"} & only.keys():
         with pytest.raises(ValueError, match=f"`{option}` must be off, as this {name} has no such option"):
             ours([leaf()], lr=0.1, **{option: True})
     with pytest.raises(ValueError, match=f"`differentiable` must be off, got True: Meta{name} makes steps"):

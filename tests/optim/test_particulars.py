@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import torchopt_dist as todist
+from tests.optim import torch_classes
 from tests.optim.programs import DOUBLE, flat, losses, make, unroll
 
 
@@ -96,3 +97,35 @@ def test_an_option_of_shape_1_is_a_number_where_steps_differ(name):
         moved.append(todist.apply_updates(params, updates, inplace=False))
     for one, other in zip(*moved, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+def test_amsgrad_has_the_derivatives_of_torch_s_own_steps(name):
+    """Of two orders, with slopes that fall, so that the greatest average is an old one."""
+    found = []
+    for ours in (True, False):
+        w = torch.tensor(torch_classes.W, dtype=DOUBLE, requires_grad=True)
+        module = torch_classes.One(w.clone())
+        options = {"lr": 0.1, "betas": (0.5, 0.6), "eps": 0.01, "weight_decay": 0.1, "amsgrad": True}
+        if ours:
+            optimizer = getattr(todist, f"Meta{name}")(module, **options)
+        else:
+            optimizer = todist.differentiable(getattr(torch.optim, name), module, **options)
+        for slope in (3.0, 0.5, 0.1, 2.0):
+            optimizer.step((slope * module.w.sin() + slope**2 * module.w**3).sum())
+        (slopes,) = torch.autograd.grad(module.w.exp().sum(), w, create_graph=True)
+        (bends,) = torch.autograd.grad(slopes.square().sum(), w)
+        found.append((module.w, slopes, bends))
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+def test_amsgrad_has_no_kernel(name):
+    for make_one in (getattr(todist, name), getattr(todist, f"Meta{name}")):
+        net = torch.nn.Linear(1, 1)
+        target = net if "Meta" in make_one.__name__ else net.parameters()
+        with pytest.raises(
+            RuntimeError, match="`fused=True` cannot be kept: there is no kernel for `amsgrad`"
+        ):
+            make_one(target, amsgrad=True, fused=True)

@@ -154,10 +154,20 @@ def absolute(xs: list[Tensor]) -> list[Tensor]:
     return [x.abs() for x in xs] if runs_in_a_loop(xs) else list(torch._foreach_abs(xs))
 
 
-def maximum(xs: list[Tensor], ys: list[Tensor]) -> list[Tensor]:
-    """The greater of each two elements; where they are equal, half of the gradient goes to either."""
+def maximum(xs: list[Tensor], ys: list[Tensor], *, inplace: bool = False) -> list[Tensor]:
+    """The greater of each two elements; where they are equal, half of the gradient goes to either.
+
+    Args:
+        xs: tensors of any shapes, dtypes and devices.
+        ys: as many, each of the shape of its partner.
+        inplace: if True, overwrites ``xs``.
+    """
     if runs_in_a_loop(xs):
-        return [torch.maximum(x, y) for x, y in zip(xs, ys, strict=True)]
+        found = [torch.maximum(x, y) for x, y in zip(xs, ys, strict=True)]
+        return [x.copy_(z) for x, z in zip(xs, found, strict=True)] if inplace else found
+    if inplace:
+        torch._foreach_maximum_(xs, ys)
+        return xs
     return list(torch._foreach_maximum(xs, ys))
 
 

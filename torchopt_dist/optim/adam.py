@@ -31,6 +31,7 @@ def adam(
     betas: tuple[HyperParameter, HyperParameter] = (0.9, 0.999),
     eps: HyperParameter = 1e-8,
     weight_decay: HyperParameter = 0.0,
+    amsgrad: bool = False,
     *,
     eps_root: HyperParameter = 0.0,
     moment_requires_grad: bool = False,
@@ -48,6 +49,8 @@ def adam(
             or tensors of one element.
         eps: added to the denominator, at least 0; a number or a tensor of one element.
         weight_decay: how much of a parameter is added to its gradient (L2 penalty), at least 0; likewise.
+        amsgrad: divide by the greatest average of the squares so far; it has no kernel, and runs by its formula.
+            [Reddi, Kale and Kumar 2018, On the Convergence of Adam and Beyond.]
         eps_root: added below the root of the denominator, at least 0; likewise.
         moment_requires_grad: the first averages are leaves that require grad.
         maximize: maximize the objective.
@@ -56,7 +59,7 @@ def adam(
     Raises:
         TypeError: an argument is of another type.
         ValueError: a number is out of its range, or a tensor has more than one element.
-        RuntimeError: at a step: ``fused=True`` where there is no kernel; the message says why.
+        RuntimeError: ``fused=True`` with ``amsgrad``; at a step: where there is no kernel; the message says why.
 
     Example:
         >>> import torch
@@ -79,9 +82,9 @@ def adam(
     }
     return ChainedGradientTransformation(
         *penalized(weight_decay, maximize),
-        scale_by_adam(b1, b2, eps, eps_root, moment_requires_grad, fused=fused),
+        scale_by_adam(b1, b2, eps, eps_root, moment_requires_grad, amsgrad=amsgrad, fused=fused),
         scale_by_learning_rate(lr),
-        fused_step=fused_step(adam_, adam_op, ScaleByAdamState, **options),
+        fused_step=None if amsgrad else fused_step(adam_, adam_op, ScaleByAdamState, **options),
     )
 
 

@@ -29,6 +29,7 @@ def adamw(
     betas: tuple[HyperParameter, HyperParameter] = (0.9, 0.999),
     eps: HyperParameter = 1e-8,
     weight_decay: HyperParameter = 1e-2,
+    amsgrad: bool = False,
     *,
     eps_root: HyperParameter = 0.0,
     mask: Mask = None,
@@ -49,6 +50,8 @@ def adamw(
             or tensors of one element.
         eps: added to the denominator, at least 0; a number or a tensor of one element.
         weight_decay: ``lr`` times how much of a parameter is taken off it at each step, at least 0; likewise.
+        amsgrad: divide by the greatest average of the squares so far; it has no kernel, and runs by its formula.
+            [Reddi, Kale and Kumar 2018, On the Convergence of Adam and Beyond.]
         eps_root: added below the root of the denominator, at least 0; likewise.
         mask: which parameters decay: a tree of bools of the parameters' structure, or a function from the parameters
             to such a tree. All, if not given. For ``AdamW`` the parameters are the list of a group's.
@@ -59,7 +62,7 @@ def adamw(
     Raises:
         TypeError: an argument is of another type.
         ValueError: a number is out of its range, or a tensor has more than one element.
-        RuntimeError: at a step: ``fused=True`` where there is no kernel; the message says why.
+        RuntimeError: ``fused=True`` with ``amsgrad``; at a step: where there is no kernel; the message says why.
 
     Example:
         >>> import torch
@@ -83,10 +86,12 @@ def adamw(
     }
     return ChainedGradientTransformation(
         *penalized(0.0, maximize),
-        scale_by_adam(b1, b2, eps, eps_root, moment_requires_grad, fused=fused),
+        scale_by_adam(b1, b2, eps, eps_root, moment_requires_grad, amsgrad=amsgrad, fused=fused),
         add_decayed_weights(weight_decay, mask),
         scale_by_learning_rate(lr),
-        fused_step=fused_step(adam_, adam_op, ScaleByAdamState, **options) if mask is None else None,
+        fused_step=None
+        if amsgrad or mask is not None
+        else fused_step(adam_, adam_op, ScaleByAdamState, **options),
     )
 
 

@@ -178,7 +178,7 @@ class Optimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: the numbers of groups or of parameters differ, or an option is on that only the twin
-                has, such as ``amsgrad``; nothing has been loaded then.
+                has, such as RAdam's ``decoupled_weight_decay``; nothing has been loaded then.
         """
         groups = [dict(group) for group in state_dict["param_groups"]]
         for index, (mine, theirs) in enumerate(zip(self.param_groups, groups, strict=False)):

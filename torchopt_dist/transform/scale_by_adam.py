@@ -5,13 +5,17 @@ from __future__ import annotations
 from functools import partial
 from typing import NamedTuple
 
+from torch import Tensor
+
+from torchopt_dist.ops import _bias_correction as bias_correction
+from torchopt_dist.ops import _foreach as foreach
 from torchopt_dist.ops._adam import adam
 from torchopt_dist.transform._elementwise import counts, elementwise, filled
 from torchopt_dist.transform._hyperparameters import HyperParameter, check_at_least_zero, check_decay
 from torchopt_dist.transform.base import GradientTransformation
 from torchopt_dist.typing import Params, TensorTree
 
-__all__ = ["ScaleByAdamState", "scale_by_adam"]
+__all__ = ["ScaleByAdamState", "ScaleByAmsgradState", "scale_by_adam"]
 
 
 class ScaleByAdamState(NamedTuple):
@@ -25,6 +29,17 @@ class ScaleByAdamState(NamedTuple):
     """How many gradients each parameter has had: a 0-d float32 tensor each, on the CPU."""
 
 
+class ScaleByAmsgradState(NamedTuple):
+    """What :func:`scale_by_adam` remembers with ``amsgrad``; the names are those of ``torch.optim.Adam``."""
+
+    exp_avg: TensorTree
+    """As :class:`ScaleByAdamState`, likewise the other two."""
+    exp_avg_sq: TensorTree
+    max_exp_avg_sq: TensorTree
+    """The greatest that ``exp_avg_sq`` has been: a tensor a parameter, of its shape and dtype."""
+    step: TensorTree
+
+
 def scale_by_adam(
     b1: HyperParameter = 0.9,
     b2: HyperParameter = 0.999,
@@ -32,12 +47,15 @@ def scale_by_adam(
     eps_root: HyperParameter = 0.0,
     moment_requires_grad: bool = False,
     *,
+    amsgrad: bool = False,
     fused: bool | None = None,
 ) -> GradientTransformation:
     """Adam's direction ``m / (sqrt(v + eps_root) + eps)``, ``m`` and ``v`` corrected for their start at 0.
 
     ``m`` and ``v`` are the running averages of the gradients and of their squares. [Kingma and Ba 2015, Adam: A
-    Method for Stochastic Optimization, algorithm 1.]
+    Method for Stochastic Optimization, algorithm 1.] With ``amsgrad`` the greatest ``v`` so far stands
+    for ``v``, and is corrected after it is found, as in ``torch.optim.Adam``. [Reddi, Kale and Kumar 2018, On the
+    Convergence of Adam and Beyond, algorithm 2.]
 
     Args:
         b1: decay of the average of the gradients; a number that is at least 0 and below 1, or a tensor of one
@@ -48,12 +66,13 @@ def scale_by_adam(
             limit as the gradient goes to 0.
         moment_requires_grad: the first averages are leaves that require grad, so that one can differentiate with
             respect to them.
+        amsgrad: divide by the greatest average of the squares so far; it has a formula, and no kernel.
         fused: None uses a kernel where there is one and it helps, False never, True demands it.
 
     Raises:
         TypeError: an argument is of another type.
         ValueError: one is out of its range.
-        RuntimeError: from ``update``: ``fused=True`` where there is no kernel; the message says why.
+        RuntimeError: ``fused=True`` with ``amsgrad``; from ``update``: where there is no kernel; the message says why.
 
     Example:
         >>> import torch
@@ -66,6 +85,16 @@ def scale_by_adam(
     check_decay("b2", b2)
     check_at_least_zero("eps", eps)
     check_at_least_zero("eps_root", eps_root)
+    if amsgrad:
+        if fused:
+            raise RuntimeError(
+                "`fused=True` cannot be kept: there is no kernel for `amsgrad`; leave `fused` out"
+            )
+        return elementwise(
+            ScaleByAmsgradState,
+            partial(_amsgrad_init, moment_requires_grad),
+            partial(_amsgrad, b1=b1, b2=b2, eps=eps, eps_root=eps_root),
+        )
     return elementwise(
         ScaleByAdamState,
         partial(_init, moment_requires_grad),
@@ -79,3 +108,45 @@ def _init(requires_grad: bool, params: Params, /) -> ScaleByAdamState:
         filled(params, requires_grad=requires_grad),
         counts(params),
     )
+
+
+def _amsgrad_init(requires_grad: bool, params: Params, /) -> ScaleByAmsgradState:
+    return ScaleByAmsgradState(
+        filled(params, requires_grad=requires_grad),
+        filled(params, requires_grad=requires_grad),
+        filled(params, requires_grad=requires_grad),
+        counts(params),
+    )
+
+
+def _amsgrad(
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    max_exp_avg_sqs: list[Tensor],
+    steps: list[Tensor],
+    *,
+    b1: HyperParameter,
+    b2: HyperParameter,
+    eps: HyperParameter,
+    eps_root: HyperParameter,
+    inplace: bool,
+) -> tuple[list[Tensor], ...]:
+    steps = foreach.add_number(steps, 1, inplace=inplace)
+    exp_avgs = foreach.interpolate(exp_avgs, grads, 1 - b1, inplace=inplace)
+    exp_avg_sqs = foreach.multiply(exp_avg_sqs, b2, inplace=inplace)
+    exp_avg_sqs = foreach.add_product(exp_avg_sqs, grads, grads, 1 - b2, inplace=inplace)
+    max_exp_avg_sqs = foreach.maximum(max_exp_avg_sqs, exp_avg_sqs, inplace=inplace)
+    bias_correction1, bias_correction2 = bias_correction.bias_corrections((b1, b2), steps)
+    below = foreach.multiply(max_exp_avg_sqs, foreach.combine(_inverse, bias_correction2))
+    if not foreach.is_zero(eps_root):
+        below = foreach.add_number(below, eps_root)
+    below = foreach.add_number(foreach.square_root(below), eps)
+    directions = foreach.multiply(
+        foreach.divide(exp_avgs, below), foreach.combine(_inverse, bias_correction1)
+    )
+    return directions, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps
+
+
+def _inverse(x: HyperParameter) -> HyperParameter:
+    return 1 / x
