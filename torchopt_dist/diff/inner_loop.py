@@ -46,7 +46,7 @@ def inner_loop(
     batches: Sequence[Any] | Callable[[int], Any] | int,
     *,
     meta: Any = None,
-    adjoint: Adjoint = Recorded(),  # noqa: B008
+    adjoint: Adjoint = Recorded(),
     state: OptState | None = None,
     has_aux: bool = False,
     seed: int | None = None,

@@ -175,7 +175,7 @@ class MetaOptimizer:
         loss: Callable[..., Any],
         batches: Sequence[Any] | Callable[[int], Any] | int,
         *,
-        adjoint: Adjoint = Recorded(),  # noqa: B008 - it has no state
+        adjoint: Adjoint = Recorded(),
         meta: Any = None,
         **options: Any,
     ) -> InnerLoopResult:

@@ -46,13 +46,12 @@ class Store:
         leaves, spec = pytree.flatten(parts)
         devices = [leaf.device if isinstance(leaf, Tensor) else None for leaf in leaves]
         cpu = [leaf.to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        read: Callable[[], list[Any]] = lambda: cpu  # noqa: E731
-        if self._where != "cpu":
-            read = _File(Path(self._where), cpu).read
-            cpu = []
+        kept = cpu if self._where == "cpu" else _File(Path(self._where), cpu)
+        del cpu
 
         def give() -> Snapshot:
-            back = [leaf if at is None else leaf.to(at) for leaf, at in zip(read(), devices, strict=True)]
+            held = kept.read() if isinstance(kept, _File) else kept
+            back = [leaf if at is None else leaf.to(at) for leaf, at in zip(held, devices, strict=True)]
             return cast("Snapshot", pytree.unflatten(spec, back))
 
         return give
