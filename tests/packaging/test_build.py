@@ -258,3 +258,9 @@ def assert_stable(library: Path) -> None:
         (found,) = json.loads(report.stdout)["bundled_libs"]
         assert found["torch"]["stable"], found["torch"]["unstable_symbols"]
         assert found["torch"]["min_torch_version"] == "2.10.0", found["torch"]["version_defining_symbols"]
+
+
+def test_the_package_does_not_import_the_compiler() -> None:
+    """Torch's takes as long to import as torch itself; it comes with the first optimizer."""
+    done = python("-c", "import sys, torchopt_dist; print('torch._dynamo' in sys.modules)", cwd=ROOT)
+    assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr

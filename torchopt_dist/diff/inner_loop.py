@@ -101,7 +101,8 @@ def inner_loop(
         (tensor(0.2500), tensor(-2.))
     """
     # torch.compile goes on after the loop: it takes no second derivatives.
-    made: InnerLoopResult = torch.compiler.disable(_inner_loop)(
+    run = torch.compiler.disable(_inner_loop) if torch.compiler.is_compiling() else _inner_loop
+    made: InnerLoopResult = run(
         loss, optimizer, params, batches, meta, adjoint, state, has_aux, seed, steps, stop
     )
     return made

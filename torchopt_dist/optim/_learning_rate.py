@@ -67,8 +67,12 @@ class Schedules(dict[int, Schedule]):
             group[_COUNT] = group[_COUNT].cpu()
             self._say(index, group)
 
-    @torch.compiler.disable
     def _say(self, index: int, group: dict[str, Any]) -> None:
+        # A decorator would import the compiler with the package, which takes as long as torch.
+        say = torch.compiler.disable(self._say_as_is) if torch.compiler.is_compiling() else self._say_as_is
+        say(index, group)
+
+    def _say_as_is(self, index: int, group: dict[str, Any]) -> None:
         with torch.no_grad():
             value = self[index](group[_COUNT].to(torch.float64))
         group["lr"] = group[_SAID] = float(value.detach() if isinstance(value, Tensor) else value)
