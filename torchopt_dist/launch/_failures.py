@@ -67,7 +67,7 @@ def may_be_an_echo(error: Exception) -> bool:
 
 
 def death(
-    rank: int, host: str, status: int, log: tuple[str, ...], *, asked: bool, out_of_memory: bool
+    rank: int, host: str, status: int, log: tuple[str, ...], *, asked: bool, out_of_memory: bool = False
 ) -> WorkerFailedError:
     """The error that tells of a worker's end.
 
