@@ -308,8 +308,10 @@ def test_what_is_no_future_or_no_reference_is_refused():
 
 
 def test_a_reference_outside_a_group_is_refused():
-    with pytest.raises(todist.NotInitializedError, match="`tree_as_rref` needs an RPC group"):
-        pytree.tree_as_rref([1])
+    for _ in range(2):
+        with pytest.raises(todist.NotInitializedError, match="`tree_as_rref` needs an RPC group"):
+            pytree.tree_as_rref([1])
+        todist.auto_init_rpc()(todist.get_rank)()  # after a group there is none, either
 
 
 def test_references_are_made_and_fetched(world):

@@ -70,6 +70,7 @@ def tree_as_rref(tree: TensorTree) -> Any:
     if not rpc.is_available():
         raise NotInitializedError("`tree_as_rref` needs RPC, which this build of torch does not have")
     try:
+        rpc.get_worker_info()  # a reference can be made when a group has ended, but not fetched
         references: list[Any] = [RRef(leaf) for leaf in leaves]
     except RuntimeError as error:
         raise NotInitializedError(
