@@ -135,6 +135,26 @@ def test_update_is_pure_unless_it_may_overwrite(name, setting):
         assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
 
 
+@pytest.mark.parametrize(("name", "setting"), CASES)
+@pytest.mark.parametrize("recorded", [False, True])
+def test_each_parameter_has_a_state_of_its_layout_in_a_storage_of_its_own(name, setting, recorded):
+    row = ROWS[name]
+    shapes = ((2, 3, 4, 5), (4, 3), (3,), (3,))
+    params = [torch.rand(shape) for shape in shapes]
+    params[0] = params[0].to(memory_format=torch.channels_last)
+    params[1] = params[1].t()
+    params = [p.requires_grad_() for p in params]
+    optimizer = FuncOptimizer(row.function(**row.options[setting]), inplace=not recorded)
+    made = params
+    for _ in range(2):
+        made = optimizer.step(sum(p.square().sum() for p in made), made)
+    assert made[0].requires_grad
+    for link in optimizer.get_states()[0]:
+        for field in (field for field in link if isinstance(field, list) and field[0].dim()):
+            assert [x.stride() for x in field] == [p.stride() for p in params]
+            assert [x.untyped_storage().nbytes() for x in field] == [x.nbytes for x in field]
+
+
 @pytest.mark.parametrize("name", ROWS)
 def test_grad_scaler_and_schedulers(name):
     row = ROWS[name]

@@ -208,6 +208,9 @@ def in_portions(formula: Callable[[Columns], Sequence[list[Tensor]]], columns: C
     Args:
         formula: columns → columns; it records no graph.
         columns: the first of them is a list.
+
+    Returns:
+        What the formula gives; small tensors have the strides of those of the last column, and a storage each.
     """
     first = columns[0] or []
     out: list[list[Tensor]] = []
@@ -218,13 +221,17 @@ def in_portions(formula: Callable[[Columns], Sequence[list[Tensor]]], columns: C
             found = formula(share)
         else:
             flat = [None if c is None else [torch.cat([x.reshape(-1) for x in c])] for c in share]
-            # `.data`: the pieces are no views to autograd, and changing one is no change of the others.
-            found = [
-                [piece.view_as(x).data for piece, x in zip(column[0].split(small), first[part], strict=True)]
-                for column in formula(flat)
-            ]
+            like = [column for column in share if column is not None][-1]
+            found = [_cut(column[0], small, like) for column in formula(flat)]
         out = [[*before, *new] for before, new in zip(out, found, strict=True)] if out else list(found)
     return out
+
+
+def _cut(flat: Tensor, sizes: list[int], like: Sequence[Tensor]) -> list[Tensor]:
+    """Pieces of these sizes, copied to tensors that are laid out as others."""
+    pieces = [torch.empty_like(x, dtype=flat.dtype) for x in like]
+    torch._foreach_copy_(pieces, [cut.view_as(x) for cut, x in zip(flat.split(sizes), like, strict=True)])
+    return pieces
 
 
 def _flat_sizes(columns: Sequence[list[Tensor]]) -> list[int] | None:
