@@ -6,6 +6,7 @@ import ast
 import multiprocessing.util
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -330,6 +331,22 @@ def test_many_gradients_at_a_time_are_told_apart() -> None:
     torch.autograd.grad(y, x, torch.eye(2), is_grads_batched=True, retain_graph=True)
     torch.autograd.grad(y, x, torch.ones(2))
     assert seen == [True, False]
+
+
+@pytest.mark.parametrize("hide", [False, True])
+def test_no_thread_handles_an_exception_where_python_does_not_say(
+    monkeypatch: pytest.MonkeyPatch, hide: bool
+) -> None:
+    if hide:
+        monkeypatch.delattr(sys, "_current_exceptions")
+    me, error = threading.get_ident(), ValueError("handled")
+    assert private.exception_in(me) is None
+    try:
+        raise error
+    except ValueError:
+        assert private.exception_in(me) is (None if hide else error)
+    assert private.exception_in(me) is None
+    assert private.exception_in(-1) is None
 
 
 def test_an_interpreter_has_no_options_where_they_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:

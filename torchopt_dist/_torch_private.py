@@ -7,6 +7,7 @@ name is missing; ``tests/test_torch_private.py`` hides each name and tests that.
 from __future__ import annotations
 
 import atexit
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -28,6 +29,7 @@ __all__ = [
     "children_of",
     "engine_keeps_graph",
     "engine_needs_node",
+    "exception_in",
     "finish_interpreter",
     "forward_mode_is_active",
     "fused_step",
@@ -315,7 +317,20 @@ def tensorpipe_options_with_sockets() -> rpc.TensorPipeRpcBackendOptions:
         return rpc.TensorPipeRpcBackendOptions()
 
 
-# Processes.
+# Threads and processes.
+
+
+def exception_in(thread: int) -> BaseException | None:
+    """The exception that a thread handles, in an ``except`` or ``finally`` block; ``thread`` is its identifier.
+
+    Without the name there is none: a ``finally`` block that runs when another rank fails may be interrupted.
+    """
+    exceptions = getattr(sys, "_current_exceptions", None)
+    found = None if exceptions is None else exceptions().get(thread)
+    handled: BaseException | None = (
+        found[1] if isinstance(found, tuple) else found
+    )  # a tuple before Python 3.12
+    return handled
 
 
 def interpreter_flags() -> list[str]:

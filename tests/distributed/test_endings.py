@@ -15,8 +15,10 @@ import torch
 
 import torchopt_dist as todist
 from tests.distributed.bare import Bare, say, soon, watch
+from tests.distributed.finally_program import is_whole, write_slowly
 from tests.distributed.programs import rank_of_worker
-from torchopt_dist.distributed import _shutdown
+from tests.seeds import torchrun
+from torchopt_dist.distributed import _interruption, _shutdown
 from torchopt_dist.distributed._group import current_group
 
 
@@ -80,6 +82,78 @@ def test_a_rank_that_raises_ends_all_at_once_with_its_traceback(world, tmp_path,
         assert "rank 1 failed" in said[rank]
         assert "ValueError: the root of it" in said[rank]
         assert "raise_now" in said[rank]  # its frames, not only its message
+
+
+def call_the_one_that_fails():
+    todist.remote_sync_call(hang, partitioner=1)
+
+
+WITH_A_FINALLY = {
+    "in pure Python": (spin, ()),
+    "waiting in a call to it": (call_the_one_that_fails, ()),
+    "waiting in a call to another": (wait_in_a_call, ()),
+    "waiting in a barrier": (lambda: todist.barrier(), ()),
+    "handling an error": (lambda: 1 / 0, (ZeroDivisionError,)),
+}
+
+
+@pytest.mark.parametrize("busy", WITH_A_FINALLY)
+def test_when_another_rank_fails_main_ends_its_finally_block(world, tmp_path, busy):
+    keep_busy, caught = WITH_A_FINALLY[busy]
+
+    def main():
+        if todist.get_rank() == 1:
+            assert watch(tmp_path / "busy")
+            raise_now(tmp_path, ValueError("the root of it"))
+        if todist.get_rank() == 0:
+            try:
+                say(tmp_path / "busy")
+                keep_busy()
+            except caught:
+                write_slowly(tmp_path / "written")
+                todist.barrier()
+            finally:
+                if not caught:
+                    write_slowly(tmp_path / "written")
+
+    endings, said = end_of(world(3), tmp_path, main, seconds=3.0)
+    assert is_whole(tmp_path / "written"), said[0]
+    assert type(endings[0].error) is todist.PeerFailedError
+    assert "raise_now" in said[0]
+
+
+def test_a_finally_block_that_does_not_end_is_ended(tmp_path, monkeypatch):
+    def main():
+        if todist.get_rank() == 1:
+            assert watch(tmp_path / "busy")
+            raise_now(tmp_path, ValueError("the root of it"))
+        try:
+            say(tmp_path / "busy")
+            spin()
+        finally:
+            say(tmp_path / "unwinding")
+            hang()
+
+    def program():
+        monkeypatch.setattr(_interruption, "FINALLY_SECONDS", 0.2)
+        todist.auto_init_rpc()(main)()
+
+    endings, said = end_of(Bare(2), tmp_path, program, seconds=1.5)
+    assert (tmp_path / "unwinding").exists()
+    assert endings[0].error is None
+    assert "is ended, since rank 1 failed: ValueError: the root of it" in said[0]
+
+
+def test_under_torchrun_rank_zero_ends_its_finally_block_and_the_root_cause_is_told(tmp_path):
+    program = torchrun.ROOT / "tests/distributed/finally_program.py"
+    job = torchrun.start("--standalone", "--nproc-per-node=2", program, tmp_path)
+    with contextlib.closing(job):
+        done = job.finish(timeout=100)
+    assert done.returncode == 1
+    assert is_whole(tmp_path / "written"), done.stdout
+    assert done.stdout.count("\nValueError: the root of it\n") == 1
+    root = done.stdout.partition("Root Cause (first observed failure):")[2]
+    assert "ValueError: the root of it" in root
 
 
 def test_rank_zero_that_raises_ends_all(world, tmp_path):

@@ -373,6 +373,22 @@ def test_a_wait_for_a_thread_ends_with_the_thread_or_with_the_world(lines):
     stuck.set()
 
 
+def test_rank_zero_is_waited_for_until_it_leaves_or_fails(lines):
+    line = lines("a", "b", "c")
+    line.ends[1].fail("Traceback: of b")
+    wait_until(lambda: line.heard[0])
+    waits = [line.threads.submit(line.ends[rank].wait_for_hub, 60) for rank in (1, 2)]
+    line.ends[0].wait_for_hub(60)  # itself
+    assert not any(wait.done() for wait in waits)
+    line.ends.pop(0).close()
+    for wait in waits:
+        wait.result(timeout=10)
+    failed = lines("a", "b")
+    failed.ends[0].fail("Traceback: of a")
+    wait_until(lambda: failed.heard[1])
+    failed.threads.submit(failed.ends[1].wait_for_hub, 60).result(timeout=10)
+
+
 def test_closing_ends_the_thread(lines):
     line = lines("a", "b")
     line.ends[1].close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import pdb
 import sys
 import traceback
@@ -100,6 +101,9 @@ def test_under_torchrun_a_failure_is_printed_once_and_is_the_root_cause(tmp_path
         assert f" is ended, since rank 0 failed: {text} (" in line
         assert line.endswith(f"in {last})")
         assert HEAD not in other
+    # A rank that is ended tells why, too: it may be the only one that has ended when torchrun looks.
+    echo = json.loads((tmp_path / "1.json").read_text())["message"]["message"]
+    assert echo.startswith(f"rank 0 failed: {text}")
     assert rank == 0
     assert root.message["message"].startswith(text)
 

@@ -100,6 +100,8 @@ class Membership:
         self._on_failure = on_failure
         self._released: set[str] = set()
         self._hub_left = False
+        self._hub_gone = threading.Event()
+        self._hub_gone.set()
         self._all_answered = True
         self._sequence: dict[str, int] = {}
         self._changed = threading.Condition()
@@ -216,6 +218,11 @@ class Membership:
         threading.Thread(target=watch, daemon=True).start()
         self._wait(lambda: not thread.is_alive(), timeout, "the others to shut down RPC")
 
+    def wait_for_hub(self, timeout: float) -> None:
+        """Wait until rank 0 has left the group, ``timeout`` seconds at most; not if it has failed, or is this rank."""
+        if HUB not in self.failures:
+            self._hub_gone.wait(timeout)
+
     def close(self) -> None:
         """Leave the group, so that the others do not take the end of the connection for a death."""
         self._closing = True
@@ -267,11 +274,13 @@ class Membership:
         _keep_alive(self._to_hub)
         self._to_hub.write(token.encode() + b"\n")
         await _write(self._to_hub, {"join": asdict(self.me)})
+        self._hub_gone.clear()
         self._listening = asyncio.ensure_future(self._listen(reader))
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
         async for message in _messages(reader):
             self._receive(message)
+        self._hub_gone.set()
         if not self._hub_left:
             self._receive({"failed": HUB, "report": ""})
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from torchopt_dist._tracebacks import format_error, show_user_frames, summary
 from torchopt_dist.errors import PeerFailedError, WorkerLostError
 
-__all__ = ["one_line", "report", "tell_user"]
+__all__ = ["one_line", "report", "tell_torchrun", "tell_user"]
 
 
 def report(error: BaseException) -> tuple[str, str]:
@@ -36,18 +36,34 @@ def tell_user(error: BaseException) -> None:
     torchrun ends all ranks as soon as one of them has ended, perhaps before the one that failed has printed why. So
     under torchrun an error is printed at once, and torchrun is told that it was the first one.
     """
-    name = os.environ.get("TORCHELASTIC_ERROR_FILE", "/dev/null")
-    elsewhere = name.startswith(("/dev/", "/proc/"))  # our own launcher reads what its workers raise
     consequence = isinstance(error, (PeerFailedError, WorkerLostError))
-    if elsewhere or consequence or not isinstance(error, Exception):
+    if consequence or not isinstance(error, Exception) or _error_file() is None:
+        if isinstance(error, PeerFailedError):
+            tell_torchrun(one_line(error))
         show_user_frames()
         return
     print(format_error(error), end="", file=sys.stderr, flush=True)
     show_user_frames(told=error)
-    file = Path(name)
-    if not file.exists():  # else the program's own `record` has told more
-        # torchrun counts whole seconds, and takes the earliest failure for the root cause.
-        extra = {"py_callstack": summary(error), "timestamp": str(int(time.time()) - 1)}
-        entry = {"message": {"message": summary(error), "extraInfo": extra}}
+    tell_torchrun(summary(error), root_cause=True)
+
+
+def tell_torchrun(text: str, *, root_cause: bool = False) -> None:
+    """Write in torchrun's file for this rank, if there is one, why the rank ends.
+
+    torchrun shows the ranks that have ended when it looks, and takes the earliest for the root cause. A rank that ends
+    since another has failed may be the only one.
+    """
+    file = _error_file()
+    if file is not None and not file.exists():  # else the program's own `record` has told more
+        timestamp = int(time.time()) - root_cause  # torchrun counts whole seconds
+        entry = {
+            "message": {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(timestamp)}}
+        }
         with contextlib.suppress(OSError):
             file.write_text(json.dumps(entry), encoding="utf-8")
+
+
+def _error_file() -> Path | None:
+    """Where torchrun reads why this rank has ended; our own launcher, which reads what its workers raise, has none."""
+    name = os.environ.get("TORCHELASTIC_ERROR_FILE", "/dev/null")
+    return None if name.startswith(("/dev/", "/proc/")) else Path(name)

@@ -12,12 +12,14 @@ from torch.distributed import rpc
 
 from torchopt_dist.distributed._membership import Membership
 
-__all__ = ["GRACE_SECONDS", "SHUTDOWN_SECONDS", "shut_down_at_once", "shut_down_in_order"]
+__all__ = ["FINALLY_SECONDS", "GRACE_SECONDS", "SHUTDOWN_SECONDS", "shut_down_at_once", "shut_down_in_order"]
 
 SHUTDOWN_SECONDS = 30.0
 """How long a rank waits for replies when ``main`` has returned everywhere, and then for RPC's last handshake."""
 GRACE_SECONDS = 0.4
 """How long a rank may take to end by itself after another one has failed."""
+FINALLY_SECONDS = 5.0
+"""How many more it has if it is running its ``finally`` blocks by then."""
 
 
 def shut_down_in_order(membership: Membership) -> None:

@@ -6,6 +6,7 @@ that do not end by themselves are ended with that traceback.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -26,9 +27,10 @@ from torchopt_dist.distributed import _rendezvous, _shutdown
 from torchopt_dist.distributed._allocator import share_one_arena
 from torchopt_dist.distributed._caller_state import ThreadSettings
 from torchopt_dist.distributed._group import Group, current_group, find_group, set_group
+from torchopt_dist.distributed._interruption import Interruption
 from torchopt_dist.distributed._membership import Failure, Member, Membership
 from torchopt_dist.distributed._parentheses import check_parentheses
-from torchopt_dist.distributed._report import one_line, report, tell_user
+from torchopt_dist.distributed._report import one_line, report, tell_torchrun, tell_user
 from torchopt_dist.distributed.transport.rpc import RPCTransport
 from torchopt_dist.distributed.world import (
     WorldInfo,
@@ -83,7 +85,8 @@ def auto_init_rpc(
 
     Raises:
         InitializationError: the group cannot be formed; raised by the decorated function.
-        PeerFailedError: ``main`` or ``worker_init_fn`` raised on another rank; its traceback is in the message.
+        PeerFailedError: ``main`` or ``worker_init_fn`` raised on another rank; its traceback is in the message. It is
+            raised inside ``main`` where that runs Python, whose ``finally`` blocks then have 5 s.
         WorkerLostError: another rank died.
     """
     check_parentheses("todist.auto_init_rpc", worker_init_fn)
@@ -102,7 +105,8 @@ def auto_init_rpc(
             if group is not None:
                 _check_same(group.settings, settings)
                 return main(*args, **kwargs)
-            with _RunningGroup(*settings) as group:
+            running = _RunningGroup(*settings)
+            with running as group, running.interruption:
                 if worker_init_fn is not None:
                     worker_init_fn()
                     group.threads.prepare = ThreadSettings.capture().apply
@@ -168,6 +172,7 @@ class _RunningGroup:
         self.backend = backend
         self.options = rpc_backend_options or _default_options(self.world)
         self.group: Group | None = None
+        self.interruption = Interruption()
         self._unwound = threading.Event()
 
     def __enter__(self) -> Group:
@@ -267,12 +272,18 @@ class _RunningGroup:
         try:
             if not isinstance(error, PeerFailedError):
                 self.membership.fail(*report(error))
-            self.membership.close()
         except Exception:  # the hub is gone: there is nobody to tell
             log.debug("no connection left to report on", exc_info=True)
         if _rpc_is_initialized():
             _shutdown.shut_down_at_once(_exit_code(error))
+        self._wait_for_rank_zero()
+        with contextlib.suppress(Exception):  # the hub is gone
+            self.membership.close()
         self._forget()
+
+    def _wait_for_rank_zero(self) -> None:
+        """Let rank 0 run its ``finally`` blocks, since torchrun kills it when another rank has ended."""
+        self.membership.wait_for_hub(_shutdown.FINALLY_SECONDS + 2 * _shutdown.GRACE_SECONDS)
 
     def _stop_calls(self) -> None:
         """From now on this worker makes no calls; it answers those of others until RPC is shut down."""
@@ -295,10 +306,18 @@ class _RunningGroup:
             self.group.transport.worker_lost(failure.rank, failure.error())
 
     def _end(self, failure: Failure) -> None:
-        if not self._unwound.wait(_shutdown.GRACE_SECONDS):
+        """End this rank, since another one has failed."""
+        error = failure.error()
+        assert isinstance(error, PeerFailedError)
+        if self.group is not None:
+            for worker in range(len(self.group.names)):  # `main` waits for no answer any more
+                self.group.transport.worker_lost(worker, error)
+        if not self.interruption.unwind(error, self._unwound):
             sys.stdout.flush()
             name = f"{self.world.worker_name} (rank {self.world.rank})"
-            print(f"{name} is ended, since {one_line(failure.error())}", file=sys.stderr, flush=True)
+            print(f"{name} is ended, since {one_line(error)}", file=sys.stderr, flush=True)
+            self._wait_for_rank_zero()
+            tell_torchrun(one_line(error))
             os._exit(1)
 
 

@@ -1,0 +1,106 @@
+"""A failure of another rank → an error in the thread that runs ``main``, once, and never after ``main``."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+import torchopt_dist as todist
+from torchopt_dist.distributed import _interruption
+from torchopt_dist.distributed._interruption import Interruption
+
+
+@pytest.fixture
+def error():
+    error = todist.PeerFailedError("rank 1 failed:\n\na traceback")
+    error.summary = "rank 1 failed: KeyError: 'x'"
+    return error
+
+
+class Main:
+    """A thread that runs ``body`` as ``main`` until it ends, handling an error all the while, as a caller may."""
+
+    def __init__(self, body):
+        self.interruption, self.unwound = Interruption(), threading.Event()
+        self._began = threading.Event()
+        self._thread = ThreadPoolExecutor(1)
+        self._end = self._thread.submit(self._run, body)
+        self._began.wait()
+
+    def _run(self, body):
+        try:
+            raise LookupError("the caller's")
+        except LookupError:
+            try:
+                with self.interruption:
+                    self._began.set()
+                    body()
+            finally:
+                self.unwound.set()
+
+    def unwind(self, error):
+        return self.interruption.unwind(error, self.unwound)
+
+    def raised(self):
+        return self._end.exception(timeout=20)
+
+
+def spin():
+    while True:
+        pass
+
+
+def test_main_is_interrupted_by_an_error_that_is_the_other_ranks(error):
+    main = Main(spin)
+    assert main.unwind(error)
+    raised = main.raised()
+    assert (str(raised), raised.summary) == (str(error), error.summary)
+    assert repr(type(raised)) == repr(todist.PeerFailedError)
+    copy = pickle.loads(pickle.dumps(raised))
+    assert type(copy) is todist.PeerFailedError
+    assert (str(copy), copy.summary) == (str(error), error.summary)
+
+
+def test_main_that_is_in_a_finally_block_is_left_there(error, monkeypatch):
+    monkeypatch.setattr(_interruption, "GRACE_SECONDS", 0.02)
+    entered, leave = threading.Event(), threading.Event()
+
+    def body():
+        try:
+            raise ValueError("its own")
+        finally:
+            entered.set()
+            while not leave.is_set():
+                pass
+
+    main = Main(body)
+    entered.wait()
+    threading.Timer(0.1, leave.set).start()
+    assert main.unwind(error)
+    assert isinstance(main.raised(), ValueError)
+
+
+def test_main_that_is_in_c_is_given_up(error, monkeypatch):
+    monkeypatch.setattr(_interruption, "GRACE_SECONDS", 0.02)
+    wake = threading.Lock()
+    wake.acquire()
+    main = Main(wake.acquire)
+    for _ in range(2):  # two ranks may fail
+        assert not main.unwind(error)
+    wake.release()
+    assert isinstance(main.raised(), todist.PeerFailedError)
+
+
+def test_what_runs_after_main_is_not_interrupted(error, monkeypatch):
+    monkeypatch.setattr(_interruption, "GRACE_SECONDS", 0.02)
+    interruption = Interruption()
+    with interruption:
+        pass
+    with ThreadPoolExecutor(1) as other:
+        given_up = other.submit(interruption.unwind, error, threading.Event())
+        while not given_up.done():
+            pass
+    assert not given_up.result()

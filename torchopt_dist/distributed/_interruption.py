@@ -1,0 +1,96 @@
+"""Another rank's failure, and the thread that runs ``main`` → ``main`` runs its ``finally`` blocks, in bounded time."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+
+from torchopt_dist._torch_private import exception_in
+from torchopt_dist.distributed._shutdown import FINALLY_SECONDS, GRACE_SECONDS
+from torchopt_dist.errors import PeerFailedError
+
+__all__ = ["Interruption"]
+
+
+class Interruption:
+    """Context manager around ``main``: meanwhile another thread can raise an error in the thread that runs it.
+
+    Python raises it between two instructions, so not while ``main`` is in C code, as in ``time.sleep``.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._thread: int | None = None
+        self._outer: BaseException | None = None
+        self._sent = False
+        self._raised = threading.Event()
+
+    def __enter__(self) -> None:
+        self._outer = sys.exception()
+        self._thread = threading.get_ident()
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._thread = None
+        _raise_in(
+            threading.get_ident(), None
+        )  # an error that is still on its way would be raised after ``main``
+
+    def unwind(self, error: PeerFailedError, unwound: threading.Event) -> bool:
+        """Have ``main`` end by ``error``, unless an exception is ending it already.
+
+        Args:
+            error: another rank's.
+            unwound: set when ``main`` has ended.
+
+        Returns:
+            Whether it has within ``GRACE_SECONDS``, or, if it runs Python, ``FINALLY_SECONDS`` more.
+        """
+        if unwound.wait(GRACE_SECONDS / 2):
+            return True
+        if not self._is_unwinding():
+            self._interrupt(error)
+        if unwound.wait(GRACE_SECONDS / 2):
+            return True
+        return self._is_unwinding() and unwound.wait(FINALLY_SECONDS)
+
+    def _is_unwinding(self) -> bool:
+        """Whether ``main`` handles an exception, as in a ``finally`` block, or has been interrupted by one."""
+        thread = self._thread
+        handled = None if thread is None else exception_in(thread)
+        return self._raised.is_set() or (handled is not None and handled is not self._outer)
+
+    def _interrupt(self, error: PeerFailedError) -> None:
+        with self._lock:
+            if self._thread is not None and not self._sent:
+                self._sent = True
+                _raise_in(self._thread, _class_of(error, self._raised))
+
+
+def _class_of(error: PeerFailedError, raised: threading.Event) -> type[PeerFailedError]:
+    """A class whose instances are like ``error``, since only a class can be raised in another thread.
+
+    Args:
+        error: what its instances are like, and what they are when they have been pickled.
+        raised: set when there is an instance.
+    """
+
+    class RaisedError(PeerFailedError):
+        def __init__(self) -> None:
+            super().__init__(*error.args)
+            self.summary = error.summary
+            raised.set()
+
+        def __reduce__(self) -> tuple[object, ...]:
+            return PeerFailedError, self.args, {"summary": self.summary}
+
+    for name in ("__module__", "__name__", "__qualname__"):  # as users see it
+        setattr(RaisedError, name, getattr(PeerFailedError, name))
+    return RaisedError
+
+
+def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
+    """Raise a ``kind`` in a thread; with ``None``, take back what has not been raised there yet."""
+    argument = None if kind is None else ctypes.py_object(kind)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), argument)
