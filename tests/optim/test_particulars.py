@@ -129,3 +129,25 @@ def test_amsgrad_has_no_kernel(name):
             RuntimeError, match="`fused=True` cannot be kept: there is no kernel for `amsgrad`"
         ):
             make_one(target, amsgrad=True, fused=True)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch's own class
+@pytest.mark.parametrize(
+    "options", [{}, {"lr_decay": 0.1, "maximize": True, "initial_accumulator_value": 0.1}], ids=str
+)
+def test_adagrad_takes_sparse_gradients_beside_dense_ones(options):
+    """As torch's, where a row that is there twice counts once; and rows without a gradient are left alone."""
+    found = []
+    for home in (torch.optim, todist):
+        torch.manual_seed(0)
+        table, head = torch.nn.Embedding(5, 3, sparse=True), torch.nn.Linear(3, 1)
+        first = table.weight.detach().clone()
+        optimizer = home.Adagrad([*table.parameters(), *head.parameters()], lr=0.1, **options)
+        for rows in ([1, 1, 3], [0, 1, 3], [1, 1, 1]):
+            optimizer.zero_grad()
+            head(table(torch.tensor(rows))).square().sum().backward()
+            assert table.weight.grad.is_sparse
+            optimizer.step()
+        assert torch.equal((table.weight == first).all(1), torch.tensor([False, False, True, False, True]))
+        found.append((table.weight, head.weight, optimizer.state[table.weight]["sum"]))
+    torch.testing.assert_close(found[1], found[0])

@@ -127,7 +127,10 @@ def check_tensors(columns: Mapping[str, Sequence[Any] | None]) -> None:
             if not isinstance(x, Tensor):
                 raise TypeError(f"`{name}[{place}]` must be a tensor; got {type(x).__name__}")
             if x.layout is not torch.strided:
-                raise TypeError(f"`{name}[{place}]` must be a dense tensor; got layout {x.layout}")
+                raise TypeError(
+                    f"`{name}[{place}]` must be a dense tensor; got layout {x.layout}: make it one by "
+                    "`tensor.to_dense()`, or the module that it comes from with `sparse=False`"
+                )
             if not (x.is_floating_point() or x.is_complex()):
                 raise TypeError(f"`{name}[{place}]` must be of a floating-point dtype; got {x.dtype}")
             where = f"`{name}[{place}]` must %s of `{first}[{place}]`"

@@ -72,7 +72,7 @@ def adagrad(
     return chain(
         *penalized(weight_decay, maximize),
         scale_by_rss(initial_accumulator_value, eps, moment_requires_grad),
-        elementwise(DecayState, _init, partial(_decay, lr_decay=lr_decay)),
+        elementwise(DecayState, _init, partial(_decay, lr_decay=lr_decay), sparse=True),
         scale_by_learning_rate(lr),
     )
 
@@ -93,7 +93,11 @@ def _factor(lr_decay: HyperParameter, before: HyperParameter) -> HyperParameter:
 
 
 class Adagrad(Optimizer, transformation=adagrad):
-    """Adagrad in place, as ``torch.optim.Adagrad``."""
+    """Adagrad in place, as ``torch.optim.Adagrad``.
+
+    It takes sparse gradients, such as those of ``torch.nn.Embedding(sparse=True)``, if there is no ``weight_decay``,
+    and changes only the rows that they have.
+    """
 
     @arguments_of(adagrad)
     def __init__(self, params: Iterable[Any], *args: Any, **kwargs: Any) -> None:

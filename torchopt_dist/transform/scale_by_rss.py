@@ -5,10 +5,11 @@ from __future__ import annotations
 from functools import partial
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from torchopt_dist.ops import _foreach as foreach
-from torchopt_dist.transform._elementwise import elementwise, filled
+from torchopt_dist.transform._elementwise import check_dense, elementwise, filled
 from torchopt_dist.transform._hyperparameters import HyperParameter, check_at_least_zero, check_start
 from torchopt_dist.transform.base import GradientTransformation
 from torchopt_dist.typing import Params, TensorTree
@@ -39,6 +40,8 @@ def scale_by_rss(
     Raises:
         TypeError: an argument is of another type.
         ValueError: one is out of its range.
+        TypeError: from ``update``: a gradient is sparse, where a graph may be recorded. Under ``torch.no_grad`` the
+            direction of a sparse gradient is sparse, too.
 
     Example:
         >>> import torch
@@ -53,6 +56,7 @@ def scale_by_rss(
         ScaleByRssState,
         partial(_init, initial_accumulator_value, moment_requires_grad),
         partial(_formula, eps=eps),
+        sparse=True,
     )
 
 
@@ -63,5 +67,38 @@ def _init(value: float, requires_grad: bool, params: Params, /) -> ScaleByRssSta
 def _formula(
     grads: list[Tensor], sums: list[Tensor], *, eps: HyperParameter, inplace: bool
 ) -> tuple[list[Tensor], ...]:
+    if any(grad.is_sparse for grad in grads):
+        return _with_sparse(grads, sums, eps=eps, inplace=inplace)
+    check_dense(grads)
     sums = foreach.add_product(sums, grads, grads, inplace=inplace)
     return foreach.divide(grads, foreach.add_number(foreach.square_root(sums), eps)), sums
+
+
+def _with_sparse(
+    grads: list[Tensor], sums: list[Tensor], *, eps: HyperParameter, inplace: bool
+) -> tuple[list[Tensor], ...]:
+    if torch.is_grad_enabled():
+        check_dense(grads)  # a graph through sparse tensors would be without some derivatives
+    directions, after = [], []
+    for grad, before in zip(grads, sums, strict=True):
+        if grad.is_sparse:
+            direction, new = _sparse(grad.coalesce(), before, eps, inplace=inplace)
+        else:
+            (direction,), (new,) = _formula([grad], [before], eps=eps, inplace=inplace)
+        directions.append(direction)
+        after.append(new)
+    return directions, after
+
+
+def _sparse(grad: Tensor, before: Tensor, eps: HyperParameter, *, inplace: bool) -> tuple[Tensor, Tensor]:
+    """Only the rows that have a gradient are read and written; a sum of squares needs each row once."""
+
+    def with_values(values: Tensor) -> Tensor:
+        return torch.sparse_coo_tensor(
+            grad.indices(), values, grad.shape, is_coalesced=True, check_invariants=False
+        )
+
+    squares = with_values(grad.values().square())
+    after = before.add_(squares) if inplace else before + squares
+    below = after.sparse_mask(grad).values().sqrt() + eps
+    return with_values(grad.values() / below), after
