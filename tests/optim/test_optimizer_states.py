@@ -394,3 +394,39 @@ def test_a_parameter_stays_real_or_complex():
     message = r"'exp_avg' of parameter 0 of its group has torch\.float32, .* needs torch\.complex64 now"
     with pytest.raises(ValueError, match=message):
         go(optimizer, w, [1.0])
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_shared_states_are_overwritten(name):
+    """Where a step made new tensors, other processes would look at old ones."""
+    row = ROWS[name]
+    options = list(row.options.values())[-1]
+    (w, shared), (v, plain) = ((p, row.plain([p], **options)) for p in (leaf(), leaf()))
+    shared.share_memory()
+    held = dict(shared.state[w])
+    for optimizer, p in ((shared, w), (plain, v)):
+        go(optimizer, p, [1.0, -0.5, 2.0])
+    assert torch.equal(w, v)
+    assert held.keys() == plain.state[v].keys()
+    for key, tensor in held.items():
+        assert tensor.is_shared()
+        assert shared.state[w][key] is tensor
+        assert torch.equal(tensor, plain.state[v][key])
+
+
+def _three_steps(optimizer, w):
+    go(optimizer, w, [1.0, -0.5, 2.0])
+
+
+def test_a_process_that_is_forked_moves_the_shared_state():
+    w, v = leaf().detach().share_memory_().requires_grad_(), leaf()
+    shared, plain = todist.Adamax([w]), todist.Adamax([v])
+    shared.share_memory()
+    process = torch.multiprocessing.get_context("fork").Process(target=_three_steps, args=(shared, w))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    _three_steps(plain, v)
+    assert torch.equal(w, v)
+    for key, value in shared.state[w].items():
+        assert torch.equal(value, plain.state[v][key]), key

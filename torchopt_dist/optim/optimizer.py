@@ -76,6 +76,8 @@ class Optimizer(torch.optim.Optimizer):
     """What groups have as ``decoupled_weight_decay``, by which torch's saved states tell Adam from AdamW."""
     _counts_for_torch: ClassVar[bool] = False
     """Torch's class counts the steps of each parameter, although no formula needs that."""
+    _shares_memory = False
+    """Other processes may look at the tensors of the state, so these are overwritten and not replaced."""
 
     def __init_subclass__(
         cls, *, transformation: signatures.Constructor | None = None, **defaults: Any
@@ -209,8 +211,31 @@ class Optimizer(torch.optim.Optimizer):
             last.remove()
             first.remove()
 
+    def share_memory(self) -> None:
+        """Move the parameters' states to shared memory, for processes that share the parameters, too.
+
+        As ``torch.optim.Adagrad.share_memory``, for every optimizer: processes that are forked or spawned then may
+        train one model without locks [Niu et al. 2011, Hogwild!]. What a whole group has, such as the count of a
+        schedule, is each process's own, and what :meth:`load_state_dict` loads is not shared before this is called
+        again.
+        """
+        for index, group in enumerate(self.param_groups):
+            impl = self._built_transformation(index, group)
+            self._gather(group, impl, self._layout(index, group, impl))
+            if self._counts_for_torch:
+                self._begin_counts(group["params"])
+        for state in self.state.values():
+            for tensor in filter(torch.is_tensor, state.values()):
+                tensor.share_memory_()
+        self._shares_memory = True
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_impl": self._impl, "_schedules": self._schedules}
+        own = {
+            "_impl": self._impl,
+            "_schedules": self._schedules,
+            "_shares_memory": self._shares_memory,
+        }
+        return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -249,10 +274,13 @@ class Optimizer(torch.optim.Optimizer):
 
     def _count(self, params: list[Tensor]) -> None:
         """Count a step of these parameters, as torch's class does and wants to find it in a state."""
+        self._begin_counts(params)
+        bias_correction.count_up_([self.state[p][COUNT] for p in params])
+
+    def _begin_counts(self, params: list[Tensor]) -> None:
         for p in params:
             if COUNT not in self.state[p]:
                 self.state[p][COUNT] = torch.zeros((), dtype=torch.float32, device="cpu")
-        bias_correction.count_up_([self.state[p][COUNT] for p in params])
 
     def _built_transformation(self, index: int, group: dict[str, Any]) -> GradientTransformation:
         """The transformation of a group, made anew only where an option is not what it was at the last step.
@@ -351,7 +379,10 @@ class Optimizer(torch.optim.Optimizer):
         _, leaves, _ = flatten_with_keys(state, is_list)
         for key, leaf in zip(layout.keys, leaves, strict=True):
             for p, value in zip(group["params"], leaf, strict=True) if key is not None else ():
-                self.state[p][key] = value
+                if self._shares_memory and value is not self.state[p][key]:
+                    self.state[p][key].copy_(value)
+                else:
+                    self.state[p][key] = value
         if shared := layout.shared(state):
             group[_SHARED] = shared
 
