@@ -33,8 +33,8 @@ class Interruption:
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self._thread = None
-        # An error that is still on its way would be raised after ``main``.
-        _raise_in(threading.get_ident(), None)
+        if self._sent and not self._raised.is_set():  # the error would be raised after ``main``
+            _raise_in(threading.get_ident(), None)
 
     def unwind(self, error: PeerFailedError, unwound: threading.Event) -> bool:
         """Have ``main`` end by ``error``, unless an exception is ending it already.
