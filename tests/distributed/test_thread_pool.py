@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -93,3 +95,19 @@ def test_closing_waits_for_work_under_way_but_not_for_ever(pool):
     go.set()
     closer.join(30)
     assert not closer.is_alive()
+
+
+def test_a_thread_that_waits_holds_nothing_of_its_work(pool):
+    class Tensors:
+        pass
+
+    def work(held=None):
+        assert held is not None
+
+    threads, held = pool(30.0), Tensors()
+    gone = weakref.ref(held)
+    for _ in range(2):  # the thread's first work, and its next
+        threads.run(functools.partial(work, held))
+        free(threads, 1)
+    del held
+    assert gone() is None

@@ -41,10 +41,12 @@ class ThreadPool:
         with self._lock:
             free = self._free.pop() if self._free else None
             self._working += 1
-        if free is not None:
-            free.put(work)
-        else:
-            threading.Thread(target=self._loop, args=(work,), name="todist-work", daemon=True).start()
+        # A thread keeps its arguments to its end. Were the work among them, its tensors would be kept, too, and freed
+        # while the interpreter ends perhaps, which aborts the process.
+        place = queue.SimpleQueue[_Work | None]() if free is None else free
+        place.put(work)
+        if free is None:
+            threading.Thread(target=self._loop, args=(place,), name="todist-work", daemon=True).start()
 
     def close(self, seconds: float = 0.0) -> None:
         """End the threads, those that work when their work is done. Later work runs in threads that end after it.
@@ -61,11 +63,9 @@ class ThreadPool:
         with self._lock:
             self._lock.wait_for(lambda: not self._working, seconds)
 
-    def _loop(self, first: _Work) -> None:
-        own: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
-        work: _Work | None = first
+    def _loop(self, own: queue.SimpleQueue[_Work | None]) -> None:
+        work = own.get()
         prepared: Callable[[], None] | None = None
-        del first  # a thread that waits holds no work, and so none of its tensors
         while work is not None:
             if self.prepare is not None and self.prepare is not prepared:
                 prepared = self.prepare
