@@ -38,8 +38,7 @@ struct RmspropRoot {
   C10_HOST_DEVICE inline A operator()(A grad, A& square_avg, A& grad_avg) const {
     square_avg = alpha * square_avg + rest * grad * grad;
     grad_avg = grad_avg + rest * (grad - grad_avg);
-    const A variance = square_avg - grad_avg * grad_avg;  // below 0 only by rounding; one that is no number stays so
-    return std::sqrt(variance < 0 ? A(0) : variance);
+    return std::sqrt(square_avg - grad_avg * grad_avg);
   }
 };
 

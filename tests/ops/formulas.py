@@ -43,7 +43,7 @@ def sgd_gradients(du, db, taken, lr, momentum, nesterov, weight_decay, maximize)
 def rmsprop(g, v, a, b, p, factor, alpha, eps, momentum, nesterov):
     v = alpha * v + (1 - alpha) * g * g
     a = None if a is None else a + (1 - alpha) * (g - a)
-    s = g / (root(v if a is None else (v - a * a).clamp(min=0)) + eps)
+    s = g / (root(v if a is None else v - a * a) + eps)
     if b is not None:
         b = momentum * b + s
         s = s + momentum * b if nesterov else b

@@ -26,7 +26,6 @@ __all__ = [
     "add_product",
     "add_quotient",
     "are_batched",
-    "at_least_zero",
     "combine",
     "descent_gradients",
     "divide",
@@ -170,13 +169,6 @@ def maximum(xs: list[Tensor], ys: list[Tensor], *, inplace: bool = False) -> lis
         torch._foreach_maximum_(xs, ys)
         return xs
     return list(torch._foreach_maximum(xs, ys))
-
-
-def at_least_zero(xs: list[Tensor]) -> list[Tensor]:
-    """The elements, and 0 for those below; one that is no number stays so."""
-    if runs_in_a_loop(xs):
-        return [x.clamp_min(0.0) for x in xs]
-    return list(torch._foreach_clamp_min(xs, 0.0))
 
 
 def product(xs: list[Tensor], ys: list[Tensor]) -> list[Tensor]:
