@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -62,12 +63,14 @@ class _File:
 
     def __init__(self, folder: Path, leaves: list[Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = tempfile.NamedTemporaryFile(dir=folder, prefix="step-", suffix=".pt")  # noqa: SIM115
-        torch.save(leaves, self._file)
-        self._file.flush()
+        descriptor, name = tempfile.mkstemp(dir=folder, prefix="step-", suffix=".pt")
+        self._path = Path(name)
+        weakref.finalize(self, self._path.unlink, missing_ok=True)
+        with open(descriptor, "wb") as file:
+            torch.save(leaves, file)
 
     def read(self) -> list[Any]:
-        leaves: list[Any] = torch.load(self._file.name, weights_only=True)
+        leaves: list[Any] = torch.load(self._path, weights_only=True)
         return leaves
 
 
