@@ -31,6 +31,7 @@ __all__ = [
     "divide",
     "in_loops",
     "interpolate",
+    "inverse",
     "is_zero",
     "maximum",
     "multiply",
@@ -252,6 +253,15 @@ def combine(function: Callable[..., Any], *factors: Factors) -> Factors:
     if not lists:
         return cast("Factors", function(*factors))
     return [function(*each) for each in zip(*(_each(f, len(lists[0])) for f in factors), strict=True)]
+
+
+def inverse(factors: Factors) -> Factors:
+    """One over each factor."""
+    return combine(_one_over, factors)
+
+
+def _one_over(x: Any) -> Any:
+    return 1 / x
 
 
 def runs_in_a_loop(xs: Sequence[Tensor]) -> bool:

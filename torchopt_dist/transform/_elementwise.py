@@ -20,7 +20,7 @@ from torchopt_dist.ops._columns import as_complex, as_real, check_tensors, pick,
 from torchopt_dist.transform.base import GradientTransformation
 from torchopt_dist.typing import OptState, Params, TensorTree, Updates
 
-__all__ = ["Formula", "check_dense", "counts", "elementwise", "filled"]
+__all__ = ["Formula", "check_dense", "counts", "elementwise", "filled", "first_state"]
 
 
 class Formula(Protocol):
@@ -41,7 +41,7 @@ def elementwise(
 
     Args:
         state_type: the ``NamedTuple`` of the state.
-        first: parameters → the first state; a module-level function or a ``partial`` of one.
+        first: parameters → the first state; :func:`first_state`, or another module-level function, or a ``partial``.
         formula: likewise; may overwrite the fields if it is called with ``inplace=True``.
         sparse: the formula takes sparse gradients too.
     """
@@ -64,6 +64,18 @@ def filled(params: Params, value: float = 0.0, *, requires_grad: bool = False) -
 def counts(params: Params) -> TensorTree:
     """A tree of the parameters' structure with a count of 0 each: 0-d, float32, on the CPU, as torch's ``step``."""
     return pytree.map_tensors(lambda _: torch.zeros((), dtype=torch.float32, device="cpu"), params)
+
+
+def first_state(state_type: type[Any], requires_grad: bool, params: Params, /, **values: float) -> OptState:
+    """A state whose fields are :func:`filled` with 0 or with what ``values`` says, and whose ``step`` is a count."""
+    return state_type(
+        *(
+            counts(params)
+            if name == "step"
+            else filled(params, values.get(name, 0.0), requires_grad=requires_grad)
+            for name in state_type._fields
+        )
+    )
 
 
 def check_dense(grads: list[Tensor]) -> None:

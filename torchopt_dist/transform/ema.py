@@ -9,10 +9,10 @@ from torch import Tensor
 
 from torchopt_dist.ops import _bias_correction as bias_correction
 from torchopt_dist.ops import _foreach as foreach
-from torchopt_dist.transform._elementwise import counts, elementwise, filled
+from torchopt_dist.transform._elementwise import elementwise, first_state
 from torchopt_dist.transform._hyperparameters import HyperParameter, check_decay
 from torchopt_dist.transform.base import GradientTransformation
-from torchopt_dist.typing import Params, TensorTree
+from torchopt_dist.typing import TensorTree
 
 __all__ = ["EmaState", "ema"]
 
@@ -49,12 +49,10 @@ def ema(
     """
     check_decay("decay", decay)
     return elementwise(
-        EmaState, partial(_init, moment_requires_grad), partial(_formula, decay=decay, debias=bool(debias))
+        EmaState,
+        partial(first_state, EmaState, moment_requires_grad),
+        partial(_formula, decay=decay, debias=bool(debias)),
     )
-
-
-def _init(requires_grad: bool, params: Params, /) -> EmaState:
-    return EmaState(filled(params, requires_grad=requires_grad), counts(params))
 
 
 def _formula(
@@ -71,8 +69,4 @@ def _formula(
     if not debias:
         return [*averages], averages, steps
     (correction,) = bias_correction.bias_corrections((decay,), steps)
-    return foreach.multiply(averages, foreach.combine(_inverse, correction)), averages, steps
-
-
-def _inverse(x: HyperParameter) -> HyperParameter:
-    return 1 / x
+    return foreach.multiply(averages, foreach.inverse(correction)), averages, steps

@@ -8,10 +8,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from torchopt_dist.ops import _foreach as foreach
-from torchopt_dist.transform._elementwise import elementwise, filled
+from torchopt_dist.transform._elementwise import elementwise, first_state
 from torchopt_dist.transform._hyperparameters import HyperParameter, check_at_least_zero, check_decay
 from torchopt_dist.transform.base import GradientTransformation
-from torchopt_dist.typing import Params, TensorTree
+from torchopt_dist.typing import TensorTree
 
 __all__ = ["ScaleByAdadeltaState", "scale_by_adadelta"]
 
@@ -54,13 +54,9 @@ def scale_by_adadelta(
     check_decay("rho", rho)
     check_at_least_zero("eps", eps)
     return elementwise(
-        ScaleByAdadeltaState, partial(_init, moment_requires_grad), partial(_formula, rho=rho, eps=eps)
-    )
-
-
-def _init(requires_grad: bool, params: Params, /) -> ScaleByAdadeltaState:
-    return ScaleByAdadeltaState(
-        filled(params, requires_grad=requires_grad), filled(params, requires_grad=requires_grad)
+        ScaleByAdadeltaState,
+        partial(first_state, ScaleByAdadeltaState, moment_requires_grad),
+        partial(_formula, rho=rho, eps=eps),
     )
 
 

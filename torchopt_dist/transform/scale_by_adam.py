@@ -10,10 +10,10 @@ from torch import Tensor
 from torchopt_dist.ops import _bias_correction as bias_correction
 from torchopt_dist.ops import _foreach as foreach
 from torchopt_dist.ops._adam import adam
-from torchopt_dist.transform._elementwise import counts, elementwise, filled
+from torchopt_dist.transform._elementwise import elementwise, first_state
 from torchopt_dist.transform._hyperparameters import HyperParameter, check_at_least_zero, check_decay
 from torchopt_dist.transform.base import GradientTransformation
-from torchopt_dist.typing import Params, TensorTree
+from torchopt_dist.typing import TensorTree
 
 __all__ = ["ScaleByAdamState", "ScaleByAmsgradState", "scale_by_adam"]
 
@@ -92,30 +92,13 @@ def scale_by_adam(
             )
         return elementwise(
             ScaleByAmsgradState,
-            partial(_amsgrad_init, moment_requires_grad),
+            partial(first_state, ScaleByAmsgradState, moment_requires_grad),
             partial(_amsgrad, b1=b1, b2=b2, eps=eps, eps_root=eps_root),
         )
     return elementwise(
         ScaleByAdamState,
-        partial(_init, moment_requires_grad),
+        partial(first_state, ScaleByAdamState, moment_requires_grad),
         partial(adam, b1=b1, b2=b2, eps=eps, eps_root=eps_root, fused=fused),
-    )
-
-
-def _init(requires_grad: bool, params: Params, /) -> ScaleByAdamState:
-    return ScaleByAdamState(
-        filled(params, requires_grad=requires_grad),
-        filled(params, requires_grad=requires_grad),
-        counts(params),
-    )
-
-
-def _amsgrad_init(requires_grad: bool, params: Params, /) -> ScaleByAmsgradState:
-    return ScaleByAmsgradState(
-        filled(params, requires_grad=requires_grad),
-        filled(params, requires_grad=requires_grad),
-        filled(params, requires_grad=requires_grad),
-        counts(params),
     )
 
 
@@ -138,15 +121,9 @@ def _amsgrad(
     exp_avg_sqs = foreach.add_product(exp_avg_sqs, grads, grads, 1 - b2, inplace=inplace)
     max_exp_avg_sqs = foreach.maximum(max_exp_avg_sqs, exp_avg_sqs, inplace=inplace)
     bias_correction1, bias_correction2 = bias_correction.bias_corrections((b1, b2), steps)
-    below = foreach.multiply(max_exp_avg_sqs, foreach.combine(_inverse, bias_correction2))
+    below = foreach.multiply(max_exp_avg_sqs, foreach.inverse(bias_correction2))
     if not foreach.is_zero(eps_root):
         below = foreach.add_number(below, eps_root)
     below = foreach.add_number(foreach.square_root(below), eps)
-    directions = foreach.multiply(
-        foreach.divide(exp_avgs, below), foreach.combine(_inverse, bias_correction1)
-    )
+    directions = foreach.multiply(foreach.divide(exp_avgs, below), foreach.inverse(bias_correction1))
     return directions, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps
-
-
-def _inverse(x: HyperParameter) -> HyperParameter:
-    return 1 / x

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from torchopt_dist.ops import _bias_correction as bias_correction
 from torchopt_dist.ops import _foreach as foreach
-from torchopt_dist.transform._elementwise import counts, elementwise, filled
+from torchopt_dist.transform._elementwise import elementwise, first_state
 from torchopt_dist.transform._hyperparameters import HyperParameter, check_at_least_zero, check_decay
 from torchopt_dist.transform.base import GradientTransformation
-from torchopt_dist.typing import Params, TensorTree
+from torchopt_dist.typing import TensorTree
 
 __all__ = ["ScaleByAdamaxState", "scale_by_adamax"]
 
@@ -61,15 +61,9 @@ def scale_by_adamax(
     check_decay("b2", b2)
     check_at_least_zero("eps", eps)
     return elementwise(
-        ScaleByAdamaxState, partial(_init, moment_requires_grad), partial(_formula, b1=b1, b2=b2, eps=eps)
-    )
-
-
-def _init(requires_grad: bool, params: Params, /) -> ScaleByAdamaxState:
-    return ScaleByAdamaxState(
-        filled(params, requires_grad=requires_grad),
-        filled(params, requires_grad=requires_grad),
-        counts(params),
+        ScaleByAdamaxState,
+        partial(first_state, ScaleByAdamaxState, moment_requires_grad),
+        partial(_formula, b1=b1, b2=b2, eps=eps),
     )
 
 
@@ -88,9 +82,5 @@ def _formula(
     exp_avgs = foreach.interpolate(exp_avgs, grads, 1 - b1, inplace=inplace)
     decayed = foreach.multiply(exp_infs, b2, inplace=inplace)
     exp_infs = foreach.maximum(decayed, foreach.add_number(foreach.absolute(grads), eps))
-    factor = foreach.combine(_inverse, bias_correction.bias_correction(b1, steps))
+    factor = foreach.inverse(bias_correction.bias_correction(b1, steps))
     return foreach.multiply(foreach.divide(exp_avgs, exp_infs), factor), exp_avgs, exp_infs, steps
-
-
-def _inverse(x: HyperParameter) -> HyperParameter:
-    return 1 / x

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from torchopt_dist.ops import _foreach as foreach
-from torchopt_dist.transform._elementwise import elementwise, filled
+from torchopt_dist.transform._elementwise import elementwise, first_state
 from torchopt_dist.transform._hyperparameters import HyperParameter, check_decay
 from torchopt_dist.transform.base import GradientTransformation
-from torchopt_dist.typing import Params, TensorTree
+from torchopt_dist.typing import TensorTree
 
 __all__ = ["ScaleByLionState", "scale_by_lion"]
 
@@ -52,12 +52,10 @@ def scale_by_lion(
     check_decay("b1", b1)
     check_decay("b2", b2)
     return elementwise(
-        ScaleByLionState, partial(_init, moment_requires_grad), partial(_formula, b1=b1, b2=b2)
+        ScaleByLionState,
+        partial(first_state, ScaleByLionState, moment_requires_grad),
+        partial(_formula, b1=b1, b2=b2),
     )
-
-
-def _init(requires_grad: bool, params: Params, /) -> ScaleByLionState:
-    return ScaleByLionState(filled(params, requires_grad=requires_grad))
 
 
 def _formula(

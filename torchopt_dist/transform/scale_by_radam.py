@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchopt_dist.ops import _bias_correction as bias_correction
 from torchopt_dist.ops import _foreach as foreach
-from torchopt_dist.transform._elementwise import counts, elementwise, filled
+from torchopt_dist.transform._elementwise import elementwise, first_state
 from torchopt_dist.transform._hyperparameters import (
     HyperParameter,
     check_at_least_zero,
@@ -18,7 +18,7 @@ from torchopt_dist.transform._hyperparameters import (
     is_number,
 )
 from torchopt_dist.transform.base import GradientTransformation
-from torchopt_dist.typing import Params, TensorTree
+from torchopt_dist.typing import TensorTree
 
 __all__ = ["ScaleByRAdamState", "scale_by_radam"]
 
@@ -73,15 +73,9 @@ def scale_by_radam(
     check_decay("b2", b2)
     check_at_least_zero("eps", eps)
     return elementwise(
-        ScaleByRAdamState, partial(_init, moment_requires_grad), partial(_formula, b1=b1, b2=b2, eps=eps)
-    )
-
-
-def _init(requires_grad: bool, params: Params, /) -> ScaleByRAdamState:
-    return ScaleByRAdamState(
-        filled(params, requires_grad=requires_grad),
-        filled(params, requires_grad=requires_grad),
-        counts(params),
+        ScaleByRAdamState,
+        partial(first_state, ScaleByRAdamState, moment_requires_grad),
+        partial(_formula, b1=b1, b2=b2, eps=eps),
     )
 
 

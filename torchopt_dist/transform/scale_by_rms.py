@@ -6,7 +6,7 @@ from functools import partial
 from typing import NamedTuple
 
 from torchopt_dist.ops._rmsprop import rmsprop
-from torchopt_dist.transform._elementwise import elementwise, filled
+from torchopt_dist.transform._elementwise import elementwise, first_state
 from torchopt_dist.transform._hyperparameters import (
     HyperParameter,
     check_at_least_zero,
@@ -14,7 +14,7 @@ from torchopt_dist.transform._hyperparameters import (
     check_start,
 )
 from torchopt_dist.transform.base import GradientTransformation
-from torchopt_dist.typing import Params, TensorTree
+from torchopt_dist.typing import TensorTree
 
 __all__ = ["ScaleByRmsState", "ScaleByStddevState", "scale_by_rms", "scale_by_stddev"]
 
@@ -71,7 +71,7 @@ def scale_by_rms(
     _check(alpha, eps, initial_scale)
     return elementwise(
         ScaleByRmsState,
-        partial(_rms_init, initial_scale, moment_requires_grad),
+        partial(first_state, ScaleByRmsState, moment_requires_grad, square_avg=initial_scale),
         partial(rmsprop, alpha=alpha, eps=eps, fused=fused),
     )
 
@@ -99,7 +99,7 @@ def scale_by_stddev(
     _check(alpha, eps, initial_scale)
     return elementwise(
         ScaleByStddevState,
-        partial(_stddev_init, initial_scale, moment_requires_grad),
+        partial(first_state, ScaleByStddevState, moment_requires_grad, square_avg=initial_scale),
         partial(rmsprop, alpha=alpha, eps=eps, fused=fused),
     )
 
@@ -108,14 +108,3 @@ def _check(alpha: HyperParameter, eps: HyperParameter, initial_scale: float) -> 
     check_decay("alpha", alpha)
     check_at_least_zero("eps", eps)
     check_start("initial_scale", initial_scale)
-
-
-def _rms_init(initial_scale: float, requires_grad: bool, params: Params, /) -> ScaleByRmsState:
-    return ScaleByRmsState(filled(params, initial_scale, requires_grad=requires_grad))
-
-
-def _stddev_init(initial_scale: float, requires_grad: bool, params: Params, /) -> ScaleByStddevState:
-    return ScaleByStddevState(
-        filled(params, initial_scale, requires_grad=requires_grad),
-        filled(params, requires_grad=requires_grad),
-    )

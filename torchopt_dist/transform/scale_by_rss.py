@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from torchopt_dist.ops import _foreach as foreach
-from torchopt_dist.transform._elementwise import check_dense, elementwise, filled
+from torchopt_dist.transform._elementwise import check_dense, elementwise, first_state
 from torchopt_dist.transform._hyperparameters import HyperParameter, check_at_least_zero, check_start
 from torchopt_dist.transform.base import GradientTransformation
-from torchopt_dist.typing import Params, TensorTree
+from torchopt_dist.typing import TensorTree
 
 __all__ = ["ScaleByRssState", "scale_by_rss"]
 
@@ -54,14 +54,10 @@ def scale_by_rss(
     check_at_least_zero("eps", eps)
     return elementwise(
         ScaleByRssState,
-        partial(_init, initial_accumulator_value, moment_requires_grad),
+        partial(first_state, ScaleByRssState, moment_requires_grad, sum=initial_accumulator_value),
         partial(_formula, eps=eps),
         sparse=True,
     )
-
-
-def _init(value: float, requires_grad: bool, params: Params, /) -> ScaleByRssState:
-    return ScaleByRssState(filled(params, value, requires_grad=requires_grad))
 
 
 def _formula(
