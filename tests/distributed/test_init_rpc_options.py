@@ -13,7 +13,7 @@ from tests.distributed.bare import Bare, soon
 from tests.distributed.programs import rank_of_worker
 from tests.worlds import free_port
 from torchopt_dist.distributed._group import current_group
-from torchopt_dist.distributed.init_rpc import _default_options
+from torchopt_dist.distributed.transport.choice import default_options
 
 
 def by_role(*, world_rank, world_size, local_rank, local_world_size):
@@ -142,12 +142,9 @@ def test_a_missing_address_is_told(variable):
 )
 def test_the_transport_is_one_that_can_so_many_workers(monkeypatch, workers, cores, transports):
     # Torch's options do not show what they were made with.
-    monkeypatch.setattr("torchopt_dist.distributed.init_rpc._cores", lambda: cores)
+    monkeypatch.setattr("torchopt_dist.distributed.transport.choice._cores", lambda: cores)
     monkeypatch.setattr(rpc, "TensorPipeRpcBackendOptions", lambda _transports=None: _transports)
-    place = todist.WorldInfo(
-        world_size=128, world_rank=0, local_world_size=workers, local_rank=0, worker_name="worker0"
-    )
-    assert _default_options(place) == transports
+    assert default_options(workers) == transports
 
 
 def test_a_world_of_36_workers_on_one_machine(world):

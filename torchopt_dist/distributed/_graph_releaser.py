@@ -7,7 +7,7 @@ import threading
 
 from torchopt_dist.distributed._protocol import Key, Release
 from torchopt_dist.distributed._serialization import pack
-from torchopt_dist.distributed.transport.base import Transport
+from torchopt_dist.distributed.transport.base import Sender
 
 __all__ = ["GraphReleaser"]
 
@@ -16,11 +16,11 @@ class GraphReleaser:
     """Sends the requests from a thread of its own, since a finalizer, which asks for them, may run in any thread."""
 
     def __init__(self) -> None:
-        self._keys: queue.SimpleQueue[tuple[Transport, int, Key] | None] = queue.SimpleQueue()
+        self._keys: queue.SimpleQueue[tuple[Sender, int, Key] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def release(self, transport: Transport, worker: int, key: Key) -> None:
+    def release(self, transport: Sender, worker: int, key: Key) -> None:
         """Let ``worker`` forget the graph under ``key``, unless the group has ended, and all graphs with it."""
         if self._closed:
             return

@@ -10,8 +10,6 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from torch.distributed import rpc
-
 from torchopt_dist.distributed._graph_releaser import GraphReleaser
 from torchopt_dist.distributed._kept_graphs import KeptGraphs
 from torchopt_dist.distributed._membership import Membership
@@ -28,7 +26,6 @@ class Group:
     Args:
         membership: the connection to rank 0, by which this worker has joined.
         settings: what ``auto_init_rpc`` was called with; a second call inside ``main`` must ask for the same.
-        options: of torch's RPC backend.
         call_timeout: seconds that a call may take if it does not say so itself; 0 means no limit.
         transport: makes the transport to the other workers.
 
@@ -46,7 +43,6 @@ class Group:
         self,
         membership: Membership,
         settings: tuple[Any, ...],
-        options: rpc.RpcBackendOptions,
         call_timeout: float,
         transport: Callable[[Group], Transport],
     ) -> None:
@@ -62,7 +58,6 @@ class Group:
         self.threads = ThreadPool()
         self.releaser = GraphReleaser()
         self.ending = False
-        self._device_maps = getattr(options, "device_maps", {})
         self.transport = transport(self)
 
     def same_program(self, rank: int) -> bool:
@@ -77,10 +72,6 @@ class Group:
                 f"this process is a fork of {self.names[self.rank]}, and has not its connections: "
                 "make remote calls in the worker itself"
             )
-
-    def sends_directly_to(self, rank: int) -> bool:
-        """Whether tensors on a GPU can be sent as they are: the options have a device map for that worker."""
-        return bool(self._device_maps.get(self.names[rank]))
 
     def close(self, seconds: float = 0.0) -> None:
         """Drop what the group holds, and end its threads, each when its work is done.

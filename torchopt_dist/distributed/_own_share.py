@@ -125,16 +125,9 @@ class _Here:
         self.kept_graphs = KeptGraphs(known)
 
     def send(self, worker: int, request: Message, timeout: float) -> Future[Message]:
-        """See :class:`~torchopt_dist.distributed.transport.base.Transport`; errors are raised as they are."""
+        """See :class:`~torchopt_dist.distributed.transport.base.Sender`; errors are raised as they are."""
         del worker, timeout
         return _Answer(lambda: answer(request.received(self._device), self.kept_graphs))
-
-    def worker_lost(self, worker: int, error: Exception) -> None:
-        """Do nothing: where this process is gone, no request of it waits."""
-
-    def wait_for_replies(self, timeout: float) -> set[int]:
-        """Wait for nobody: no other process owes a reply."""
-        return set()
 
 
 class _Answer(Future[Message]):

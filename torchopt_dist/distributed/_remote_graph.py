@@ -41,7 +41,7 @@ from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._payload import Payload
 from torchopt_dist.distributed._protocol import BACKWARD_TWICE, Backward, Call, Key, Reply, Request
 from torchopt_dist.distributed._serialization import PackedModules, pack, unpack
-from torchopt_dist.distributed.transport.base import Transport
+from torchopt_dist.distributed.transport.base import Sender
 from torchopt_dist.errors import NotInitializedError, SerializationError
 
 __all__ = ["HERE", "RemoteGraph", "call"]
@@ -57,7 +57,7 @@ def call(
     worker: int,
     payload: Payload,
     timeout: float,
-    transport: Transport | None = None,
+    transport: Sender | None = None,
     *,
     snapshot: bool = False,
     modules: PackedModules | None = None,
@@ -115,7 +115,7 @@ class RemoteGraph:
     turn = LAST
     """The sequence number of its *dispatch*."""
 
-    def __init__(self, group: Group, worker: int, transport: Transport, timeout: float) -> None:
+    def __init__(self, group: Group, worker: int, transport: Sender, timeout: float) -> None:
         self.kept = False  # set first, since `__del__` reads it
         self.group = group
         self.transport = transport

@@ -18,11 +18,9 @@ from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
 import setproctitle
-import torch.distributed as dist
 from torch.distributed import rpc
 
 from torchopt_dist import _network
-from torchopt_dist._torch_private import set_default_rpc_timeout, tensorpipe_options_with_sockets
 from torchopt_dist.distributed import _rendezvous, _shutdown
 from torchopt_dist.distributed._allocator import share_one_arena
 from torchopt_dist.distributed._caller_state import ThreadSettings
@@ -31,7 +29,7 @@ from torchopt_dist.distributed._interruption import Interruption
 from torchopt_dist.distributed._membership import Failure, Member, Membership
 from torchopt_dist.distributed._parentheses import check_parentheses
 from torchopt_dist.distributed._report import one_line, report, tell_torchrun, tell_user
-from torchopt_dist.distributed.transport.rpc import RPCTransport
+from torchopt_dist.distributed.transport.choice import choose
 from torchopt_dist.distributed.world import (
     WorldInfo,
     default_worker_name_format,
@@ -44,16 +42,6 @@ __all__ = ["auto_init_rpc", "barrier"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-MAX_SHARED_MEMORY_WORKERS = 32
-"""Beyond so many workers on one machine TensorPipe's shared-memory transport fails at the start.
-
-Shared memory is also polled: each worker keeps two thirds of a core busy even when it waits (measured on torch 2.13). A
-small message takes a third of the time that it takes over sockets, but where there are fewer than two cores a worker,
-the polling slows down what the workers compute. So sockets are used there, too.
-"""
-TORCH_DEFAULT_TIMEOUT: float = rpc.constants.DEFAULT_RPC_TIMEOUT_SEC
-"""60 s may be torch's default or the user's wish. They count as the default, which means no time-out."""
 
 log = logging.getLogger(__name__)
 
@@ -169,20 +157,14 @@ class _RunningGroup:
     ) -> None:
         self.settings = (worker_name_format, backend, rpc_backend_options)
         self.world = _named(get_world_info(), worker_name_format)
-        self.backend = backend
-        self.options = rpc_backend_options or _default_options(self.world)
+        self.chosen = choose(backend, rpc_backend_options, self.world.local_world_size)
         self.group: Group | None = None
         self.interruption = Interruption()
         self._unwound = threading.Event()
 
     def __enter__(self) -> Group:
-        if _rpc_is_initialized():
-            raise InitializationError(
-                "RPC is already initialized: `auto_init_rpc` calls `torch.distributed.rpc.init_rpc` itself, "
-                "so the program must not"
-            )
-        world, options = self.world, self.options
-        if world.world_size > 1 and options.init_method == "env://":
+        world, chosen = self.world, self.chosen
+        if world.world_size > 1 and chosen.init_method == "env://":
             for variable in ("MASTER_ADDR", "MASTER_PORT"):
                 if variable not in os.environ:
                     raise InitializationError(
@@ -193,34 +175,19 @@ class _RunningGroup:
         _network.choose_interface(host)
         if world.world_size > 1:
             share_one_arena()
-        nonce, store = _rendezvous.rendezvous(world.rank, world.world_size, options.init_method)
+        store = _rendezvous.rendezvous(world.rank, world.world_size, chosen.init_method)[1]
         me = Member(world.rank, world.worker_name, _program())
         self.membership = Membership(me, world.world_size, self._peer_failed)
         try:
             self.membership.join(store, _network.local_address(host), _rendezvous.init_timeout())
-            asked = options.rpc_timeout
-            call_timeout = 0.0 if asked == TORCH_DEFAULT_TIMEOUT else asked
-            self.group = Group(self.membership, self.settings, options, call_timeout, RPCTransport)
-            set_group(self.group)  # before `init_rpc` ends, after which others may send requests
-            self._init_rpc(nonce, store)
-            set_default_rpc_timeout(call_timeout)
+            self.group = Group(self.membership, self.settings, chosen.call_timeout, chosen.make)
+            set_group(self.group)  # before the transport has started, after which others may send requests
+            self.group.transport.start(store, _rendezvous.init_timeout())
             setproctitle.setproctitle(f"{world.worker_name} of {world.world_size}: {' '.join(sys.argv)}")
         except BaseException as error:
             self._abandon(error)
             raise
         return self.group
-
-    def _init_rpc(self, nonce: str, store: dist.Store) -> None:
-        # The options' time-out bounds the waits of the start as well, and 0 would end these at once.
-        options, asked = self.options, (self.options.init_method, self.options.rpc_timeout)
-        options.rpc_timeout = _rendezvous.init_timeout()
-        world = self.world
-        try:
-            with _rendezvous.init_url(nonce, store) as options.init_method, warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)  # torch's own doing
-                rpc.init_rpc(world.worker_name, self.backend, world.rank, world.world_size, options)
-        finally:
-            options.init_method, options.rpc_timeout = asked
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if error is None or (isinstance(error, SystemExit) and not error.code):
@@ -256,10 +223,7 @@ class _RunningGroup:
         silent = group.transport.wait_for_replies(_shutdown.SHUTDOWN_SECONDS)
         all_answered = self.membership.leave_barrier(not silent, 2 * _shutdown.SHUTDOWN_SECONDS)
         self._stop_calls()
-        if all_answered:
-            _shutdown.shut_down_in_order(self.membership)
-        else:  # RPC would wait for the answers
-            _shutdown.shut_down_at_once(None)
+        group.transport.stop(in_order=all_answered)
         self.membership.close()
         self._forget(_shutdown.GRACE_SECONDS)  # replies have arrived whose senders are still in `set_result`
         return [group.names[worker] for worker in sorted(silent)]
@@ -274,8 +238,8 @@ class _RunningGroup:
                 self.membership.fail(*report(error))
         except Exception:  # the hub is gone: there is nobody to tell
             log.debug("no connection left to report on", exc_info=True)
-        if _rpc_is_initialized():
-            _shutdown.shut_down_at_once(_exit_code(error))
+        if self.group is not None:
+            self.group.transport.stop(in_order=False, code=_exit_code(error))
         self._wait_for_rank_zero()
         with contextlib.suppress(Exception):  # the hub is gone
             self.membership.close()
@@ -302,7 +266,7 @@ class _RunningGroup:
         """In the membership's thread: another rank has failed. If it raised, this rank ends as well."""
         if failure.report:
             threading.Thread(target=self._end, args=(failure,), daemon=True).start()
-        elif self.group is not None:  # RPC itself does not notice a cut network
+        elif self.group is not None:  # no transport notices each cut of the network
             self.group.transport.worker_lost(failure.rank, failure.error())
 
     def _end(self, failure: Failure) -> None:
@@ -334,26 +298,6 @@ def _named(world: WorldInfo, worker_name_format: Callable[..., str]) -> WorldInf
             f"got {type(name).__name__} {name!r:.200}"
         )
     return WorldInfo(world.world_size, world.world_rank, world.local_world_size, world.local_rank, name)
-
-
-def _rpc_is_initialized() -> bool:
-    try:
-        rpc.get_worker_info()
-    except RuntimeError:
-        return False
-    return True
-
-
-def _cores() -> int:
-    """The number of cores this process may use, or, where the system does not say, of those that there are."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _default_options(world: WorldInfo) -> rpc.TensorPipeRpcBackendOptions:
-    workers, cores = world.local_world_size, _cores()
-    if workers > MAX_SHARED_MEMORY_WORKERS or (workers > 1 and 2 * workers > cores):
-        return tensorpipe_options_with_sockets()
-    return rpc.TensorPipeRpcBackendOptions()
 
 
 def _program() -> str:

@@ -7,6 +7,7 @@ from concurrent.futures import wait
 
 import pytest
 import torch
+from torch.distributed import rpc as rpc_library
 
 import torchopt_dist as todist
 from tests.distributed.programs import mlp
@@ -18,7 +19,7 @@ from torchopt_dist.distributed._serialization import pack, unpack
 from torchopt_dist.distributed.transport import rpc
 from torchopt_dist.distributed.transport.rpc import RPCTransport
 
-TRANSPORTS = {"rpc": RPCTransport}
+TRANSPORTS = {"rpc": lambda group: RPCTransport(group, None, rpc_library.TensorPipeRpcBackendOptions())}
 """Name → the RPC group to its transport."""
 
 

@@ -6,15 +6,17 @@ import contextlib
 from concurrent.futures import Future, InvalidStateError
 from typing import Protocol
 
+import torch.distributed as dist
+
 from torchopt_dist.distributed._message import Message
 
-__all__ = ["Transport", "settle"]
+__all__ = ["Sender", "Transport", "settle"]
 
 
-class Transport(Protocol):
+class Sender(Protocol):
     """Carries a request to a worker, where ``handle_request`` answers it, and the reply back.
 
-    It knows nothing of what it carries. Every implementation passes ``tests/distributed/transport``.
+    It knows nothing of what it carries.
     """
 
     def send(self, worker: int, request: Message, timeout: float) -> Future[Message]:
@@ -28,6 +30,35 @@ class Transport(Protocol):
         Returns:
             A future of the reply. The future fails with :class:`~torchopt_dist.errors.CallTimeoutError`, or with
             :class:`~torchopt_dist.errors.WorkerLostError` when the worker is gone; then it fails soon.
+        """
+        ...
+
+
+class Transport(Sender, Protocol):
+    """The connections of a group's workers. Every implementation passes ``tests/distributed/transport``."""
+
+    def start(self, store: dist.Store, timeout: float) -> None:
+        """Connect with the other workers, whose requests are answered from now on.
+
+        Args:
+            store: of this run alone; all workers read and write it.
+            timeout: seconds to wait for the others.
+        """
+        ...
+
+    def stop(self, *, in_order: bool, code: int | None = None) -> None:
+        """End all connections and threads, within a bounded time.
+
+        Args:
+            in_order: whether all workers stop now, and no request of any of them waits for its reply; otherwise nobody
+                is waited for.
+            code: of this process's exit, if something keeps the interpreter from ending; ``None``: 0, or 1 if an
+                exception that nobody has caught ends the program.
+
+        Raises:
+            PeerFailedError: another rank failed while all stopped in order.
+            WorkerLostError: a worker died meanwhile.
+            TimeoutError: a worker does not take part.
         """
         ...
 

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import itertools
 import time
+import uuid
+import warnings
 from collections import defaultdict
 from concurrent.futures import Future, wait
 from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch.distributed import rpc
 
+from torchopt_dist._torch_private import set_default_rpc_timeout
+from torchopt_dist.distributed import _rendezvous, _shutdown
 from torchopt_dist.distributed._group import Group, answering_group
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._request_handler import error_reply, handle_request
@@ -24,7 +29,7 @@ from torchopt_dist.distributed._wire_format import (
 from torchopt_dist.distributed.transport.base import settle
 from torchopt_dist.errors import CallTimeoutError, WorkerLostError
 
-__all__ = ["RPCTransport"]
+__all__ = ["RPCTransport", "rpc_is_initialized"]
 
 _Answer: TypeAlias = tuple[Any, ...] | None
 """A :class:`WireMessage`'s fields; or ``None``: send again, with all structures."""
@@ -35,13 +40,42 @@ class RPCTransport:
 
     Args:
         group: the RPC group of the workers.
+        backend: as in :func:`torch.distributed.rpc.init_rpc`.
+        options: likewise.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, backend: rpc.BackendType | None, options: rpc.RpcBackendOptions) -> None:
         self._group = group
+        self._backend = backend
+        self._options = options
+        self._device_maps = getattr(options, "device_maps", {})
         self._sent: defaultdict[int, Structures] = defaultdict(Structures)
         self._received = Structures()
         self._waiting: defaultdict[int, set[Future[Message]]] = defaultdict(set)
+
+    def start(self, store: dist.Store, timeout: float) -> None:
+        """See :class:`~torchopt_dist.distributed.transport.base.Transport`."""
+        # The options' time-out bounds the waits of the start as well, and 0 would end these at once.
+        options, asked = self._options, (self._options.init_method, self._options.rpc_timeout)
+        options.rpc_timeout = timeout
+        names, rank = self._group.names, self._group.rank
+        try:
+            with (
+                _rendezvous.init_url(uuid.uuid4().hex, store) as options.init_method,
+                warnings.catch_warnings(),
+            ):
+                warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)  # torch's own doing
+                rpc.init_rpc(names[rank], self._backend, rank, len(names), options)
+        finally:
+            options.init_method, options.rpc_timeout = asked
+        set_default_rpc_timeout(self._group.call_timeout)
+
+    def stop(self, *, in_order: bool, code: int | None = None) -> None:
+        """See :class:`~torchopt_dist.distributed.transport.base.Transport`."""
+        if in_order:
+            _shutdown.shut_down_in_order(self._group.membership)
+        elif rpc_is_initialized():  # in order, RPC would wait for answers
+            _shutdown.shut_down_at_once(code)
 
     def send(self, worker: int, request: Message, timeout: float) -> Future[Message]:
         """See :class:`~torchopt_dist.distributed.transport.base.Transport`."""
@@ -53,7 +87,7 @@ class RPCTransport:
         if failure is not None:
             self.worker_lost(worker, failure.error())
         else:
-            wire = to_wire(request, self._sent[worker], direct=self._group.sends_directly_to(worker))
+            wire = to_wire(request, self._sent[worker], direct=self._sends_directly_to(worker))
             self._start(worker, request, wire, timeout, future)
         return future
 
@@ -74,6 +108,10 @@ class RPCTransport:
                 break
             wait(itertools.chain.from_iterable(waiting.values()), left)
         return set(waiting)
+
+    def _sends_directly_to(self, worker: int) -> bool:
+        """Whether tensors on a GPU can be sent as they are: the options have a device map for that worker."""
+        return bool(self._device_maps.get(self._group.names[worker]))
 
     def _start(
         self, worker: int, request: Message, wire: WireMessage, timeout: float, future: Future[Message]
@@ -136,3 +174,12 @@ def _translated(error: Exception, worker: str, timeout: float) -> Exception:
     if "RPC ran for more than set timeout" in str(error):
         return CallTimeoutError(f"{worker} took longer than timeout={timeout:g} s")
     return WorkerLostError(f"the connection to {worker} broke: {reason}")
+
+
+def rpc_is_initialized() -> bool:
+    """Whether this process takes part in torch's RPC."""
+    try:
+        rpc.get_worker_info()
+    except RuntimeError:
+        return False
+    return True

@@ -1,0 +1,79 @@
+"""What ``auto_init_rpc`` was asked for → how the group's transport is made."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch.distributed import rpc
+
+from torchopt_dist._torch_private import tensorpipe_options_with_sockets
+from torchopt_dist.distributed._group import Group
+from torchopt_dist.distributed.transport.base import Transport
+from torchopt_dist.distributed.transport.rpc import RPCTransport, rpc_is_initialized
+from torchopt_dist.errors import InitializationError
+
+__all__ = ["Choice", "choose"]
+
+MAX_SHARED_MEMORY_WORKERS = 32
+"""Beyond so many workers on one machine TensorPipe's shared-memory transport fails at the start.
+
+Shared memory is also polled: each worker keeps two thirds of a core busy even when it waits (measured on torch 2.13). A
+small message takes a third of the time that it takes over sockets, but where there are fewer than two cores a worker,
+the polling slows down what the workers compute. So sockets are used there, too.
+"""
+TORCH_DEFAULT_TIMEOUT: float = rpc.constants.DEFAULT_RPC_TIMEOUT_SEC
+"""60 s may be torch's default or the user's wish. They count as the default, which means no time-out."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A transport that was chosen.
+
+    Attributes:
+        make: makes it for a group.
+        init_method: where the workers find their store, in torch's notation.
+        call_timeout: seconds that a call may take if it does not say so itself; 0 means no limit.
+    """
+
+    make: Callable[[Group], Transport]
+    init_method: str = "env://"
+    call_timeout: float = 0.0
+
+
+def choose(
+    backend: rpc.BackendType | None, options: rpc.RpcBackendOptions | None, local_world_size: int
+) -> Choice:
+    """Choose a transport.
+
+    Args:
+        backend: as in :func:`torch.distributed.rpc.init_rpc`.
+        options: likewise; ``None`` means what suits this machine.
+        local_world_size: the number of workers on this machine.
+
+    Raises:
+        InitializationError: the transport cannot be used in this process.
+    """
+    if rpc_is_initialized():
+        raise InitializationError(
+            "RPC is already initialized: `auto_init_rpc` calls `torch.distributed.rpc.init_rpc` itself, "
+            "so the program must not"
+        )
+    used = options or default_options(local_world_size)
+    timeout = 0.0 if used.rpc_timeout == TORCH_DEFAULT_TIMEOUT else used.rpc_timeout
+    return Choice(lambda group: RPCTransport(group, backend, used), used.init_method, timeout)
+
+
+def default_options(local_world_size: int) -> rpc.TensorPipeRpcBackendOptions:
+    """TensorPipe's options for so many workers on this machine."""
+    if local_world_size > MAX_SHARED_MEMORY_WORKERS or (
+        local_world_size > 1 and 2 * local_world_size > _cores()
+    ):
+        return tensorpipe_options_with_sockets()
+    return rpc.TensorPipeRpcBackendOptions()
+
+
+def _cores() -> int:
+    """The number of cores this process may use, or, where the system does not say, of those that there are."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
