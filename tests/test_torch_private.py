@@ -349,6 +349,17 @@ def test_no_thread_handles_an_exception_where_python_does_not_say(
     assert private.exception_in(-1) is None
 
 
+@pytest.mark.parametrize("hide", [False, True])
+def test_phases_are_no_ranges_where_the_profiler_cannot_be_asked(
+    monkeypatch: pytest.MonkeyPatch, hide: bool
+) -> None:
+    assert not private.profiler_is_on()
+    if hide:
+        monkeypatch.delattr(torch.autograd, "_profiler_enabled")
+    with torch.profiler.profile():
+        assert private.profiler_is_on() is not hide
+
+
 def test_an_interpreter_has_no_options_where_they_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     program = "from torchopt_dist._torch_private import interpreter_flags; print(interpreter_flags())"
     command = [sys.executable, "-W", "error::FutureWarning", "-c", program]

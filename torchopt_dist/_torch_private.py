@@ -39,6 +39,7 @@ __all__ = [
     "is_functorch_tensor",
     "outside_of_transforms",
     "parameters_of",
+    "profiler_is_on",
     "set_default_rpc_timeout",
     "set_sequence_number",
     "tensor_at_level",
@@ -318,6 +319,15 @@ def tensorpipe_options_with_sockets() -> rpc.TensorPipeRpcBackendOptions:
 
 
 # Threads and processes.
+
+
+def profiler_is_on() -> bool:
+    """Whether ``torch.profiler`` records what this thread does.
+
+    Without the name the answer is always no: the phases of a call are no ranges in its traces.
+    """
+    is_on = _find("autograd._profiler_enabled")
+    return is_on is not None and bool(is_on())
 
 
 def exception_in(thread: int) -> BaseException | None:

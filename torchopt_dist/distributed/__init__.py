@@ -22,6 +22,7 @@ from torchopt_dist.distributed.partition import (
     replicated,
     tasks,
 )
+from torchopt_dist.distributed.profile import Profile, profile
 from torchopt_dist.distributed.reduce import concatenate_reducer, mean_reducer, stack_reducer, sum_reducer
 from torchopt_dist.distributed.remote_call import remote_call
 from torchopt_dist.distributed.world import (
@@ -45,6 +46,7 @@ __all__ = [
     "Partition",
     "PartitionFunction",
     "Partitioner",
+    "Profile",
     "TensorDimensionPartitioner",
     "WorldInfo",
     "auto_init_rpc",
@@ -70,6 +72,7 @@ __all__ = [
     "parallelize",
     "parallelize_async",
     "parallelize_sync",
+    "profile",
     "rank_all",
     "rank_non_zero_only",
     "rank_zero_only",

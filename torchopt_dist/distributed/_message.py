@@ -59,3 +59,8 @@ class Message:
     def inputs(self) -> list[torch.Tensor]:
         """The tensors that gradients are wanted for."""
         return [tensor for tensor in self.tensors if tensor.requires_grad]
+
+    def nbytes(self) -> int:
+        """How many bytes the message has, as far as the network carries them: pickles and tensors."""
+        pickles = len(self.skeleton) + sum(map(len, self.structures.values()))
+        return pickles + sum(tensor.nbytes for tensor in self.tensors)

@@ -19,7 +19,7 @@ from torchopt_dist._torch_private import tensor_version
 from torchopt_dist.distributed import _execute
 from torchopt_dist.distributed._device_placement import placed, receiving_device
 from torchopt_dist.distributed._grad_accumulators import hold_grad_accumulators
-from torchopt_dist.distributed._group import current_group
+from torchopt_dist.distributed._group import Group, current_group
 from torchopt_dist.distributed._kept_graphs import KeptGraphs
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._payload import Payload
@@ -52,7 +52,7 @@ def prepare(
     if not payload.options.isolate_own_share:
         return _plain(payload, in_a_thread=snapshot)
     group = current_group()
-    here = _Here(receiving_device(payload.options.device), group.kept_graphs.known)
+    here = _Here(receiving_device(payload.options.device), group)
     graph = _OwnGraph(group, group.rank, here, 0)
     try:
         message, anchor = graph.start(payload, modules)
@@ -87,7 +87,8 @@ def _plain(payload: Payload, *, in_a_thread: bool) -> Callable[[], list[Any]]:
 
     def run() -> list[Any]:
         try:
-            return _execute.run(placed(payload))
+            with current_group().recorder.span("run"):
+                return _execute.run(placed(payload))
         finally:
             held.clear()
 
@@ -104,6 +105,14 @@ class _OwnGraph(RemoteGraph):
         """Forget the graph."""
         self.transport.kept_graphs.release(self.key)
 
+    def send(self, message: Message) -> Future[Message]:
+        """Nothing is sent."""
+        return self.transport.send(self.worker, message, self.timeout)
+
+    def wait_for(self, reply: Future[Message]) -> Message:
+        """Compute the reply, which is no waiting."""
+        return reply.result()
+
     def has_ended(self) -> bool:
         """It can be differentiated after the RPC group has ended, as the rest of the caller's graph."""
         return False
@@ -114,20 +123,21 @@ class _Here:
 
     Args:
         device: where tensors are put; ``None`` leaves them where they are.
-        known: see :class:`KeptGraphs`.
+        group: the group of this process.
 
     Attributes:
         kept_graphs: of this share alone, so that they end with it, also after the group.
     """
 
-    def __init__(self, device: torch.device | None, known: set[object]) -> None:
+    def __init__(self, device: torch.device | None, group: Group) -> None:
         self._device = device
-        self.kept_graphs = KeptGraphs(known)
+        self._recorder = group.recorder
+        self.kept_graphs = KeptGraphs(group.kept_graphs.known)
 
     def send(self, worker: int, request: Message, timeout: float) -> Future[Message]:
         """See :class:`~torchopt_dist.distributed.transport.base.Sender`; errors are raised as they are."""
         del worker, timeout
-        return _Answer(lambda: answer(request.received(self._device), self.kept_graphs))
+        return _Answer(lambda: answer(request, self._device, self.kept_graphs, self._recorder))
 
 
 class _Answer(Future[Message]):

@@ -22,11 +22,13 @@ class Call:
 
     Attributes:
         payload: what to run.
-        keep_as: key under which to keep the graph from the message's tensors to the results; ``None`` to keep none.
+        key: names the call, and the graph from the message's tensors to the results, if that is kept.
+        keep: whether to keep the graph.
     """
 
     payload: Payload
-    keep_as: Key | None
+    key: Key
+    keep: bool
 
 
 BACKWARD_TWICE = (
@@ -44,14 +46,16 @@ class Backward:
         output_grads: the gradient of each of its outputs; ``None`` for an output that took no part.
         wanted: for each of its inputs, whether the caller needs the gradient.
         retain_graph: whether the outputs that take part are kept for another backward; all others are kept anyway.
-        keep_as: key under which to keep the graph of this backward, for a higher order; ``None`` to keep none.
+        key: names this backward, and its own graph, if that is kept.
+        keep: whether to keep its graph, for a higher order.
     """
 
     graph: Key
     output_grads: tuple[torch.Tensor | None, ...]
     wanted: tuple[bool, ...]
     retain_graph: bool
-    keep_as: Key | None
+    key: Key
+    keep: bool
 
 
 @dataclass(frozen=True)

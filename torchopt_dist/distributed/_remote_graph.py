@@ -41,6 +41,7 @@ from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._payload import Payload
 from torchopt_dist.distributed._protocol import BACKWARD_TWICE, Backward, Call, Key, Reply, Request
 from torchopt_dist.distributed._serialization import PackedModules, pack, unpack
+from torchopt_dist.distributed._spans import Phase, Spanned
 from torchopt_dist.distributed.transport.base import Sender
 from torchopt_dist.errors import NotInitializedError, SerializationError
 
@@ -95,7 +96,7 @@ def call(
     sent = message.detached()
     if snapshot:
         sent.tensors = [tensor.clone() for tensor in sent.tensors]
-    graph.transport.send(worker, sent, timeout).add_done_callback(arrived)
+    graph.send(sent).add_done_callback(arrived)
     return future
 
 
@@ -140,6 +141,10 @@ class RemoteGraph:
         """Whether the worker's graph went with the RPC group."""
         return find_group() is not self.group
 
+    def span(self, phase: Phase) -> Spanned:
+        """See :meth:`Recorder.span`."""
+        return self.group.recorder.span(phase, self.key, self.worker)
+
     def pack(self, request: Request, modules: PackedModules | None = None) -> Message:
         return pack(request, main_by_name=self._main_by_name, modules=modules)
 
@@ -150,8 +155,11 @@ class RemoteGraph:
             SerializationError: the payload cannot be sent.
         """
         function = getattr(payload.function, "__qualname__", repr(payload.function))
+        request = Call(payload, self.key, keep=payload.state.grad_enabled)
         try:
-            message = self.pack(Call(payload, self.key if payload.state.grad_enabled else None), modules)
+            with self.span("pack") as span:
+                message = self.pack(request, modules)
+                span.made(message)
         except SerializationError as error:
             raise SerializationError(
                 f"`{function}` and its arguments cannot be sent to {self.worker_name}: {error}"
@@ -181,7 +189,10 @@ class RemoteGraph:
 
     def collect(self, anchor: Tensor | None, message: Message) -> list[Any]:
         """The node next to the results; returns the reply's values, connected to the anchor."""
-        message = message.received()
+        with self.span("unpack"):
+            return self._collected(anchor, message.received())
+
+    def _collected(self, anchor: Tensor | None, message: Message) -> list[Any]:
         self.kept = anchor is not None and bool(message.connected)
         if self.kept:
             outputs = [message.tensors[number].detach() for number in message.connected]
@@ -204,6 +215,16 @@ class RemoteGraph:
             warnings.warn(f"{reply.warning}; strict=True makes this an error", stacklevel=1)
         return reply.values
 
+    def send(self, message: Message) -> Future[Message]:
+        """Send the request that this graph comes of; a future of its reply."""
+        with self.span("send"):
+            return self.transport.send(self.worker, message, self.timeout)
+
+    def wait_for(self, reply: Future[Message]) -> Message:
+        """The reply to a backward."""
+        with self.span("wait back"):
+            return reply.result()
+
     def start_backward(self, output_grads: tuple[Tensor | None, ...], wanted: tuple[bool, ...]) -> int:
         """Send the results' gradients; returns the ticket by which :meth:`finish_backward` finds the reply.
 
@@ -224,9 +245,11 @@ class RemoteGraph:
                 f"the graph of this remote call was kept by {self.worker_name}, and the RPC group has ended"
             )
         graph = type(self)(self.group, self.worker, self.transport, self.timeout)
-        message = graph.pack(
-            Backward(self.key, output_grads, wanted, retain_graph, graph.key if recorded else None)
-        )
+        with graph.span("pack") as span:
+            message = graph.pack(
+                Backward(self.key, output_grads, wanted, retain_graph, graph.key, keep=recorded)
+            )
+            span.made(message)
         sent = message.detached()
         inputs = self.inputs
         if not retain_graph:
@@ -235,7 +258,7 @@ class RemoteGraph:
             self.inputs = inputs if self.kept else []
         graph.kept = recorded
         number = next(self.group.numbers)
-        reply = self.transport.send(self.worker, sent, self.timeout)
+        reply = graph.send(sent)
         self.under_way[number] = _Ticket(message, reply, graph, inputs)
         return number
 
@@ -251,7 +274,7 @@ class RemoteGraph:
         if torch.is_grad_enabled():
             _check_versions(inputs)
             anchor = graph.dispatch([*message.inputs(), *tensors])
-        grads = graph.collect(anchor, reply.result())
+        grads = graph.collect(anchor, graph.wait_for(reply))
         # A worker may have computed on its GPU what came from a CPU.
         return [g if g is None else g.to(x.device) for g, x in zip(grads, tensors, strict=True)]
 

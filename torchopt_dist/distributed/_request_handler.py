@@ -7,6 +7,8 @@ kept like a call, with the output gradients among its inputs.
 
 from __future__ import annotations
 
+import functools
+import time
 from typing import Any
 
 import torch
@@ -17,25 +19,27 @@ from torchopt_dist.distributed._device_placement import receiving_device
 from torchopt_dist.distributed._kept_graphs import KeptGraph, KeptGraphs
 from torchopt_dist.distributed._lost_gradients import code_of, description_of_losses
 from torchopt_dist.distributed._message import Message
-from torchopt_dist.distributed._protocol import Backward, Call, Key, Release, Reply
+from torchopt_dist.distributed._protocol import Backward, Call, Release, Reply
 from torchopt_dist.distributed._serialization import pack, unpack
+from torchopt_dist.distributed._spans import Recorder
 from torchopt_dist.errors import SerializationError
 
 __all__ = ["answer", "error_reply", "handle_request"]
 
 
-def handle_request(request: Message, kept_graphs: KeptGraphs) -> Message:
+def handle_request(request: Message, kept_graphs: KeptGraphs, recorder: Recorder) -> Message:
     """Do what a request asks; an exception becomes the reply's exception.
 
     Args:
         request: the message, as it has arrived.
         kept_graphs: the graphs of this worker; one may be added or used up.
+        recorder: of this worker.
 
     Returns:
         The reply's message, ready to be sent.
     """
     try:
-        return answer(request.received(receiving_device(request.device)), kept_graphs)
+        return answer(request, receiving_device(request.device), kept_graphs, recorder)
     except BaseException as error:  # the error is sent to the caller, and this worker goes on
         return error_reply(error)
 
@@ -53,26 +57,47 @@ def error_reply(error: BaseException) -> Message:
         return pack(Reply(exception=exception.as_text()), main_by_name=True).detached()
 
 
-def answer(request: Message, kept_graphs: KeptGraphs) -> Message:
+def answer(
+    request: Message, device: torch.device | None, kept_graphs: KeptGraphs, recorder: Recorder
+) -> Message:
     """Do what a request asks; what goes wrong is raised.
 
     Args:
-        request: the message; its tensors are leaves.
+        request: the message, as it has arrived.
+        device: where its tensors are put; ``None`` leaves them where they are.
         kept_graphs: as for :func:`handle_request`.
+        recorder: likewise.
     """
+    began = time.perf_counter()
+    request = request.received(device)
     content = unpack(request)
     if isinstance(content, Release):
         for key in content.graphs:
             kept_graphs.release(key)
         return pack(Reply(), main_by_name=True)
+    span = functools.partial(recorder.span, call=content.key, peer=content.key[0])
+    recorder.add("receive", began, content.key, content.key[0])
     if isinstance(content, Call):
-        values = _execute.run(content.payload)
+        with span("run"):
+            values = _execute.run(content.payload)
         warning = _lost_gradients(content, values, request.tensors, kept_graphs)
-        return _reply(values, request.inputs(), content.keep_as, kept_graphs, warning=warning)
-    assert isinstance(content, Backward)
+        with span("reply") as packed:
+            return packed.made(_reply(values, request.inputs(), content, kept_graphs, warning=warning))
     graph = kept_graphs.find(content.graph)
-    recorded = content.keep_as is not None
-    graph.shared |= recorded
+    with span("backward"):
+        input_grads, outputs = _differentiate(content, graph, kept_graphs)
+    inputs = [*request.inputs(), *graph.inputs]
+    with span("reply") as packed:
+        reply = packed.made(_reply(input_grads, inputs, content, kept_graphs, shared=content.keep))
+    reply.used_up = graph, outputs
+    return reply
+
+
+def _differentiate(
+    content: Backward, graph: KeptGraph, kept_graphs: KeptGraphs
+) -> tuple[list[torch.Tensor | None], list[torch.Tensor]]:
+    """The gradients of the graph's inputs, and the outputs that they are of."""
+    graph.shared |= content.keep
     reached = {place: grad for place, grad in enumerate(content.output_grads) if grad is not None}
     outputs = [graph.outputs[place] for place in reached]  # the caller asks for no output that is used up
     if not content.retain_graph:
@@ -85,15 +110,11 @@ def answer(request: Message, kept_graphs: KeptGraphs) -> Message:
         wanted,
         output_grads,
         retain_graph=content.retain_graph or graph.shared,
-        create_graph=recorded,
+        create_graph=content.keep,
         allow_unused=True,
     )
     grads = iter(found)
-    input_grads = [next(grads) if is_wanted else None for is_wanted in content.wanted]
-    inputs = [*request.inputs(), *graph.inputs]
-    reply = _reply(input_grads, inputs, content.keep_as, kept_graphs, shared=recorded)
-    reply.used_up = graph, outputs
-    return reply
+    return [next(grads) if is_wanted else None for is_wanted in content.wanted], outputs
 
 
 def _lost_gradients(
@@ -106,7 +127,7 @@ def _lost_gradients(
     """
     payload = call.payload
     code = code_of(payload.function)
-    if call.keep_as is None or (code in kept_graphs.known and not payload.options.strict):
+    if not call.keep or (code in kept_graphs.known and not payload.options.strict):
         return None
     kept_graphs.known.add(code)
     lost = description_of_losses(payload.function, values, tensors)
@@ -118,7 +139,7 @@ def _lost_gradients(
 def _reply(
     values: list[Any],
     inputs: list[torch.Tensor],
-    keep_as: Key | None,
+    request: Call | Backward,
     kept_graphs: KeptGraphs,
     *,
     shared: bool = False,
@@ -128,7 +149,7 @@ def _reply(
         reply = pack(Reply(values, warning=warning), main_by_name=True)
     except SerializationError as error:
         raise SerializationError(f"the result cannot be sent: {error}") from error
-    if keep_as is not None and inputs:
+    if request.keep and inputs:
         leaves = {id(tensor) for tensor in inputs}
         outputs = {
             number: tensor
@@ -136,7 +157,7 @@ def _reply(
             if tensor.requires_grad and (tensor.grad_fn is not None or id(tensor) in leaves)
         }
         if outputs:
-            kept_graphs.keep(keep_as, KeptGraph(inputs, list(outputs.values()), shared))
+            kept_graphs.keep(request.key, KeptGraph(inputs, list(outputs.values()), shared))
             reply.connected = tuple(outputs)
     # A value that depends on this worker's own parameters alone would be a leaf at the caller, without any gradient.
     reply.requires_grad = [

@@ -185,7 +185,9 @@ class _Call:
     def finish(self) -> Any:
         """Wait for the others, and reduce."""
         results: list[Any] = [None] * len(self.partitions)
-        for worker, values in gather(self.values, self.group.names, self.seconds, self.started).items():
+        with self.group.recorder.span("wait"):
+            gathered = gather(self.values, self.group.names, self.seconds, self.started)
+        for worker, values in gathered.items():
             for index, value in zip(self.payloads[worker][1], values, strict=True):
                 results[index] = value
         return self.reduce(results, [part.size for part in self.partitions])

@@ -148,7 +148,7 @@ class RPCTransport:
         def work() -> None:
             try:
                 request = from_wire(wire, self._received)
-                reply = handle_request(request, self._group.kept_graphs)
+                reply = handle_request(request, self._group.kept_graphs, self._group.recorder)
                 answer: _Answer = tuple(to_wire(reply, Structures.none()))
             except MissingStructureError:
                 answer = None

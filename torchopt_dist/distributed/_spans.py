@@ -1,0 +1,161 @@
+"""What this worker does for calls, from when to when → spans, while a profile is on; and ranges for ``torch.profiler``.
+
+A span is recorded where the work is done, under the name of a phase:
+
+===============  ========  =========================================================================
+phase            where     from → to
+===============  ========  =========================================================================
+``pack``         caller    a payload, or results' gradients → the message to one worker
+``send``         caller    the message → the network has it
+``wait``         caller    all is sent and done here → the last reply has come
+``unpack``       caller    a reply's message → its values
+``wait back``    caller    a backward has nothing else to do → a worker's gradients have come
+``receive``      worker    a request's message → tensors and objects
+``run``          worker    the tasks → their values; on the caller its own share
+``backward``     worker    the results' gradients → the arguments'
+``reply``        worker    values → the reply's message
+===============  ========  =========================================================================
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import TracebackType
+from typing import Literal, NamedTuple, Self, TypeAlias
+
+from torch.profiler import record_function
+
+from torchopt_dist import _torch_private
+from torchopt_dist.distributed._message import Message
+
+__all__ = ["PHASES", "Phase", "Recorder", "Span", "Spanned"]
+
+Phase: TypeAlias = Literal[
+    "pack", "send", "wait", "unpack", "wait back", "receive", "run", "backward", "reply"
+]
+PHASES: tuple[Phase, ...] = (
+    "pack",
+    "send",
+    "wait",
+    "unpack",
+    "wait back",
+    "receive",
+    "run",
+    "backward",
+    "reply",
+)
+
+
+class Span(NamedTuple):
+    """One piece of work.
+
+    Attributes:
+        worker: the rank of the worker that did it.
+        phase: what it was.
+        start: when it began, in seconds.
+        end: when it was done, in seconds.
+        thread: the thread that did it, a number that no other thread of the worker has.
+        call: names the call or the backward: the caller's rank, and a number; ``None`` where several are waited for.
+        peer: the rank of the worker at the other end, if there is one.
+        size: the bytes of the message that was made, if one was.
+    """
+
+    worker: int
+    phase: Phase
+    start: float
+    end: float
+    thread: int
+    call: tuple[int, int] | None = None
+    peer: int | None = None
+    size: int = 0
+
+
+class Recorder:
+    """The spans of one worker.
+
+    Args:
+        worker: its rank.
+
+    Attributes:
+        on: whether spans are recorded.
+    """
+
+    def __init__(self, worker: int) -> None:
+        self.worker = worker
+        self.on = False
+        self._spans: list[Span] = []
+
+    def start(self) -> None:
+        """Record from now on; spans of an earlier profile are dropped."""
+        self._spans = []
+        self.on = True
+
+    def stop(self) -> list[Span]:
+        """Record no longer; returns the spans, by when they ended."""
+        self.on = False
+        spans, self._spans = self._spans, []
+        return spans
+
+    def span(self, phase: Phase, call: tuple[int, int] | None = None, peer: int | None = None) -> Spanned:
+        """Context manager: its body is recorded, if a profile is on here or ``torch.profiler`` is."""
+        if not self.on and not _torch_private.profiler_is_on():
+            return _OFF
+        return _Recorded(self, phase, call, peer)
+
+    def add(
+        self, phase: Phase, start: float, call: tuple[int, int] | None, peer: int | None, size: int = 0
+    ) -> None:
+        """Keep a span that ends now; it is dropped when the profile has ended."""
+        if self.on:
+            end, thread = time.perf_counter(), threading.get_native_id()
+            self._spans.append(Span(self.worker, phase, start, end, thread, call, peer, size))
+
+
+class Spanned:
+    """Context manager around a piece of work; this one does nothing."""
+
+    def made(self, message: Message) -> Message:
+        """Tell which message the work has made; returns that."""
+        return message
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+
+_OFF = Spanned()
+
+
+class _Recorded(Spanned):
+    """Keeps the span of the work."""
+
+    def __init__(
+        self, recorder: Recorder, phase: Phase, call: tuple[int, int] | None, peer: int | None
+    ) -> None:
+        self._recorder = recorder
+        self._phase = phase
+        self._call = call
+        self._peer = peer
+        self._size = 0
+        self._range = record_function(f"todist::{phase}")
+
+    def made(self, message: Message) -> Message:
+        """Count the bytes of the message that the work has made."""
+        self._size = message.nbytes()
+        return message
+
+    def __enter__(self) -> Self:
+        self._range.__enter__()
+        self._start = time.perf_counter()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._recorder.add(self._phase, self._start, self._call, self._peer, self._size)
+        self._range.__exit__(kind, error, trace)
