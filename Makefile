@@ -62,6 +62,6 @@ docs: $(STAMP) ## the documentation, into docs/_build
 	$(BIN)/sphinx-build -W --keep-going -n docs docs/_build
 
 clean: ## remove what was built, but not .venv
-	rm -rf build dist *.egg-info docs/_build outputs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist *.egg-info docs/_build docs/_pictures docs/_site outputs .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -f torchopt_dist/_C*.so torchopt_dist/_build_note.txt torchopt_dist/_cuda_note.txt $(STAMP)
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

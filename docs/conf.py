@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+from pathlib import Path
 from typing import Any
 
 from docutils import nodes
@@ -10,13 +12,28 @@ from sphinx.application import Sphinx
 
 import torchopt_dist
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import pages
+import pictures
+
 project = "torchopt_dist"
 release = torchopt_dist.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+    "sphinx_design",
+]
 exclude_patterns = ["_build"]
 
+myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
+
+copybutton_exclude = ".linenos, .gp, .go"
+copybutton_selector = "div:not(.highlight-text) > div.highlight > pre"  # what a program prints has none
 
 autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True}
@@ -30,6 +47,8 @@ nitpick_ignore_regex = [("py:.*", r"(torch|collections)\..*")]
 html_theme = "furo"
 html_title = f"torchopt_dist {release}"
 html_show_copyright = False
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 
 
 def no_type_before_colon(
@@ -46,7 +65,14 @@ def plain_annotation(app: Sphinx, env: Any, node: Any, contnode: nodes.Node) -> 
     return None if isinstance(contnode, nodes.literal) else contnode
 
 
+def make_pictures_and_pages(app: Sphinx) -> None:
+    """What is made of programs, tables and files outside of this folder."""
+    pictures.make()
+    pages.make()
+
+
 def setup(app: Sphinx) -> None:
-    """Register the two functions above."""
+    """Register the functions above."""
+    app.connect("builder-inited", make_pictures_and_pages)
     app.connect("autodoc-process-docstring", no_type_before_colon, priority=400)
     app.connect("missing-reference", plain_annotation)

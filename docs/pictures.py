@@ -1,0 +1,133 @@
+"""Programs and tables of these pages → the pictures in ``docs/_pictures``, made when the pages are built.
+
+``python docs/pictures.py`` makes all of them. Nothing of it is committed. A picture is made anew when what it is made
+of has changed.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+import torchopt_dist as todist
+from torchopt_dist.visual import make_dot
+
+DOCS = Path(__file__).resolve().parent
+FOLDER = DOCS / "_pictures"
+OURS, OTHERS = "#3776c8", "#b9bec6"
+
+
+# --- Graphs -------------------------------------------------------------------------------------------------
+
+
+@todist.parallelize(todist.tasks, todist.mean_reducer)
+def task_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """One task: a step of SGD on one half of its points, the loss on the other half."""
+    model = todist.module_clone(model)
+    inner = todist.MetaSGD(model, lr=0.05)
+    inner.step(F.mse_loss(model(x[:5]), y[:5]))
+    return F.mse_loss(model(x[5:]), y[5:])
+
+
+@todist.rank_zero_only
+def graph_of_a_call() -> str:
+    """The graph that rank 0 holds of a loss that two workers have computed."""
+    model = nn.Linear(1, 1)
+    loss = task_loss(model, torch.rand(2, 10, 1), torch.rand(2, 10, 1))
+    return make_dot(loss, params=[dict(model.named_parameters()), {"loss": loss}]).source
+
+
+def graph_of_two_steps() -> str:
+    """Two inner steps that a learning rate is learned through."""
+    net = nn.Linear(2, 1, bias=False)
+    lr = torch.tensor(0.1, requires_grad=True)
+    optimizer = todist.MetaSGD(net, lr=lr)
+    x = torch.ones(3, 2)
+    steps = [todist.extract_state_dict(net, enable_visual=True, visual_prefix="step0.")]
+    for step in (1, 2):
+        optimizer.step(net(x).pow(2).sum())
+        steps.append(todist.extract_state_dict(net, enable_visual=True, visual_prefix=f"step{step}."))
+    loss = net(x).pow(2).sum()
+    return make_dot(loss, params=[*steps, {"lr": lr, "loss": loss}]).source
+
+
+def draw_graph(source: str, name: str, direction: str = "TB") -> None:
+    """Graphviz's text → an SVG, drawn downwards or to the right (``"LR"``); pygraphviz's wheel has graphviz."""
+    import pygraphviz
+
+    graph = pygraphviz.AGraph(string=source)
+    graph.graph_attr.update(bgcolor="transparent", rankdir=direction, size="", nodesep="0.25", ranksep="0.35")
+    graph.node_attr.update(fontname="sans-serif", fontsize="11")
+    graph.draw(FOLDER / f"{name}.svg", format="svg", prog="dot")
+
+
+# --- Figures that were measured -------------------------------------------------------------------------------
+
+
+def table(page: str, heading: str) -> dict[str, list[str]]:
+    """The first table below a heading of a page: first cell → the other cells."""
+    text = (DOCS / page).read_text("utf-8")
+    below = text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    found = re.search(r"^\|.*\n\|[-| ]+\n((?:\|.*\n)+)", below, re.MULTILINE)
+    if found is None:
+        raise ValueError(f"docs/{page} has no table below '## {heading}', of which a picture is drawn")
+    rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in found[1].splitlines()]
+    return {cells[0].replace("`", ""): cells[1:] for cells in rows}
+
+
+def number(cell: str) -> float:
+    """The number that a cell begins with."""
+    return float(cell.replace(",", "").split()[0])
+
+
+def draw_costs() -> None:
+    """Speed and memory against the peers, from the tables of two pages."""
+    step = {name: number(cells[0]) for name, cells in table("benchmarks.md", "A MAML step").items()}
+    sent = {number(n): cells for n, cells in table("benchmarks.md", "How many bytes travel").items()}
+    peaks = {name: number(cells[0]) for name, cells in table("inner_loops.md", "What they cost").items()}
+
+    figure = Figure(figsize=(11, 3.3), layout="constrained")
+    speed, traffic, memory = figure.subplots(1, 3, width_ratios=[1, 0.8, 1])
+    for axes, rows, title in (
+        (speed, step, "A MAML step on two workers, ms"),
+        (memory, peaks, "32 steps and their gradient, MB"),
+    ):
+        names = {"torch.utils.checkpoint around each recorded step": "torch.utils.checkpoint"}
+        labels = [names.get(row, row) for row in rows]
+        ours = [row.startswith(("ours", "Replayed")) for row in rows]
+        bars = axes.barh(labels, list(rows.values()), color=[OURS if own else OTHERS for own in ours])
+        axes.bar_label(bars, fmt="{:,.0f}", padding=3)
+        axes.invert_yaxis()
+        axes.margins(x=0.16)
+        axes.set_xticks([])
+        axes.set_title(title, fontsize=10, loc="left")
+        axes.spines[:].set_visible(False)
+        axes.tick_params(length=0)
+    for column, label, colour in ((2, "TorchOpt", OTHERS), (0, "ours", OURS)):
+        traffic.plot(list(sent), [number(cells[column]) / 1e6 for cells in sent.values()], "o-", color=colour)
+        last = number(list(sent.values())[-1][column]) / 1e6
+        traffic.annotate(label, (list(sent)[-1], last), (-8, 4), textcoords="offset points", ha="right")
+    traffic.set(xscale="log", yscale="log", xlabel="tasks")
+    traffic.set_xticks(list(sent), [f"{tasks:g}" for tasks in sent], minor=False)
+    traffic.minorticks_off()
+    traffic.set_title("MB sent to two workers", fontsize=10, loc="left")
+    traffic.margins(y=0.12)
+    traffic.spines[["top", "right"]].set_visible(False)
+    figure.savefig(FOLDER / "costs.svg", metadata={"Date": None})
+
+
+def make() -> None:
+    """Make all pictures."""
+    FOLDER.mkdir(exist_ok=True)
+    draw_costs()
+    draw_graph(graph_of_two_steps(), "two_steps")
+    draw_graph(todist.launch(graph_of_a_call, nproc_per_host=2, rpc=True).rank(0), "call", "LR")
+
+
+if __name__ == "__main__":
+    make()
