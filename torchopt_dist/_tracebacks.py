@@ -10,7 +10,7 @@ import sys
 import traceback
 from types import TracebackType
 
-from torchopt_dist.errors import PeerFailedError, TodistError
+from torchopt_dist.errors import PeerFailedError, TodistError, WorkerLostError
 
 __all__ = ["format_error", "from_user_code", "show_user_frames", "summary"]
 
@@ -92,6 +92,8 @@ class _ExceptHook:
             sys.__excepthook__(kind, error, frames)
         elif isinstance(error, PeerFailedError) and error.summary and not _is_debugging():
             print(f"this rank is ended, since {error.summary}", file=sys.stderr)
+        elif isinstance(error, WorkerLostError) and not _is_debugging():
+            print(f"this rank is ended, since {summary(error).partition(': ')[2]}", file=sys.stderr)
         elif _identity(error) != self._told:
             print(format_error(error), end="", file=sys.stderr)
 

@@ -149,16 +149,33 @@ def _with_remote_error(kind: type[Exception]) -> type[Exception]:
 
 
 class WorkerLostError(TodistError, ConnectionError):
-    """A worker died, or the connection to it broke, while it was needed."""
+    """A worker died, or the connection to it broke.
+
+    Attributes:
+        rank: the worker's rank; -1 if it is not known.
+        worker: its name.
+        host: the name of its machine.
+        cause: what went wrong first: ``"died"``, its process ended without a report; ``"unreachable"``, its machine
+            gives no answer; ``"stopped"``, its process was stopped and did not go on; ``"disconnected"``, a connection
+            between two workers broke, and nothing more is known.
+    """
+
+    def __init__(
+        self, *args: object, rank: int = -1, worker: str = "", host: str = "", cause: str = "disconnected"
+    ) -> None:
+        super().__init__(*args)
+        self.rank, self.worker, self.host, self.cause = rank, worker, host, cause
 
 
 class PeerFailedError(TodistError, RuntimeError):
     """Another rank failed; the message carries that rank's traceback.
 
     Attributes:
+        rank: the rank that failed first; -1 if it is not known.
         summary: the same in one line: the rank, the error's class and message, and where it was raised.
     """
 
+    rank: int = -1
     summary: str = ""
 
 

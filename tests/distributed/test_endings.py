@@ -3,7 +3,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import pickle
 import signal
+import socket
 import sys
 import threading
 import time
@@ -20,6 +22,7 @@ from tests.distributed.programs import rank_of_worker
 from tests.seeds import torchrun
 from torchopt_dist.distributed import _interruption, _shutdown
 from torchopt_dist.distributed._group import current_group
+from torchopt_dist.distributed.transport.rpc import RPCTransport
 
 
 def spin():
@@ -316,11 +319,64 @@ def test_a_worker_that_dies_in_a_call_is_an_error_that_can_be_caught(world, tmp_
             say(tmp_path / "caught", str(time.monotonic() - float((tmp_path / "raised").read_text())))
             # The others can be called as before.
             say(tmp_path / "answer", str(todist.remote_sync_call(rank_of_worker, partitioner=2)))
+            assert todist.alive() == (0, 2)
 
-    endings = world(3).endings(main, timeout=100)
+    endings = world(3).endings(main, timeout=100, on_loss="continue")
     assert float((tmp_path / "caught").read_text()) < soon(0.5)
     assert (tmp_path / "answer").read_text() == "[2]"
-    assert all(ending.exitcode is not None for ending in endings)
+    assert endings[0].error is None
+    assert [endings[rank].exitcode for rank in (0, 2)] == [0, 0]
+
+
+def test_survivors_go_on_and_end_well(world):
+    def main():
+        rank = todist.get_rank()
+        todist.barrier()
+        if rank == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 0:
+            with pytest.raises(todist.WorkerLostError, match="rank 2 died") as caught:
+                todist.remote_sync_call(lambda: os.kill(os.getpid(), signal.SIGKILL), partitioner=2)
+            lost = pickle.loads(pickle.dumps(caught.value))
+            assert (lost.rank, lost.worker, lost.cause) == (2, "worker2", "died")
+            assert lost.host == socket.gethostname()
+        todist.barrier()  # opens as soon as both are dead
+        assert todist.alive() == (0, 1)
+        with pytest.raises(todist.WorkerLostError, match="rank 3 died"):
+            todist.remote_sync_call(rank_of_worker, partitioner=3)
+        todist.barrier(["worker0", "worker1", "worker3"])
+        return todist.remote_sync_call(rank_of_worker, partitioner=1 - rank)
+
+    endings = world(4).endings(main, timeout=100, on_loss="continue")
+    assert [ending.exitcode for ending in endings] == [0, 0, -signal.SIGKILL, -signal.SIGKILL]
+    assert [ending.value for ending in endings[:2]] == [[1], [0]], endings[0].trace
+
+
+@pytest.mark.parametrize("when", ["before the last barrier", "in RPC's own handshake"])
+def test_a_death_at_the_end_that_the_group_goes_on_without(tmp_path, monkeypatch, when):
+    def die(*_, **__):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def program():
+        if os.environ["RANK"] == "1":
+            where = (RPCTransport, "wait_for_replies") if "barrier" in when else (_shutdown.rpc, "shutdown")
+            monkeypatch.setattr(*where, die)
+        return todist.auto_init_rpc(on_loss="continue")(todist.get_rank)()
+
+    endings = Bare(3).endings(program, timeout=60)
+    assert [ending.exitcode for ending in endings] == [0, -signal.SIGKILL, 0], endings
+    assert [ending.value for ending in endings] == [0, None, 2]
+
+
+def test_a_loss_that_main_does_not_handle_ends_all(world):
+    def main():
+        if todist.get_rank() == 0:
+            todist.remote_sync_call(os._exit, args=(0,), partitioner=1)
+        threading.Event().wait()
+
+    endings = world(3).endings(main, timeout=60, on_loss="continue")
+    assert (endings[0].error.rank, endings[0].error.cause) == (1, "died")
+    assert endings[2].exitcode == 1
 
 
 @pytest.mark.parametrize("where", ["in main", "at its end"])
@@ -371,7 +427,7 @@ def test_a_call_to_a_dead_worker_fails_at_once(world, tmp_path):
             todist.remote_sync_call(rank_of_worker, partitioner="worker1")
         say(tmp_path / "took", str(time.monotonic() - started))
 
-    world(2).endings(main, timeout=100)
+    world(2).endings(main, timeout=100, on_loss="continue")
     assert float((tmp_path / "took").read_text()) < soon(0.5)
 
 
@@ -416,16 +472,9 @@ def test_a_barrier_with_a_dead_worker_is_an_error_at_once(world, tmp_path):
             with pytest.raises(todist.WorkerLostError, match="rank 1 died"):
                 todist.barrier()
             say(tmp_path / "first", str(time.monotonic() - float((tmp_path / "raised").read_text())))
-            with pytest.raises(todist.WorkerLostError, match="rank 1 died"):
-                todist.barrier(["worker0", "worker1"])
-            todist.barrier(["worker0", "worker2"])
-            say(tmp_path / "third")
-        else:
-            todist.barrier(["worker0", "worker2"])
 
     world(3).endings(main, timeout=100)
     assert float((tmp_path / "first").read_text()) < soon(0.5)
-    assert (tmp_path / "third").exists()
 
 
 def hang():

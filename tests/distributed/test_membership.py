@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
+import pickle
 import socket
 import threading
 import time
@@ -12,18 +14,18 @@ import torch.distributed as dist
 
 import torchopt_dist as todist
 from tests.distributed.bare import soon
-from torchopt_dist.distributed import _membership as membership_module
-from torchopt_dist.distributed._membership import Failure, Member, Membership
+from torchopt_dist.distributed import _membership_hub as membership_module
+from torchopt_dist.distributed._membership import START, Failure, Member, Membership
 
 
 class Lines:
     """The memberships of several ranks, all in this process."""
 
-    def __init__(self, names):
+    def __init__(self, names, on_loss):
         self.store = dist.HashStore()
         self.heard = [[] for _ in names]
         self.ends = [
-            Membership(Member(rank, name, "program.py"), len(names), self.heard[rank].append)
+            Membership(Member(rank, name, "program.py", "here", on_loss), len(names), self.heard[rank].append)
             for rank, name in enumerate(names)
         ]
         self.threads = ThreadPoolExecutor(2 * len(names))
@@ -56,10 +58,15 @@ class Lines:
 def lines():
     made = []
 
-    def make(*names, joined=True):
-        made.append(Lines(names))
+    def make(*names, joined=True, on_loss="end"):
+        made.append(Lines(names, on_loss))
         if joined:
             for future in made[-1].join():
+                future.result()
+        if on_loss == "continue":
+            for future in [
+                made[-1].barrier(rank, range(len(names)), purpose=START) for rank in range(len(names))
+            ]:
                 future.result()
         return made[-1]
 
@@ -81,7 +88,7 @@ def wait_until(condition, seconds=5.0):
 @pytest.mark.parametrize("names", [("a",), ("a", "b"), ("a", "b", "c", "d")])
 def test_every_rank_knows_all_the_members(lines, names):
     line = lines(*names, joined=False)
-    expected = tuple(Member(rank, name, "program.py") for rank, name in enumerate(names))
+    expected = tuple(Member(rank, name, "program.py", "here") for rank, name in enumerate(names))
     assert [future.result() for future in line.join()] == [expected] * len(names)
 
 
@@ -258,7 +265,7 @@ def test_a_report_reaches_all_the_others_and_ends_their_waits(lines, failing):
             todist.PeerFailedError, match=rf"rank {failing} failed:\n\nTraceback:\n  the root"
         ):
             future.result()
-    failure = Failure(failing, "Traceback:\n  the root of it\n")
+    failure = Failure(failing, "Traceback:\n  the root of it\n", worker="abc"[failing], host="here")
     wait_until(lambda: all(line.heard[rank] for rank in others))
     assert line.heard == [[] if rank == failing else [failure] for rank in range(3)]
 
@@ -281,7 +288,7 @@ def test_a_rank_fails_once(lines):
     for future in [line.barrier(0, [0])]:
         with pytest.raises(todist.PeerFailedError, match="report 0"):
             future.result()
-    assert line.heard[0] == [Failure(1, "report 0")]
+    assert line.heard[0] == [Failure(1, "report 0", worker="b", host="here")]
 
 
 def test_a_long_report_with_any_characters_arrives(lines):
@@ -289,7 +296,7 @@ def test_a_long_report_with_any_characters_arrives(lines):
     report = 'é \U0001f40d \x00 "quoted" \\ \n' * 20_000
     line.ends[1].fail(report)
     wait_until(lambda: line.heard[0])
-    assert line.heard[0] == [Failure(1, report)]
+    assert line.heard[0] == [Failure(1, report, worker="b", host="here")]
 
 
 def test_a_death_ends_the_waits_for_the_dead_at_once(lines):
@@ -301,7 +308,7 @@ def test_a_death_ends_the_waits_for_the_dead_at_once(lines):
         with pytest.raises(todist.WorkerLostError, match="rank 2 died"):
             future.result()
     assert time.monotonic() - started < soon(0.5)
-    assert line.heard[0] == line.heard[1] == [Failure(2, "")]
+    assert line.heard[0] == line.heard[1] == [Failure(2, "", worker="c", host="here")]
 
 
 def test_a_death_before_a_barrier_is_an_error_at_once(lines):
@@ -329,6 +336,72 @@ def test_the_living_go_on_without_the_dead(lines):
     for _ in range(2):
         for future in [line.barrier(rank, [0, 1]) for rank in (0, 1)]:
             future.result()
+
+
+def test_with_continue_barriers_skip_the_dead(lines):
+    line = lines("a", "b", "c", on_loss="continue")
+    waits = [line.barrier(rank, range(3)) for rank in (0, 1)]
+    wait_until(lambda: any(len(arrived) == 2 for arrived in line.ends[0]._hub._arrived.values()))
+    assert not any(wait.done() for wait in waits)
+    line.cut(2)
+    for wait in waits:
+        wait.result(10)
+    for future in [line.barrier(0, range(3)), line.barrier(1, range(3)), line.barrier(1, [1, 2])]:
+        future.result(10)
+    line.threads.submit(line.ends[0].final_barrier)
+    line.threads.submit(line.ends[1].final_barrier).result(10)
+    (lost,) = line.ends[1].lost.values()
+    lost = pickle.loads(pickle.dumps(lost))
+    assert (lost.rank, lost.worker, lost.host, lost.cause) == (2, "c", "here", "died")
+    assert str(lost) == "rank 2 died: the process of c on here ended without a report"
+
+
+def test_with_continue_a_report_and_the_loss_of_rank_zero_are_errors_still(lines):
+    line = lines("a", "b", "c", on_loss="continue")
+    line.cut(2)
+    wait = line.barrier(1, range(3))
+    line.ends[0].fail("the root of it")
+    with pytest.raises(todist.PeerFailedError, match="rank 0 failed") as caught:
+        wait.result(10)
+    assert caught.value.rank == 0
+    line = lines("a", "b", "c", on_loss="continue")
+    wait = line.barrier(1, range(3))
+    hub = line.ends[0]
+    hub._loop.call_soon_threadsafe(
+        lambda: [writer.transport.abort() for writer in hub._hub._writers.values()]
+    )
+    with pytest.raises(todist.WorkerLostError, match="rank 0 died"):
+        wait.result(10)
+
+
+def test_with_continue_a_death_before_the_start_is_an_error(lines):
+    line = lines("a", "b", "c", joined=False)
+    for end in line.ends:
+        end.me = dataclasses.replace(end.me, on_loss="continue")
+    line.ends[0]._hub._skips_dead = True
+    for future in line.join():
+        future.result()
+    waits = [line.barrier(rank, range(3), purpose=START) for rank in (0, 1)]
+    line.cut(2)
+    for wait in waits:
+        with pytest.raises(todist.WorkerLostError, match="rank 2 died"):
+            wait.result(10)
+
+
+def test_workers_that_differ_in_on_loss_are_told(lines):
+    line = lines("a", "b", joined=False)
+    line.ends[1].me = dataclasses.replace(line.ends[1].me, on_loss="continue")
+    for future in line.join():
+        with pytest.raises(todist.InitializationError, match="on_loss must be the same on all workers"):
+            future.result()
+
+
+def test_a_message_after_the_hub_is_gone_is_no_bare_error_of_a_socket(lines):
+    line = lines("a", "b")
+    line.cut(1)
+    wait_until(lambda: line.ends[1].failures)
+    with pytest.raises(todist.WorkerLostError, match="rank 0"):
+        line.ends[1].barrier([1])
 
 
 def test_when_the_hub_dies_all_are_told(lines):

@@ -27,6 +27,7 @@ from torchopt_dist.distributed.reduce import concatenate_reducer, mean_reducer, 
 from torchopt_dist.distributed.remote_call import remote_call
 from torchopt_dist.distributed.world import (
     WorldInfo,
+    alive,
     default_worker_name_format,
     get_local_rank,
     get_local_world_size,
@@ -49,6 +50,7 @@ __all__ = [
     "Profile",
     "TensorDimensionPartitioner",
     "WorldInfo",
+    "alive",
     "auto_init_rpc",
     "autograd",
     "barrier",

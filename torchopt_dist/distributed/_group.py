@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torchopt_dist.distributed._graph_releaser import GraphReleaser
 from torchopt_dist.distributed._kept_graphs import KeptGraphs
-from torchopt_dist.distributed._membership import Membership
+from torchopt_dist.distributed._membership import Membership, OnLoss
 from torchopt_dist.distributed._spans import Recorder
 from torchopt_dist.distributed._thread_pool import ThreadPool
 from torchopt_dist.distributed.transport.base import Transport
-from torchopt_dist.errors import NotInitializedError
+from torchopt_dist.errors import NotInitializedError, WorkerLostError
 
 __all__ = ["Group", "answering_group", "current_group", "find_group", "set_group"]
 
@@ -62,6 +62,16 @@ class Group:
         self.releaser = GraphReleaser()
         self.ending = False
         self.transport = transport(self)
+
+    @property
+    def on_loss(self) -> OnLoss:
+        """What the group does when a worker is lost: it ends, or goes on without that worker."""
+        return self.membership.me.on_loss
+
+    @property
+    def lost(self) -> Mapping[int, WorkerLostError]:
+        """The ranks that were lost, in the order in which they were, with the error that says how."""
+        return self.membership.lost
 
     def same_program(self, rank: int) -> bool:
         """Whether ``__main__`` of that worker is this worker's, so that its functions can be sent by name."""

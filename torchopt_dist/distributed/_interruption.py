@@ -8,7 +8,7 @@ import threading
 
 from torchopt_dist._torch_private import exception_in
 from torchopt_dist.distributed._shutdown import FINALLY_SECONDS, GRACE_SECONDS
-from torchopt_dist.errors import PeerFailedError
+from torchopt_dist.errors import PeerFailedError, WorkerLostError
 
 __all__ = ["Interruption"]
 
@@ -36,7 +36,7 @@ class Interruption:
         if self._sent and not self._raised.is_set():  # the error would be raised after ``main``
             _raise_in(threading.get_ident(), None)
 
-    def unwind(self, error: PeerFailedError, unwound: threading.Event) -> bool:
+    def unwind(self, error: PeerFailedError | WorkerLostError, unwound: threading.Event) -> bool:
         """Have ``main`` end by ``error``, unless an exception is ending it already.
 
         Args:
@@ -60,33 +60,32 @@ class Interruption:
         handled = None if thread is None else exception_in(thread)
         return self._raised.is_set() or (handled is not None and handled is not self._outer)
 
-    def _interrupt(self, error: PeerFailedError) -> None:
+    def _interrupt(self, error: PeerFailedError | WorkerLostError) -> None:
         with self._lock:
             if self._thread is not None and not self._sent:
                 self._sent = True
                 _raise_in(self._thread, _class_of(error, self._raised))
 
 
-def _class_of(error: PeerFailedError, raised: threading.Event) -> type[PeerFailedError]:
+def _class_of(error: PeerFailedError | WorkerLostError, raised: threading.Event) -> type[BaseException]:
     """A class whose instances are like ``error``, since only a class can be raised in another thread.
 
     Args:
         error: what its instances are like, and what they are when they have been pickled.
         raised: set when there is an instance.
     """
+    kind: type[BaseException] = type(error)
 
-    class RaisedError(PeerFailedError):
-        def __init__(self) -> None:
-            super().__init__(*error.args)
-            self.summary = error.summary
-            raised.set()
+    def initialize(self: BaseException) -> None:
+        kind.__init__(self, *error.args)
+        vars(self).update(vars(error))
+        raised.set()
 
-        def __reduce__(self) -> tuple[object, ...]:
-            return PeerFailedError, self.args, {"summary": self.summary}
+    def reduce(self: BaseException) -> tuple[object, ...]:
+        return kind, self.args, vars(self)
 
-    for name in ("__module__", "__name__", "__qualname__"):  # as users see it
-        setattr(RaisedError, name, getattr(PeerFailedError, name))
-    return RaisedError
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}  # as users see it
+    return type(kind.__name__, (kind,), {**names, "__init__": initialize, "__reduce__": reduce})
 
 
 def _raise_in(thread: int, kind: type[BaseException] | None) -> None:

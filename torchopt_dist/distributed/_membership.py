@@ -10,39 +10,39 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import json
-import logging
-import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch.distributed as dist
 
+from torchopt_dist.distributed._membership_hub import (
+    DIED,
+    HUB,
+    JOIN_SECONDS,
+    MAX_LINE,
+    START,
+    Hub,
+    keep_alive,
+    receive_all,
+    write,
+)
 from torchopt_dist.errors import InitializationError, PeerFailedError, WorkerLostError
 
-__all__ = ["Failure", "Member", "Membership"]
+__all__ = ["START", "Failure", "Member", "Membership", "OnLoss"]
 
-log = logging.getLogger(__name__)
-
-HUB = 0
 END = "end"
-"""The last barrier; it does not wait for ranks that have died."""
-JOIN_SECONDS = 10.0
-MAX_LINE = 1 << 24
 MAX_REPORT = 1 << 20
 """Characters of a traceback; each is at most 12 bytes in JSON."""
-KEEPALIVE_OPTIONS = (
-    ("TCP_KEEPIDLE", 1),
-    ("TCP_KEEPINTVL", 1),
-    ("TCP_KEEPCNT", 4),
-    ("TCP_USER_TIMEOUT", 4000),
-)
-"""Seconds, seconds, a count, and milliseconds: a connection ends after 4 s to 5 s without an answer."""
+OnLoss: TypeAlias = Literal["end", "continue"]
+
+TEXTS = {
+    "died": "died: the process of {who} ended without a report",
+    "unreachable": "was lost: the machine of {who} gives no answer",
+}
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,15 @@ class Member:
         rank: its rank.
         name: its name, unique among the workers.
         program: the path of its ``__main__``; on workers with the same path ``__main__.f`` is the same function.
+        host: the name of its machine.
+        on_loss: what it does when another worker dies; the same on all workers.
     """
 
     rank: int
     name: str
     program: str
+    host: str = ""
+    on_loss: OnLoss = "end"
 
 
 @dataclass(frozen=True)
@@ -66,30 +70,50 @@ class Failure:
 
     Attributes:
         rank: its rank.
-        report: its traceback; empty if the rank died without sending one.
+        report: its traceback; empty if the rank was lost without sending one.
         summary: the error in one line.
+        cause: why it was lost; see :class:`WorkerLostError`.
+        worker: its name.
+        host: the name of its machine.
     """
 
     rank: int
     report: str
     summary: str = ""
+    cause: str = DIED
+    worker: str = ""
+    host: str = ""
 
     def error(self) -> PeerFailedError | WorkerLostError:
         """The exception to raise on the other ranks."""
         if self.report:
             error = PeerFailedError(f"rank {self.rank} failed:\n\n{self.report.rstrip()}")
-            error.summary = f"rank {self.rank} failed: {self.summary}"
+            error.rank, error.summary = self.rank, f"rank {self.rank} failed: {self.summary}"
             return error
-        return WorkerLostError(f"rank {self.rank} died: its connection was closed without a report")
+        who = f"{self.worker or 'the rank'} on {self.host}" if self.host else self.worker or "the rank"
+        return WorkerLostError(
+            f"rank {self.rank} {TEXTS[self.cause].format(who=who)}",
+            rank=self.rank,
+            worker=self.worker,
+            host=self.host,
+            cause=self.cause,
+        )
 
 
 class Membership:
     """This worker's connection to rank 0; on rank 0 the hub as well.
 
+    With ``me.on_loss == "continue"`` the loss of another rank than 0, once all have started, is no error of its own:
+    barriers do not wait for that rank.
+
     Args:
         me: this worker.
         world_size: the number of workers.
-        on_failure: called once, from the membership's own thread, when another rank reports a failure.
+        on_failure: called once, from the membership's own thread, when another rank fails or is lost.
+
+    Attributes:
+        members: all workers, by rank, once they have joined.
+        failures: the ranks that have failed or were lost, in this order; what went wrong first is the first.
     """
 
     def __init__(self, me: Member, world_size: int, on_failure: Callable[[Failure], None]) -> None:
@@ -98,6 +122,7 @@ class Membership:
         self.members: tuple[Member, ...] = ()
         self.failures: dict[int, Failure] = {}
         self._on_failure = on_failure
+        self._started = False
         self._released: set[str] = set()
         self._hub_left = False
         self._hub_gone = threading.Event()
@@ -106,11 +131,21 @@ class Membership:
         self._sequence: dict[str, int] = {}
         self._changed = threading.Condition()
         self._closing = False
-        self._hub = _Hub(world_size, self._receive) if me.rank == HUB else None
+        self._hub = Hub(world_size, me.on_loss == "continue", self._receive) if me.rank == HUB else None
         self._to_hub: asyncio.StreamWriter | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="todist-membership", daemon=True)
         self._thread.start()
+
+    @property
+    def lost(self) -> dict[int, WorkerLostError]:
+        """The ranks that were lost, with the error that says how, in the order in which they were."""
+        errors = {rank: failure.error() for rank, failure in tuple(self.failures.items())}
+        return {rank: error for rank, error in errors.items() if isinstance(error, WorkerLostError)}
+
+    def goes_on_without(self, rank: int) -> bool:
+        """Whether the group goes on if that rank is lost."""
+        return self.me.on_loss == "continue" and self._started and rank != HUB
 
     def join(self, store: dist.Store, host: str, timeout: float) -> tuple[Member, ...]:
         """Connect with all the others.
@@ -153,6 +188,12 @@ class Membership:
                     f"worker_name_format gave ranks {names.index(name)} and {rank} the same name {name!r}; "
                     "names must be unique"
                 )
+        for member in self.members:
+            if member.on_loss != self.me.on_loss:
+                raise InitializationError(
+                    f"on_loss must be the same on all workers, got {self.me.on_loss!r} on {self.me.name} "
+                    f"and {member.on_loss!r} on {member.name}"
+                )
         return self.members
 
     def barrier(self, ranks: Sequence[int], purpose: str = "", timeout: float | None = None) -> None:
@@ -160,7 +201,7 @@ class Membership:
 
         Raises:
             PeerFailedError: a rank failed meanwhile.
-            WorkerLostError: one of ``ranks`` died meanwhile.
+            WorkerLostError: one of ``ranks`` was lost, and the group does not go on without it.
             TimeoutError: ``timeout`` seconds have passed.
         """
         group = sorted(set(ranks))
@@ -170,17 +211,16 @@ class Membership:
         self._send({"arrive": key, "rank": self.me.rank, "group": group})
         self._wait(lambda: key in self._released, timeout, f"ranks {group} to come to a barrier", group)
         self._released.discard(key)
+        self._started = self._started or purpose == START
 
     def final_barrier(self) -> None:
-        """Wait until every rank that has not died has called this, so that calls of those still at work are answered.
+        """Wait until every rank has called this, so that calls of those still at work are answered.
 
         Raises:
             PeerFailedError: a rank failed meanwhile.
-            WorkerLostError: a rank died; raised when the others are done, or at once if it was rank 0.
+            WorkerLostError: a rank was lost, and the group does not go on without it.
         """
-        self._send({"arrive": END, "rank": self.me.rank, "group": list(range(self.world_size))})
-        self._wait(lambda: END in self._released, None, "all ranks to end", ranks=())
-        self.check()
+        self.barrier(range(self.world_size), END)
 
     def leave_barrier(self, all_answered: bool, timeout: float) -> bool:
         """Wait until every rank has called this, after :meth:`final_barrier`; errors as :meth:`barrier`.
@@ -208,7 +248,7 @@ class Membership:
         self._send({"failed": self.me.rank, "report": report, "summary": summary})
 
     def wait_for(self, thread: threading.Thread, timeout: float) -> None:
-        """Wait for a thread to end, ``timeout`` seconds at most; errors as :meth:`barrier`."""
+        """Wait for a thread to end, or the loss of a rank, ``timeout`` seconds at most; errors as :meth:`barrier`."""
 
         def watch() -> None:
             thread.join()
@@ -216,7 +256,7 @@ class Membership:
                 self._changed.notify_all()
 
         threading.Thread(target=watch, daemon=True).start()
-        self._wait(lambda: not thread.is_alive(), timeout, "the others to shut down RPC")
+        self._wait(lambda: not thread.is_alive() or bool(self.lost), timeout, "the others to shut down RPC")
 
     def wait_for_hub(self, timeout: float) -> None:
         """Wait until rank 0 has left the group, ``timeout`` seconds at most; not if it has failed, or is this rank."""
@@ -237,10 +277,19 @@ class Membership:
                 self._loop.close()
 
     def check(self, ranks: Sequence[int] | None = None) -> None:
-        """Raise if a rank has reported a failure, or if one of ``ranks`` is gone."""
+        """Raise if a rank has reported a failure, or if one of ``ranks`` is lost that the group needs."""
         for failure in tuple(self.failures.values()):
-            if failure.report or failure.rank == HUB or ranks is None or failure.rank in ranks:
+            if failure.report or failure.rank == HUB:
                 raise failure.error()
+            if (ranks is None or failure.rank in ranks) and not self.goes_on_without(failure.rank):
+                raise failure.error()
+
+    def why_lost(self, rank: int, timeout: float) -> PeerFailedError | WorkerLostError | None:
+        """How a rank failed or was lost; waits ``timeout`` seconds at most for that to become known."""
+        with self._changed:
+            self._changed.wait_for(lambda: rank in self.failures or self._closing, timeout)
+        failure = self.failures.get(rank)
+        return None if failure is None else failure.error()
 
     def _wait(
         self,
@@ -264,25 +313,31 @@ class Membership:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout=JOIN_SECONDS)
 
     def _send(self, message: dict[str, Any]) -> None:
-        if self._hub is not None:
-            self._run(self._hub.handle(message, None))
-        elif self._to_hub is not None:
-            self._run(_write(self._to_hub, message))
+        try:
+            if self._hub is not None:
+                self._run(self._hub.handle(message, None))
+            elif self._to_hub is not None:
+                self._run(write(self._to_hub, message))
+        except (OSError, TimeoutError) as error:  # so that what users see is never a bare error of a socket
+            self.check(())
+            raise self._failure(HUB, "", cause="unreachable").error() from error
 
     async def _connect(self, host: str, port: int, token: str) -> None:
         reader, self._to_hub = await asyncio.open_connection(host, port, limit=MAX_LINE)
-        _keep_alive(self._to_hub)
+        keep_alive(self._to_hub)
         self._to_hub.write(token.encode() + b"\n")
-        await _write(self._to_hub, {"join": asdict(self.me)})
+        await write(self._to_hub, {"join": asdict(self.me)})
         self._hub_gone.clear()
         self._listening = asyncio.ensure_future(self._listen(reader))
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
-        async for message in _messages(reader):
+        async def handle(message: dict[str, Any]) -> None:
             self._receive(message)
+
+        cause = await receive_all(reader, handle)
         self._hub_gone.set()
         if not self._hub_left:
-            self._receive({"failed": HUB, "report": ""})
+            self._receive({"failed": HUB, "report": "", "cause": cause})
 
     def _receive(self, message: dict[str, Any]) -> None:
         failure = None
@@ -298,11 +353,15 @@ class Membership:
             elif "unanswered" in message:
                 self._all_answered = False
             elif message["failed"] not in {self.me.rank, *self.failures}:
-                failure = Failure(message["failed"], message["report"], message.get("summary", ""))
+                failure = self._failure(**message)
                 self.failures[failure.rank] = failure
             self._changed.notify_all()
         if failure is not None:
             self._on_failure(failure)
+
+    def _failure(self, failed: int, report: str, summary: str = "", cause: str = DIED) -> Failure:
+        of = self.members[failed] if self.members else Member(failed, "", "")
+        return Failure(failed, report, summary, cause, of.name, of.host)
 
     async def _shut(self) -> None:
         if self._hub is not None:
@@ -311,126 +370,3 @@ class Membership:
             self._listening.cancel()
             self._to_hub.close()
             await asyncio.gather(self._listening, self._to_hub.wait_closed(), return_exceptions=True)
-
-
-class _Hub:
-    """Rank 0's side: receives the messages of all workers, and sends what follows from them to all, rank 0 included."""
-
-    def __init__(self, world_size: int, to_self: Callable[[dict[str, Any]], None]) -> None:
-        self.token = secrets.token_hex(16)
-        self.world_size = world_size
-        self._to_self = to_self
-        self._members: dict[int, dict[str, Any]] = {}
-        self._writers: dict[int, asyncio.StreamWriter] = {}
-        self._connections: set[asyncio.Task[None]] = set()
-        self._arrived: dict[str, set[int]] = {}
-        self._dead: set[int] = set()
-
-    async def listen(self, host: str) -> int:
-        self._server = await asyncio.start_server(self._accept, host, 0, limit=MAX_LINE, backlog=1024)
-        return int(self._server.sockets[0].getsockname()[1])
-
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        rank = None
-        task = asyncio.current_task()
-        assert task is not None
-        self._connections.add(task)
-        try:
-            if not await self._knows_token(reader):
-                log.warning(
-                    "the membership hub refused a connection without the token from %s",
-                    writer.get_extra_info("peername"),
-                )
-                return
-            _keep_alive(writer)
-            async for message in _messages(reader):
-                if "join" in message:
-                    rank = int(message["join"]["rank"])
-                await self.handle(message, writer)
-            if rank in self._writers:  # the connection ended, and it did not say that it left
-                await self.handle({"failed": rank, "report": ""}, None)
-        except asyncio.CancelledError:
-            pass  # this rank is leaving
-        finally:
-            writer.close()
-            with contextlib.suppress(OSError, asyncio.CancelledError):  # nothing is left to be cancelled
-                await writer.wait_closed()
-            self._connections.discard(task)
-
-    async def _knows_token(self, reader: asyncio.StreamReader) -> bool:
-        try:
-            token = await asyncio.wait_for(reader.readline(), JOIN_SECONDS)
-        except (TimeoutError, ValueError, OSError):  # silence, an endless line, a hang-up
-            return False
-        return hmac.compare_digest(token.strip(), self.token.encode())
-
-    async def handle(self, message: dict[str, Any], writer: asyncio.StreamWriter | None) -> None:
-        if "join" in message:
-            rank = message["join"]["rank"]
-            self._members[rank] = message["join"]
-            if writer is not None:
-                self._writers[rank] = writer
-            if len(self._members) == self.world_size:
-                await self._broadcast({"members": [self._members[r] for r in range(self.world_size)]})
-        elif "arrive" in message:
-            arrived = self._arrived.setdefault(message["arrive"], set())
-            arrived.add(message["rank"])
-            here = arrived | self._dead if message["arrive"] == END else arrived
-            if here.issuperset(message["group"]):
-                del self._arrived[message["arrive"]]
-                await self._broadcast({"release": message["arrive"]}, message["group"])
-        elif "left" in message and message["left"] != HUB:
-            self._writers.pop(message["left"], None)
-        else:
-            if "failed" in message:
-                self._dead.add(message["failed"])
-                self._writers.pop(message["failed"], None)
-            await self._broadcast(message)
-            if END in self._arrived and self._arrived[END] | self._dead >= set(range(self.world_size)):
-                del self._arrived[END]
-                await self._broadcast({"release": END})
-
-    async def _broadcast(self, message: dict[str, Any], ranks: Sequence[int] | None = None) -> None:
-        for rank, writer in tuple(self._writers.items()):
-            if ranks is None or rank in ranks:
-                with contextlib.suppress(OSError):  # the end of a connection is reported where it is read
-                    await _write(writer, message)
-        if ranks is None or HUB in ranks:
-            self._to_self(message)
-
-    async def close(self) -> None:
-        self._server.close()
-        for writer in self._writers.values():
-            writer.close()
-        for task in self._connections:
-            task.cancel()
-        await asyncio.gather(*self._connections, return_exceptions=True)
-
-
-def _keep_alive(writer: asyncio.StreamWriter) -> None:
-    """Let the kernel probe the other machine's kernel each second, so that a cut network ends the connection.
-
-    The two processes take no part in that, so a worker that computes for long is not taken for a dead one.
-    """
-    connection = writer.get_extra_info("socket")
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in KEEPALIVE_OPTIONS:
-        if hasattr(socket, option):  # not every system has all of them
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-
-
-async def _write(writer: asyncio.StreamWriter, message: dict[str, Any]) -> None:
-    writer.write(json.dumps(message).encode() + b"\n")
-    await writer.drain()
-
-
-async def _messages(reader: asyncio.StreamReader) -> Any:
-    """The messages on a connection until it ends, however it ends."""
-    while True:
-        try:
-            line = await reader.readline()
-        except (OSError, ValueError):  # ValueError: a line that is longer than any of ours
-            return
-        if not line.endswith(b"\n"):
-            return
-        yield json.loads(line)

@@ -27,7 +27,8 @@ def report(error: BaseException) -> tuple[str, str]:
 
 def one_line(error: Exception) -> str:
     """Another rank's failure as its own rank, which prints the whole, is not there to tell it."""
-    return error.summary if isinstance(error, PeerFailedError) and error.summary else str(error)
+    text = error.summary if isinstance(error, PeerFailedError) and error.summary else str(error)
+    return text.partition("\n")[0]
 
 
 def tell_user(error: BaseException) -> None:
@@ -38,7 +39,7 @@ def tell_user(error: BaseException) -> None:
     """
     consequence = isinstance(error, (PeerFailedError, WorkerLostError))
     if consequence or not isinstance(error, Exception) or _error_file() is None:
-        if isinstance(error, PeerFailedError):
+        if consequence and isinstance(error, Exception):
             tell_torchrun(one_line(error))
         show_user_frames()
         return

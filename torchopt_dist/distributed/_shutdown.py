@@ -25,17 +25,22 @@ FINALLY_SECONDS = 5.0
 def shut_down_in_order(membership: Membership) -> None:
     """Shut down RPC when no rank has a request under way.
 
+    RPC's own handshake needs all ranks, so where one was lost, each rank shuts down by itself.
+
     Args:
         membership: says whether the others are there.
 
     Raises:
         PeerFailedError: a rank failed meanwhile.
-        WorkerLostError: a rank died meanwhile.
+        WorkerLostError: a rank was lost meanwhile, and the group does not go on without it.
         TimeoutError: a rank does not take part.
     """
     handshake = threading.Thread(target=rpc.shutdown, args=(True, SHUTDOWN_SECONDS), daemon=True)
-    handshake.start()
-    membership.wait_for(handshake, 2 * SHUTDOWN_SECONDS)
+    if not membership.lost:
+        handshake.start()
+        membership.wait_for(handshake, 2 * SHUTDOWN_SECONDS)
+    if membership.lost:
+        shut_down_at_once(None)
 
 
 def shut_down_at_once(code: int | None) -> None:

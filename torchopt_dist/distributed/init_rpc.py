@@ -11,6 +11,7 @@ import functools
 import logging
 import os
 import re
+import socket
 import sys
 import threading
 import warnings
@@ -26,7 +27,7 @@ from torchopt_dist.distributed._allocator import share_one_arena
 from torchopt_dist.distributed._caller_state import ThreadSettings
 from torchopt_dist.distributed._group import Group, current_group, find_group, set_group
 from torchopt_dist.distributed._interruption import Interruption
-from torchopt_dist.distributed._membership import Failure, Member, Membership
+from torchopt_dist.distributed._membership import START, Failure, Member, Membership, OnLoss
 from torchopt_dist.distributed._parentheses import check_parentheses
 from torchopt_dist.distributed._report import one_line, report, tell_torchrun, tell_user
 from torchopt_dist.distributed.transport.choice import choose
@@ -36,7 +37,7 @@ from torchopt_dist.distributed.world import (
     get_worker_id,
     get_world_info,
 )
-from torchopt_dist.errors import InitializationError, PeerFailedError
+from torchopt_dist.errors import InitializationError, PeerFailedError, WorkerLostError
 
 __all__ = ["auto_init_rpc", "barrier"]
 
@@ -52,6 +53,7 @@ def auto_init_rpc(
     *,
     backend: rpc.BackendType | None = None,
     rpc_backend_options: rpc.RpcBackendOptions | None = None,
+    on_loss: OnLoss = "end",
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Decorate ``main()`` so that it runs on every worker, with remote calls between them.
 
@@ -67,6 +69,10 @@ def auto_init_rpc(
         backend: as in :func:`torch.distributed.rpc.init_rpc`.
         rpc_backend_options: likewise. Calls have no time-out unless its ``rpc_timeout`` (seconds) is set to anything
             but torch's default of 60; device maps go here.
+        on_loss: what happens when a worker is lost, as by SIGKILL. ``"end"`` ends all the others with a
+            ``WorkerLostError``, as if ``main`` had raised there. With ``"continue"`` they go on: calls to the lost
+            worker raise ``WorkerLostError``, barriers do not wait for it, :func:`alive` tells who is left, and the
+            program ends well if ``main`` returns. The loss of rank 0 ends all.
 
     Returns:
         The decorator. The decorated function returns what ``main`` returns.
@@ -75,13 +81,15 @@ def auto_init_rpc(
         InitializationError: the group cannot be formed; raised by the decorated function.
         PeerFailedError: ``main`` or ``worker_init_fn`` raised on another rank; its traceback is in the message. It is
             raised inside ``main`` where that runs Python, whose ``finally`` blocks then have 5 s.
-        WorkerLostError: another rank died.
+        WorkerLostError: another rank was lost; raised inside ``main`` likewise.
     """
     check_parentheses("todist.auto_init_rpc", worker_init_fn)
     for argument, value in (("worker_init_fn", worker_init_fn), ("worker_name_format", worker_name_format)):
         if value is not None and not callable(value):
             raise TypeError(f"{argument} must be callable, got {type(value).__name__} {value!r}")
-    settings = (worker_name_format, backend, rpc_backend_options)
+    if on_loss not in ("end", "continue"):
+        raise ValueError(f"on_loss must be 'end' or 'continue', got {on_loss!r}")
+    settings = (worker_name_format, backend, rpc_backend_options, on_loss)
 
     def decorator(main: Callable[P, T]) -> Callable[P, T]:
         if not callable(main):
@@ -98,7 +106,7 @@ def auto_init_rpc(
                 if worker_init_fn is not None:
                     worker_init_fn()
                     group.threads.prepare = ThreadSettings.capture().apply
-                group.membership.barrier(range(len(group.names)), "start")
+                group.membership.barrier(range(len(group.names)), START)
                 return main(*args, **kwargs)
 
         return wrapped
@@ -137,9 +145,9 @@ def barrier(worker_names: Iterable[str] | None = None) -> None:
 
 def _check_same(here: tuple[Any, ...], asked: tuple[Any, ...]) -> None:
     """Raise unless the settings that are asked for are the running group's or ask for nothing particular."""
-    names = ("worker_name_format", "backend", "rpc_backend_options")
+    names = ("worker_name_format", "backend", "rpc_backend_options", "on_loss")
     for name, its, wanted in zip(names, here, asked, strict=True):
-        if wanted not in (its, None, default_worker_name_format):
+        if wanted not in (its, None, default_worker_name_format, "end"):
             raise InitializationError(
                 f"a second `auto_init_rpc` inside `main` uses the group that is there, but asks for another "
                 f"{name}: {wanted!r}, where the group has {its!r}"
@@ -154,10 +162,12 @@ class _RunningGroup:
         worker_name_format: Callable[..., str],
         backend: rpc.BackendType | None,
         rpc_backend_options: rpc.RpcBackendOptions | None,
+        on_loss: OnLoss,
     ) -> None:
-        self.settings = (worker_name_format, backend, rpc_backend_options)
+        self.settings = (worker_name_format, backend, rpc_backend_options, on_loss)
         self.world = _named(get_world_info(), worker_name_format)
         self.chosen = choose(backend, rpc_backend_options, self.world.local_world_size)
+        self.on_loss = on_loss
         self.group: Group | None = None
         self.interruption = Interruption()
         self._unwound = threading.Event()
@@ -176,7 +186,7 @@ class _RunningGroup:
         if world.world_size > 1:
             share_one_arena()
         store = _rendezvous.rendezvous(world.rank, world.world_size, chosen.init_method)[1]
-        me = Member(world.rank, world.worker_name, _program())
+        me = Member(world.rank, world.worker_name, _program(), socket.gethostname(), self.on_loss)
         self.membership = Membership(me, world.world_size, self._peer_failed)
         try:
             self.membership.join(store, _network.local_address(host), _rendezvous.init_timeout())
@@ -212,11 +222,20 @@ class _RunningGroup:
             raise root from error
 
     def _root_cause(self, error: BaseException) -> Exception | None:
-        """The error of another rank of which ``error``, raised here, is a consequence."""
-        if isinstance(error, ConnectionError):
-            self._unwound.wait(0.1)  # the report may be on its way behind the broken connection
-        reports = [failure for failure in self.membership.failures.values() if failure.report]
-        return reports[0].error() if reports and isinstance(error, ConnectionError) else None
+        """The error of another rank of which ``error``, raised here, is a consequence: what went wrong first."""
+        if not isinstance(error, ConnectionError):
+            return None
+        self._unwound.wait(0.1)  # the report may be on its way behind the broken connection
+        for failure in tuple(self.membership.failures.values()):
+            if self._ends_all(failure):
+                is_this = (
+                    isinstance(error, WorkerLostError) and error.rank == failure.rank and not failure.report
+                )
+                return None if is_this else failure.error()
+        return None
+
+    def _ends_all(self, failure: Failure) -> bool:
+        return bool(failure.report) or not self.membership.goes_on_without(failure.rank)
 
     def _leave(self, group: Group) -> list[str]:
         """End in order, since all ranks have come to the end; the names of the workers that have not answered."""
@@ -234,7 +253,7 @@ class _RunningGroup:
         self._unwound.set()
         tell_user(error)
         try:
-            if not isinstance(error, PeerFailedError):
+            if not self._is_known_to_all(error):
                 self.membership.fail(*report(error))
         except Exception:  # the hub is gone: there is nobody to tell
             log.debug("no connection left to report on", exc_info=True)
@@ -244,6 +263,13 @@ class _RunningGroup:
         with contextlib.suppress(Exception):  # the hub is gone
             self.membership.close()
         self._forget()
+
+    def _is_known_to_all(self, error: BaseException) -> bool:
+        """Whether the other ranks end anyway, for the reason for which this one does."""
+        if isinstance(error, WorkerLostError):
+            lost = self.membership.failures.get(error.rank)
+            return lost is not None and self._ends_all(lost)
+        return isinstance(error, PeerFailedError)
 
     def _wait_for_rank_zero(self) -> None:
         """Let rank 0 run its ``finally`` blocks, since torchrun kills it when another rank has ended."""
@@ -263,16 +289,15 @@ class _RunningGroup:
             self.group.close(seconds)
 
     def _peer_failed(self, failure: Failure) -> None:
-        """In the membership's thread: another rank has failed. If it raised, this rank ends as well."""
-        if failure.report:
+        """In the membership's thread: another rank has failed or was lost. This rank ends as well, or goes on."""
+        if self._ends_all(failure):
             threading.Thread(target=self._end, args=(failure,), daemon=True).start()
         elif self.group is not None:  # no transport notices each cut of the network
             self.group.transport.worker_lost(failure.rank, failure.error())
 
     def _end(self, failure: Failure) -> None:
-        """End this rank, since another one has failed."""
+        """End this rank, since another one has failed or was lost."""
         error = failure.error()
-        assert isinstance(error, PeerFailedError)
         if self.group is not None:
             for worker in range(len(self.group.names)):  # `main` waits for no answer any more
                 self.group.transport.worker_lost(worker, error)

@@ -18,6 +18,7 @@ from torchopt_dist.errors import InitializationError
 
 __all__ = [
     "WorldInfo",
+    "alive",
     "default_worker_name_format",
     "get_local_rank",
     "get_local_world_size",
@@ -99,6 +100,20 @@ def get_world_info() -> WorldInfo:
         )
     )
     return WorldInfo(world_size, world_rank, local_world_size, local_rank, name)
+
+
+def alive() -> tuple[int, ...]:
+    """The ranks of the group that have not been lost, this one among them.
+
+    A rank that a call has just raised :class:`~torchopt_dist.errors.WorkerLostError` of is not among them, if it has
+    died; a partitioner of this tuple calls the survivors.
+
+    Raises:
+        NotInitializedError: there is no RPC group.
+    """
+    group = current_group()
+    lost = group.lost
+    return tuple(rank for rank in range(len(group.names)) if rank not in lost)
 
 
 def _read(variable: str, default: int | None = None) -> int:

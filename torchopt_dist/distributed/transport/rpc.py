@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import time
 import uuid
@@ -30,6 +31,9 @@ from torchopt_dist.distributed.transport.base import settle
 from torchopt_dist.errors import CallTimeoutError, WorkerLostError
 
 __all__ = ["RPCTransport", "rpc_is_initialized"]
+
+VERDICT_SECONDS = 0.5
+"""How long a broken connection waits for the membership to tell why."""
 
 _Answer: TypeAlias = tuple[Any, ...] | None
 """A :class:`WireMessage`'s fields; or ``None``: send again, with all structures."""
@@ -83,9 +87,9 @@ class RPCTransport:
         waiting = self._waiting[worker]
         waiting.add(future)
         future.add_done_callback(waiting.discard)
-        failure = self._group.membership.failures.get(worker)
-        if failure is not None:
-            self.worker_lost(worker, failure.error())
+        error = self._group.membership.why_lost(worker, 0)
+        if error is not None:
+            self.worker_lost(worker, error)
         else:
             wire = to_wire(request, self._sent[worker], direct=self._sends_directly_to(worker))
             self._start(worker, request, wire, timeout, future)
@@ -93,9 +97,8 @@ class RPCTransport:
 
     def worker_lost(self, worker: int, error: Exception) -> None:
         """See :class:`~torchopt_dist.distributed.transport.base.Transport`."""
-        name = self._group.names[worker]
         for future in tuple(self._waiting[worker]):
-            settle(future, WorkerLostError(f"the connection to {name} broke: {error}"))
+            settle(future, copy.copy(error))  # each caller adds frames and notes of its own
 
     def wait_for_replies(self, timeout: float) -> set[int]:
         """See :class:`~torchopt_dist.distributed.transport.base.Transport`."""
@@ -122,7 +125,7 @@ class RPCTransport:
             try:
                 reply = done.value()
             except Exception as error:
-                settle(future, _translated(error, name, timeout))
+                self._failed(worker, error, timeout, future)
                 return
             try:
                 if reply is None:
@@ -137,9 +140,28 @@ class RPCTransport:
         try:
             sent = rpc.rpc_async(name, _answer_request, tuple(wire), timeout=timeout)
         except RuntimeError as error:
-            settle(future, _translated(error, name, timeout))
+            self._failed(worker, error, timeout, future)
         else:
             sent.add_done_callback(arrived)
+
+    def _failed(self, worker: int, error: Exception, timeout: float, future: Future[Message]) -> None:
+        """Settle the future with the exception that an error of torch's RPC stands for; only its text shows which."""
+        member = self._group.members[worker]
+        if "RPC ran for more than set timeout" in str(error):
+            settle(future, CallTimeoutError(f"{member.name} took longer than timeout={timeout:g} s"))
+            return
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        broken = WorkerLostError(
+            f"the connection to {member.name} broke: {reason}",
+            rank=worker,
+            worker=member.name,
+            host=member.host,
+        )
+
+        def work() -> None:  # if the worker has died, the membership is about to say so
+            settle(future, self._group.membership.why_lost(worker, VERDICT_SECONDS) or broken)
+
+        self._group.threads.run(work)
 
     def answer(self, wire: WireMessage) -> torch.futures.Future[_Answer]:
         """On the worker: answer in the RPC agent's thread as long as it has enough of them, else in another one."""
@@ -166,14 +188,6 @@ def _answer_request(*fields: Any) -> torch.futures.Future[_Answer]:
     transport = answering_group().transport
     assert isinstance(transport, RPCTransport)
     return transport.answer(WireMessage(*fields))
-
-
-def _translated(error: Exception, worker: str, timeout: float) -> Exception:
-    """The exception that a ``RuntimeError`` of torch's RPC stands for; which it is shows in its text only."""
-    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    if "RPC ran for more than set timeout" in str(error):
-        return CallTimeoutError(f"{worker} took longer than timeout={timeout:g} s")
-    return WorkerLostError(f"the connection to {worker} broke: {reason}")
 
 
 def rpc_is_initialized() -> bool:
