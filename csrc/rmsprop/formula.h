@@ -23,7 +23,7 @@ struct RmspropNumbers {
   bool maximize = false;
 };
 
-// The averages' next values -> the root. Centered, it is that of a variance.
+// The averages' next values -> the root. Centered, it is that of a variance, which is at least 0; NaN stays NaN.
 template <class A>
 struct RmspropRoot {
   A alpha, rest;
@@ -38,7 +38,8 @@ struct RmspropRoot {
   C10_HOST_DEVICE inline A operator()(A grad, A& square_avg, A& grad_avg) const {
     square_avg = alpha * square_avg + rest * grad * grad;
     grad_avg = grad_avg + rest * (grad - grad_avg);
-    return std::sqrt(square_avg - grad_avg * grad_avg);
+    const A square = grad_avg * grad_avg;  // more than the other by rounding, where gradients hardly change
+    return std::sqrt(square_avg < square ? A(0) : square_avg - square);
   }
 };
 

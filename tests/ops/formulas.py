@@ -12,6 +12,11 @@ def root(x: Tensor) -> Tensor:
     return torch.where(zero, 0.0, torch.where(zero, 1.0, x).sqrt())
 
 
+def at_least_zero(x: Tensor) -> Tensor:
+    """The number, or 0 for one below; the derivative is 1 or 0, and 1 at NaN, where that of ``clamp`` is 0."""
+    return torch.where(x < 0, 0.0, x)
+
+
 def adam(g, m, v, p, c, factor, kept, b1, b2, eps, eps_root, weight_decay=0.0, maximize=False):
     g = -g if maximize else g
     g = g + weight_decay * p if weight_decay else g
@@ -43,7 +48,7 @@ def sgd_gradients(du, db, taken, lr, momentum, nesterov, weight_decay, maximize)
 def rmsprop(g, v, a, b, p, factor, alpha, eps, momentum, nesterov):
     v = alpha * v + (1 - alpha) * g * g
     a = None if a is None else a + (1 - alpha) * (g - a)
-    s = g / (root(v if a is None else v - a * a) + eps)
+    s = g / (root(v if a is None else at_least_zero(v - a * a)) + eps)
     if b is not None:
         b = momentum * b + s
         s = s + momentum * b if nesterov else b

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 from torch import nn
 
 import torchopt_dist as todist
+from tests.ops import formulas
 from tests.ops.cases import needs_kernels
+from torchopt_dist.ops import _foreach as foreach
 from torchopt_dist.ops._rmsprop import rmsprop, rmsprop_
 
 FUSED = [False, pytest.param(None, marks=needs_kernels)]
@@ -44,6 +47,41 @@ def test_half_precision_is_float32_rounded(fused, dtype, create_graph, centered,
     for half, single in zip(*found, strict=True):
         limit = torch.finfo(dtype).max
         torch.testing.assert_close(half, single.clamp(-limit, limit).to(dtype).float(), rtol=2e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("fused", FUSED)
+@pytest.mark.parametrize("loop", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_a_variance_is_at_least_zero(fused, loop, dtype, momentum):
+    """Averages as rounding leaves them: variances below 0, of 0, above, and no number; derivatives of order 2, too."""
+    values = [0.5] * 4, [0.125, 0.25, 1.0, float("nan")], [0.5, 0.5, 0.25, 0.5]
+    g, v, a = (torch.tensor(x, dtype=dtype, requires_grad=True) for x in values)
+    sums = [torch.zeros(4, dtype=dtype)] if momentum else None
+    numbers = {**NUMBERS, "alpha": 0.5}  # the variance of 0 is then exact
+    with foreach.in_loops() if loop else contextlib.nullcontext():
+        made = rmsprop([g], [v], [a], sums, **numbers, momentum=momentum, fused=fused)[0][0]
+        slopes = torch.autograd.grad(made.sum(), (g, v, a), create_graph=True)
+        bends = torch.autograd.grad(sum(x.sum() for x in slopes), (g, v, a))
+    assert made[:2].tolist() == pytest.approx([50, 50])
+    assert slopes[0][:2].tolist() == pytest.approx([100, 100])
+    assert not any(x[:2].any() for x in (*slopes[1:], *bends))
+    leaves = [x.detach().double().requires_grad_() for x in (g, v, a)]
+    want = formulas.rmsprop(*leaves, None, None, 1.0, 0.5, 1e-2, 0.0, False)[
+        0
+    ]  # a sum that begins is the direction
+    want_slopes = torch.autograd.grad(want.sum(), leaves, create_graph=True)
+    want_bends = torch.autograd.grad(sum(x.sum() for x in want_slopes), leaves)
+    tolerance = {"rtol": 1e-9 if dtype == torch.float64 else 2e-2, "atol": 0.0, "equal_nan": True}
+    pairs = zip((made, *slopes, *bends), (want, *want_slopes, *want_bends), strict=True)
+    for got, expected in pairs:
+        torch.testing.assert_close(got.double(), expected, **tolerance)
+    assert want_bends[0][2] != 0
+    p, held = torch.ones(4, dtype=dtype), [x.detach().clone() for x in (v, a)]
+    step = {**STEP, "alpha": 0.5, "momentum": momentum, "fused": fused}
+    with foreach.in_loops() if loop else contextlib.nullcontext():
+        rmsprop_([p], [g.detach()], [held[0]], [held[1]], sums or (), **step)
+    torch.testing.assert_close(p.double(), 1 - 0.1 * want.detach(), **{**tolerance, "atol": 1e-2})
 
 
 @pytest.mark.parametrize("fused", FUSED)

@@ -197,39 +197,43 @@ def add_quotient(
     return add(xs, divide(ys, zs), alpha, inplace=inplace)
 
 
-def square_root(xs: list[Tensor]) -> list[Tensor]:
+def square_root(xs: list[Tensor], *, at_least_zero: bool = False) -> list[Tensor]:
     """The root of each element, with a derivative of 0 at 0, where the true one is infinite.
 
     In an optimizer that divides by the root of a mean of squares, that is the limit: as a gradient goes to
     zero, its square goes faster than the root's derivative grows.
+
+    Args:
+        xs: tensors of any shapes.
+        at_least_zero: whether an element below 0 counts as 0, in the derivative, too; else its root is NaN.
     """
     if runs_in_a_loop(xs):
         if not torch.is_grad_enabled():
-            return [x.sqrt() for x in xs]
-        zeros = [x == 0 for x in xs]
+            return [(x.clamp_min(0) if at_least_zero else x).sqrt() for x in xs]
+        zeros = [x <= 0 if at_least_zero else x == 0 for x in xs]
         return [
             torch.where(zero, 0.0, torch.where(zero, 1.0, x).sqrt())
             for x, zero in zip(xs, zeros, strict=True)
         ]
     if torch.is_grad_enabled() and any(x.requires_grad for x in xs):
         apply: Callable[..., Any] = _SquareRoot.apply
-        return list(apply(*xs))
-    return list(torch._foreach_sqrt(xs))
+        return list(apply(at_least_zero, *xs))
+    return list(torch._foreach_sqrt(torch._foreach_clamp_min(xs, 0) if at_least_zero else xs))
 
 
 class _SquareRoot(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *xs: Tensor) -> tuple[Tensor, ...]:
-        roots = torch._foreach_sqrt(xs)
+    def forward(ctx: Any, at_least_zero: bool, *xs: Tensor) -> tuple[Tensor, ...]:
+        roots = torch._foreach_sqrt(torch._foreach_clamp_min(xs, 0) if at_least_zero else xs)
         ctx.save_for_backward(*roots)
         return tuple(roots)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         slopes = _slopes_of_roots(ctx.saved_tensors)
         if are_batched(grads):
-            return tuple(grad * slope for grad, slope in zip(grads, slopes, strict=True))
-        return tuple(torch._foreach_mul(grads, slopes))
+            return None, *(grad * slope for grad, slope in zip(grads, slopes, strict=True))
+        return None, *torch._foreach_mul(grads, slopes)
 
 
 def _slopes_of_roots(roots: Sequence[Tensor]) -> list[Tensor]:

@@ -1,11 +1,11 @@
 """Gradients, averages of their squares → directions or moved parameters, and the next state; or all that in place.
 
 With the gradient ``g``, ``v = alpha * v + (1 - alpha) * g**2``, and the direction is ``g / (sqrt(v) + eps)``; centered,
-also ``a = alpha * a + (1 - alpha) * g``, and the root is that of ``v - a**2``. With momentum, ``b`` stands for the
-direction ``u``: ``b = momentum * b + u``, or ``u + momentum * b`` with Nesterov's look-ahead. [Tieleman and Hinton
-2012, Neural Networks for Machine Learning, lecture 6.5; centered: Graves 2013, Generating Sequences With Recurrent
-Neural Networks, equations 38 to 45; momentum: as in ``torch.optim.RMSprop``.] The root's derivative at 0 is taken to
-be 0, the limit as the gradient goes to 0.
+also ``a = alpha * a + (1 - alpha) * g``, and the root is that of ``v - a**2``, a variance, which is 0 where rounding
+makes it negative. With momentum, ``b`` stands for the direction ``u``: ``b = momentum * b + u``, or
+``u + momentum * b`` with Nesterov's look-ahead. [Tieleman and Hinton 2012, Neural Networks for Machine Learning,
+lecture 6.5; centered: Graves 2013, Generating Sequences With Recurrent Neural Networks, equations 38 to 45; momentum:
+as in ``torch.optim.RMSprop``.] The root's derivative at 0 is taken to be 0, the limit as the gradient goes to 0.
 """
 
 from __future__ import annotations
@@ -143,7 +143,8 @@ class _RMSprop(node.Step):
         if grad_avgs is not None:
             grad_avgs = foreach.interpolate(grad_avgs, grads, 1 - self.alpha, inplace=inplace)
             below = foreach.add_product(square_avgs, grad_avgs, grad_avgs, -1.0)
-        below = foreach.add_number(foreach.square_root(below), self.eps, inplace=inplace)
+        below = foreach.square_root(below, at_least_zero=grad_avgs is not None)
+        below = foreach.add_number(below, self.eps, inplace=inplace)
         if sums is not None:
             moved = foreach.divide(grads, below)
             moved, sums = with_momentum(moved, sums, self.momentum, nesterov=self.nesterov, inplace=inplace)

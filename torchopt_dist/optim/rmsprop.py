@@ -58,7 +58,8 @@ def rmsprop(
         eps: added to the denominator, at least 0; a number or a tensor of one element.
         weight_decay: how much of a parameter is added to its gradient (L2 penalty), at least 0; likewise.
         momentum: how much of the running sum of steps stays, at least 0; likewise.
-        centered: divide by the standard deviation of the gradients.
+        centered: divide by the standard deviation of the gradients. A variance that rounding makes negative is 0, where
+            torch's parameters become NaN.
         initial_scale: the average of the squared gradients at the start, at least 0.
         nesterov: look ahead along the running sum; needs a momentum.
         moment_requires_grad: the first averages are leaves that require grad.

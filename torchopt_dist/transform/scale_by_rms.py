@@ -86,8 +86,9 @@ def scale_by_stddev(
 ) -> GradientTransformation:
     """As :func:`scale_by_rms`, over ``sqrt(v - m**2) + eps``, where ``m`` is the running average of the gradients.
 
-    That is ``torch.optim.RMSprop(centered=True)``. [Graves 2013, Generating Sequences With Recurrent Neural Networks,
-    equations 38 to 45.]
+    That is ``torch.optim.RMSprop(centered=True)``, but for a variance ``v - m**2`` that rounding makes negative, as it
+    may where gradients stay the same: it is 0 here, and its root is no number in torch. [Graves 2013, Generating
+    Sequences With Recurrent Neural Networks, equations 38 to 45.]
 
     Example:
         >>> import torch
