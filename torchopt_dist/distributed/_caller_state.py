@@ -43,6 +43,19 @@ class CallerState:
             torch.get_default_dtype(),
         )
 
+    def plain(self) -> tuple[bool, tuple[tuple[str, str], ...], str]:
+        """Its fields, dtypes by their names."""
+        autocast = tuple((device, _name(dtype)) for device, dtype in self.autocast)
+        return self.grad_enabled, autocast, _name(self.default_dtype)
+
+    @classmethod
+    def of_plain(
+        cls, grad_enabled: bool, autocast: tuple[tuple[str, str], ...], default_dtype: str
+    ) -> CallerState:
+        """The inverse of :meth:`plain`."""
+        named = tuple((device, getattr(torch, name)) for device, name in autocast)
+        return cls(grad_enabled, named, getattr(torch, default_dtype))
+
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Compute under this state until the context is left."""
@@ -55,6 +68,10 @@ class CallerState:
                 torch.set_default_dtype(self.default_dtype)
                 stack.callback(torch.set_default_dtype, before)
             yield
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,35 @@ class Payload:
     state: CallerState
     options: ExecutionOptions
 
+    def plain(self) -> tuple[Any, ...]:
+        """Its fields, those of its fields instead of the objects of this package."""
+        options = self.options
+        return (
+            self.function,
+            self.tasks,
+            self.seeds,
+            self.state.plain(),
+            (
+                options.vectorize,
+                options.chunk_size,
+                options.device,
+                options.isolate_own_share,
+                options.strict,
+            ),
+        )
+
+    @classmethod
+    def of_plain(
+        cls,
+        function: Callable[..., Any],
+        tasks: tuple[tuple[Args, KwArgs], ...],
+        seeds: tuple[int, ...],
+        state: tuple[Any, ...],
+        options: tuple[Any, ...],
+    ) -> Payload:
+        """The inverse of :meth:`plain`."""
+        return cls(function, tasks, seeds, CallerState.of_plain(*state), ExecutionOptions(*options))
+
     def tensors(self) -> list[Tensor]:
         """The function's and the arguments' tensors, and the parameters of the modules among these."""
         held: Any = (self.function, self.tasks)

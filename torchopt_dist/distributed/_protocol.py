@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -30,6 +31,16 @@ class Call:
     key: Key
     keep: bool
 
+    def __reduce__(self) -> tuple[Callable[..., Call], tuple[Any, ...]]:
+        """As plain values, of which a pickler knows what to do without asking each object."""
+        return _call, (*self.payload.plain(), self.key, self.keep)
+
+
+def _call(*plain: Any) -> Call:
+    """In a pickle: a call of the values that its ``__reduce__`` has given."""
+    *payload, key, keep = plain
+    return Call(Payload.of_plain(*payload), key, keep)
+
 
 BACKWARD_TWICE = (
     "Trying to backward through the graph of a remote call a second time: give retain_graph=True the first"
@@ -57,18 +68,20 @@ class Backward:
     key: Key
     keep: bool
 
+    def __reduce__(self) -> tuple[type[Backward], tuple[Any, ...]]:
+        """Its fields, without their names."""
+        return Backward, tuple(vars(self).values())
+
 
 @dataclass(frozen=True)
 class Release:
-    """Forget what nobody needs any more.
+    """Forget graphs of calls whose part of the graph at the caller is gone.
 
     Attributes:
-        graphs: keys of graphs of calls whose part of the graph at the caller is gone.
-        residents: keys of values whose handles are gone.
+        graphs: their keys.
     """
 
-    graphs: tuple[Key, ...] = ()
-    residents: tuple[Key, ...] = ()
+    graphs: tuple[Key, ...]
 
 
 Request: TypeAlias = Call | Backward | Release
@@ -87,3 +100,7 @@ class Reply:
     values: list[Any] = field(default_factory=list)
     exception: SerializedException | None = None
     warning: str | None = None
+
+    def __reduce__(self) -> tuple[type[Reply], tuple[Any, ...]]:
+        """Its fields, without their names."""
+        return Reply, (self.values, self.exception, self.warning)
