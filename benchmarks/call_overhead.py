@@ -1,39 +1,66 @@
-"""What does a call cost over a raw ``rpc_async`` of the same bytes? No-op, 1 KiB, 1 MiB, 64 MiB."""
+"""What does a call cost over a raw ``rpc_async`` of the same bytes, by each transport? No-op, 1 KiB, 1 MiB, 64 MiB."""
 
 from __future__ import annotations
 
+import os
+
 import torch
+import torch.distributed as dist
 from torch.distributed import rpc
 from workers import interleaved, start_workers
 
 import torchopt_dist as todist
+from torchopt_dist.distributed._group import current_group
+from torchopt_dist.distributed.transport.base import Transport
+from torchopt_dist.distributed.transport.zmq import ZMQTransport
+
+BY_TCP = "TODIST_ZMQ_IPC"
 
 
 def receive(x: torch.Tensor | None) -> None:
     del x
 
 
+def call(x: torch.Tensor | None, transport: Transport) -> None:
+    current_group().transport = transport
+    todist.remote_sync_call(receive, args=(x,), partitioner=1)
+
+
+def started(store: dist.Store, ipc: str) -> ZMQTransport:
+    """ZeroMQ beside torch's RPC, so that both can be timed in turn."""
+    os.environ[BY_TCP] = ipc
+    transport = ZMQTransport(current_group())
+    transport.start(dist.PrefixStore(f"ipc {ipc}", store), 60.0)
+    return transport
+
+
 @todist.auto_init_rpc(lambda: torch.set_num_threads(1))
 def main() -> None:
-    if todist.get_rank() != 0:
-        return
-    print(f"{'argument':>10} {'raw rpc_async':>15} {'ours':>12} {'ratio':>7}")
-    for label, size, rounds in (
-        ("none", 0, 400),
-        ("1 KiB", 2**10, 400),
-        ("1 MiB", 2**20, 200),
-        ("64 MiB", 2**26, 15),
-    ):
-        x = torch.zeros(size // 4) if size else None
-        seconds = interleaved(
-            {
-                "raw": lambda x=x: rpc.rpc_async("worker1", receive, (x,)).wait(),
-                "ours": lambda x=x: todist.remote_sync_call(receive, args=(x,), partitioner=1),
-            },
-            rounds,
+    rank, group = todist.get_rank(), current_group()
+    port = int(os.environ["MASTER_PORT"]) + 1
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=rank == 0)
+    ours = {"RPC": group.transport, "ZeroMQ": started(store, "1"), "TCP, CURVE": started(store, "0")}
+    if rank == 0:
+        print(
+            f"{'argument':>10} {'raw rpc_async':>15}" + "".join(f"{name:>12} {'ratio':>6}" for name in ours)
         )
-        raw, mine = seconds["raw"], seconds["ours"]
-        print(f"{label:>10} {raw * 1e6:12.0f} us {mine * 1e6:9.0f} us {mine / raw:7.2f}")
+        for label, size, rounds in (
+            ("none", 0, 400),
+            ("1 KiB", 2**10, 400),
+            ("1 MiB", 2**20, 200),
+            ("64 MiB", 2**26, 15),
+        ):
+            x = torch.zeros(size // 4) if size else None
+            raw = {"raw": lambda x=x: rpc.rpc_async("worker1", receive, (x,)).wait()}
+            seconds = interleaved(
+                {**raw, **{name: lambda x=x, by=by: call(x, by) for name, by in ours.items()}}, rounds
+            )
+            shown = "".join(f"{seconds[n] * 1e6:9.0f} us {seconds[n] / seconds['raw']:6.2f}" for n in ours)
+            print(f"{label:>10} {seconds['raw'] * 1e6:12.0f} us {shown}", flush=True)
+        group.transport = ours["RPC"]
+    todist.barrier()
+    for name in ("ZeroMQ", "TCP, CURVE"):
+        ours[name].stop(in_order=True)
 
 
 if __name__ == "__main__":

@@ -214,6 +214,21 @@ def test_the_default_timeout_stays_where_it_cannot_be_set(monkeypatch: pytest.Mo
     assert asked == [3.0]
 
 
+def test_a_process_without_rpc_has_contexts_of_distributed_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(torch._C._distributed_autograd, "_init", asked.append)
+    private.init_distributed_autograd(3)
+    assert asked == [3]
+
+    def refuse(rank: int) -> None:
+        raise RuntimeError(f"initialized with another rank than {rank}")
+
+    monkeypatch.setattr(torch._C._distributed_autograd, "_init", refuse)
+    private.init_distributed_autograd(3)
+    monkeypatch.delattr(torch._C._distributed_autograd, "_init")
+    private.init_distributed_autograd(3)
+
+
 def test_options_are_torchs_own_where_the_transports_cannot_be_chosen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

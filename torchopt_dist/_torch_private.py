@@ -10,7 +10,7 @@ import atexit
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from multiprocessing import util
 from typing import Any, cast
 
@@ -34,6 +34,7 @@ __all__ = [
     "forward_mode_is_active",
     "fused_step",
     "has_kernel",
+    "init_distributed_autograd",
     "interpreter_flags",
     "is_batched_gradient",
     "is_functorch_tensor",
@@ -304,6 +305,17 @@ def set_default_rpc_timeout(seconds: float) -> None:
     set_timeout = getattr(rpc, "_set_rpc_timeout", None)
     if set_timeout is not None:
         set_timeout(seconds)
+
+
+def init_distributed_autograd(rank: int) -> None:
+    """Let this process have contexts of ``torch.distributed.autograd``, as ``init_rpc`` does where torch's RPC runs.
+
+    Without the name ``todist.autograd.context()`` is an error of torch's where calls go over another transport.
+    """
+    init = _find("_C._distributed_autograd._init")
+    if init is not None:
+        with suppress(RuntimeError):  # this process had another rank before, as it may not
+            init(rank)
 
 
 def tensorpipe_options_with_sockets() -> rpc.TensorPipeRpcBackendOptions:

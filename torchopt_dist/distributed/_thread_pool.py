@@ -35,6 +35,7 @@ class ThreadPool:
         self._closed = False
         self._working = 0
         self._lock = threading.Condition()
+        self._thread = threading.local()
 
     def run(self, work: _Work) -> None:
         """Run ``work``, which must not raise, in a thread of its own, and return at once."""
@@ -47,6 +48,13 @@ class ThreadPool:
         place.put(work)
         if free is None:
             threading.Thread(target=self._loop, args=(place,), name="todist-work", daemon=True).start()
+
+    def prepare_this(self) -> None:
+        """Let this thread have the settings; work that began before they were known asks for that itself."""
+        prepare = self.prepare
+        if prepare is not None and prepare is not getattr(self._thread, "prepared", None):
+            self._thread.prepared = prepare
+            prepare()
 
     def close(self, seconds: float = 0.0) -> None:
         """End the threads, those that work when their work is done. Later work runs in threads that end after it.
@@ -65,11 +73,8 @@ class ThreadPool:
 
     def _loop(self, own: queue.SimpleQueue[_Work | None]) -> None:
         work = own.get()
-        prepared: Callable[[], None] | None = None
         while work is not None:
-            if self.prepare is not None and self.prepare is not prepared:
-                prepared = self.prepare
-                prepared()
+            self.prepare_this()
             work()
             del work
             with self._lock:

@@ -16,7 +16,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import setproctitle
 from torch.distributed import rpc
@@ -30,7 +30,7 @@ from torchopt_dist.distributed._interruption import Interruption
 from torchopt_dist.distributed._membership import START, Failure, Member, Membership, OnLoss
 from torchopt_dist.distributed._parentheses import check_parentheses
 from torchopt_dist.distributed._report import one_line, report, tell_torchrun, tell_user
-from torchopt_dist.distributed.transport.choice import choose
+from torchopt_dist.distributed.transport.choice import check_name, choose
 from torchopt_dist.distributed.world import (
     WorldInfo,
     default_worker_name_format,
@@ -51,6 +51,7 @@ def auto_init_rpc(
     worker_init_fn: Callable[[], Any] | None = None,
     worker_name_format: Callable[..., str] = default_worker_name_format,
     *,
+    transport: Literal["rpc", "zmq"] | None = None,
     backend: rpc.BackendType | None = None,
     rpc_backend_options: rpc.RpcBackendOptions | None = None,
     on_loss: OnLoss = "end",
@@ -66,7 +67,9 @@ def auto_init_rpc(
             device and the current GPU that it sets are those of all threads that answer calls, too.
         worker_name_format: called with the keywords ``world_rank``, ``world_size``, ``local_rank`` and
             ``local_world_size``; returns this worker's name, of letters, digits, ``-``, ``_`` and ``:``.
-        backend: as in :func:`torch.distributed.rpc.init_rpc`.
+        transport: what carries calls: ``"rpc"``, which is torch's RPC, or ``"zmq"``, ZeroMQ, which needs the extra
+            ``zmq``. ``None``: what the environment variable ``TODIST_TRANSPORT`` says, or ``"rpc"``.
+        backend: as in :func:`torch.distributed.rpc.init_rpc`; of the transport ``"rpc"`` only.
         rpc_backend_options: likewise. Calls have no time-out unless its ``rpc_timeout`` (seconds) is set to anything
             but torch's default of 60; device maps go here.
         on_loss: what happens when a worker is lost, as by SIGKILL. ``"end"`` ends all the others with a
@@ -79,6 +82,7 @@ def auto_init_rpc(
 
     Raises:
         InitializationError: the group cannot be formed; raised by the decorated function.
+        ValueError: there is no such transport.
         PeerFailedError: ``main`` or ``worker_init_fn`` raised on another rank; its traceback is in the message. It is
             raised inside ``main`` where that runs Python, whose ``finally`` blocks then have 5 s.
         WorkerLostError: another rank was lost; raised inside ``main`` likewise.
@@ -89,7 +93,8 @@ def auto_init_rpc(
             raise TypeError(f"{argument} must be callable, got {type(value).__name__} {value!r}")
     if on_loss not in ("end", "continue"):
         raise ValueError(f"on_loss must be 'end' or 'continue', got {on_loss!r}")
-    settings = (worker_name_format, backend, rpc_backend_options, on_loss)
+    check_name(transport)
+    settings = (worker_name_format, transport, backend, rpc_backend_options, on_loss)
 
     def decorator(main: Callable[P, T]) -> Callable[P, T]:
         if not callable(main):
@@ -145,7 +150,7 @@ def barrier(worker_names: Iterable[str] | None = None) -> None:
 
 def _check_same(here: tuple[Any, ...], asked: tuple[Any, ...]) -> None:
     """Raise unless the settings that are asked for are the running group's or ask for nothing particular."""
-    names = ("worker_name_format", "backend", "rpc_backend_options", "on_loss")
+    names = ("worker_name_format", "transport", "backend", "rpc_backend_options", "on_loss")
     for name, its, wanted in zip(names, here, asked, strict=True):
         if wanted not in (its, None, default_worker_name_format, "end"):
             raise InitializationError(
@@ -160,13 +165,14 @@ class _RunningGroup:
     def __init__(
         self,
         worker_name_format: Callable[..., str],
+        transport: str | None,
         backend: rpc.BackendType | None,
         rpc_backend_options: rpc.RpcBackendOptions | None,
         on_loss: OnLoss,
     ) -> None:
-        self.settings = (worker_name_format, backend, rpc_backend_options, on_loss)
+        self.settings = (worker_name_format, transport, backend, rpc_backend_options, on_loss)
         self.world = _named(get_world_info(), worker_name_format)
-        self.chosen = choose(backend, rpc_backend_options, self.world.local_world_size)
+        self.chosen = choose(transport, backend, rpc_backend_options, self.world.local_world_size)
         self.on_loss = on_loss
         self.group: Group | None = None
         self.interruption = Interruption()

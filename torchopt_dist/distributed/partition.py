@@ -18,7 +18,6 @@ from torch import nn
 from torchopt_dist.distributed._containers import flatten, tensors_hidden_in
 from torchopt_dist.distributed._group import current_group
 from torchopt_dist.distributed.reduce import REDUCERS
-from torchopt_dist.distributed.resident import Resident, Shards
 from torchopt_dist.distributed.world import get_worker_id
 from torchopt_dist.nn.module_state import StateHolder
 from torchopt_dist.typing import Args, KwArgs
@@ -230,9 +229,7 @@ class TensorDimensionPartitioner:
             parts.append(Partition(worker, part_args, part_kwargs, stop - start))
         return parts
 
-    def _take(self, tensor: torch.Tensor | Shards, start: int, stop: int) -> torch.Tensor | Resident:
-        if isinstance(tensor, Shards):
-            return tensor.part(start, stop, self.dim, self.exclusive and not self.keepdim)
+    def _take(self, tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         if self.exclusive and not self.keepdim:
             return tensor.select(self.dim, start)
         return tensor.narrow(self.dim, start, stop - start)
@@ -251,12 +248,9 @@ class TensorDimensionPartitioner:
                         "a list and a class that is registered with optree are split"
                     )
 
-    def _common_size(self, splittable: list[tuple[str, torch.Tensor | Shards]]) -> int:
+    def _common_size(self, splittable: list[tuple[str, torch.Tensor]]) -> int:
         sizes: dict[str, int] = {}
         for where, tensor in splittable:
-            if isinstance(tensor, Shards):
-                sizes[where] = tensor.size
-                continue
             if not -tensor.ndim <= self.dim < tensor.ndim:
                 raise ValueError(
                     f"cannot split {where} along dim={self.dim}: its shape is {tuple(tensor.shape)}; "
@@ -322,8 +316,6 @@ def _is_whole(leaf: Any) -> bool:
 
 
 def _is_splittable(leaf: Any) -> bool:
-    if isinstance(leaf, Shards):
-        return True
     return isinstance(leaf, torch.Tensor) and not isinstance(leaf, nn.Parameter) and leaf.ndim > 0
 
 

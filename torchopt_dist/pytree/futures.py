@@ -64,7 +64,7 @@ def tree_as_rref(tree: TensorTree) -> Any:
         The tree of ``torch.distributed.rpc.RRef``; this process owns the values.
 
     Raises:
-        NotInitializedError: there is no RPC group, or torch is built without RPC.
+        NotInitializedError: there is no RPC group, or its transport is not torch's RPC.
     """
     leaves, spec = optree.tree_flatten(tree)
     if not rpc.is_available():
@@ -74,7 +74,8 @@ def tree_as_rref(tree: TensorTree) -> Any:
         references: list[Any] = [RRef(leaf) for leaf in leaves]
     except RuntimeError as error:
         raise NotInitializedError(
-            "`tree_as_rref` needs an RPC group: call it inside a function decorated with `auto_init_rpc`"
+            "`tree_as_rref` needs an RPC group: call it inside a function decorated with `auto_init_rpc`, whose "
+            "transport is 'rpc'"
         ) from error
     return optree.tree_unflatten(spec, references)
 

@@ -35,7 +35,7 @@ class Sender(Protocol):
 
 
 class Transport(Sender, Protocol):
-    """The connections of a group's workers. Every implementation passes ``tests/distributed/transport``."""
+    """The connections of a group's workers. Every implementation passes ``tests/distributed/test_transports.py``."""
 
     def start(self, store: dist.Store, timeout: float) -> None:
         """Connect with the other workers, whose requests are answered from now on.

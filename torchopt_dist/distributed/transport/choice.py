@@ -14,7 +14,10 @@ from torchopt_dist.distributed.transport.base import Transport
 from torchopt_dist.distributed.transport.rpc import RPCTransport, rpc_is_initialized
 from torchopt_dist.errors import InitializationError
 
-__all__ = ["Choice", "choose"]
+__all__ = ["NAMES", "VARIABLE", "Choice", "check_name", "choose", "default_options"]
+
+NAMES = ("rpc", "zmq")
+VARIABLE = "TODIST_TRANSPORT"
 
 MAX_SHARED_MEMORY_WORKERS = 32
 """Beyond so many workers on one machine TensorPipe's shared-memory transport fails at the start.
@@ -43,18 +46,29 @@ class Choice:
 
 
 def choose(
-    backend: rpc.BackendType | None, options: rpc.RpcBackendOptions | None, local_world_size: int
+    transport: str | None,
+    backend: rpc.BackendType | None,
+    options: rpc.RpcBackendOptions | None,
+    local_world_size: int,
 ) -> Choice:
     """Choose a transport.
 
     Args:
+        transport: its name; ``None``: the environment variable ``TODIST_TRANSPORT``, or ``rpc``.
         backend: as in :func:`torch.distributed.rpc.init_rpc`.
         options: likewise; ``None`` means what suits this machine.
         local_world_size: the number of workers on this machine.
 
     Raises:
-        InitializationError: the transport cannot be used in this process.
+        InitializationError: the transport is unknown, or cannot be used in this process.
     """
+    name = transport or os.environ.get(VARIABLE) or "rpc"
+    if name not in NAMES:
+        raise InitializationError(
+            f"the environment variable {VARIABLE} must be {' or '.join(NAMES)}, got {name!r}"
+        )
+    if name == "zmq":
+        return _zmq(backend, options)
     if rpc_is_initialized():
         raise InitializationError(
             "RPC is already initialized: `auto_init_rpc` calls `torch.distributed.rpc.init_rpc` itself, "
@@ -63,6 +77,28 @@ def choose(
     used = options or default_options(local_world_size)
     timeout = 0.0 if used.rpc_timeout == TORCH_DEFAULT_TIMEOUT else used.rpc_timeout
     return Choice(lambda group: RPCTransport(group, backend, used), used.init_method, timeout)
+
+
+def check_name(transport: str | None) -> None:
+    """Raise ``ValueError`` unless there is a transport of that name."""
+    if transport is not None and transport not in NAMES:
+        raise ValueError(f"transport must be {' or '.join(map(repr, NAMES))}, got {transport!r}")
+
+
+def _zmq(backend: rpc.BackendType | None, options: rpc.RpcBackendOptions | None) -> Choice:
+    for argument, value in (("backend", backend), ("rpc_backend_options", options)):
+        if value is not None:
+            raise InitializationError(
+                f"{argument} is for torch's RPC, which the transport 'zmq' does not start: leave it out, or choose "
+                f"transport='rpc' (the environment variable {VARIABLE} chooses where the argument does not)"
+            )
+    try:
+        from torchopt_dist.distributed.transport.zmq import ZMQTransport
+    except ImportError as error:
+        raise InitializationError(
+            f"transport='zmq' needs pyzmq, which cannot be imported ({error}): pip install 'torchopt_dist[zmq]'"
+        ) from error
+    return Choice(ZMQTransport)
 
 
 def default_options(local_world_size: int) -> rpc.TensorPipeRpcBackendOptions:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-import itertools
-import time
 import uuid
 import warnings
 from collections import defaultdict
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from typing import Any, TypeAlias
 
 import torch
@@ -27,8 +24,9 @@ from torchopt_dist.distributed._wire_format import (
     from_wire,
     to_wire,
 )
+from torchopt_dist.distributed.transport._pending import Pending, disconnected
 from torchopt_dist.distributed.transport.base import settle
-from torchopt_dist.errors import CallTimeoutError, WorkerLostError
+from torchopt_dist.errors import CallTimeoutError
 
 __all__ = ["RPCTransport", "rpc_is_initialized"]
 
@@ -55,7 +53,7 @@ class RPCTransport:
         self._device_maps = getattr(options, "device_maps", {})
         self._sent: defaultdict[int, Structures] = defaultdict(Structures)
         self._received = Structures()
-        self._waiting: defaultdict[int, set[Future[Message]]] = defaultdict(set)
+        self._pending = Pending()
 
     def start(self, store: dist.Store, timeout: float) -> None:
         """See :class:`~torchopt_dist.distributed.transport.base.Transport`."""
@@ -83,10 +81,7 @@ class RPCTransport:
 
     def send(self, worker: int, request: Message, timeout: float) -> Future[Message]:
         """See :class:`~torchopt_dist.distributed.transport.base.Transport`."""
-        future: Future[Message] = Future()
-        waiting = self._waiting[worker]
-        waiting.add(future)
-        future.add_done_callback(waiting.discard)
+        future = self._pending.add(worker)
         error = self._group.membership.why_lost(worker, 0)
         if error is not None:
             self.worker_lost(worker, error)
@@ -97,20 +92,11 @@ class RPCTransport:
 
     def worker_lost(self, worker: int, error: Exception) -> None:
         """See :class:`~torchopt_dist.distributed.transport.base.Transport`."""
-        for future in tuple(self._waiting[worker]):
-            settle(future, copy.copy(error))  # each caller adds frames and notes of its own
+        self._pending.fail(worker, error)
 
     def wait_for_replies(self, timeout: float) -> set[int]:
         """See :class:`~torchopt_dist.distributed.transport.base.Transport`."""
-        deadline = time.monotonic() + timeout
-        while waiting := {
-            worker: tuple(futures) for worker, futures in tuple(self._waiting.items()) if futures
-        }:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                break
-            wait(itertools.chain.from_iterable(waiting.values()), left)
-        return set(waiting)
+        return self._pending.wait(timeout)
 
     def _sends_directly_to(self, worker: int) -> bool:
         """Whether tensors on a GPU can be sent as they are: the options have a device map for that worker."""
@@ -151,12 +137,7 @@ class RPCTransport:
             settle(future, CallTimeoutError(f"{member.name} took longer than timeout={timeout:g} s"))
             return
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        broken = WorkerLostError(
-            f"the connection to {member.name} broke: {reason}",
-            rank=worker,
-            worker=member.name,
-            host=member.host,
-        )
+        broken = disconnected(member, reason)
 
         def work() -> None:  # if the worker has died, the membership is about to say so
             settle(future, self._group.membership.why_lost(worker, VERDICT_SECONDS) or broken)

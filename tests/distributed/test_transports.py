@@ -1,0 +1,476 @@
+"""What every transport must do. A new one is one more row of ``TRANSPORTS``."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from concurrent.futures import wait
+from dataclasses import replace
+
+import psutil
+import pytest
+import torch
+import zmq
+from torch.autograd import gradcheck, gradgradcheck
+from torch.distributed import rpc
+from zmq.utils.monitor import recv_monitor_message
+
+import torchopt_dist as todist
+from tests.distributed.bare import Bare
+from tests.distributed.programs import mlp
+from tests.worlds import World
+from torchopt_dist.distributed import _shutdown
+from torchopt_dist.distributed._caller_state import CallerState
+from torchopt_dist.distributed._group import current_group
+from torchopt_dist.distributed._payload import ExecutionOptions, Payload
+from torchopt_dist.distributed._protocol import Call
+from torchopt_dist.distributed._serialization import pack, unpack
+
+TRANSPORTS = {
+    "rpc": {"TODIST_TRANSPORT": "rpc"},
+    "zmq": {"TODIST_TRANSPORT": "zmq"},
+    "zmq over TCP": {"TODIST_TRANSPORT": "zmq", "TODIST_ZMQ_IPC": "0"},
+}
+"""Name → the environment that chooses it."""
+ENCRYPTED = TRANSPORTS["zmq over TCP"]
+
+NUMBERS = itertools.count(10**9)  # none of the calls'
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(params=TRANSPORTS, scope="module")
+def chosen(request):
+    return TRANSPORTS[request.param]
+
+
+def request_for(function, *tasks):
+    payload = Payload(
+        function,
+        tuple((task, {}) for task in tasks),
+        (0,) * len(tasks),
+        CallerState.capture(),
+        ExecutionOptions(),
+    )
+    return pack(Call(payload, (0, next(NUMBERS)), keep=False), main_by_name=True).detached()
+
+
+def send(function, *tasks, timeout=0.0):
+    return current_group().transport.send(1, request_for(function, *tasks), timeout)
+
+
+def ask(function, *tasks, timeout=0.0):
+    return unpack(send(function, *tasks, timeout=timeout).result(30).received())
+
+
+def echo(x):
+    return x
+
+
+def objects_come_back():
+    for value in (3, "text", None, {"a": [1, (2.5, b"bytes")]}, b"", "x" * 1_000_000):
+        assert ask(echo, (value,)).values == [value]
+
+
+def tensors_come_back():
+    square = torch.randn(500, 500)
+    for value in (
+        torch.randn(3, 4),
+        torch.zeros(0),
+        torch.zeros(0, 5),
+        torch.tensor(True),
+        torch.arange(5),
+        torch.randn(1_000_000),
+        torch.randn(2_000_000)[7:],
+        torch.randn(100_001).to(torch.uint8)[1:],
+        square.T,
+        square[:, ::2],
+        square[3].expand(300, 500),
+        torch.randn(2, 3, 100, 100).to(memory_format=torch.channels_last),
+        torch.randn(50, 50, dtype=torch.complex128).T,
+        torch.randn(300, 300, dtype=torch.complex64).conj(),
+        torch.randn(5, dtype=torch.complex64).imag,
+        torch.randn(7).bfloat16(),
+        torch.randn(100_000).bfloat16(),
+        torch.randn(100_000).half(),
+        torch.randn(10, 10).to(torch.float8_e5m2),
+    ):
+        (got,) = ask(echo, (value,)).values
+        assert (got.shape, got.dtype) == (value.shape, value.dtype)
+        assert torch.equal(got.to(torch.complex128), value.to(torch.complex128))
+        got.zero_()  # it can be written
+        sent = torch.randn(9), [value, value], {"x": value}
+        back = ask(echo, (sent,)).values[0]
+        assert torch.equal(back[0], sent[0])
+        assert back[1][0] is back[1][1] is back[2]["x"]
+
+
+def the_tasks_of_a_message_come_back_in_order():
+    assert ask(echo, (1,), (2,), (3,)).values == [1, 2, 3]
+
+
+def a_module_is_rebuilt_call_after_call():
+    model = mlp()
+    for _ in range(3):
+        (got,) = ask(lambda m: {k: v.detach() for k, v in m.named_parameters()}, (model,)).values
+        assert all(torch.equal(got[name], p) for name, p in model.named_parameters())
+
+
+def the_worker_s_changes_stay_there():
+    x = torch.zeros(100_000)
+    ask(torch.Tensor.add_, (x, 1))
+    assert not x.any()
+
+
+def an_exception_is_a_reply():
+    failure = ask(lambda: 1 / 0, ()).exception
+    assert failure.kind is ZeroDivisionError
+    assert "ZeroDivisionError" in failure.traceback
+
+
+def an_exit_is_a_reply():
+    for code in (0, 1, "words"):
+        with pytest.raises(todist.RemoteError, match="SystemExit"):
+            todist.remote_call(1, sys.exit, code)
+    assert todist.remote_call(1, echo, 1) == 1
+
+
+def what_cannot_be_sent_back_is_an_error():
+    with pytest.raises(todist.SerializationError, match="lock"):
+        todist.remote_call(1, threading.Lock)
+
+
+def many_requests_are_in_flight_at_once():
+    release = secrets.token_hex(8)
+    futures = [send(wait_for_release, (release,)) for _ in range(40)]
+    ask(release_all, (release,))
+    assert not wait(futures, timeout=30).not_done
+
+
+def wait_for_release(name):
+    assert released.setdefault(name, threading.Event()).wait(30)
+
+
+def release_all(name):
+    released.setdefault(name, threading.Event()).set()
+
+
+released: dict[str, threading.Event] = {}
+
+
+def a_late_reply_is_a_timeout():
+    release = secrets.token_hex(8)
+    with pytest.raises(todist.CallTimeoutError, match=r"worker ?1 took longer than timeout=0\.1 s"):
+        ask(wait_for_release, (release,), timeout=0.1)
+    ask(release_all, (release,))
+    assert ask(echo, (1,)).values == [1]
+
+
+def a_reply_in_time_is_no_timeout():
+    assert ask(echo, (4,), timeout=10).values == [4]
+
+
+def gradients_of_order_1_and_2():
+    x = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(2, 2, dtype=torch.float64, requires_grad=True)
+
+    def remote(x, weight):
+        return todist.remote_call(1, lambda x, w: ((x @ w).sin() * x, w.exp()), x, weight)
+
+    assert gradcheck(remote, (x, weight))
+    assert gradgradcheck(remote, (x, weight))
+
+
+def gradients_of_a_large_tensor():
+    x = torch.randn(300, 300, requires_grad=True)
+    (todist.remote_call(1, torch.Tensor.pow, x, 3)).sum().backward()
+    torch.testing.assert_close(x.grad, 3 * x.detach() ** 2)
+
+
+def nested(depth):
+    rank = todist.get_rank()
+    return [rank, *(todist.remote_call(1 - rank, nested, depth - 1) if depth else [])]
+
+
+def calls_can_be_nested_deeply():
+    assert todist.remote_call(1, nested, 40) == [(1 + i) % 2 for i in range(41)]
+
+
+class AsksWhileItIsRebuilt:
+    def __reduce__(self):
+        return todist.remote_call, (1, echo, "asked")
+
+
+def a_result_asks_while_it_is_rebuilt():
+    assert todist.remote_call(1, AsksWhileItIsRebuilt) == "asked"
+
+
+def calls_may_be_asynchronous():
+    futures = [todist.remote_async_call(echo, args=(i,), partitioner=1) for i in range(20)]
+    assert [future.wait() for future in futures] == [[i] for i in range(20)]
+
+
+def calls_may_come_from_threads():
+    got = {}
+
+    def work(number):
+        x = torch.full((10 ** (number % 6),), float(number), requires_grad=True)
+        todist.remote_call(1, torch.Tensor.square, x).sum().backward()
+        got[number] = bool((x.grad == 2 * number).all())
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(24)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert got == dict.fromkeys(range(24), True)
+
+
+def all_graphs_are_released():
+    x = torch.randn(3, requires_grad=True)
+    for _ in range(5):
+        todist.remote_call(1, torch.Tensor.square, x)
+    deadline = time.monotonic() + 20
+    while todist.remote_call(1, lambda: len(current_group().kept_graphs)):
+        assert time.monotonic() < deadline
+
+
+CHECKS = (
+    objects_come_back,
+    tensors_come_back,
+    the_tasks_of_a_message_come_back_in_order,
+    a_module_is_rebuilt_call_after_call,
+    the_worker_s_changes_stay_there,
+    an_exception_is_a_reply,
+    an_exit_is_a_reply,
+    what_cannot_be_sent_back_is_an_error,
+    many_requests_are_in_flight_at_once,
+    a_late_reply_is_a_timeout,
+    a_reply_in_time_is_no_timeout,
+    gradients_of_order_1_and_2,
+    gradients_of_a_large_tensor,
+    calls_can_be_nested_deeply,
+    a_result_asks_while_it_is_rebuilt,
+    calls_may_be_asynchronous,
+    calls_may_come_from_threads,
+    all_graphs_are_released,
+)
+
+
+@pytest.fixture(scope="module")
+def errors(chosen):
+    """What the checks have raised, by name; all are made in one group."""
+
+    def body():
+        raised = {}
+        for check in CHECKS:
+            try:
+                check()
+            except Exception as error:
+                raised[check.__name__] = error
+        return raised
+
+    return World(2, env=chosen).on_zero(body)
+
+
+@pytest.mark.parametrize("check", [check.__name__ for check in CHECKS])
+def test_the_conformance(errors, check):
+    if check in errors:
+        raise errors[check]
+
+
+@pytest.mark.parametrize("step", ["from_wire", "to_wire"])
+def test_a_lack_of_memory_for_a_message_on_the_worker_is_a_reply(world, chosen, step):
+    def refuse_heavy_ones(module):
+        usual = getattr(module, step)
+
+        def refuse(message, *known, **options):
+            if b"heavy" in message.skeleton:
+                raise MemoryError("no room")
+            return usual(message, *known, **options)
+
+        setattr(module, step, refuse)
+
+    def body():
+        if todist.get_rank() == 1:
+            refuse_heavy_ones(sys.modules[type(current_group().transport).__module__])
+        todist.barrier()
+        if todist.get_rank() == 0:
+            failure = ask(lambda: "heavy", ()).exception
+            return failure.kind, failure.args, ask(echo, (1,)).values
+        return None
+
+    assert world(2, env=chosen).run(body)[0] == (MemoryError, ("no room",), [1])
+
+
+def test_a_worker_that_dies_in_a_call_is_lost_and_the_others_go_on(chosen):
+    def main():
+        if todist.get_rank() == 0:
+            with pytest.raises(todist.WorkerLostError, match="worker1"):
+                todist.remote_call(1, os._exit, 3)
+            with pytest.raises(todist.WorkerLostError, match="worker1"):
+                todist.remote_call(1, echo, 3)
+            return todist.remote_call(2, echo, "here")
+        return None
+
+    endings = Bare(3, env=chosen).endings(todist.auto_init_rpc(on_loss="continue")(main), timeout=60)
+    assert [(ending.value, ending.exitcode) for ending in endings] == [("here", 0), (None, 3), (None, 0)]
+
+
+def test_calls_that_are_never_answered_do_not_keep_the_program(chosen):
+    def main():
+        _shutdown.SHUTDOWN_SECONDS = 0.3
+        if todist.get_rank() == 0:
+            send(wait_for_release, ("never",))
+
+    def body():
+        expected = pytest.warns(RuntimeWarning, match="calls to worker1 were not answered")
+        with expected if int(os.environ["RANK"]) == 0 else contextlib.nullcontext():
+            todist.auto_init_rpc()(main)()
+        return True
+
+    assert Bare(2, env=chosen).run(body, timeout=60) == [True, True]
+
+
+def test_bad_choices(monkeypatch):
+    with pytest.raises(ValueError, match="transport must be 'rpc' or 'zmq', got 'mpi'"):
+        todist.auto_init_rpc(transport="mpi")
+    main = todist.auto_init_rpc(transport="zmq")(todist.get_rank)
+    assert main() == 0
+    for settings in ({"backend": rpc.BackendType.TENSORPIPE}, {"rpc_backend_options": object()}):
+        with pytest.raises(todist.InitializationError, match=f"{next(iter(settings))} is for torch's RPC"):
+            todist.auto_init_rpc(transport="zmq", **settings)(todist.get_rank)()
+    with pytest.raises(todist.InitializationError, match="asks for another transport: 'rpc'"):
+        todist.auto_init_rpc(transport="zmq")(todist.auto_init_rpc(transport="rpc")(todist.get_rank))()
+    monkeypatch.setenv("TODIST_TRANSPORT", "mpi")
+    with pytest.raises(todist.InitializationError, match="TODIST_TRANSPORT must be rpc or zmq, got 'mpi'"):
+        todist.auto_init_rpc()(todist.get_rank)()
+    assert main() == 0
+    monkeypatch.delitem(sys.modules, "torchopt_dist.distributed.transport.zmq")
+    monkeypatch.setitem(sys.modules, "zmq", None)
+    with pytest.raises(todist.InitializationError, match=r"needs pyzmq.*pip install 'torchopt_dist\[zmq\]'"):
+        main()
+
+
+def test_remote_references_need_torch_s_rpc():
+    with pytest.raises(todist.NotInitializedError, match="transport is 'rpc'"):
+        todist.auto_init_rpc(transport="zmq")(lambda: todist.pytree.tree_as_rref([1]))()
+
+
+def test_with_zmq_nothing_of_torch_s_rpc_is_open(world):
+    def listening():
+        with pytest.raises(RuntimeError, match="not been initialized"):
+            rpc.get_worker_info()
+        assert todist.remote_call(1 - todist.get_rank(), echo, 1) == 1
+        todist.barrier()
+        return sum(c.status == psutil.CONN_LISTEN for c in psutil.Process().net_connections("inet"))
+
+    store_and_membership = 2
+    assert world(2, env=TRANSPORTS["zmq"]).run(listening) == [store_and_membership, 0]
+    assert world(2, env=ENCRYPTED).run(listening) == [store_and_membership + 1, 1]
+
+
+def test_strangers_at_the_port_are_refused_and_the_worker_lives(world):
+    def say(address, data):
+        with contextlib.suppress(OSError), socket.create_connection(address, 5) as stranger:
+            stranger.settimeout(0.2)
+            with contextlib.suppress(OSError):
+                for _ in range(4):
+                    stranger.sendall(data)
+                    stranger.recv(64)
+
+    def refused(address, server_key):
+        """The event that a client without a key of the group meets; what it sends is nowhere received."""
+        context = zmq.Context()
+        client = context.socket(zmq.PUSH)
+        client.linger = 0
+        if server_key is not None:
+            client.curve_serverkey = server_key
+            client.curve_publickey, client.curve_secretkey = zmq.curve_keypair()
+        monitor = client.get_monitor_socket(zmq.Event.HANDSHAKE_FAILED_AUTH | zmq.Event.DISCONNECTED)
+        client.connect("tcp://{}:{}".format(*address))
+        assert monitor.poll(20_000)
+        event = recv_monitor_message(monitor)["event"]
+        client.disable_monitor()
+        context.destroy(linger=0)
+        return event
+
+    def body():
+        contact = current_group().transport._mesh._contacts[1]
+        host, port = contact.address.rsplit(":", 1)
+        address = host, int(port)
+        assert host == "127.0.0.1"
+        for data in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" + bytes(8) + b"\x7f\x03", secrets.token_bytes(4096)):
+            say(address, data)
+        events = refused(address, None), refused(address, contact.key.encode())
+        assert todist.remote_call(1, echo, "well") == "well"
+        return [event in (zmq.Event.HANDSHAKE_FAILED_AUTH, zmq.Event.DISCONNECTED) for event in events]
+
+    assert world(2, env=ENCRYPTED).on_zero(body) == [True, True]
+
+
+def test_a_worker_with_another_key_than_was_told_is_sent_nothing(world):
+    def body():
+        if todist.get_rank() == 0:
+            contacts = current_group().transport._mesh._contacts
+            contacts[1] = replace(contacts[1], key=zmq.curve_keypair()[0].decode())
+            with pytest.raises(todist.CallTimeoutError):
+                send(echo, (1,), timeout=1).result(20)
+        todist.barrier()
+        return True
+
+    assert world(2, env=ENCRYPTED).run(body) == [True, True]
+
+
+@pytest.mark.parametrize("name", ["zmq", "zmq over TCP"])
+def test_what_is_lost_with_a_connection_is_sent_again(world, name):
+    """The kernel's connections are broken again and again while calls are made; every call is made once."""
+
+    def body():
+        if todist.get_rank() == 1:
+            todist.barrier()
+            return None
+        for number in range(60):
+            x = torch.full((50_000,), float(number), requires_grad=True)
+            future = todist.remote_async_call(count, args=(number, x), partitioner=1)
+            if number % 5 == 0:
+                break_connections()
+            (got,) = future.wait()
+            got.sum().backward()
+            assert (x.grad == 2 * number).all()
+        numbers = todist.remote_call(1, count)
+        todist.barrier()
+        return numbers
+
+    assert world(2, env=TRANSPORTS[name]).run(body, timeout=100)[0] == list(range(60))
+
+
+counted: list[int] = []
+
+
+def count(number=None, x=None):
+    if x is None:
+        return counted
+    counted.append(number)
+    return x.square()
+
+
+def break_connections():
+    """End the connections of ZeroMQ of this process, as a network that drops them does."""
+    ours = [contact.address for contact in current_group().transport._mesh._contacts]
+    for connection in psutil.Process().net_connections("all"):
+        local, remote = connection.laddr, connection.raddr
+        if connection.family == socket.AF_UNIX:
+            broken = "/todist-" in str(local)
+        else:
+            broken = not {f"{end.ip}:{end.port}" for end in (local, remote) if end}.isdisjoint(ours)
+        if broken:
+            with socket.socket(fileno=os.dup(connection.fd)) as end, contextlib.suppress(OSError):
+                if not end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    end.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,186 @@
+"""A store → where each worker listens, and who may connect.
+
+Workers of one user on one machine meet at Unix sockets in folders that only this user can enter, whose other end the
+kernel vouches for. Workers of several machines speak TCP with CURVE: each has a pair of keys for this run, tells the
+others the public one through the store, and refuses whoever connects without one of theirs; all that they send is
+encrypted. The secret keys leave no process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import stat
+import tempfile
+import threading
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+import zmq
+from zmq.utils import z85
+
+from torchopt_dist import _network
+
+__all__ = ["IPC_VARIABLE", "Contact", "Endpoint", "configure"]
+
+IPC_VARIABLE = "TODIST_ZMQ_IPC"
+"""0: TCP with CURVE between workers of one machine, too."""
+LONGEST_PATH = 100
+"""Bytes; systems allow a Unix socket's path little more."""
+DOMAIN = "todist"
+HEARTBEAT_MS, DEAD_AFTER_MS = 1000, 4000
+HANDSHAKE_MS = 5000
+RECONNECT_MS = 50
+
+
+@dataclass(frozen=True)
+class Contact:
+    """Where a worker listens.
+
+    Attributes:
+        machine: the same for workers that can reach each other's Unix sockets; no other worker's if it has none.
+        path: of its Unix socket.
+        address: ``host:port``; empty where all workers are on one machine.
+        key: its public key.
+    """
+
+    machine: str
+    path: str
+    address: str = ""
+    key: str = ""
+
+
+class Endpoint:
+    """Where this worker listens.
+
+    Args:
+        rank: this worker's rank.
+
+    Attributes:
+        socket: what others have sent; there is one when it is open.
+    """
+
+    socket: zmq.Socket[bytes]
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._public, self._secret = zmq.curve_keypair()
+        self._folder: str | None = None
+        self._machine = ""
+
+    def open(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        """Make the socket."""
+        self._context = context
+        self.socket = context.socket(zmq.PULL)
+        configure(self.socket)
+
+    def meet(self, store: dist.Store, size: int, host: str) -> list[Contact]:
+        """Listen, and tell the others where.
+
+        Args:
+            store: of this run.
+            size: the number of workers.
+            host: a host that the others reach, too.
+
+        Returns:
+            The contacts of all workers, by rank. Nobody has been connected to.
+        """
+        here = self._listen_at_path()
+        self._machine = here.machine
+        contacts = self._exchange(store, "machine", here, size)
+        if len({contact.machine for contact in contacts}) > 1:
+            contacts = self._exchange(store, "address", self._listen_at(host, here), size)
+            self._admit({z85.decode(contact.key) for contact in contacts})
+        return contacts
+
+    def connect(self, socket: zmq.Socket[bytes], contact: Contact) -> None:
+        """Connect a socket to a worker."""
+        if contact.machine == self._machine:
+            _check_own(contact.path)
+            socket.connect(f"ipc://{contact.path}")
+        else:
+            socket.ipv6 = contact.address.startswith("[")
+            socket.curve_serverkey = contact.key.encode()
+            socket.curve_publickey, socket.curve_secretkey = self._public, self._secret
+            socket.connect(f"tcp://{contact.address}")
+
+    def close(self) -> None:
+        """Listen no more."""
+        self.socket.close(linger=0)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _exchange(self, store: dist.Store, what: str, mine: Contact, size: int) -> list[Contact]:
+        store.set(f"{what}/{self.rank}", json.dumps(asdict(mine)))
+        told = store.multi_get([f"{what}/{rank}" for rank in range(size)])
+        return [Contact(**json.loads(text)) for text in told]
+
+    def _listen_at_path(self) -> Contact:
+        if os.environ.get(IPC_VARIABLE, "1") != "0" and zmq.has("ipc"):
+            self._folder = tempfile.mkdtemp(prefix="todist-")  # only this user can enter it
+            path = f"{self._folder}/{self.rank}"
+            if len(os.fsencode(path)) <= LONGEST_PATH:
+                self.socket.bind(f"ipc://{path}")
+                return Contact(_machine(), path)
+        return Contact(f"{socket.gethostname()} {self._public.decode()}", "")
+
+    def _listen_at(self, host: str, here: Contact) -> Contact:
+        # From now on, for the address but not for the path.
+        self.socket.curve_server = True
+        self.socket.curve_publickey, self.socket.curve_secretkey = self._public, self._secret
+        self.socket.zap_domain = DOMAIN.encode()
+        self.socket.zap_enforce_domain = True  # where nobody answers who may come, nobody may
+        address = _network.local_address(host)
+        if ":" in address:
+            self.socket.ipv6, address = True, f"[{address}]"
+        port = self.socket.bind_to_random_port(f"tcp://{address}")
+        return Contact(here.machine, here.path, f"{address}:{port}", self._public.decode())
+
+    def _admit(self, keys: set[bytes]) -> None:
+        """Let in whoever has one of these keys, and nobody else (ZeroMQ's RFC 27)."""
+        door = self._context.socket(zmq.REP)
+        door.linger = 0
+        door.bind("inproc://zeromq.zap.01")
+
+        def work() -> None:
+            with contextlib.suppress(zmq.ContextTerminated):
+                while True:
+                    version, request, domain, _, _, mechanism, *credentials = door.recv_multipart()
+                    known = domain == DOMAIN.encode() and mechanism == b"CURVE" and credentials[0] in keys
+                    verdict = (b"200", b"OK") if known else (b"400", b"unknown key")
+                    door.send_multipart([version, request, *verdict, b"", b""])
+            door.close(linger=0)
+
+        threading.Thread(target=work, name="todist-door", daemon=True).start()
+
+
+def configure(socket: zmq.Socket[bytes]) -> None:
+    """Set what all sockets have in common."""
+    socket.linger = 0
+    socket.sndhwm = socket.rcvhwm = 0  # a sender does not wait: there are as many messages as there are calls
+    socket.heartbeat_ivl, socket.heartbeat_timeout = HEARTBEAT_MS, DEAD_AFTER_MS
+    socket.handshake_ivl = HANDSHAKE_MS
+    socket.reconnect_ivl, socket.reconnect_ivl_max = RECONNECT_MS, 20 * RECONNECT_MS
+
+
+def _machine() -> str:
+    """The same for processes of one user that see the same network and the same temporary files."""
+    parts = [socket.gethostname(), str(os.getuid())]
+    with contextlib.suppress(OSError):
+        parts += [
+            Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+            os.readlink("/proc/self/ns/net"),
+        ]
+    folder = Path(tempfile.gettempdir()).stat()
+    return " ".join([*parts, f"{folder.st_dev}:{folder.st_ino}"])
+
+
+def _check_own(path: str) -> None:
+    """Raise unless only this user could have made the socket."""
+    folder = Path(path).parent.stat()
+    if folder.st_uid != os.getuid() or stat.S_IMODE(folder.st_mode) & 0o077:
+        raise PermissionError(f"the folder of the socket {path} is not this user's alone")

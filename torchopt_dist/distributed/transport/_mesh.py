@@ -1,0 +1,149 @@
+"""Frames for another worker → the same frames there, each message once and in order, over ZeroMQ.
+
+Each worker listens with one PULL socket and has, from its first message on, a PUSH socket to each worker that it sends
+to. Any thread sends, and one at a time receives.
+
+ZeroMQ connects again after a broken connection, but what was on the way is lost then. So messages are numbered, kept
+until the receiver has told that it has them, and sent again where one is missing: a receiver that is sent number 7
+after number 5 asks for number 6. A sender that is told nothing for a second asks how far the receiver is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import zmq
+
+from torchopt_dist.distributed.transport._contacts import Contact, Endpoint, configure
+from torchopt_dist.distributed.transport._frames import Frame
+
+__all__ = ["Mesh"]
+
+DATA, PROBE, TOLD, AGAIN = range(4)
+_HEADER = struct.Struct("<BIQQ")
+"""What it is; the sender's rank; the message's number, or of a probe the last one's; the last number received."""
+
+Received: TypeAlias = tuple[int, bytes, list[Frame]]
+"""The sender's rank, the first frame, and the other ones."""
+
+
+class _Link:
+    """The messages to and from one worker."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.socket: zmq.Socket[bytes] | None = None
+        self.number = 0
+        self.kept: deque[tuple[int, Sequence[Frame]]] = deque()
+        self.probed = 0
+        self.received = 0
+        self.asked_for = 0
+        self.closed = False
+
+
+class Mesh:
+    """This worker's connections to all the others.
+
+    Args:
+        context: its sockets'.
+        here: where this worker listens.
+        contacts: where the others do, by rank.
+    """
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], here: Endpoint, contacts: Sequence[Contact]
+    ) -> None:
+        self._context = context
+        self._here = here
+        self._contacts = contacts
+        self._links = [_Link() for _ in contacts]
+
+    def send(self, rank: int, frames: Sequence[Frame]) -> None:
+        """Send a message. The memory of its frames must not change before an answer to the message has come."""
+        link = self._links[rank]
+        with link.lock:
+            if link.closed:
+                return
+            link.number += 1
+            link.kept.append((link.number, frames))
+            self._put(rank, DATA, link.number, frames)
+
+    def receive(self) -> Received | None:
+        """Wait for the next message; ``None`` when the context has been ended. One thread at a time may call it."""
+        while True:
+            try:
+                first, *rest = self._here.socket.recv_multipart(copy=False)
+            except zmq.ContextTerminated:
+                return None
+            head = first.bytes
+            if len(head) < _HEADER.size:
+                continue
+            kind, rank, number, told = _HEADER.unpack_from(head)
+            if rank < len(self._links) and self._take(rank, kind, number, told):
+                return rank, head[_HEADER.size :], [frame.buffer for frame in rest]
+
+    def probe(self) -> None:
+        """Ask workers that have not told since the last probe that they have all messages."""
+        for rank, link in enumerate(self._links):
+            if not link.kept:
+                continue
+            with link.lock:
+                if link.kept and link.kept[0][0] <= link.probed:
+                    self._put(rank, PROBE, link.number)
+                link.probed = link.number
+
+    def close(self, rank: int) -> None:
+        """Send nothing more to a worker, and drop what it has not received."""
+        link = self._links[rank]
+        with link.lock:
+            link.closed = True
+            link.kept.clear()
+            if link.socket is not None:
+                link.socket.close(linger=0)
+
+    def close_all(self) -> None:
+        """Send nothing more to anybody."""
+        for rank in range(len(self._links)):
+            self.close(rank)
+
+    def _put(self, rank: int, kind: int, number: int, frames: Sequence[Frame] = (b"",)) -> None:
+        link = self._links[rank]
+        if link.closed:
+            return
+        if link.socket is None:
+            link.socket = self._context.socket(zmq.PUSH)
+            configure(link.socket)
+            self._here.connect(link.socket, self._contacts[rank])
+        first, *rest = frames
+        header = _HEADER.pack(kind, self._here.rank, number, link.received)
+        with contextlib.suppress(zmq.ContextTerminated):
+            if rest:
+                link.socket.send_multipart([header + first, *rest], copy=False)
+            else:
+                link.socket.send(header + first)
+
+    def _take(self, rank: int, kind: int, number: int, told: int) -> bool:
+        """Whether it is the message that comes next."""
+        link = self._links[rank]
+        with link.lock:
+            while link.kept and link.kept[0][0] <= told:
+                link.kept.popleft()
+            if kind == DATA and number == link.received + 1:
+                link.received = number
+                return True
+            if kind == AGAIN:
+                for kept, frames in link.kept:
+                    self._put(rank, DATA, kept, frames)
+            elif kind == PROBE and number <= link.received:
+                self._put(rank, TOLD, 0)
+            elif kind == PROBE or (
+                kind == DATA and number > link.received and link.asked_for <= link.received
+            ):
+                link.asked_for = link.received + 1
+                self._put(rank, AGAIN, 0)
+            return False

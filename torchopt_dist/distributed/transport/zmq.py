@@ -1,0 +1,189 @@
+"""ZeroMQ: a request is a message over a mesh of connections, and so is its reply. torch's RPC is not started."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import struct
+import threading
+from collections import defaultdict
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import NamedTuple
+
+import torch.distributed as dist
+import zmq
+
+from torchopt_dist._torch_private import init_distributed_autograd
+from torchopt_dist.distributed._group import Group
+from torchopt_dist.distributed._message import Message
+from torchopt_dist.distributed._request_handler import error_reply, handle_request
+from torchopt_dist.distributed._wire_format import (
+    MissingStructureError,
+    Structures,
+    WireMessage,
+    from_wire,
+    to_wire,
+)
+from torchopt_dist.distributed.transport._contacts import Endpoint
+from torchopt_dist.distributed.transport._frames import Frame, from_frames, to_frames
+from torchopt_dist.distributed.transport._mesh import Mesh
+from torchopt_dist.distributed.transport._pending import Alarms, Pending, disconnected
+from torchopt_dist.distributed.transport.base import settle
+from torchopt_dist.errors import CallTimeoutError, InitializationError, WorkerLostError
+
+__all__ = ["ZMQTransport"]
+
+log = logging.getLogger(__name__)
+
+REQUEST, REPLY, INCOMPLETE = range(3)
+_ENVELOPE = struct.Struct("<BQ")
+"""What it is, and the number of the request. ``INCOMPLETE``: send it again, with all structures."""
+
+PROBE_SECONDS = 1.0
+END_SECONDS = 1.0
+"""How long the end of the connections is waited for."""
+
+
+class _Asked(NamedTuple):
+    """A request that waits for its reply."""
+
+    future: Future[Message]
+    worker: int
+    request: Message
+    wire: WireMessage
+
+
+class ZMQTransport:
+    """Sends requests over ZeroMQ, and answers those that arrive so.
+
+    Args:
+        group: the group of the workers.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._sent: defaultdict[int, Structures] = defaultdict(Structures)
+        self._received = Structures()
+        self._pending = Pending()
+        self._numbers = itertools.count()
+        self._asked: dict[int, _Asked] = {}
+        self._alarms = Alarms(lambda number: number not in self._asked)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._here = Endpoint(group.rank)
+        self._mesh = Mesh(self._context, self._here, ())
+        self._store: dist.Store | None = None
+
+    def start(self, store: dist.Store, timeout: float) -> None:
+        """See :class:`~torchopt_dist.distributed.transport.base.Transport`; the time-out is the store's own."""
+        del timeout
+        size = len(self._group.names)
+        init_distributed_autograd(self._group.rank)
+        if size == 1:
+            return  # nobody to speak with, so nothing listens
+        self._store = store  # rank 0 holds the server, from which the others may still read
+        self._here.open(self._context)
+        try:
+            contacts = self._here.meet(store, size, os.environ.get("MASTER_ADDR", "127.0.0.1"))
+        except (dist.DistError, OSError, zmq.ZMQError) as error:
+            self._here.close()
+            raise InitializationError(
+                f"rank {self._group.rank} of {size} cannot exchange addresses with the others: {error}"
+            ) from error
+        self._mesh = Mesh(self._context, self._here, contacts)
+        self._group.threads.run(self._serve)
+        self._probe_again()
+
+    def stop(self, *, in_order: bool, code: int | None = None) -> None:
+        """See :class:`~torchopt_dist.distributed.transport.base.Transport`; nothing here keeps the interpreter."""
+        del in_order, code
+        self._alarms.close()
+        self._mesh.close_all()
+        self._pending.fail_all(WorkerLostError("the group has ended before this worker has had an answer"))
+        end = threading.Thread(target=self._context.term, daemon=True)
+        end.start()
+        end.join(END_SECONDS)
+
+    def send(self, worker: int, request: Message, timeout: float) -> Future[Message]:
+        """See :class:`~torchopt_dist.distributed.transport.base.Sender`."""
+        future = self._pending.add(worker)
+        lost = self._group.membership.why_lost(worker, 0)
+        if lost is not None:
+            self.worker_lost(worker, lost)
+            return future
+        wire = to_wire(request, self._sent[worker], whole_storages=False)
+        number = next(self._numbers)
+        self._asked[number] = _Asked(future, worker, request, wire)
+        future.add_done_callback(lambda _: self._asked.pop(number, None))
+        if timeout:
+            late = CallTimeoutError(f"{self._group.names[worker]} took longer than timeout={timeout:g} s")
+            self._alarms.set(timeout, number, lambda: settle(future, late))
+        try:
+            self._send(worker, REQUEST, number, wire)
+        except (OSError, zmq.ZMQError) as error:
+            settle(future, disconnected(self._group.members[worker], error))
+        return future
+
+    def worker_lost(self, worker: int, error: Exception) -> None:
+        """See :class:`~torchopt_dist.distributed.transport.base.Transport`."""
+        if worker in self._group.lost:
+            self._mesh.close(worker)
+        self._pending.fail(worker, error)
+
+    def wait_for_replies(self, timeout: float) -> set[int]:
+        """See :class:`~torchopt_dist.distributed.transport.base.Transport`."""
+        return self._pending.wait(timeout)
+
+    def _send(self, worker: int, kind: int, number: int, wire: WireMessage | None) -> None:
+        first, *rest = [b""] if wire is None else to_frames(wire)
+        self._mesh.send(worker, [_ENVELOPE.pack(kind, number) + first, *rest])
+
+    def _serve(self) -> None:
+        """Receive a message, let another thread receive the next one, and see to this one here."""
+        received = self._mesh.receive()
+        if received is None:
+            self._here.close()
+            return
+        self._group.threads.run(self._serve)
+        self._group.threads.prepare_this()
+        worker, first, rest = received
+        kind, number = _ENVELOPE.unpack_from(first)
+        content = first[_ENVELOPE.size :]
+        if kind == REQUEST:
+            self._answer(worker, number, content, rest)
+        elif number in self._asked:  # otherwise nobody waits for it any more
+            self._take_reply(kind, number, content, rest)
+
+    def _take_reply(self, kind: int, number: int, content: bytes, rest: Sequence[Frame]) -> None:
+        asked = self._asked[number]
+        try:
+            if kind == INCOMPLETE:
+                # The worker has forgotten a structure, or has not received the message with it yet.
+                complete = asked.wire._replace(structures=[*asked.request.structures.items()])
+                self._send(asked.worker, REQUEST, number, complete)
+            else:
+                settle(asked.future, from_wire(from_frames(content, rest), self._received))
+        except Exception as error:  # of this process, such as a lack of memory: the connection is whole
+            settle(asked.future, error)
+
+    def _answer(self, worker: int, number: int, content: bytes, rest: Sequence[Frame]) -> None:
+        kind, wire = REPLY, None
+        try:
+            request = from_wire(from_frames(content, rest), self._received)
+            reply = handle_request(request, self._group.kept_graphs, self._group.recorder)
+            wire = to_wire(reply, Structures.none(), whole_storages=False)
+        except MissingStructureError:
+            kind = INCOMPLETE
+        except BaseException as error:  # whatever was raised, the caller waits for an answer
+            wire = to_wire(error_reply(error), Structures.none())
+        try:
+            self._send(
+                worker, kind, number, wire
+            )  # the graph that the reply has used up is freed only after this
+        except (OSError, zmq.ZMQError):
+            log.debug("%s is gone, and gets no answer", self._group.names[worker], exc_info=True)
+
+    def _probe_again(self) -> None:
+        self._mesh.probe()
+        self._alarms.set(PROBE_SECONDS, None, self._probe_again)
