@@ -42,6 +42,27 @@ def test_nodes_keep_torchs_order_without_sequence_numbers() -> None:
 
 
 @pytest.mark.parametrize("hide", [False, True])
+def test_a_thread_numbers_its_nodes_after_those_of_another_unless_numbers_are_hidden(
+    monkeypatch: pytest.MonkeyPatch, hide: bool
+) -> None:
+    leaf = torch.ones((), requires_grad=True)
+    for _ in range(100):
+        there = leaf.view(())
+    numbers: list[Any] = []
+
+    def other_thread() -> None:
+        private.advance_sequence_numbers(there.grad_fn._sequence_nr() + 1)
+        numbers.append(leaf.view(()).grad_fn._sequence_nr())
+
+    if hide:
+        monkeypatch.delattr(torch._C._autograd, "_get_sequence_nr")
+    thread = threading.Thread(target=other_thread)
+    thread.start()
+    thread.join()
+    assert numbers == [0 if hide else there.grad_fn._sequence_nr() + 1]
+
+
+@pytest.mark.parametrize("hide", [False, True])
 @pytest.mark.parametrize("retain_graph", [False, True])
 def test_every_graph_counts_as_kept_where_the_engine_does_not_say(
     monkeypatch: pytest.MonkeyPatch, hide: bool, retain_graph: bool

@@ -22,6 +22,7 @@ from torch.distributed import rpc
 from torchopt_dist.typing import TensorContainer
 
 __all__ = [
+    "advance_sequence_numbers",
     "apply_function",
     "batch_of",
     "batched",
@@ -38,6 +39,7 @@ __all__ = [
     "interpreter_flags",
     "is_batched_gradient",
     "is_functorch_tensor",
+    "next_sequence_number",
     "outside_of_transforms",
     "parameters_of",
     "profiler_is_on",
@@ -72,6 +74,29 @@ def set_sequence_number(tensor: Tensor, number: int) -> None:
     set_number = getattr(tensor.grad_fn, "_set_sequence_nr", None)
     if set_number is not None:
         set_number(number)
+
+
+def next_sequence_number() -> int:
+    """The number that this thread's next node gets; each thread counts for itself.
+
+    Without the name the answer is always 0.
+    """
+    peek = _find("_C._autograd._get_sequence_nr")
+    return 0 if peek is None else int(peek())
+
+
+def advance_sequence_numbers(number: int) -> None:
+    """Let this thread's next node have at least that number, as if the thread had made all nodes before, too.
+
+    Where two nodes are ready, the engine runs the one with the higher number, and adds up gradients in that order. So
+    where a graph is made by several threads, the last bit of a gradient depends on how many nodes each made before.
+    Without the name it does.
+    """
+    if next_sequence_number() < number and _find("_C._autograd._get_sequence_nr") is not None:
+        leaf = torch.zeros((), requires_grad=True, device="cpu")
+        with torch.enable_grad():
+            for _ in range(number - next_sequence_number()):
+                leaf.view(())
 
 
 def engine_keeps_graph() -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 from torchopt_dist.distributed._graph_releaser import GraphReleaser
 from torchopt_dist.distributed._kept_graphs import KeptGraphs
 from torchopt_dist.distributed._membership import Membership, OnLoss
+from torchopt_dist.distributed._retries import Retries
 from torchopt_dist.distributed._spans import Recorder
 from torchopt_dist.distributed._thread_pool import ThreadPool
 from torchopt_dist.distributed.transport.base import Transport
@@ -37,6 +38,7 @@ class Group:
         releaser: tells other workers to forget the graphs of calls that this worker has made.
         threads: run what must not wait for a thread.
         recorder: keeps what this worker does for calls, while a profile is on.
+        retries: who does the shares of workers that are lost.
         numbers: one for each call and each backward of this worker, none twice.
         ending: whether no new calls may be made; those of other workers are still answered.
     """
@@ -62,6 +64,7 @@ class Group:
         self.releaser = GraphReleaser()
         self.ending = False
         self.transport = transport(self)
+        self.retries = Retries(membership, self.threads, self.releaser, self.transport)
 
     @property
     def on_loss(self) -> OnLoss:

@@ -23,11 +23,13 @@ class KeptGraph:
         shared: whether the graph of a recorded backward has nodes in common with it. A backward through one of the two
             must then retain the nodes for the other, whatever its caller asks; the nodes are freed when both graphs are
             forgotten.
+        end: a number after those of its nodes.
     """
 
     inputs: list[torch.Tensor]
     outputs: list[Any]
     shared: bool = False
+    end: int = 0
 
 
 class KeptGraphs:

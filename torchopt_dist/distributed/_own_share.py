@@ -8,23 +8,20 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any
 
 import optree
-import torch
 from torch import Tensor, nn
 
 from torchopt_dist._torch_private import tensor_version
 from torchopt_dist.distributed import _execute
 from torchopt_dist.distributed._device_placement import placed, receiving_device
 from torchopt_dist.distributed._grad_accumulators import hold_grad_accumulators
-from torchopt_dist.distributed._group import Group, current_group
-from torchopt_dist.distributed._kept_graphs import KeptGraphs
-from torchopt_dist.distributed._message import Message
+from torchopt_dist.distributed._group import current_group
+from torchopt_dist.distributed._here import Here
+from torchopt_dist.distributed._nodes import HERE
 from torchopt_dist.distributed._payload import Payload
-from torchopt_dist.distributed._remote_graph import HERE, RemoteGraph
-from torchopt_dist.distributed._request_handler import answer
+from torchopt_dist.distributed._remote_graph import RemoteGraph
 from torchopt_dist.distributed._serialization import PackedModules
 from torchopt_dist.distributed._wire_format import SMALL
 from torchopt_dist.errors import SerializationError
@@ -52,8 +49,8 @@ def prepare(
     if not payload.options.isolate_own_share:
         return _plain(payload, in_a_thread=snapshot)
     group = current_group()
-    here = _Here(receiving_device(payload.options.device), group)
-    graph = _OwnGraph(group, group.rank, here, 0)
+    here = Here(receiving_device(payload.options.device), group)
+    graph = RemoteGraph(group, group.rank, here, 0, turn=HERE)
     try:
         message, anchor = graph.start(payload, modules)
     except SerializationError as error:
@@ -93,65 +90,6 @@ def _plain(payload: Payload, *, in_a_thread: bool) -> Callable[[], list[Any]]:
             held.clear()
 
     return run
-
-
-class _OwnGraph(RemoteGraph):
-    """The graph of the caller's own share, which is kept beside the caller's nodes."""
-
-    turn = HERE
-    transport: _Here
-
-    def release(self) -> None:
-        """Forget the graph."""
-        self.transport.kept_graphs.release(self.key)
-
-    def send(self, message: Message) -> Future[Message]:
-        """Nothing is sent."""
-        return self.transport.send(self.worker, message, self.timeout)
-
-    def wait_for(self, reply: Future[Message]) -> Message:
-        """Compute the reply, which is no waiting."""
-        return reply.result()
-
-    def has_ended(self) -> bool:
-        """It can be differentiated after the RPC group has ended, as the rest of the caller's graph."""
-        return False
-
-
-class _Here:
-    """The transport to this process: a request is answered by the thread that first asks for the reply.
-
-    Args:
-        device: where tensors are put; ``None`` leaves them where they are.
-        group: the group of this process.
-
-    Attributes:
-        kept_graphs: of this share alone, so that they end with it, also after the group.
-    """
-
-    def __init__(self, device: torch.device | None, group: Group) -> None:
-        self._device = device
-        self._recorder = group.recorder
-        self.kept_graphs = KeptGraphs(group.kept_graphs.known)
-
-    def send(self, worker: int, request: Message, timeout: float) -> Future[Message]:
-        """See :class:`~torchopt_dist.distributed.transport.base.Sender`; errors are raised as they are."""
-        del worker, timeout
-        return _Answer(lambda: answer(request, self._device, self.kept_graphs, self._recorder))
-
-
-class _Answer(Future[Message]):
-    """A reply that is made when it is asked for."""
-
-    def __init__(self, work: Callable[[], Message]) -> None:
-        super().__init__()
-        self._work = work
-
-    def result(self, timeout: float | None = None) -> Message:
-        """Answer the request."""
-        del timeout
-        with torch.enable_grad():  # as in the thread of a worker; a call then applies its caller's state
-            return self._work()
 
 
 def _warn_of_changes(payload: Payload, changed: list[Tensor]) -> None:

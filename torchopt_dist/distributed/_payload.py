@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
@@ -87,6 +88,8 @@ class ExecutionOptions:
             of on the caller's own objects.
         strict: whether it is an error that a function's results depend on a worker's own parameters; else that is
             warned about when a worker first runs the function.
+        retries: how often a share whose worker is lost runs again, elsewhere.
+        hedge_after: seconds after which a share that is late is begun by another worker, too; ``None`` means never.
     """
 
     vectorize: bool = False
@@ -94,6 +97,8 @@ class ExecutionOptions:
     device: str | None = None
     isolate_own_share: bool = True
     strict: bool = False
+    retries: int = 0
+    hedge_after: float | None = None
 
     def __post_init__(self) -> None:
         """Check the settings."""
@@ -106,6 +111,20 @@ class ExecutionOptions:
             raise ValueError(f"chunk_size={self.chunk_size} needs vectorize=True")
         if self.device not in (None, "auto"):
             raise ValueError(f'device must be "auto" or None, got {self.device!r}')
+        if isinstance(self.retries, bool) or not isinstance(self.retries, int) or self.retries < 0:
+            raise ValueError(f"retries must be a whole number, 0 or more, got {self.retries!r}")
+        late = self.hedge_after
+        if late is not None and (
+            isinstance(late, bool)
+            or not isinstance(late, (int, float))
+            or not 0 <= late <= threading.TIMEOUT_MAX
+        ):
+            raise ValueError(f"hedge_after must be a number of seconds, 0 or more, or None, got {late!r}")
+
+    @property
+    def outlives_workers(self) -> bool:
+        """Whether more than one worker may be asked for a share."""
+        return self.retries > 0 or self.hedge_after is not None
 
 
 class ExecutionKwargs(TypedDict, total=False):
@@ -116,6 +135,8 @@ class ExecutionKwargs(TypedDict, total=False):
     device: str | None
     isolate_own_share: bool
     strict: bool
+    retries: int
+    hedge_after: float | None
 
 
 def group_by_worker(

@@ -13,16 +13,14 @@ same time. The two runs that belong together find each other by a ticket, which 
 A backward that is recorded (``create_graph=True``) is a call too: its inputs are the results' gradients and, again,
 the call's inputs; its results are the inputs' gradients. Such a call gets two nodes of its own, and so on to any order.
 
-``torch.distributed.autograd`` is first order only, and its engine waits for ever when a call made in its context takes
-no part in a backward, one that an earlier backward has used up included. These nodes are used inside its contexts too:
-to its engine they are local ones.
+These nodes are used inside the contexts of ``torch.distributed.autograd`` too: to its engine they are local ones.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -30,28 +28,23 @@ from torch import Tensor
 
 from torchopt_dist._torch_private import (
     engine_keeps_graph,
-    engine_needs_node,
-    set_sequence_number,
-    tensor_version,
     transforms_are_active,
 )
-from torchopt_dist.distributed._grad_accumulators import hold_grad_accumulators
+from torchopt_dist.distributed._device_placement import receiving_device
 from torchopt_dist.distributed._group import Group, current_group, find_group
+from torchopt_dist.distributed._here import Beside, Here
 from torchopt_dist.distributed._message import Message
-from torchopt_dist.distributed._payload import Payload
+from torchopt_dist.distributed._nodes import HERE, LAST, collect, dispatch
+from torchopt_dist.distributed._payload import ExecutionOptions, Payload
 from torchopt_dist.distributed._protocol import BACKWARD_TWICE, Backward, Call, Key, Reply, Request
+from torchopt_dist.distributed._retries import Ask, Sent
 from torchopt_dist.distributed._serialization import PackedModules, pack, unpack
 from torchopt_dist.distributed._spans import Phase, Spanned
+from torchopt_dist.distributed._versions import Versioned, check_versions
 from torchopt_dist.distributed.transport.base import Sender
 from torchopt_dist.errors import NotInitializedError, SerializationError
 
-__all__ = ["HERE", "RemoteGraph", "call"]
-
-FIRST, HERE, LAST = 2**62, 1, 0
-"""Sequence numbers: of the nodes that are ready, the autograd engine runs the one with the highest.
-
-The own share's *dispatch* computes, and the others' wait.
-"""
+__all__ = ["RemoteGraph", "call"]
 
 
 def call(
@@ -62,6 +55,7 @@ def call(
     *,
     snapshot: bool = False,
     modules: PackedModules | None = None,
+    movable: bool = False,
 ) -> Future[list[Any]]:
     """Run a payload on another worker.
 
@@ -73,6 +67,7 @@ def call(
         transport: carries the messages; ``None`` means the RPC group's transport.
         modules: those that the same call has packed for other workers.
         snapshot: send copies, so that tensors may be changed in place as soon as this returns.
+        movable: whether another worker is to run the payload if this one is known to be lost.
 
     Returns:
         A future of the tasks' values; it fails with what a task raised. Tensors among the values are connected to those
@@ -83,7 +78,7 @@ def call(
     """
     group = current_group()
     group.check_process()
-    graph = RemoteGraph(group, worker, transport or group.transport, timeout)
+    graph = RemoteGraph(group, worker, transport or group.transport, timeout, options=payload.options)
     message, anchor = graph.start(payload, modules)
     future: Future[list[Any]] = Future()
 
@@ -96,7 +91,9 @@ def call(
     sent = message.detached()
     if snapshot:
         sent.tensors = [tensor.clone() for tensor in sent.tensors]
-    graph.send(sent).add_done_callback(arrived)
+    with graph.span("send"):
+        reply = graph.ask(sent, movable=movable and group.retries.is_lost(worker))
+    reply.add_done_callback(arrived)
     return future
 
 
@@ -106,18 +103,29 @@ class _Ticket(NamedTuple):
     message: Message
     reply: Future[Message]
     graph: RemoteGraph
-    inputs: list[tuple[Tensor, int | None]]
+    inputs: list[Versioned]
     """The call's inputs, each with its version at the call."""
 
 
 class RemoteGraph:
     """The caller's handle of a graph that a worker keeps; the worker's is released when this one is gone."""
 
-    turn = LAST
-    """The sequence number of its *dispatch*."""
-
-    def __init__(self, group: Group, worker: int, transport: Sender, timeout: float) -> None:
+    def __init__(
+        self,
+        group: Group,
+        worker: int,
+        transport: Sender,
+        timeout: float,
+        *,
+        options: ExecutionOptions | None = None,
+        turn: int = LAST,
+    ) -> None:
         self.kept = False  # set first, since `__del__` reads it
+        self.options = options or ExecutionOptions()
+        self.turn = turn  # the sequence number of its *dispatch*
+        self.requests: list[Sent] = []  # those that make it, if it is to outlive its worker
+        self.tried: set[int] = set()
+        self.used_up = self.has_moved = self.has_sent = False
         self.group = group
         self.transport = transport
         self.timeout = timeout
@@ -125,7 +133,7 @@ class RemoteGraph:
         self.worker_name = group.names[worker]
         self.key: Key = (group.rank, next(group.numbers))
         self.under_way: dict[int, _Ticket] = {}
-        self.inputs: list[tuple[Tensor, int | None]] = []  # with versions; empty once every result is used up
+        self.inputs: list[Versioned] = []  # with versions; empty once every result is used up
         self.unused: set[int] = set()  # the results that no backward has used up
         self._main_by_name = group.same_program(worker)
 
@@ -135,11 +143,53 @@ class RemoteGraph:
 
     def release(self) -> None:
         """Let the worker forget its graph."""
-        self.group.releaser.release(self.transport, self.worker, self.key)
+        if isinstance(self.transport, Here):
+            self.transport.kept_graphs.release(self.key)
+        else:
+            self.group.releaser.release(self.transport, self.worker, self.key)
 
     def has_ended(self) -> bool:
-        """Whether the worker's graph went with the RPC group."""
-        return find_group() is not self.group
+        """Whether the worker's graph went with the RPC group; the caller's own goes with the rest of its graph."""
+        return not isinstance(self.transport, Here) and find_group() is not self.group
+
+    def moved(self, worker: int, transport: Sender) -> None:
+        """Note that another worker keeps the graph."""
+        self.worker, self.transport, self.has_moved = worker, transport, True
+        self.worker_name = self.group.names[worker]
+        if self.used_up:
+            self.release()  # of the results that earlier backwards have used up, too
+
+    def ask(
+        self, message: Message, child: RemoteGraph | None = None, *, movable: bool = False
+    ) -> Future[Message]:
+        """Send a request to the worker, or, if that is lost, what can be done about it, to another one.
+
+        Args:
+            message: the request, as it travels.
+            child: the graph that a backward lets the worker keep beside this one.
+            movable: of a call: whether another worker is asked, since this one is known to be lost.
+        """
+        outlives = self.options.outlives_workers
+        if not (outlives or movable or self.has_moved):
+            return self.transport.send(self.worker, message, self.timeout)
+        requests = [*self.requests, Sent.of(message)]
+        if outlives and (child or not self.has_sent):
+            (child or self).requests = requests
+        group, device = self.group, requests[0].message.device
+        ask = Ask(
+            requests,
+            [self] if child is None else [self, child],
+            self.transport,
+            self.tried,
+            self.timeout,
+            self.options,
+            resident=self.has_sent,
+            movable=outlives or not self.has_sent,
+            beside=lambda: Beside(receiving_device(device), group),
+            may_go=lambda rank: not self._main_by_name or group.same_program(rank),
+        )
+        self.has_sent = True
+        return group.retries.ask(ask)
 
     def span(self, phase: Phase) -> Spanned:
         """See :meth:`Recorder.span`."""
@@ -172,20 +222,10 @@ class RemoteGraph:
                 f"torch.func transform, which the graph of a call to {self.worker_name} cannot be a part of: detach "
                 "them, or call it outside of `grad` and `vmap`"
             )
-        anchor = self.dispatch(inputs) if inputs else None
+        anchor = dispatch(self, inputs) if inputs else None
         # The worker is assumed to keep its graph until the reply says so: a reply may come too late to be heard.
         self.kept = anchor is not None
         return message, anchor
-
-    def dispatch(self, inputs: list[Tensor]) -> Tensor:
-        """The node next to the inputs; returns the anchor."""
-        with torch.enable_grad():
-            apply: Callable[..., Tensor] = _Dispatch.apply
-            held = hold_grad_accumulators(inputs)
-            anchor = apply(self, *inputs)
-            held.clear()  # from now on the anchor's node keeps the accumulators alive
-        set_sequence_number(anchor, self.turn)
-        return anchor
 
     def collect(self, anchor: Tensor | None, message: Message) -> list[Any]:
         """The node next to the results; returns the reply's values, connected to the anchor."""
@@ -194,13 +234,14 @@ class RemoteGraph:
 
     def _collected(self, anchor: Tensor | None, message: Message) -> list[Any]:
         self.kept = anchor is not None and bool(message.connected)
-        if self.kept:
+        if self.kept and self.requests:
+            self.requests[-1].connected = message.connected
+        else:
+            self.requests = []
+        if anchor is not None and message.connected:
             outputs = [message.tensors[number].detach() for number in message.connected]
             self.unused = set(range(len(outputs)))
-            with torch.enable_grad():
-                apply: Callable[..., tuple[Tensor, ...]] = _Collect.apply
-                connected = apply(self, anchor, outputs)
-            set_sequence_number(connected[0], FIRST)
+            connected = collect(self, anchor, outputs)
             for number, output in zip(message.connected, connected, strict=True):
                 message.tensors[number] = output
         try:
@@ -215,14 +256,12 @@ class RemoteGraph:
             warnings.warn(f"{reply.warning}; strict=True makes this an error", stacklevel=1)
         return reply.values
 
-    def send(self, message: Message) -> Future[Message]:
-        """Send the request that this graph comes of; a future of its reply."""
-        with self.span("send"):
-            return self.transport.send(self.worker, message, self.timeout)
-
     def wait_for(self, reply: Future[Message]) -> Message:
         """The reply to a backward."""
-        with self.span("wait back"):
+        if self.turn == HERE:  # computes the reply, which is no waiting
+            with self.group.retries.own_share():
+                return reply.result()
+        with self.span("wait back"), self.group.retries.waiting():
             return reply.result()
 
     def start_backward(self, output_grads: tuple[Tensor | None, ...], wanted: tuple[bool, ...]) -> int:
@@ -244,7 +283,10 @@ class RemoteGraph:
             raise NotInitializedError(
                 f"the graph of this remote call was kept by {self.worker_name}, and the RPC group has ended"
             )
-        graph = type(self)(self.group, self.worker, self.transport, self.timeout)
+        graph = RemoteGraph(
+            self.group, self.worker, self.transport, self.timeout, options=self.options, turn=self.turn
+        )
+        graph.tried, graph.has_moved, graph.has_sent = self.tried, self.has_moved, True
         with graph.span("pack") as span:
             message = graph.pack(
                 Backward(self.key, output_grads, wanted, retain_graph, graph.key, keep=recorded)
@@ -256,9 +298,13 @@ class RemoteGraph:
             self.unused -= reached
             self.kept = bool(self.unused)
             self.inputs = inputs if self.kept else []
+            self.used_up = not self.kept
         graph.kept = recorded
         number = next(self.group.numbers)
-        reply = graph.send(sent)
+        with graph.span("send") if self.turn == LAST else nullcontext():
+            reply = self.ask(sent, graph if recorded else None)
+        if self.used_up:
+            self.requests = []
         self.under_way[number] = _Ticket(message, reply, graph, inputs)
         return number
 
@@ -272,47 +318,8 @@ class RemoteGraph:
         tensors = [tensor for tensor, _ in inputs]
         anchor = None
         if torch.is_grad_enabled():
-            _check_versions(inputs)
-            anchor = graph.dispatch([*message.inputs(), *tensors])
+            check_versions(inputs)
+            anchor = dispatch(graph, [*message.inputs(), *tensors])
         grads = graph.collect(anchor, graph.wait_for(reply))
         # A worker may have computed on its GPU what came from a CPU.
         return [g if g is None else g.to(x.device) for g, x in zip(grads, tensors, strict=True)]
-
-
-def _check_versions(inputs: list[tuple[Tensor, int | None]]) -> None:
-    for place, (tensor, version) in enumerate(inputs):
-        if tensor_version(tensor) != version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"of the tensors that a remote call differentiates, number {place}, of shape {tuple(tensor.shape)}, "
-                f"is at version {tensor_version(tensor)}; expected version {version} instead"
-            )
-
-
-class _Dispatch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, graph: RemoteGraph, *inputs: Tensor) -> Tensor:
-        ctx.graph = graph
-        graph.inputs = [(tensor, tensor_version(tensor)) for tensor in inputs]
-        return torch.zeros((), dtype=torch.float64, device="cpu")
-
-    @staticmethod
-    def backward(ctx: Any, ticket: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.graph.finish_backward(int(ticket.item()))
-
-
-class _Collect(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, graph: RemoteGraph, anchor: Tensor, outputs: list[Tensor]) -> tuple[Tensor, ...]:
-        ctx.graph = graph
-        ctx.set_materialize_grads(False)
-        return tuple(outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *output_grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        ((dispatch, _),) = ctx.next_functions
-        wanted = tuple(engine_needs_node(node) for node, _ in dispatch.next_functions)
-        if not any(wanted):  # the engine of torch.distributed.autograd does not say
-            wanted = (True,) * len(wanted)
-        ticket = ctx.graph.start_backward(output_grads, wanted)
-        return None, torch.tensor(ticket, dtype=torch.float64, device="cpu"), None

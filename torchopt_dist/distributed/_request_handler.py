@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from torchopt_dist._serialized_exception import SerializedException
+from torchopt_dist._torch_private import advance_sequence_numbers, next_sequence_number
 from torchopt_dist.distributed import _execute
 from torchopt_dist.distributed._device_placement import receiving_device
 from torchopt_dist.distributed._kept_graphs import KeptGraph, KeptGraphs
@@ -105,6 +106,8 @@ def _differentiate(
     # A gradient may be on the CPU where its output is on a GPU.
     output_grads = [grad.to(y.device) for y, grad in zip(outputs, reached.values(), strict=True)]
     wanted = [x for x, is_wanted in zip(graph.inputs, content.wanted, strict=True) if is_wanted]
+    if content.keep:  # so that sums have one order, whichever thread this is
+        advance_sequence_numbers(graph.end)
     found = torch.autograd.grad(
         outputs,
         wanted,
@@ -157,7 +160,8 @@ def _reply(
             if tensor.requires_grad and (tensor.grad_fn is not None or id(tensor) in leaves)
         }
         if outputs:
-            kept_graphs.keep(request.key, KeptGraph(inputs, list(outputs.values()), shared))
+            kept = KeptGraph(inputs, list(outputs.values()), shared, next_sequence_number())
+            kept_graphs.keep(request.key, kept)
             reply.connected = tuple(outputs)
     # A value that depends on this worker's own parameters alone would be a leaf at the caller, without any gradient.
     reply.requires_grad = [

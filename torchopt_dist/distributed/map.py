@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Concatenate, TypeVar, Unpack, overload
 
 from torchopt_dist.distributed._payload import ExecutionKwargs
-from torchopt_dist.distributed.parallelize import UNSET_TIMEOUT, remote_sync_call
+from torchopt_dist.distributed._timeout import UNSET_TIMEOUT
+from torchopt_dist.distributed.parallelize import remote_sync_call
 from torchopt_dist.distributed.partition import Partition, check_workers, ranks_of, spread
 from torchopt_dist.distributed.reduce import ReducerOfSizes, check_reducer
 from torchopt_dist.typing import Args, KwArgs
@@ -84,6 +85,8 @@ def map(
         device: where a worker first puts the tensors among its arguments; see :func:`remote_sync_call`.
         isolate_own_share: whether this worker's own tasks work on leaves and copies, as the other workers' do.
         strict: whether it is an error that results depend on a worker's own parameters.
+        retries: how often the tasks of a worker that is lost run elsewhere; see :func:`remote_sync_call`.
+        hedge_after: seconds after which tasks that are late are begun on another worker, too.
 
     Returns:
         The list of results in the items' order, ``[]`` if there is no item; or what the reducer makes of the list.
@@ -111,7 +114,10 @@ def map(
     ranks = spread(len(listed), ranks_of(workers))
     if not listed:
         return check_reducer(reducer)([], [])
-    tasks = [Partition(rank, (item, *args), kwargs) for rank, item in zip(ranks, listed, strict=True)]
+    tasks = [
+        Partition(rank, (item, *args), kwargs, movable=workers is None)
+        for rank, item in zip(ranks, listed, strict=True)
+    ]
     return remote_sync_call(
         func,
         partitioner=lambda: tasks,

@@ -6,6 +6,7 @@ import concurrent.futures
 import functools
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any, ParamSpec, TypeVar, Unpack, overload
 
@@ -19,6 +20,7 @@ from torchopt_dist.distributed._group import current_group
 from torchopt_dist.distributed._parentheses import check_parentheses
 from torchopt_dist.distributed._payload import ExecutionKwargs, ExecutionOptions, group_by_worker
 from torchopt_dist.distributed._serialization import PackedModules
+from torchopt_dist.distributed._timeout import UNSET_TIMEOUT, seconds_of
 from torchopt_dist.distributed.partition import Partitioner, check_partitioner, partition
 from torchopt_dist.distributed.reduce import ReducerOfSizes, check_reducer
 from torchopt_dist.typing import Args, KwArgs
@@ -28,11 +30,6 @@ __all__ = ["parallelize", "parallelize_async", "parallelize_sync", "remote_async
 P = ParamSpec("P")
 Result = TypeVar("Result")
 Reduced = TypeVar("Reduced")
-
-_SHORTEST, _LONGEST = 1e-3, 1e6
-"""Seconds. Torch counts a time-out in milliseconds of 32 bits, and takes less than one of them for no limit."""
-UNSET_TIMEOUT = -1.0
-"""As in ``torch.distributed.rpc``: the RPC group's time-out, which is none unless its options ask for one."""
 
 
 def remote_sync_call(
@@ -69,13 +66,18 @@ def remote_sync_call(
             not be picklable; where arguments depend on each other, gradients then depend on the number of workers.
         strict: whether it is an error that results depend on parameters that a worker has of its own, such as a global
             model's, whose gradients are lost. By default a worker warns of that when it first runs the function.
+        retries: how often the share of a worker that is lost, in forward and again in each backward, runs on another
+            worker, or on this one where there is no other; its gradients are the same, bit for bit. An exception of the
+            function and a time-out are not retried. Needs ``auto_init_rpc(on_loss="continue")``.
+        hedge_after: seconds after which a share that is late, or a backward, is begun on a free worker, too. The first
+            answer counts.
 
     Returns:
         What the reducer returns, or the list of results.
 
     Raises:
         RemoteError: the function raised on a worker; the exception is also of the class raised there.
-        WorkerLostError: a worker died.
+        WorkerLostError: a worker was lost, and no retries were left.
         CallTimeoutError: a worker took longer than ``timeout``.
         RuntimeError: gradients are lost, and the call is ``strict``.
         SerializationError: the function, an argument or a result cannot be sent.
@@ -154,16 +156,30 @@ class _Call:
             )
         if not isinstance(kwargs, (dict, type(None))):
             raise TypeError(f"kwargs must be a dictionary, got {type(kwargs).__name__}")
-        self.seconds = _seconds(timeout, default=self.group.call_timeout)
+        self.seconds = seconds_of(timeout, default=self.group.call_timeout)
         self.started = time.monotonic()
         self.reduce = check_reducer(reducer)
         self.partitions = partition(partitioner, tuple(args or ()), dict(kwargs or {}))
+        if options.retries and self.group.on_loss != "continue":
+            raise ValueError(
+                f'retries={options.retries} needs `auto_init_rpc(on_loss="continue")`: the loss of a worker ends all '
+                "others here"
+            )
         self.payloads = group_by_worker(func, self.partitions, options)
         self.me = self.group.rank
         modules: PackedModules = {}
         self.values = {
-            worker: _remote_graph.call(worker, payload, self.seconds, snapshot=snapshot, modules=modules)
-            for worker, (payload, _) in self.payloads.items()
+            worker: _remote_graph.call(
+                worker,
+                payload,
+                self.seconds,
+                snapshot=snapshot,
+                modules=modules,
+                movable=all(self.partitions[index].movable for index in indices),
+            )
+            for worker, (payload, indices) in sorted(
+                self.payloads.items(), key=lambda item: self.group.retries.is_lost(item[0])
+            )
             if worker != self.me
         }
         self.own_share = {
@@ -176,6 +192,9 @@ class _Call:
         """Run the caller's own share while the other workers run theirs; in a thread, if a time-out bounds the wait."""
         for worker, work in self.own_share.items():
             own = self.values[worker] = concurrent.futures.Future()
+            busy = ExitStack()
+            busy.enter_context(self.group.retries.own_share())
+            work = functools.partial(_within, busy, work)
             if self.seconds and self.payloads[worker][0].options.isolate_own_share:
                 self.group.threads.run(functools.partial(_settle, own, work, self.group.names[worker]))
             else:
@@ -185,12 +204,17 @@ class _Call:
     def finish(self) -> Any:
         """Wait for the others, and reduce."""
         results: list[Any] = [None] * len(self.partitions)
-        with self.group.recorder.span("wait"):
+        with self.group.recorder.span("wait"), self.group.retries.waiting():
             gathered = gather(self.values, self.group.names, self.seconds, self.started)
         for worker, values in gathered.items():
             for index, value in zip(self.payloads[worker][1], values, strict=True):
                 results[index] = value
         return self.reduce(results, [part.size for part in self.partitions])
+
+
+def _within(context: ExitStack, work: Callable[[], list[Any]]) -> list[Any]:
+    with context:
+        return work()
 
 
 def _settle(
@@ -313,21 +337,5 @@ def _checked(
     """The settings of a decorator, checked as far as they can be before there is an RPC group."""
     check_partitioner(partitioner)
     check_reducer(reducer)
-    _seconds(timeout)
+    seconds_of(timeout)
     return {"partitioner": partitioner, "reducer": reducer, "timeout": timeout, **asdict(options)}
-
-
-def _seconds(timeout: float | None, default: float = 0.0) -> float:
-    if timeout is None:
-        return 0.0
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
-        raise TypeError(
-            f"timeout must be a number of seconds or None, got {type(timeout).__name__} {timeout!r}"
-        )
-    if timeout == UNSET_TIMEOUT:
-        return default
-    if not timeout >= 0:
-        raise ValueError(f"timeout must be at least 0 seconds, got {timeout}")
-    if timeout > _LONGEST:
-        return 0.0
-    return max(float(timeout), _SHORTEST) if timeout else 0.0

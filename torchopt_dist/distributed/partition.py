@@ -52,18 +52,28 @@ class Partition(_Triplet):
         args: positional arguments of the function there.
         kwargs: keyword arguments.
         size: how many samples it holds; reducers weigh its result by it.
+        movable: whether another worker may run it if this one has been lost, since nobody has asked for this one.
     """
 
     size: int
+    movable: bool
 
-    def __new__(cls, worker: int | str, args: Args | None, kwargs: KwArgs | None, size: int = 1) -> Self:
+    def __new__(
+        cls,
+        worker: int | str,
+        args: Args | None,
+        kwargs: KwArgs | None,
+        size: int = 1,
+        movable: bool = False,
+    ) -> Self:
         """Make the triplet; ``None`` stands for no arguments."""
         self = super().__new__(cls, worker, args or (), kwargs or {})
         self.size = size
+        self.movable = movable
         return self
 
     def __getnewargs__(self) -> tuple[Any, ...]:
-        return (*self, self.size)
+        return (*self, self.size, self.movable)
 
 
 PartitionFunction: TypeAlias = Callable[..., Sequence[tuple[Any, Any, Any]]]
@@ -160,7 +170,8 @@ def _checked(partitioner: PartitionFunction, index: int, triplet: Any) -> Partit
         rank = get_worker_id(worker)
     except (TypeError, ValueError) as error:
         raise type(error)(f"partitioner {_name(partitioner)}, item {index}: {error}") from None
-    return Partition(rank, unwrap(tuple(args or ())), unwrap(kwargs or {}), getattr(triplet, "size", 1))
+    size, movable = getattr(triplet, "size", 1), getattr(triplet, "movable", False)
+    return Partition(rank, unwrap(tuple(args or ())), unwrap(kwargs or {}), size, movable)
 
 
 def _name(function: Any) -> str:
@@ -226,7 +237,7 @@ class TensorDimensionPartitioner:
             for index in splittable:
                 part[index] = self._take(leaves[index], start, stop)
             part_args, part_kwargs = rebuild(iter(part))
-            parts.append(Partition(worker, part_args, part_kwargs, stop - start))
+            parts.append(Partition(worker, part_args, part_kwargs, stop - start, self.workers is None))
         return parts
 
     def _take(self, tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:

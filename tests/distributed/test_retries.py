@@ -1,0 +1,222 @@
+"""A worker is lost, and its share runs again elsewhere: the numbers are those of an undisturbed run, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import torchopt_dist as todist
+from tests.distributed.bare import say, watch
+from tests.distributed.programs import data, kept_on, mlp
+
+
+def survive(world, body, *args):
+    """What ``body`` returns on rank 0 of a world of that size, of which it may kill workers; the others end well."""
+
+    def main():
+        return body(*args) if todist.get_rank() == 0 else None
+
+    endings = world.endings(main, timeout=100, on_loss="continue")
+    if endings[0].error is not None:
+        raise endings[0].error
+    assert {ending.exitcode for ending in endings} <= {0, -signal.SIGKILL}
+    return endings[0].value
+
+
+def die(doom, moment):
+    """Kill this process, if it is the one that is to die now: ``doom`` is ``(folder, rank, moment)``."""
+    folder, rank, when = doom
+    if (todist.get_rank(), moment) == (rank, when):
+        (folder / f"died{rank}").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Backward(torch.autograd.Function):
+    """The identity; its backward, and the backward of that, may kill."""
+
+    @staticmethod
+    def forward(ctx, x, doom, moment):
+        ctx.doom, ctx.moment = doom, moment
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        die(ctx.doom, ctx.moment)
+        return Backward.apply(grad, ctx.doom, "second order"), None, None
+
+
+def loss(model, x, y, doom):
+    die(doom, "forward")
+    out = F.dropout(torch.tanh(model(x)), 0.3)  # the seeds of the lost share are those of its first run
+    return F.mse_loss(Backward.apply(out, doom, "backward"), y)
+
+
+def derivatives(call, model, doom):
+    """The value, and the derivatives of order 1 and 2; some tensors are sent in a buffer, and some by themselves."""
+    torch.manual_seed(3)
+    x, y = data(rows=13)
+    wide = torch.linspace(0, 1, 13 * 9000, dtype=torch.float64).reshape(9000, 13).T
+    value = call(model, torch.stack([x, x.flip(0)], 1).mean(1) + wide[:, :6], y, doom)
+    parameters = [*model.parameters()]
+    first = torch.autograd.grad(value, parameters, create_graph=True)
+    second = torch.autograd.grad(sum(g.square().sum() for g in first), parameters)
+    return [value.detach(), *(g.detach() for g in first), *second]
+
+
+@pytest.mark.parametrize("exclusive", [False, True], ids=["a part a worker", "tasks"])
+def test_a_loss_in_forward_or_backward_of_any_order_changes_no_bit(world, tmp_path, exclusive):
+    def body():
+        model, nobody = mlp(), (tmp_path, -1, "")
+        split = todist.dim_partitioner(exclusive=exclusive)
+        spread = todist.parallelize(split, todist.mean_reducer, retries=1)(loss)
+        undisturbed = derivatives(spread, model, nobody)
+        for rank, moment in ((1, "forward"), (2, "backward"), (3, "second order")):
+            disturbed = derivatives(spread, model, (tmp_path, rank, moment))
+            assert (tmp_path / f"died{rank}").exists()
+            assert all(map(torch.equal, disturbed, undisturbed)), moment
+            assert todist.alive() == (0, *range(rank + 1, 4))
+            again = derivatives(spread, model, nobody)  # a worker that is known to be lost costs no retry
+            assert all(map(torch.equal, again, undisturbed))
+
+    survive(world(4), body)
+
+
+def count(folder):
+    """Note in the folder that a task runs; any number of processes may do so at a time."""
+    with (folder / "runs").open("a") as file:
+        file.write(f"{todist.get_rank()}\n")
+
+
+def runs(folder):
+    return [int(line) for line in (folder / "runs").read_text().split()]
+
+
+def square(folder, x):
+    count(folder)
+    if todist.get_rank():
+        os.kill(os.getpid(), signal.SIGKILL)
+    return x**2
+
+
+def test_after_so_many_retries_a_loss_is_an_error(world, tmp_path):
+    def body():
+        with pytest.raises(todist.WorkerLostError):
+            todist.remote_sync_call(square, args=(tmp_path, torch.ones(())), partitioner=1, retries=1)
+        return runs(tmp_path), todist.alive()
+
+    assert survive(world(4), body) == ([1, 2], (0, 3))
+
+
+def test_when_all_others_are_lost_the_caller_does_their_work(world, tmp_path):
+    def body():
+        x = torch.full((), 3.0, requires_grad=True)
+        future = todist.remote_async_call(square, args=(tmp_path, x), partitioner=1, retries=2)
+        (value,) = future.wait()
+        value.backward()
+        return value.item(), x.grad.item(), runs(tmp_path), todist.alive()
+
+    assert survive(world(3), body) == (9.0, 6.0, [1, 2, 0], (0,))
+
+
+def fail(folder, kind):
+    count(folder)
+    raise kind("raised by the function")
+
+
+@pytest.mark.parametrize("kind", [ZeroDivisionError, todist.WorkerLostError])
+def test_what_the_function_raises_is_not_retried(world, tmp_path, kind):
+    def body():
+        with pytest.raises(kind, match="by the function") as caught:
+            todist.remote_sync_call(fail, args=(tmp_path, kind), partitioner=1, retries=3)
+        assert isinstance(caught.value, todist.RemoteError)
+        return runs(tmp_path)
+
+    assert survive(world(3), body) == [1]
+
+
+def wait_for(folder, name):
+    count(folder)
+    assert watch(folder / name, 60)
+
+
+def test_a_time_out_is_not_retried(world, tmp_path):
+    def body():
+        with pytest.raises(todist.CallTimeoutError):
+            todist.remote_sync_call(wait_for, args=(tmp_path, "told"), partitioner=1, retries=3, timeout=0.2)
+        say(tmp_path / "told")
+        return set(runs(tmp_path))
+
+    assert survive(world(3), body) <= {1}
+
+
+def test_arguments_that_were_changed_since_are_not_used_for_a_gradient(world, tmp_path):
+    def body():
+        spread = todist.parallelize(1, todist.sum_reducer, retries=1)(loss)
+        model, doom = mlp(), (tmp_path, 1, "backward")
+        x = torch.zeros(2000, 6, dtype=torch.float64)
+        value = spread(model, x, torch.zeros(2000, 3, dtype=torch.float64), doom)
+        x.add_(1)
+        with pytest.raises(RuntimeError, match="has been changed in place since"):
+            value.backward()
+
+    survive(world(3), body)
+
+
+def late(folder, x, rank):
+    """``x**2``; late on one rank, where it is asked for first."""
+    count(folder)
+    if todist.get_rank() == rank:
+        assert watch(folder / "counted", 60)
+    return x**2
+
+
+def test_the_first_answer_of_a_share_that_is_late_counts(world, tmp_path):
+    def body():
+        x = torch.full((), 3.0, requires_grad=True)
+        (value,) = todist.remote_sync_call(late, args=(tmp_path, x, 1), partitioner=1, hedge_after=0.1)
+        (grad,) = torch.autograd.grad(value, x)
+        ran = runs(tmp_path)
+        say(tmp_path / "counted")
+        return grad.item(), ran, kept_on(1), kept_on(2)
+
+    assert survive(world(3), body) == (6.0, [1, 2], 0, 0)
+
+
+def test_a_share_of_a_lost_worker_keeps_its_place(world, tmp_path):
+    """Also without ``retries``: what is split over all workers is split so still."""
+
+    def body():
+        x = torch.arange(7.0)
+        spread = todist.parallelize(reducer=lambda parts: parts)(lambda x: (x, todist.get_rank()))
+        before = [part.tolist() for part, _ in spread(x)]
+        with pytest.raises(todist.WorkerLostError):
+            todist.remote_sync_call(square, args=(tmp_path, x), partitioner=1)
+        parts, ranks = zip(*spread(x), strict=True)
+        assert [part.tolist() for part in parts] == before
+        assert 1 not in ranks
+        assert 1 not in todist.map(lambda _: todist.get_rank(), range(6))
+        for chosen in (1, todist.dim_partitioner(workers=[1, 2])):  # somebody has asked for this worker
+            with pytest.raises(todist.WorkerLostError):
+                todist.remote_sync_call(torch.sum, args=(x,), partitioner=chosen)
+
+    survive(world(3), body)
+
+
+def test_settings_are_checked():
+    for wrong in (-1, 1.5, True, None):
+        with pytest.raises(ValueError, match="retries must be"):
+            todist.parallelize(retries=wrong)
+    for wrong in (-1.0, True, float("nan"), "1"):
+        with pytest.raises(ValueError, match="hedge_after must be"):
+            todist.parallelize(hedge_after=wrong)
+
+    @todist.auto_init_rpc()
+    def main():
+        with pytest.raises(ValueError, match="on_loss"):
+            todist.remote_sync_call(abs, args=(1,), partitioner=0, retries=1)
+
+    main()

@@ -1,0 +1,87 @@
+"""The transport to this process itself: a request → its answer, made by the thread that asks for it, or beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import torch
+
+from torchopt_dist._serialized_exception import SerializedException
+from torchopt_dist.distributed._group import Group
+from torchopt_dist.distributed._kept_graphs import KeptGraphs
+from torchopt_dist.distributed._message import Message
+from torchopt_dist.distributed._request_handler import answer
+from torchopt_dist.distributed._wire_format import Structures, from_wire, to_wire
+
+__all__ = ["Beside", "Here"]
+
+
+class Here:
+    """The transport to this process: a request is answered by the thread that first asks for the reply.
+
+    Args:
+        device: where tensors are put; ``None`` leaves them where they are.
+        group: the group of this process.
+
+    Attributes:
+        kept_graphs: of one share alone, so that they end with it, also after the group.
+    """
+
+    def __init__(self, device: torch.device | None, group: Group) -> None:
+        self._device = device
+        self._group = group
+        self.kept_graphs = KeptGraphs(group.kept_graphs.known)
+
+    def send(self, worker: int, request: Message, timeout: float) -> Future[Message]:
+        """See :class:`~torchopt_dist.distributed.transport.base.Sender`; errors are raised as they are."""
+        del worker, timeout
+        return _Answer(lambda: self._answer(request))
+
+    def _answer(self, request: Message) -> Message:
+        with torch.enable_grad():  # as in the thread of a worker; a call then applies its caller's state
+            return answer(request, self._device, self.kept_graphs, self._group.recorder)
+
+
+class Beside(Here):
+    """The transport to this process as to another one: a thread answers, and tensors are laid out as if they were sent.
+
+    The last bit of a result can depend on either.
+    """
+
+    def send(self, worker: int, request: Message, timeout: float) -> Future[Message]:
+        """See :class:`~torchopt_dist.distributed.transport.base.Sender`."""
+        del worker, timeout
+        future: Future[Message] = Future()
+
+        def work() -> None:
+            try:
+                reply = _sent(self._answer(_sent(request)))
+            except Exception as error:
+                future.set_exception(error)
+            except BaseException as error:  # such as an exit, which would end this thread only
+                future.set_exception(
+                    SerializedException.of(error).to_error(self._group.names[self._group.rank])
+                )
+            else:
+                future.set_result(reply)
+
+        self._group.threads.run(work)
+        return future
+
+
+class _Answer(Future[Message]):
+    """A reply that is made when it is asked for."""
+
+    def __init__(self, work: Callable[[], Message]) -> None:
+        super().__init__()
+        self._work = work
+
+    def result(self, timeout: float | None = None) -> Message:
+        """Answer the request."""
+        del timeout
+        return self._work()
+
+
+def _sent(message: Message) -> Message:
+    return from_wire(to_wire(message, Structures.none()), Structures())

@@ -1,0 +1,88 @@
+"""The two nodes of a call in the caller's autograd graph: inputs → anchor, and anchor, outputs → results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from torchopt_dist._torch_private import engine_needs_node, set_sequence_number
+from torchopt_dist.distributed._grad_accumulators import hold_grad_accumulators
+from torchopt_dist.distributed._versions import Versioned, versioned
+
+__all__ = ["HERE", "LAST", "Graph", "collect", "dispatch"]
+
+FIRST, HERE, LAST = 2**62, 1, 0
+"""Sequence numbers: of the nodes that are ready, the autograd engine runs the one with the highest.
+
+The own share's *dispatch* computes, and the others' wait.
+"""
+
+
+class Graph(Protocol):
+    """What lies between the two nodes.
+
+    Attributes:
+        turn: the sequence number of *dispatch*, ``HERE`` or ``LAST``.
+        inputs: the inputs of *dispatch*, which sets them.
+    """
+
+    turn: int
+    inputs: list[Versioned]
+
+    def start_backward(self, output_grads: tuple[Tensor | None, ...], wanted: tuple[bool, ...]) -> int:
+        """Send the results' gradients; returns a ticket."""
+
+    def finish_backward(self, number: int) -> list[Tensor | None]:
+        """Wait for the gradients of the inputs."""
+
+
+def dispatch(graph: Graph, inputs: list[Tensor]) -> Tensor:
+    """The node next to the inputs; returns the anchor."""
+    with torch.enable_grad():
+        apply: Callable[..., Tensor] = _Dispatch.apply
+        held = hold_grad_accumulators(inputs)
+        anchor = apply(graph, *inputs)
+        held.clear()  # from now on the anchor's node keeps the accumulators alive
+    set_sequence_number(anchor, graph.turn)
+    return anchor
+
+
+def collect(graph: Graph, anchor: Tensor, outputs: list[Tensor]) -> tuple[Tensor, ...]:
+    """The node next to the results; returns these, connected to the anchor."""
+    with torch.enable_grad():
+        apply: Callable[..., tuple[Tensor, ...]] = _Collect.apply
+        connected = apply(graph, anchor, outputs)
+    set_sequence_number(connected[0], FIRST)
+    return connected
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, graph: Graph, *inputs: Tensor) -> Tensor:
+        ctx.graph = graph
+        graph.inputs = versioned(inputs)
+        return torch.zeros((), dtype=torch.float64, device="cpu")
+
+    @staticmethod
+    def backward(ctx: Any, ticket: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.graph.finish_backward(int(ticket.item()))
+
+
+class _Collect(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, graph: Graph, anchor: Tensor, outputs: list[Tensor]) -> tuple[Tensor, ...]:
+        ctx.graph = graph
+        ctx.set_materialize_grads(False)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *output_grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        ((dispatch, _),) = ctx.next_functions
+        wanted = tuple(engine_needs_node(node) for node, _ in dispatch.next_functions)
+        if not any(wanted):  # the engine of torch.distributed.autograd does not say
+            wanted = (True,) * len(wanted)
+        ticket = ctx.graph.start_backward(output_grads, wanted)
+        return None, torch.tensor(ticket, dtype=torch.float64, device="cpu"), None

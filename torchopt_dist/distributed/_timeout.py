@@ -1,0 +1,36 @@
+"""The ``timeout`` of a call, as a user gives it → seconds, 0 for no limit."""
+
+from __future__ import annotations
+
+__all__ = ["UNSET_TIMEOUT", "seconds_of"]
+
+_SHORTEST, _LONGEST = 1e-3, 1e6
+"""Seconds. Torch counts a time-out in milliseconds of 32 bits, and takes less than one of them for no limit."""
+UNSET_TIMEOUT = -1.0
+"""As in ``torch.distributed.rpc``: the RPC group's time-out, which is none unless its options ask for one."""
+
+
+def seconds_of(timeout: float | None, default: float = 0.0) -> float:
+    """Check a time-out.
+
+    Args:
+        timeout: seconds; ``None`` or 0 means no limit.
+        default: what ``UNSET_TIMEOUT`` stands for.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is negative.
+    """
+    if timeout is None:
+        return 0.0
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+        raise TypeError(
+            f"timeout must be a number of seconds or None, got {type(timeout).__name__} {timeout!r}"
+        )
+    if timeout == UNSET_TIMEOUT:
+        return default
+    if not timeout >= 0:
+        raise ValueError(f"timeout must be at least 0 seconds, got {timeout}")
+    if timeout > _LONGEST:
+        return 0.0
+    return max(float(timeout), _SHORTEST) if timeout else 0.0
