@@ -18,6 +18,7 @@ PACKAGE = ROOT / "torchopt_dist"
 
 GROUND = {
     "_evaluation",
+    "_liveness",
     "_network",
     "_serialized_exception",
     "_torch_private",
@@ -43,7 +44,7 @@ MAY_IMPORT = {
     "visual": GROUND | {"nn"},
     "distributed": GROUND | {"nn", "nn.module_state"},
     "checkpoint": GROUND | {"distributed.world"},
-    "launch": {"_network", "_serialized_exception", "_torch_private", "errors"},
+    "launch": {"_liveness", "_network", "_serialized_exception", "_torch_private", "errors"},
 }
 """Room → what it may import beside itself; a dotted name is a part of a room, a plain one the whole of it.
 

@@ -187,22 +187,72 @@ main()
 """
 
 
-def test_a_cut_network_ends_both_sides_within_seconds(two_machines, tmp_path):
-    program = tmp_path / "program.py"
-    program.write_text(textwrap.dedent(CUT))
+BLIP = """
+import time
+import torch
+import torchopt_dist as todist
+
+def double(x):
+    return 2 * x
+
+@todist.auto_init_rpc()
+def main():
+    print("in main", flush=True)
+    todist.barrier()
+    input()
+    if todist.get_rank() == 0:
+        x = torch.ones(300_000, requires_grad=True)
+        todist.remote_sync_call(double, args=(x,), partitioner=1)[0].sum().backward()
+        print("the gradient is", x.grad.mean().item(), flush=True)
+    todist.barrier()
+
+main()
+"""
+
+
+def start_two(program, text, machines, patience):
+    """A program on two machines, the network between which is cut when both have printed a line."""
+    program.write_text(textwrap.dedent(text))
     env = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     env.update(TODIST_INIT_TIMEOUT="60", OMP_NUM_THREADS="1", PYTHONPATH=os.getcwd(), WORLD_SIZE="2")
     env.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="10.77.0.1", MASTER_PORT=str(free_port()))
-    nodes = [
+    env.update(TODIST_LIVENESS=f"patience={patience}")
+    return [
         subprocess.Popen(
             ["ip", "netns", "exec", name, sys.executable, str(program)],
             env={**env, "RANK": str(rank)},
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank, name in enumerate(two_machines)
+        for rank, name in enumerate(machines)
     ]
+
+
+def test_a_network_that_is_cut_for_less_than_the_patience_costs_nothing_but_time(two_machines, tmp_path):
+    nodes = start_two(tmp_path / "program.py", BLIP, two_machines, patience=60)
+    try:
+        for node in nodes:
+            assert node.stdout.readline() == "in main\n", node.stderr.read()
+        ip("-n", two_machines[0], "link", "set", "link0", "down")
+        for node in nodes:  # so that a call and a barrier are under way meanwhile
+            node.stdin.write("go\n")
+            node.stdin.flush()
+        time.sleep(3)
+        ip("-n", two_machines[0], "link", "set", "link0", "up")
+        said = [node.communicate(timeout=200) for node in nodes]
+    finally:
+        ip("-n", two_machines[0], "link", "set", "link0", "up")
+        for node in nodes:
+            node.kill()
+            node.wait()
+    assert [node.returncode for node in nodes] == [0, 0], said
+    assert said[0][0] == "the gradient is 2.0\n"
+
+
+def test_a_cut_network_ends_both_sides_within_seconds(two_machines, tmp_path):
+    nodes = start_two(tmp_path / "program.py", CUT, two_machines, patience=3)
     try:
         assert nodes[1].stdout.readline() == "sleeping\n", nodes[1].stderr.read()
         cut = time.monotonic()

@@ -16,6 +16,7 @@ from torchopt_dist import (
     typing,
     visual,
 )
+from torchopt_dist._liveness import Liveness
 from torchopt_dist.checkpoint import Checkpointer, Restored
 from torchopt_dist.diff.adjoints import (
     SAMA,
@@ -189,6 +190,7 @@ __all__ = [
     "LaunchResult",
     "Launcher",
     "Lion",
+    "Liveness",
     "MetaAdadelta",
     "MetaAdagrad",
     "MetaAdam",

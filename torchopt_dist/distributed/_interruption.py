@@ -8,7 +8,7 @@ import threading
 
 from torchopt_dist._torch_private import exception_in
 from torchopt_dist.distributed._shutdown import FINALLY_SECONDS, GRACE_SECONDS
-from torchopt_dist.errors import PeerFailedError, WorkerLostError
+from torchopt_dist.errors import TodistError
 
 __all__ = ["Interruption"]
 
@@ -36,11 +36,11 @@ class Interruption:
         if self._sent and not self._raised.is_set():  # the error would be raised after ``main``
             _raise_in(threading.get_ident(), None)
 
-    def unwind(self, error: PeerFailedError | WorkerLostError, unwound: threading.Event) -> bool:
+    def unwind(self, error: TodistError, unwound: threading.Event) -> bool:
         """Have ``main`` end by ``error``, unless an exception is ending it already.
 
         Args:
-            error: another rank's.
+            error: another rank's, or of the process that has started the workers.
             unwound: set when ``main`` has ended.
 
         Returns:
@@ -60,14 +60,14 @@ class Interruption:
         handled = None if thread is None else exception_in(thread)
         return self._raised.is_set() or (handled is not None and handled is not self._outer)
 
-    def _interrupt(self, error: PeerFailedError | WorkerLostError) -> None:
+    def _interrupt(self, error: TodistError) -> None:
         with self._lock:
             if self._thread is not None and not self._sent:
                 self._sent = True
                 _raise_in(self._thread, _class_of(error, self._raised))
 
 
-def _class_of(error: PeerFailedError | WorkerLostError, raised: threading.Event) -> type[BaseException]:
+def _class_of(error: TodistError, raised: threading.Event) -> type[BaseException]:
     """A class whose instances are like ``error``, since only a class can be raised in another thread.
 
     Args:

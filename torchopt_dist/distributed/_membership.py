@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch.distributed as dist
 
+from torchopt_dist._liveness import Liveness
 from torchopt_dist.distributed._membership_hub import (
     DIED,
     HUB,
@@ -30,11 +31,13 @@ from torchopt_dist.distributed._membership_hub import (
     receive_all,
     write,
 )
+from torchopt_dist.distributed._stopped import StoppedProcesses
 from torchopt_dist.errors import InitializationError, PeerFailedError, WorkerLostError
 
 __all__ = ["START", "Failure", "Member", "Membership", "OnLoss"]
 
 END = "end"
+STOPPED = "stopped"
 MAX_REPORT = 1 << 20
 """Characters of a traceback; each is at most 12 bytes in JSON."""
 OnLoss: TypeAlias = Literal["end", "continue"]
@@ -42,6 +45,7 @@ OnLoss: TypeAlias = Literal["end", "continue"]
 TEXTS = {
     "died": "died: the process of {who} ended without a report",
     "unreachable": "was lost: the machine of {who} gives no answer",
+    "stopped": "was stopped: the process of {who} did not go on, and was killed",
 }
 
 
@@ -55,6 +59,8 @@ class Member:
         program: the path of its ``__main__``; on workers with the same path ``__main__.f`` is the same function.
         host: the name of its machine.
         on_loss: what it does when another worker dies; the same on all workers.
+        pid: the id of its process; 0 if nobody is to look at it.
+        process_table: see :func:`process_table`.
     """
 
     rank: int
@@ -62,6 +68,8 @@ class Member:
     program: str
     host: str = ""
     on_loss: OnLoss = "end"
+    pid: int = 0
+    process_table: str = ""
 
 
 @dataclass(frozen=True)
@@ -110,18 +118,28 @@ class Membership:
         me: this worker.
         world_size: the number of workers.
         on_failure: called once, from the membership's own thread, when another rank fails or is lost.
+        liveness: when a rank is lost that has not died; ``None`` means ``Liveness()``.
 
     Attributes:
         members: all workers, by rank, once they have joined.
         failures: the ranks that have failed or were lost, in this order; what went wrong first is the first.
     """
 
-    def __init__(self, me: Member, world_size: int, on_failure: Callable[[Failure], None]) -> None:
+    def __init__(
+        self,
+        me: Member,
+        world_size: int,
+        on_failure: Callable[[Failure], None],
+        liveness: Liveness | None = None,
+    ) -> None:
         self.me = me
         self.world_size = world_size
         self.members: tuple[Member, ...] = ()
         self.failures: dict[int, Failure] = {}
         self._on_failure = on_failure
+        self._liveness = liveness = liveness or Liveness()
+        self._stopped: StoppedProcesses | None = None
+        self._watching: asyncio.Future[None] | None = None
         self._started = False
         self._released: set[str] = set()
         self._hub_left = False
@@ -131,7 +149,9 @@ class Membership:
         self._sequence: dict[str, int] = {}
         self._changed = threading.Condition()
         self._closing = False
-        self._hub = Hub(world_size, me.on_loss == "continue", self._receive) if me.rank == HUB else None
+        self._hub = (
+            Hub(world_size, me.on_loss == "continue", liveness, self._receive) if me.rank == HUB else None
+        )
         self._to_hub: asyncio.StreamWriter | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="todist-membership", daemon=True)
@@ -324,7 +344,7 @@ class Membership:
 
     async def _connect(self, host: str, port: int, token: str) -> None:
         reader, self._to_hub = await asyncio.open_connection(host, port, limit=MAX_LINE)
-        keep_alive(self._to_hub)
+        keep_alive(self._to_hub, self._liveness)
         self._to_hub.write(token.encode() + b"\n")
         await write(self._to_hub, {"join": asdict(self.me)})
         self._hub_gone.clear()
@@ -346,6 +366,7 @@ class Membership:
                 return
             if "members" in message:
                 self.members = tuple(Member(**member) for member in message["members"])
+                self._watching = asyncio.ensure_future(self._watch_processes())
             elif "release" in message:
                 self._released.add(message["release"])
             elif "left" in message:
@@ -357,13 +378,38 @@ class Membership:
                 self.failures[failure.rank] = failure
             self._changed.notify_all()
         if failure is not None:
+            if failure.cause == STOPPED and self._stopped is not None:
+                self._stopped.kill(failure.rank)
             self._on_failure(failure)
+
+    async def _watch_processes(self) -> None:
+        """Tell of the workers of this machine that are stopped."""
+        pids = {
+            member.rank: member.pid
+            for member in self.members
+            if member.pid and member.process_table == self.me.process_table and member != self.me
+        }
+        self._stopped = stopped = StoppedProcesses(pids, self._liveness)
+        while pids:
+            await asyncio.sleep(self._liveness.interval)
+            for rank in stopped.look():
+                message = {"failed": rank, "report": "", "cause": STOPPED}
+                if self._hub is not None:
+                    await self._hub.handle(message, None)
+                elif rank != HUB and self._to_hub is not None:
+                    with contextlib.suppress(OSError):  # the end of the connection is told where it is read
+                        await write(self._to_hub, message)
+                else:  # the others hear of rank 0 when it has been killed
+                    self._receive(message)
 
     def _failure(self, failed: int, report: str, summary: str = "", cause: str = DIED) -> Failure:
         of = self.members[failed] if self.members else Member(failed, "", "")
         return Failure(failed, report, summary, cause, of.name, of.host)
 
     async def _shut(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
         if self._hub is not None:
             await self._hub.close()
         if self._to_hub is not None:

@@ -8,10 +8,13 @@ import errno
 import hmac
 import json
 import logging
+import math
 import secrets
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
+
+from torchopt_dist._liveness import Liveness
 
 __all__ = ["DIED", "HUB", "JOIN_SECONDS", "MAX_LINE", "START", "Hub", "keep_alive", "receive_all", "write"]
 
@@ -24,13 +27,8 @@ DIED = "died"
 JOIN_SECONDS = 10.0
 DRAIN_SECONDS = 1.0
 MAX_LINE = 1 << 24
-KEEPALIVE_OPTIONS = (
-    ("TCP_KEEPIDLE", 1),
-    ("TCP_KEEPINTVL", 1),
-    ("TCP_KEEPCNT", 4),
-    ("TCP_USER_TIMEOUT", 4000),
-)
-"""Seconds, seconds, a count, and milliseconds: a connection ends after 4 s to 5 s without an answer."""
+MAX_PROBES = 127
+"""The most that Linux takes for TCP_KEEPCNT."""
 NO_ANSWER = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)
 
 
@@ -40,13 +38,21 @@ class Hub:
     Args:
         world_size: the number of workers.
         skips_dead: whether barriers are opened without the ranks that have died.
+        liveness: when a connection without an answer ends.
         to_self: takes the messages to rank 0.
     """
 
-    def __init__(self, world_size: int, skips_dead: bool, to_self: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        skips_dead: bool,
+        liveness: Liveness,
+        to_self: Callable[[dict[str, Any]], None],
+    ) -> None:
         self.token = secrets.token_hex(16)
         self.world_size = world_size
         self._skips_dead = skips_dead
+        self._liveness = liveness
         self._to_self = to_self
         self._members: dict[int, dict[str, Any]] = {}
         self._writers: dict[int, asyncio.StreamWriter] = {}
@@ -79,7 +85,7 @@ class Hub:
                     writer.get_extra_info("peername"),
                 )
                 return
-            keep_alive(writer)
+            keep_alive(writer, self._liveness)
             cause = await receive_all(reader, handle)
             if rank in self._writers:  # the connection ended, and it did not say that it left
                 await self.handle({"failed": rank, "report": "", "cause": cause}, None)
@@ -151,14 +157,22 @@ class Hub:
         await asyncio.gather(*self._connections, return_exceptions=True)
 
 
-def keep_alive(writer: asyncio.StreamWriter) -> None:
-    """Let the kernel probe the other machine's kernel each second, so that a cut network ends the connection.
+def keep_alive(writer: asyncio.StreamWriter, liveness: Liveness) -> None:
+    """Let the kernel probe the other machine's kernel, so that a network that stays cut ends the connection.
 
-    The two processes take no part in that, so a worker that computes for long is not taken for a dead one.
+    The two processes take no part in that, so a worker that computes for long is not taken for a dead one. What is sent
+    while the network is cut arrives when it is back.
     """
+    seconds = math.ceil(liveness.interval)
+    options = (
+        ("TCP_KEEPIDLE", seconds),
+        ("TCP_KEEPINTVL", seconds),
+        ("TCP_KEEPCNT", min(max(1, math.ceil(liveness.patience / seconds)), MAX_PROBES)),
+        ("TCP_USER_TIMEOUT", math.ceil(1000 * liveness.patience)),  # milliseconds
+    )
     connection = writer.get_extra_info("socket")
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in KEEPALIVE_OPTIONS:
+    for option, value in options:
         if hasattr(socket, option):  # not every system has all of them
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 

@@ -22,14 +22,17 @@ import setproctitle
 from torch.distributed import rpc
 
 from torchopt_dist import _network
+from torchopt_dist._liveness import Liveness
 from torchopt_dist.distributed import _rendezvous, _shutdown
 from torchopt_dist.distributed._allocator import share_one_arena
 from torchopt_dist.distributed._caller_state import ThreadSettings
 from torchopt_dist.distributed._group import Group, current_group, find_group, set_group
 from torchopt_dist.distributed._interruption import Interruption
 from torchopt_dist.distributed._membership import START, Failure, Member, Membership, OnLoss
+from torchopt_dist.distributed._parent import ParentWatch
 from torchopt_dist.distributed._parentheses import check_parentheses
 from torchopt_dist.distributed._report import one_line, report, tell_torchrun, tell_user
+from torchopt_dist.distributed._stopped import process_table
 from torchopt_dist.distributed.transport.choice import check_name, choose
 from torchopt_dist.distributed.world import (
     WorldInfo,
@@ -37,7 +40,7 @@ from torchopt_dist.distributed.world import (
     get_worker_id,
     get_world_info,
 )
-from torchopt_dist.errors import InitializationError, PeerFailedError, WorkerLostError
+from torchopt_dist.errors import AgentFailedError, InitializationError, PeerFailedError, WorkerLostError
 
 __all__ = ["auto_init_rpc", "barrier"]
 
@@ -55,6 +58,7 @@ def auto_init_rpc(
     backend: rpc.BackendType | None = None,
     rpc_backend_options: rpc.RpcBackendOptions | None = None,
     on_loss: OnLoss = "end",
+    liveness: Liveness | None = None,
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Decorate ``main()`` so that it runs on every worker, with remote calls between them.
 
@@ -76,6 +80,8 @@ def auto_init_rpc(
             ``WorkerLostError``, as if ``main`` had raised there. With ``"continue"`` they go on: calls to the lost
             worker raise ``WorkerLostError``, barriers do not wait for it, :func:`alive` tells who is left, and the
             program ends well if ``main`` returns. The loss of rank 0 ends all.
+        liveness: when a worker is lost that has not died, but is stopped or cannot be reached; ``None`` means what the
+            environment variable ``TODIST_LIVENESS`` says, by default 10 s.
 
     Returns:
         The decorator. The decorated function returns what ``main`` returns.
@@ -94,7 +100,9 @@ def auto_init_rpc(
     if on_loss not in ("end", "continue"):
         raise ValueError(f"on_loss must be 'end' or 'continue', got {on_loss!r}")
     check_name(transport)
-    settings = (worker_name_format, transport, backend, rpc_backend_options, on_loss)
+    if not isinstance(liveness, (Liveness, type(None))):
+        raise TypeError(f"liveness must be a todist.Liveness, got {type(liveness).__name__} {liveness!r}")
+    settings = (worker_name_format, transport, backend, rpc_backend_options, on_loss, liveness)
 
     def decorator(main: Callable[P, T]) -> Callable[P, T]:
         if not callable(main):
@@ -107,7 +115,7 @@ def auto_init_rpc(
                 _check_same(group.settings, settings)
                 return main(*args, **kwargs)
             running = _RunningGroup(*settings)
-            with running as group, running.interruption:
+            with running as group, running.parent_watch, running.interruption:
                 if worker_init_fn is not None:
                     worker_init_fn()
                     group.threads.prepare = ThreadSettings.capture().apply
@@ -150,7 +158,7 @@ def barrier(worker_names: Iterable[str] | None = None) -> None:
 
 def _check_same(here: tuple[Any, ...], asked: tuple[Any, ...]) -> None:
     """Raise unless the settings that are asked for are the running group's or ask for nothing particular."""
-    names = ("worker_name_format", "transport", "backend", "rpc_backend_options", "on_loss")
+    names = ("worker_name_format", "transport", "backend", "rpc_backend_options", "on_loss", "liveness")
     for name, its, wanted in zip(names, here, asked, strict=True):
         if wanted not in (its, None, default_worker_name_format, "end"):
             raise InitializationError(
@@ -169,11 +177,14 @@ class _RunningGroup:
         backend: rpc.BackendType | None,
         rpc_backend_options: rpc.RpcBackendOptions | None,
         on_loss: OnLoss,
+        liveness: Liveness | None,
     ) -> None:
-        self.settings = (worker_name_format, transport, backend, rpc_backend_options, on_loss)
+        self.settings = (worker_name_format, transport, backend, rpc_backend_options, on_loss, liveness)
         self.world = _named(get_world_info(), worker_name_format)
         self.chosen = choose(transport, backend, rpc_backend_options, self.world.local_world_size)
         self.on_loss = on_loss
+        self.liveness = liveness or Liveness.from_environment()
+        self.parent_watch = ParentWatch(min(self.liveness.interval, 0.5), self._orphaned)
         self.group: Group | None = None
         self.interruption = Interruption()
         self._unwound = threading.Event()
@@ -192,8 +203,16 @@ class _RunningGroup:
         if world.world_size > 1:
             share_one_arena()
         store = _rendezvous.rendezvous(world.rank, world.world_size, chosen.init_method)[1]
-        me = Member(world.rank, world.worker_name, _program(), socket.gethostname(), self.on_loss)
-        self.membership = Membership(me, world.world_size, self._peer_failed)
+        me = Member(
+            world.rank,
+            world.worker_name,
+            _program(),
+            socket.gethostname(),
+            self.on_loss,
+            os.getpid(),
+            process_table(),
+        )
+        self.membership = Membership(me, world.world_size, self._peer_failed, self.liveness)
         try:
             self.membership.join(store, _network.local_address(host), _rendezvous.init_timeout())
             self.group = Group(self.membership, self.settings, chosen.call_timeout, chosen.make)
@@ -297,20 +316,29 @@ class _RunningGroup:
     def _peer_failed(self, failure: Failure) -> None:
         """In the membership's thread: another rank has failed or was lost. This rank ends as well, or goes on."""
         if self._ends_all(failure):
-            threading.Thread(target=self._end, args=(failure,), daemon=True).start()
+            threading.Thread(target=self._end, args=(failure.error(),), daemon=True).start()
         elif self.group is not None:  # no transport notices each cut of the network
             self.group.transport.worker_lost(failure.rank, failure.error())
 
-    def _end(self, failure: Failure) -> None:
-        """End this rank, since another one has failed or was lost."""
-        error = failure.error()
+    def _orphaned(self) -> None:
+        """In a thread: the agent that has started this worker has ended."""
+        error = AgentFailedError(
+            f"the process that has started {self.world.worker_name} has ended, as by SIGKILL"
+        )
+        with contextlib.suppress(Exception):  # rank 0 may have ended for the same reason
+            self.membership.fail(*report(error))
+        self._end(error)
+
+    def _end(self, error: PeerFailedError | WorkerLostError | AgentFailedError) -> None:
+        """End this rank, since another one has failed or was lost, or its agent has ended."""
         if self.group is not None:
             for worker in range(len(self.group.names)):  # `main` waits for no answer any more
                 self.group.transport.worker_lost(worker, error)
         if not self.interruption.unwind(error, self._unwound):
-            sys.stdout.flush()
             name = f"{self.world.worker_name} (rank {self.world.rank})"
-            print(f"{name} is ended, since {one_line(error)}", file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError, ValueError):  # nobody may read what is printed
+                sys.stdout.flush()
+                print(f"{name} is ended, since {one_line(error)}", file=sys.stderr, flush=True)
             self._wait_for_rank_zero()
             tell_torchrun(one_line(error))
             os._exit(1)

@@ -1,0 +1,260 @@
+"""The faults that are promised to be survived, or to be told: what is done, what follows, and within what time.
+
+``test_faults.py`` runs each row; ``benchmarks/faults.py`` prints them with the times that it measures.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import torchopt_dist as todist
+from tests.worlds import Ending, World
+
+SIZE = 3
+
+
+def happens_now() -> None:
+    """Note the time of the fault; the folder is the ranks' own."""
+    folder = Path(tempfile.gettempdir())
+    (folder / "draft").write_text(str(time.monotonic()))
+    (folder / "draft").rename(folder / "fault")
+
+
+def die(how: str) -> None:
+    happens_now()
+    if how == "exit":
+        os._exit(0)
+    os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[how])
+
+
+def spin(seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        pass
+
+
+def raise_in_a_call() -> None:
+    happens_now()
+    raise KeyError("lost")
+
+
+def on_rank_one(fault: Callable[[], Any], others: Callable[[], Any]) -> Callable[[], Any]:
+    def main() -> Any:
+        todist.barrier()
+        return fault() if todist.get_rank() == 1 else others()
+
+    return main
+
+
+def call_it(function: Callable[..., Any], *args: Any) -> Callable[[], Any]:
+    """Rank 0 calls a function on rank 1; the others serve."""
+
+    def main() -> Any:
+        todist.barrier()
+        if todist.get_rank() == 0:
+            return todist.remote_sync_call(function, args=args, partitioner=1)
+        return None
+
+    return main
+
+
+def share(x: torch.Tensor) -> torch.Tensor:
+    """Rank 1 dies, and the caller is in its own share meanwhile."""
+    if todist.get_rank() == 1:
+        die("kill")
+    spin()
+    return x
+
+
+def share_with_all() -> Any:
+    todist.barrier()
+    if todist.get_rank() == 0:
+        return todist.remote_sync_call(share, args=(torch.ones(SIZE),))
+    return None
+
+
+def go_on() -> Any:
+    """Survive the death of a worker in a call, and let the others do its work."""
+    todist.barrier()
+    total = None
+    if todist.get_rank() == 0:
+        x = torch.arange(12.0)
+        with contextlib.suppress(todist.WorkerLostError):
+            todist.remote_sync_call(die, args=("kill",), partitioner=1)
+        survivors = todist.dim_partitioner(0, workers=todist.alive())
+        total = todist.remote_sync_call(
+            torch.sum, args=(x,), partitioner=survivors, reducer=todist.sum_reducer
+        )
+    todist.barrier()
+    return None if total is None else total.item()
+
+
+def hold_the_interpreter(seconds: float) -> None:
+    happens_now()
+    ctypes.PyDLL(None).usleep(int(seconds * 1e6))  # a C call that lets no other Python thread run
+
+
+def exit_well() -> None:
+    happens_now()
+    sys.exit(0)
+
+
+# What must have become of the ranks.
+
+
+def all_end_well(endings: Sequence[Ending]) -> None:
+    for ending in endings:
+        asked = isinstance(ending.error, SystemExit) and ending.error.code == 0
+        assert asked or ending.exitcode == 0, endings
+
+
+def lost(cause: str) -> Callable[[Sequence[Ending]], None]:
+    def check(endings: Sequence[Ending]) -> None:
+        assert endings[1].exitcode in (0, -signal.SIGKILL)
+        for rank in (0, 2):
+            ending = endings[rank]
+            assert ending.exitcode == 1, endings
+            if ending.error is not None:  # a rank that is in C code ends without its `finally` blocks
+                assert isinstance(ending.error, todist.WorkerLostError), endings
+                told = (ending.error.rank, ending.error.worker, ending.error.cause)
+                assert told == (1, "worker1", cause)
+
+    return check
+
+
+def raised(kind: type[Exception], rank: int) -> Callable[[Sequence[Ending]], None]:
+    def check(endings: Sequence[Ending]) -> None:
+        assert isinstance(endings[rank].error, kind), endings
+        for ending in endings:
+            assert ending.exitcode == 1, endings
+            if ending.rank != rank and ending.error is not None:
+                assert isinstance(ending.error, todist.PeerFailedError), endings
+                assert ending.error.rank == rank
+
+    return check
+
+
+def gone_on(endings: Sequence[Ending]) -> None:
+    assert endings[0].value == 66.0
+    assert [ending.exitcode for ending in endings] == [0, -signal.SIGKILL, 0], endings
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A row.
+
+    Attributes:
+        name: what goes wrong.
+        follows: what follows.
+        main: what each rank does; one of them calls :func:`happens_now`.
+        check: raises unless the ranks have ended as they ought to.
+        within: seconds from the fault to the end of the last rank, beside the patience.
+        waits: whether the patience goes by first.
+        on_loss: as in ``auto_init_rpc``.
+    """
+
+    name: str
+    follows: str
+    main: Callable[[], Any]
+    check: Callable[[Sequence[Ending]], None]
+    within: float
+    waits: bool = False
+    on_loss: str = "end"
+
+
+ENDS_ALL = "every rank ends with a `WorkerLostError` that names rank 1"
+FAULTS = (
+    Fault(
+        "a function raises in a call",
+        "its own exception in the caller; the others end with a `PeerFailedError`",
+        call_it(raise_in_a_call),
+        raised(KeyError, 0),
+        1.0,
+    ),
+    Fault(
+        "`main` raises on a rank while the others compute",
+        "the others end with a `PeerFailedError` that names it",
+        on_rank_one(raise_in_a_call, spin),
+        raised(KeyError, 1),
+        1.0,
+    ),
+    Fault("a worker is killed in a call", ENDS_ALL, call_it(die, "kill"), lost("died"), 1.0),
+    Fault(
+        "a worker is killed while the caller runs its own share", ENDS_ALL, share_with_all, lost("died"), 1.0
+    ),
+    Fault(
+        'a worker is killed in a call, `on_loss="continue"`',
+        "`WorkerLostError` in the caller; the others do the work, and end with exit code 0",
+        go_on,
+        gone_on,
+        1.0,
+        on_loss="continue",
+    ),
+    Fault("`os._exit(0)` in a call", ENDS_ALL, call_it(die, "exit"), lost("died"), 1.0),
+    Fault(
+        "`os._exit(0)` in `main` while the others compute",
+        ENDS_ALL,
+        on_rank_one(lambda: die("exit"), spin),
+        lost("died"),
+        1.0,
+    ),
+    Fault(
+        "the same while the others sleep in C code",
+        "every rank ends, without its `finally` blocks",
+        on_rank_one(lambda: die("exit"), lambda: time.sleep(60)),
+        lost("died"),
+        1.0,
+    ),
+    Fault(
+        "`sys.exit(0)` in `main` of a rank",
+        "a good end; the rank serves until the others have returned",
+        on_rank_one(exit_well, lambda: None),
+        all_end_well,
+        1.0,
+    ),
+    Fault(
+        "a worker is stopped (SIGSTOP)",
+        f"it is killed, and {ENDS_ALL}",
+        on_rank_one(lambda: die("stop"), todist.barrier),
+        lost("stopped"),
+        1.0,
+        waits=True,
+    ),
+    Fault(
+        "a C call holds Python's interpreter lock for longer than the patience",
+        "nothing: it is alive, and a `timeout=` is the caller's",
+        on_rank_one(lambda: hold_the_interpreter(1.5), lambda: None),
+        all_end_well,
+        2.5,
+    ),
+)
+
+
+def run(fault: Fault, folder: Path, patience: float) -> tuple[list[Ending], float]:
+    """Let a fault happen among ranks that plain ``python`` runs.
+
+    Returns:
+        How the ranks ended, and the seconds from the fault to the end of the last of them.
+    """
+    env = {"TMPDIR": str(folder), "TODIST_LIVENESS": f"interval={min(1.0, patience / 5)},patience={patience}"}
+
+    def on_each() -> Any:
+        tempfile.tempdir = None
+        (folder / f"pid{os.getpid()}").touch()
+        return fault.main()
+
+    endings = World(SIZE, env=env).endings(on_each, timeout=60, on_loss=fault.on_loss)
+    took = time.monotonic() - float((folder / "fault").read_text())
+    return endings, took

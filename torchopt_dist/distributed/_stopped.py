@@ -1,0 +1,65 @@
+"""The workers of this machine → those whose processes have been stopped for too long, as by SIGSTOP.
+
+The kernel answers for a stopped process, so its connections stay. What tells is its state in the process table, which
+a process that computes has not, whether or not its Python threads get to run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+
+from torchopt_dist._liveness import Liveness
+
+__all__ = ["StoppedProcesses", "process_table"]
+
+
+def process_table() -> str:
+    """What two processes have in common that see each other by their ids: the system, and its namespace of ids."""
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError):  # Linux
+        parts += [
+            Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+            os.readlink("/proc/self/ns/pid"),
+        ]
+    return " ".join(parts)
+
+
+class StoppedProcesses:
+    """Looks at processes each time it is asked, and counts how often each was found stopped in a row.
+
+    Counting looks instead of seconds, it judges nobody for a time in which it was stopped itself.
+
+    Args:
+        pids: ids of the processes, by rank.
+        liveness: how often it will be asked, and how long a process may be stopped.
+    """
+
+    def __init__(self, pids: Mapping[int, int], liveness: Liveness) -> None:
+        self._looks = max(1, round(liveness.patience / liveness.interval))
+        self._counts: dict[int, int] = {}
+        self._processes: dict[int, psutil.Process] = {}
+        for rank, pid in pids.items():
+            with contextlib.suppress(psutil.Error):  # it is gone already
+                self._processes[rank] = psutil.Process(pid)
+
+    def look(self) -> list[int]:
+        """The ranks whose processes have been stopped for longer than the patience."""
+        for rank, process in self._processes.items():
+            try:
+                stopped = process.status() == psutil.STATUS_STOPPED
+            except psutil.Error:
+                stopped = False
+            self._counts[rank] = self._counts.get(rank, 0) + 1 if stopped else 0
+        return [rank for rank, count in self._counts.items() if count > self._looks]
+
+    def kill(self, rank: int) -> None:
+        """Kill the process of a rank, if it is one of these."""
+        if rank in self._processes:
+            with contextlib.suppress(psutil.Error):
+                self._processes[rank].kill()
