@@ -36,6 +36,7 @@ LONGEST_FIRST = (
     "tests/seeds",
     "tests/launch",
     "tests/optim/test_every_optimizer.py",
+    "tests/faults",
     "tests/distributed",
     "tests/test_network.py",
     "tests/docs",
