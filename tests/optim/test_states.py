@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 import torchopt_dist as todist
 from tests.optim.programs import flat, losses, make
 from tests.optim.table import CASES, ROWS
+from torchopt_dist.nn import stop_gradient
 
 
 def through_pickle(thing):
@@ -140,3 +142,82 @@ def test_counts_stay_on_the_cpu_where_fused_is_set():
     assert saved["param_groups"][0]["fused"] is True  # what was given stays as it is
     step = other.state[elsewhere]["step"]
     assert (step.device.type, step.item()) == ("cpu", 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ROWS)
+def test_a_state_follows_parameters_that_are_converted(name, dtype):
+    """Of the differentiable faces: as of the one in place, whose state is converted as by loading it."""
+    row = ROWS[name]
+    options = list(row.options.values())[-1]
+    plain_net, meta_net = make(), make()
+    plain, meta = row.plain(plain_net.parameters(), **options), row.meta(meta_net, **options)
+    params = {name: p.detach().clone().requires_grad_() for name, p in make().named_parameters()}
+    func = todist.FuncOptimizer(row.function(**options))
+    for own in (torch.float32, dtype):
+        stop_gradient(meta_net)
+        stop_gradient(meta)
+        plain_net.to(own)
+        meta_net.to(own)
+        params = {name: p.to(own) for name, p in params.items()}
+        for loss in losses(own, count=2):
+            plain.zero_grad()
+            loss(plain_net).backward()
+            plain.step()
+            meta.step(loss(meta_net))
+            params = func.step(loss(partial(torch.func.functional_call, make(own), params)), params)
+    want = flat(plain_net.parameters())
+    tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype is torch.float64 else {"rtol": 0.02, "atol": 0.02}
+    for got in (flat(meta_net.parameters()), flat(params.values())):
+        assert got.dtype is dtype
+        torch.testing.assert_close(got, want, **tolerance)
+    kept = plain.state[next(plain_net.parameters())]
+    wide = {value.dtype for key, value in kept.items() if key != "step" and value.ndim}
+    for held in (meta.state_dict()["state"][0], func.state_dict()["state"]):
+        assert {value.dtype for value in held.values() if value.ndim} == wide
+
+
+@pytest.mark.parametrize("way", ["to", "set_states", "load_state_dict"])
+def test_a_converted_state_stays_in_the_graph(way):
+    """By hand: ``m = 2 w`` at the first step, and ``w - 0.25 (2 w + 0.5 m)`` at the second, in double precision."""
+    w = torch.tensor([1.0, 3.0], requires_grad=True)
+    optimizer = todist.FuncOptimizer(todist.sgd(0.25, momentum=0.5))
+    optimizer.step((w**2).sum(), (w,))
+    states, saved = optimizer.get_states(), optimizer.state_dict()
+    v = w.double()
+    if way == "set_states":
+        optimizer.step((v**2).sum(), (v,))
+        optimizer.set_states(states)
+    elif way == "load_state_dict":
+        optimizer = todist.FuncOptimizer(todist.sgd(0.25, momentum=0.5))
+        optimizer.load_state_dict(saved)
+    (moved,) = optimizer.step((v**2).sum(), (v,))
+    torch.testing.assert_close(moved, 0.25 * v)
+    torch.testing.assert_close(torch.autograd.grad(moved.sum(), w)[0], torch.full((2,), 0.25))
+    assert optimizer.get_states()[0][1].momentum_buffer[0].dtype is torch.float64
+
+
+@pytest.mark.parametrize("cls", [torch.optim.Adam, torch.optim.SGD])
+def test_the_state_of_a_formula_of_torch_follows_its_module(cls):
+    net = make()
+    optimizer = todist.differentiable(
+        cls, net, lr=0.1, **({"momentum": 0.9} if cls is torch.optim.SGD else {})
+    )
+    for dtype in (torch.float32, torch.float64):
+        stop_gradient(net)
+        stop_gradient(optimizer)
+        net.to(dtype)
+        optimizer.step(next(losses(dtype))(net))
+        assert {x.dtype for x in optimizer.state_dict()["state"][0].values() if x.ndim} == {dtype}
+
+
+def test_a_module_stays_real_or_complex():
+    net = torch.nn.Linear(2, 1)
+    optimizer = todist.MetaAdam(net)
+    for _ in range(2):  # the failed step leaves the state alone
+        for parameter in net.parameters():
+            parameter.data = parameter.data.to(torch.complex64)
+        x = torch.ones(1, 2, dtype=torch.complex64)
+        message = r"stay real or complex: 1/exp_avg/.* has torch\.float32, .* needs torch\.complex64 now"
+        with pytest.raises(ValueError, match=message):
+            optimizer.step(net(x).real.sum())

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torchopt_dist import pytree
 from torchopt_dist.optim._checkpoint import flatten_with_keys, key_of
+from torchopt_dist.optim._dtypes import converted
 from torchopt_dist.typing import OptState
 
 __all__ = ["COUNT", "Layout", "counts", "fit_dtypes", "is_list", "layout_of", "sort_of"]
@@ -71,15 +72,8 @@ def fit_dtypes(layout: Layout, first: OptState, states: Sequence[dict[str, Any]]
         if key is None:
             continue
         for place, (held, like) in enumerate(zip(states, column, strict=True)):
-            old = held.get(key)
-            if not isinstance(old, Tensor) or not isinstance(like, Tensor) or old.dtype == like.dtype:
-                continue
-            if old.is_complex() != like.is_complex():
-                raise ValueError(
-                    f"`params` must stay real or complex: {key!r} of parameter {place} of its group has {old.dtype}, "
-                    f"and the parameter needs {like.dtype} now; make a new optimizer"
-                )
-            held[key] = old.to(like.dtype)
+            if key in held:
+                held[key] = converted(held[key], like, f"{key!r} of parameter {place} of its group")
 
 
 def sort_of(option: Any) -> tuple[type, str]:

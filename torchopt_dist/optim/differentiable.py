@@ -87,6 +87,7 @@ class DifferentiableOptimizer(MetaOptimizer):
         self.impl = _Formula(optimizer_class, options)
         self.modules = []
         self._states = []
+        self._dtypes = []
         self.add_param_group(module)
         self._entries = self.impl.try_out(_like(module))
 
@@ -103,6 +104,9 @@ class DifferentiableOptimizer(MetaOptimizer):
             {**params, **dict(zip(names, moved, strict=True))},
             {**state, **dict(zip(names, states, strict=True))},
         )
+
+    def _first_state(self, params: Mapping[str, Tensor], state: OptState) -> OptState:
+        return {name: self.impl.first_state(p) if state[name] else {} for name, p in params.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a :meth:`state_dict`, as :meth:`MetaOptimizer.load_state_dict`."""
@@ -131,7 +135,7 @@ class DifferentiableOptimizer(MetaOptimizer):
                         f"`states` must have {sorted(self._entries)} for each parameter, or nothing, got "
                         f"{sorted(entry)} for {name!r}"
                     )
-        self._states = list(states)
+        self._take_over(states)
 
 
 class _Formula:

@@ -14,6 +14,7 @@ from torchopt_dist._evaluation import is_evaluating, need_gradients
 from torchopt_dist.nn._held_tensors import deepcopy_memo
 from torchopt_dist.nn._tensor_copier import TensorCopier
 from torchopt_dist.optim._checkpoint import flatten_state, restore_state
+from torchopt_dist.optim._dtypes import Dtypes, dtypes_of, fitted, have_same_dtypes
 from torchopt_dist.transform._gradients import gradients
 from torchopt_dist.transform.apply_updates import apply_updates, differentiable_step
 from torchopt_dist.transform.base import GradientTransformation, no_transformation
@@ -60,6 +61,7 @@ class FuncOptimizer:
         self.inplace = bool(inplace)
         self._state: OptState | None = None  # None until the first step shows the parameters
         self._saved: _Loaded | None = None  # what was loaded before that
+        self._dtypes: Dtypes | None = None  # those of the parameters that the state fits, if known
         self._is_shared = False  # others may hold the state's tensors, so the next step makes new ones
 
     def step(self, loss: Tensor, params: Params, inplace: bool | None = None) -> Params:
@@ -157,6 +159,8 @@ class FuncOptimizer:
             return
         if self._state is not None and states:
             pytree.flatten_like(pytree.flatten(self._state)[1], states[0], "states", "the optimizer's state")
+        if not have_same_dtypes(new, self._state):
+            self._dtypes = None
         self._state, self._saved = new, None
 
     def clone_with(self, clone: Callable[[Any], Any]) -> Self:
@@ -177,8 +181,12 @@ class FuncOptimizer:
         return other
 
     def _state_for(self, params: Params) -> OptState:
+        dtypes = dtypes_of(pytree.flatten(params)[0])
         if self._state is not None:
+            self._state = fitted(self._state, lambda: self.impl.init(params), self._dtypes, dtypes)
+            self._dtypes = dtypes
             return self._state
+        self._dtypes = dtypes
         first = self.impl.init(params)
         if self._saved is not None:
             first, self._saved = restore_state(first, self._saved.tensors), None

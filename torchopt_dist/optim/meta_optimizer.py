@@ -26,6 +26,7 @@ from torchopt_dist.nn._held_tensors import deepcopy_memo
 from torchopt_dist.nn._tensor_copier import TensorCopier
 from torchopt_dist.optim import _signatures as signatures
 from torchopt_dist.optim._checkpoint import flatten_state, restore_state
+from torchopt_dist.optim._dtypes import Dtypes, dtypes_of, fitted, have_same_dtypes
 from torchopt_dist.transform._attention import attention_by_formula
 from torchopt_dist.transform._gradients import gradients
 from torchopt_dist.transform.apply_updates import differentiable_step
@@ -94,6 +95,9 @@ class MetaOptimizer:
             self.impl = self.transformation(**signatures.bind(cls, self._signature, module, args, kwargs))
         self.modules: list[nn.Module] = []
         self._states: list[OptState] = []
+        self._dtypes: list[
+            Dtypes | None
+        ] = []  # of a group's parameters, which its state fits; None: not known
         self.add_param_group(module)
 
     def add_param_group(self, module: nn.Module) -> None:
@@ -125,6 +129,7 @@ class MetaOptimizer:
             _tensor_dicts.replace(module, {id(p): params[name] for name, p in moving.items()})
         self.modules.append(module)
         self._states.append(self.impl.init(params))
+        self._dtypes.append(dtypes_of(params.values()))
 
     def step(self, loss: Tensor | Callable[[], Tensor], *, first_order: bool = False) -> None:
         """Replace each parameter by the moved one, connected to the graph.
@@ -162,7 +167,7 @@ class MetaOptimizer:
         with torch.inference_mode(False), torch.set_grad_enabled(recorded):
             for index, params in enumerate(groups):
                 own = {name: next(rest) for name in params}
-                moved, state = self._move(params, own, self._states[index])
+                moved, state = self._move(params, own, self._state_for(index, params))
                 if not recorded:
                     moved = {name: p if p is params[name] else leaf(p) for name, p in moved.items()}
                     state = pytree.map_tensors(torch.detach, state)
@@ -208,7 +213,8 @@ class MetaOptimizer:
                 "`run` needs a gradient transformation, and the formula of a torch optimizer is none: "
                 "make the steps one by one, or use one of todist's optimizers"
             )
-        (module,), (state,) = self.modules, self._states
+        (module,) = self.modules
+        state = self._state_for(0, dict(module.named_parameters()))
         made = inner_loop(
             loss, self.impl, module, batches, meta=meta, adjoint=adjoint, state=state, **options
         )
@@ -216,6 +222,18 @@ class MetaOptimizer:
             old.update(new)
         self._states = [made.state]
         return made._replace(params=module)
+
+    def _state_for(self, index: int, params: Mapping[str, Tensor]) -> OptState:
+        """A group's state, in the dtypes of the parameters as they are now."""
+        before, now = self._dtypes[index], dtypes_of(params.values())
+        state = self._states[index]
+        self._states[index] = fitted(state, lambda: self._first_state(params, state), before, now)
+        self._dtypes[index] = now
+        return self._states[index]
+
+    def _first_state(self, params: Mapping[str, Tensor], state: OptState) -> OptState:
+        """What a group's state would be if it began now, in the place of this one."""
+        return self.impl.init(params)
 
     @contextmanager
     def _computing(self, *, second_order: bool) -> Iterator[None]:
@@ -269,12 +287,20 @@ class MetaOptimizer:
             raise ValueError(f"`states` must be {len(self._states)}, one a group, got {len(states)}")
         for state, mine in zip(states, self._states, strict=True):
             pytree.flatten_like(pytree.flatten(mine)[1], state, "states", "the optimizer's state")
+        self._take_over(states)
+
+    def _take_over(self, states: Sequence[OptState]) -> None:
+        """Go on from states, whose dtypes may be others."""
+        for index, pair in enumerate(zip(states, self._states, strict=True)):
+            if not have_same_dtypes(*pair):
+                self._dtypes[index] = None
         self._states = list(states)
 
     def clone_with(self, clone: Callable[[Any], Any]) -> Self:
         """Make a second optimizer, ``clone`` applied to its modules and states; it shares ``impl``."""
         other = copy.copy(self)
         other.modules = [clone(module) for module in self.modules]
+        other._dtypes = list(self._dtypes)
         other._states = [clone(state) for state in self._states]
         return other
 
@@ -290,6 +316,7 @@ class MetaOptimizer:
         memo.update(deepcopy_memo(self.impl, take))
         other.impl = copy.deepcopy(self.impl, memo)
         other.modules = copy.deepcopy(self.modules, memo)
+        other._dtypes = list(self._dtypes)
         other._states = [pytree.map_tensors(take, state) for state in self._states]
         return other
 
