@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,12 +24,14 @@ class KeptGraph:
             must then retain the nodes for the other, whatever its caller asks; the nodes are freed when both graphs are
             forgotten.
         end: a number after those of its nodes.
+        lock: held while a backward uses the ``.grad`` of the inputs.
     """
 
     inputs: list[torch.Tensor]
     outputs: list[Any]
     shared: bool = False
     end: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 class KeptGraphs:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torchopt_dist.distributed._kept_graphs import KeptGraph, KeptGraphs
 from torchopt_dist.distributed._lost_gradients import code_of, description_of_losses
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._protocol import Backward, Call, Release, Reply
+from torchopt_dist.distributed._reentrant_checkpoint import gradients_by_backward, has_reentrant_checkpoint
 from torchopt_dist.distributed._serialization import pack, unpack
 from torchopt_dist.distributed._spans import Recorder
 from torchopt_dist.errors import SerializationError
@@ -108,14 +110,20 @@ def _differentiate(
     wanted = [x for x, is_wanted in zip(graph.inputs, content.wanted, strict=True) if is_wanted]
     if content.keep:  # so that sums have one order, whichever thread this is
         advance_sequence_numbers(graph.end)
-    found = torch.autograd.grad(
-        outputs,
-        wanted,
-        output_grads,
-        retain_graph=content.retain_graph or graph.shared,
-        create_graph=content.keep,
-        allow_unused=True,
-    )
+    retain_graph = content.retain_graph or graph.shared
+    found: Sequence[torch.Tensor | None]
+    if not content.keep and has_reentrant_checkpoint(outputs):
+        with graph.lock:
+            found = gradients_by_backward(outputs, output_grads, wanted, retain_graph=retain_graph)
+    else:
+        found = torch.autograd.grad(
+            outputs,
+            wanted,
+            output_grads,
+            retain_graph=retain_graph,
+            create_graph=content.keep,
+            allow_unused=True,
+        )
     grads = iter(found)
     return [next(grads) if is_wanted else None for is_wanted in content.wanted], outputs
 
