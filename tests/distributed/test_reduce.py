@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import collections
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -140,6 +142,55 @@ def test_trees_are_reduced_leaf_by_leaf(reducer, expected):
     assert (tree["x"][0].tolist(), tree["y"][0].tolist(), tree["y"][1]["z"].tolist()) == (a, b, b)
 
 
+@dataclasses.dataclass(frozen=True)
+class Output:
+    loss: Any
+    extra: Any
+
+
+class Batch(dict[str, Any]):
+    """No tree to optree, as the outputs of libraries' models."""
+
+
+@pytest.mark.parametrize("reducer", REDUCERS, ids=ids)
+def test_containers_that_are_no_trees_are_reduced_leaf_by_leaf(reducer):
+    """One in another, in a tuple, the keys in any order; the workers' own objects stay as they are."""
+
+    def result(n, keys="ab"):
+        values = {"a": torch.full((2,), n), "b": torch.full((1,), 2 * n)}
+        batch = Batch({key: values[key] for key in keys})
+        return Output(
+            torch.full((1,), 3 * n), collections.UserDict(batch=batch, rest=[torch.full((1,), n)])
+        ), 1
+
+    results = [result(1.0), result(2.0, "ba")]
+    if reducer is todist.concatenate_reducer:
+        results = [(output, torch.full((1,), number)) for output, number in results]
+    output, count = reducer(results)
+    assert type(output) is Output
+    assert type(output.extra) is collections.UserDict
+    assert type(output.extra["batch"]) is Batch
+    got = [output.loss, *output.extra["batch"].values(), *output.extra["rest"], count]
+    columns = [
+        [o.loss, o.extra["batch"]["a"], o.extra["batch"]["b"], o.extra["rest"][0], number]
+        for o, number in results
+    ]
+    for tensor, *parts in zip(got, *columns, strict=True):
+        assert torch.equal(tensor, reducer(parts))
+    assert results[0][0].loss.tolist() == [3.0]
+
+
+def test_a_mean_of_numbers_in_a_dataclass():
+    mean = todist.mean_reducer([Output(1.0, 2), Output(3.0, 4)], [3, 1])
+    assert (mean.loss.item(), mean.extra.item()) == (1.5, 2.5)
+
+
+def test_a_number_goes_where_the_tensors_are():
+    """Where the default device is another one; there is a meta device everywhere."""
+    with torch.device("meta"):
+        assert todist.sum_reducer([1.0, torch.ones((), device="cpu")]).item() == 2.0
+
+
 def test_sizes_may_differ_where_results_are_concatenated():
     parts = [torch.arange(2), torch.arange(3), torch.arange(0)]
     assert todist.concatenate_reducer(parts).tolist() == [0, 1, 0, 1, 2]
@@ -171,6 +222,17 @@ def test_the_order_is_kept():
         ([torch.ones(1), (torch.ones(1),)], TypeError, ["tensors or numbers", "tuple", "partition 1"]),
         ([{"a": torch.ones(1)}, {"b": torch.ones(1)}], ValueError, ["one structure"]),
         ([(torch.ones(1),), (torch.ones(1), torch.ones(1))], ValueError, ["one structure"]),
+        (
+            [Output(torch.ones(1), {}), Batch(loss=torch.ones(1))],
+            ValueError,
+            ["one structure", "result is Output with ['result.loss'", "Batch with", "in partition 1"],
+        ),
+        ([Batch(a=torch.ones(1)), Batch(b=torch.ones(1))], ValueError, ["one structure", "result['b']"]),
+        (
+            [Output(torch.ones(1), "text")] * 2,
+            TypeError,
+            ["tensors or numbers, got str 'text' in result.extra of partition 0"],
+        ),
         ([torch.ones(2, 2), torch.ones(2, 3)], ValueError, ["shapes [(2, 2), (2, 3)]"]),
         (
             [{"a": torch.ones(2, 2)}, {"a": torch.ones(2, 2, 1)}],

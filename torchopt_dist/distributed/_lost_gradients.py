@@ -73,7 +73,7 @@ def description_of_losses(
 
 def _held(leaves: list[Tensor]) -> list[bool]:
     """Whether anybody but its graph holds a leaf, in the order of the list, which is used up."""
-    made = nn.Parameter(torch.zeros(())) * 1
+    made = nn.Parameter(torch.zeros((), device="cpu")) * 1
     leaves.extend(_leaves_below([made], set()))
     counts = []
     while leaves:

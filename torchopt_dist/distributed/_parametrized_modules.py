@@ -44,7 +44,7 @@ def _empty(base: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
     module = base.__new__(base)
     nn.Module.__init__(module)
     for name in names:
-        module.register_parameter(name, nn.Parameter(torch.zeros(1)))
+        module.register_parameter(name, nn.Parameter(torch.zeros(1, device="cpu")))
         parametrize.register_parametrization(module, name, nn.Identity())
     vars(module).clear()
     return module

@@ -1,6 +1,7 @@
 """``[result], sizes`` → one result: the results of the workers, combined.
 
-Results are trees of tensors or numbers, reduced leaf by leaf. A reducer may take the partitions' sizes as its second
+Results are trees of tensors or numbers, reduced leaf by leaf; dataclasses, and mappings and sequences that can be
+changed, are trees, too, and the result is one of their class. A reducer may take the partitions' sizes as its second
 argument, named ``sizes``; a mean weighted by them is the mean over the samples, however unevenly they were split.
 """
 
@@ -12,6 +13,8 @@ from typing import Any, Protocol, TypeVar
 
 import optree
 import torch
+
+from torchopt_dist.distributed._containers import flatten
 
 __all__ = [
     "ReducerOfSizes",
@@ -97,27 +100,54 @@ def _leafwise(name: str, function: Callable[..., torch.Tensor], trees: list[Any]
     if not trees:
         raise ValueError(f"{name} needs at least one result, got none")
 
-    def reduce_leaf(path: tuple[Any, ...], *leaves: Any) -> torch.Tensor:
+    def reduce_part(path: tuple[Any, ...], *parts: Any) -> Any:
         where = "result" + "".join(f"[{key!r}]" for key in path)
-        for index, leaf in enumerate(leaves):
-            if not isinstance(leaf, (torch.Tensor, int, float, complex)):
-                raise TypeError(
-                    f"{name} needs tensors or numbers, got {type(leaf).__name__} {leaf!r:.80} "
-                    f"in {where} of partition {index}"
+        first = flatten(parts[0], is_leaf=_is_number, path=where)
+        if first.paths == [where]:
+            return _reduced(name, function, where, parts)
+        columns = []
+        for index, part in enumerate(parts):
+            leaves, paths, _ = flatten(part, is_leaf=_is_number, path=where)
+            if type(part) is not type(parts[0]) or set(paths) != set(first.paths):
+                raise ValueError(
+                    f"{name} needs results of one structure: {where} is {type(parts[0]).__name__} with "
+                    f"{first.paths} in partition 0, and {type(part).__name__} with {paths} in partition {index}"
                 )
-        tensors = [leaf if isinstance(leaf, torch.Tensor) else torch.tensor(leaf) for leaf in leaves]
-        try:
-            return function(*tensors)
-        except (RuntimeError, ValueError) as error:
-            shapes = [tuple(tensor.shape) for tensor in tensors]
-            raise ValueError(f"{name} cannot reduce {where}, of shapes {shapes}: {error}") from error
+            columns.append(dict(zip(paths, leaves, strict=True)))
+        return first.rebuild(
+            iter([_reduced(name, function, path, [c[path] for c in columns]) for path in first.paths])
+        )
 
     try:
-        return optree.tree_map_with_path(reduce_leaf, *trees, none_is_leaf=True)
+        return optree.tree_map_with_path(reduce_part, *trees, none_is_leaf=True)
     except ValueError as error:
         if str(error).startswith(name):
             raise
         raise ValueError(f"{name} needs results of one structure: {error}") from error
+
+
+def _reduced(
+    name: str, function: Callable[..., torch.Tensor], where: str, leaves: Sequence[Any]
+) -> torch.Tensor:
+    for index, leaf in enumerate(leaves):
+        if not _is_number(leaf):
+            raise TypeError(
+                f"{name} needs tensors or numbers, got {type(leaf).__name__} {leaf!r:.80} "
+                f"in {where} of partition {index}"
+            )
+    device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
+    tensors = [
+        leaf if isinstance(leaf, torch.Tensor) else torch.tensor(leaf, device=device) for leaf in leaves
+    ]
+    try:
+        return function(*tensors)
+    except (RuntimeError, ValueError) as error:
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        raise ValueError(f"{name} cannot reduce {where}, of shapes {shapes}: {error}") from error
+
+
+def _is_number(leaf: Any) -> bool:
+    return isinstance(leaf, (torch.Tensor, int, float, complex))
 
 
 def _floating(tensor: torch.Tensor) -> torch.Tensor:
