@@ -10,6 +10,7 @@ NPROC ?= 2
 JOBS ?= 2
 ARGS ?=
 PROGRAMS ?= 2000
+LOSSES ?= 50
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -21,7 +22,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test fuzz examples lint types docs clean
+.PHONY: help demo test fuzz losses examples lint types docs clean
 
 help: ## show these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -47,6 +48,9 @@ quick: $(STAMP) ## the tests that start no processes
 fuzz: $(STAMP) ## random programs of calls, and random chains, against loops by hand: PROGRAMS=2000 of each
 	TODIST_FUZZ_PROGRAMS=$(PROGRAMS) TODIST_FUZZ_CHAINS=$(PROGRAMS) $(BIN)/python -m pytest \
 		tests/distributed/test_random_programs.py tests/transform/test_random_chains.py $(ARGS)
+
+losses: $(STAMP) ## 50 workers killed at random moments of a training: LOSSES=50
+	TODIST_FUZZ_LOSSES=$(LOSSES) $(BIN)/python -m pytest tests/distributed/test_random_losses.py $(ARGS)
 
 examples: $(STAMP) ## the tests that run the examples
 	$(PYTEST) tests/examples $(ARGS)
