@@ -368,6 +368,26 @@ def test_a_death_at_the_end_that_the_group_goes_on_without(tmp_path, monkeypatch
     assert [ending.value for ending in endings] == [0, None, 2]
 
 
+def test_the_graphs_that_a_lost_caller_left_are_forgotten(world):
+    def main():
+        rank = todist.get_rank()
+        if rank == 1:
+            x = torch.ones(3, requires_grad=True)
+            y = todist.remote_sync_call(torch.exp, args=(x,), partitioner=2)
+        todist.barrier()
+        graphs = current_group().kept_graphs
+        before = len(graphs)
+        todist.barrier()
+        if rank == 1:
+            assert y
+            os.kill(os.getpid(), signal.SIGKILL)
+        todist.barrier()  # opens when the loss is known
+        return before, len(graphs)
+
+    endings = world(3).endings(main, timeout=60, on_loss="continue")
+    assert endings[2].value == (1, 0)
+
+
 def test_a_loss_that_main_does_not_handle_ends_all(world):
     def main():
         if todist.get_rank() == 0:

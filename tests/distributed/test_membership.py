@@ -247,7 +247,9 @@ def test_a_thousand_barriers_in_a_row(lines):
 
 def test_a_barrier_has_a_timeout_if_asked(lines):
     line = lines("a", "b")
-    with pytest.raises(TimeoutError, match=r"rank 1 waited 0\.1 s for ranks \[0, 1\] to come to a barrier"):
+    with pytest.raises(
+        todist.WorkerLostError, match=r"rank 1 waited 0\.1 s for ranks \[0, 1\] to come to a barrier"
+    ):
         line.ends[1].barrier([0, 1], timeout=0.1)
 
 

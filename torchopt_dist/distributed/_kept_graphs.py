@@ -87,6 +87,12 @@ class KeptGraphs:
             if self._graphs.pop(key, None) is None:
                 self._given_up.add(key)
 
+    def forget_caller(self, rank: int) -> None:
+        """Forget the graphs of a caller that is lost, who releases none."""
+        with self._lock:
+            for key in [key for key in self._graphs if key[0] == rank]:
+                del self._graphs[key]
+
     def clear(self) -> None:
         """Forget all graphs."""
         with self._lock:

@@ -221,15 +221,16 @@ class Membership:
 
         Raises:
             PeerFailedError: a rank failed meanwhile.
-            WorkerLostError: one of ``ranks`` was lost, and the group does not go on without it.
-            TimeoutError: ``timeout`` seconds have passed.
+            WorkerLostError: one of ``ranks`` was lost, and the group does not go on without it; or ``timeout`` seconds
+                have passed.
         """
         group = sorted(set(ranks))
         name = f"{purpose}:{','.join(map(str, group))}"
         sequence = self._sequence[name] = self._sequence.get(name, 0) + 1
         key = f"{name}#{sequence}"
         self._send({"arrive": key, "rank": self.me.rank, "group": group})
-        self._wait(lambda: key in self._released, timeout, f"ranks {group} to come to a barrier", group)
+        what = f"ranks {group} to come to a barrier"
+        self._wait_for_others(lambda: key in self._released, timeout, what, group)
         self._released.discard(key)
         self._started = self._started or purpose == START
 
@@ -276,7 +277,9 @@ class Membership:
                 self._changed.notify_all()
 
         threading.Thread(target=watch, daemon=True).start()
-        self._wait(lambda: not thread.is_alive() or bool(self.lost), timeout, "the others to shut down RPC")
+        self._wait_for_others(
+            lambda: not thread.is_alive() or bool(self.lost), timeout, "the others to shut down RPC"
+        )
 
     def wait_for_hub(self, timeout: float) -> None:
         """Wait until rank 0 has left the group, ``timeout`` seconds at most; not if it has failed, or is this rank."""
@@ -328,6 +331,18 @@ class Membership:
                 if left is not None and left <= 0:
                     raise TimeoutError(f"rank {self.me.rank} waited {timeout:g} s for {what}")
                 self._changed.wait(left)
+
+    def _wait_for_others(
+        self,
+        condition: Callable[[], bool],
+        timeout: float | None,
+        what: str,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
+        try:
+            self._wait(condition, timeout, what, ranks)
+        except TimeoutError as error:  # whoever does not come hangs, or is as good as lost
+            raise WorkerLostError(str(error)) from None
 
     def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout=JOIN_SECONDS)

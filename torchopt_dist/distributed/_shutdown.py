@@ -32,8 +32,7 @@ def shut_down_in_order(membership: Membership) -> None:
 
     Raises:
         PeerFailedError: a rank failed meanwhile.
-        WorkerLostError: a rank was lost meanwhile, and the group does not go on without it.
-        TimeoutError: a rank does not take part.
+        WorkerLostError: a rank was lost meanwhile, and the group does not go on without it; or one does not take part.
     """
     handshake = threading.Thread(target=rpc.shutdown, args=(True, SHUTDOWN_SECONDS), daemon=True)
     if not membership.lost:

@@ -317,7 +317,9 @@ class _RunningGroup:
         """In the membership's thread: another rank has failed or was lost. This rank ends as well, or goes on."""
         if self._ends_all(failure):
             threading.Thread(target=self._end, args=(failure.error(),), daemon=True).start()
-        elif self.group is not None:  # no transport notices each cut of the network
+        elif self.group is not None:
+            self.group.kept_graphs.forget_caller(failure.rank)
+            # No transport notices each cut of the network.
             self.group.transport.worker_lost(failure.rank, failure.error())
 
     def _orphaned(self) -> None:
