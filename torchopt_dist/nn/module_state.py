@@ -8,8 +8,6 @@ sub-module counts once.
 
 from __future__ import annotations
 
-import copy
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar, cast, overload, runtime_checkable
 
@@ -19,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from torchopt_dist import pytree
 from torchopt_dist._vmap import detach_, detached, has_history
 from torchopt_dist.nn import _tensor_dicts
-from torchopt_dist.nn._held_tensors import held_tensors
+from torchopt_dist.nn._module_copy import copied
 from torchopt_dist.nn._tensor_copier import TensorCopier
 from torchopt_dist.typing import (
     CopyMode,
@@ -195,7 +193,7 @@ def module_clone(
     """
     take = TensorCopier(by, device)
     if isinstance(target, nn.Module):
-        return cast("T", _cloned(target, take, TensorCopier("deepcopy", device) if detach_buffers else take))
+        return cast("T", copied(target, take, TensorCopier("deepcopy", device) if detach_buffers else take))
     if isinstance(target, StateHolder):
         modes: dict[str, Any] = {"by": by, "detach_buffers": detach_buffers, "device": device}
         return cast("T", target.clone_with(lambda part: module_clone(part, **modes)))
@@ -275,34 +273,6 @@ def _shape(tensor: Tensor | None) -> tuple[int, ...] | str | None:
 def _put_back(live: list[TensorContainer], saved: ModuleTensorContainers) -> None:
     for part, values in zip(live, saved, strict=True):
         part.update(values)
-
-
-def _cloned(
-    module: nn.Module, take: Callable[[Tensor], Tensor], take_buffer: Callable[[Tensor], Tensor]
-) -> nn.Module:
-    memo: dict[int, Any] = {}  # `deepcopy` takes the copies of these objects from here
-    for part in module.modules():
-        for name, attribute in vars(part).items():
-            if type(attribute) in _CONTAINERS and not attribute:
-                # a module has ten or so, and deepcopy is slow at them
-                memo[id(attribute)] = type(attribute)()
-            elif type(attribute) not in _PLAIN and name not in _REGISTERS and not _is_plain_tuple(attribute):
-                memo.update({id(tensor): take(tensor) for tensor in held_tensors(attribute)})
-    for buffer in module.buffers():
-        memo[id(buffer)] = take_buffer(buffer)
-    for parameter in module.parameters():
-        memo[id(parameter)] = take(parameter)
-    return copy.deepcopy(module, memo)
-
-
-_CONTAINERS = (dict, OrderedDict, list, set)
-_PLAIN = {bool, int, float, str, type(None)}
-_REGISTERS = ("_parameters", "_buffers", "_modules")
-
-
-def _is_plain_tuple(attribute: Any) -> bool:
-    """Whether it is something like the strides of a convolution."""
-    return type(attribute) is tuple and _PLAIN.issuperset(map(type, attribute))
 
 
 def _detachments(held: Sequence[TensorContainer]) -> dict[int, Tensor]:
