@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.distributed import rpc
 
@@ -106,6 +106,22 @@ def test_changes_in_place_go_unnoticed_without_versions(monkeypatch: pytest.Monk
     assert private.tensor_version(x) == 1 != before
     monkeypatch.setattr(torch.Tensor, "_version", property(missing), raising=False)
     assert private.tensor_version(x) is None
+
+
+@pytest.mark.parametrize("hide", [False, True])
+def test_memory_counts_as_shared_where_its_holders_are_hidden(
+    monkeypatch: pytest.MonkeyPatch, hide: bool
+) -> None:
+    if hide:
+        monkeypatch.delattr(torch._C, "_storage_Use_Count")
+    x = torch.ones(3)
+    assert private.memory_is_shared(x) == hide
+    for take in (Tensor.detach, lambda x: x[1:], lambda x: x.requires_grad_() * x, Tensor.untyped_storage):
+        held = take(x.detach())
+        assert private.memory_is_shared(x) or take is Tensor.untyped_storage
+        del held
+    assert private.memory_is_shared(x) == hide
+    assert private.memory_is_shared(x.to_sparse())
 
 
 def test_forward_mode_counts_as_active_where_its_level_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ name is missing; ``tests/test_torch_private.py`` hides each name and tests that.
 from __future__ import annotations
 
 import atexit
+import functools
 import sys
 import threading
 from collections.abc import Callable
@@ -39,6 +40,7 @@ __all__ = [
     "interpreter_flags",
     "is_batched_gradient",
     "is_functorch_tensor",
+    "memory_is_shared",
     "next_sequence_number",
     "outside_of_transforms",
     "parameters_of",
@@ -128,6 +130,28 @@ def tensor_version(tensor: Tensor) -> int | None:
     Without the name the answer is ``None``: changes in place between forward and backward go unnoticed.
     """
     return getattr(tensor, "_version", None)
+
+
+def memory_is_shared(tensor: Tensor) -> bool:
+    """Whether somebody else holds a tensor's memory: a view or an alias of it, a graph that has saved one, an array.
+
+    Without the name the answer is always yes: steps of an inner loop that could be made in place make new tensors.
+    """
+    holders = _find("_C._storage_Use_Count")
+    if holders is None:
+        return True
+    try:
+        mine = holders(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # a sparse tensor has no memory of this kind
+        return True
+    return mine > _holders_of_a_new_one(holders)
+
+
+@functools.cache
+def _holders_of_a_new_one(holders: Callable[[int], int]) -> int:
+    """How often memory is held that one tensor has for itself; the object that is asked counts."""
+    one = torch.empty(1)
+    return holders(one.untyped_storage()._cdata)
 
 
 def forward_mode_is_active() -> bool:

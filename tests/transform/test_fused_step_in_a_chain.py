@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import torchopt_dist as todist
+from tests.optim.table import CASES, ROWS
 from torchopt_dist.transform import add_decayed_weights, clip_grad_norm, clip_grad_value, trace
 from torchopt_dist.transform.apply_updates import differentiable_step, step_in_place
 from torchopt_dist.transform.base import ChainedGradientTransformation
@@ -122,3 +123,20 @@ def test_clipping_without_a_graph_gives_the_numbers_of_clipping_with_one(clip, d
     assert all(
         torch.equal(one, other) and one.dtype is dtype for one, other in zip(plain, recorded, strict=True)
     )
+
+
+@pytest.mark.parametrize(("name", "setting"), CASES)
+def test_a_step_of_gradients_alone_is_the_same_wherever_the_parameters_are(name, setting):
+    row = ROWS[name]
+    impl = row.function(**row.options[setting])
+    grads = [torch.randn(3, dtype=torch.float64)]
+    points = [[torch.randn(3, dtype=torch.float64)] for _ in range(2)]
+    states = [impl.init(points[0])] * 2
+    for _ in range(3):
+        steps = [impl.update(grads, s, params=p, inplace=False) for s, p in zip(states, points, strict=True)]
+        states = [state for _, state in steps]
+    if impl.fused_step.of_gradients_alone:
+        torch.testing.assert_close(steps[0][0], steps[1][0], rtol=0, atol=0)
+    if row.options[setting].get("weight_decay") or name == "AdamW":
+        assert not impl.fused_step.of_gradients_alone
+        assert not torch.equal(steps[0][0][0], steps[1][0][0])

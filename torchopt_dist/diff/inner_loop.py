@@ -158,7 +158,7 @@ def _inner_loop(
             "todist.Recorded()"
         )
     recording = torch.is_grad_enabled()
-    outcome = adjoint.run(loop) if recording else loop.run(loop.plain_step, loop.cut(begin))
+    outcome = adjoint.run(loop) if recording else loop.run(loop.training_step, loop.own(begin))
     losses = torch.stack(outcome.losses) if outcome.losses else torch.zeros(0)
     carry = outcome.carry
     adapted = model.result(carry.params, carry.buffers, last=not (recording and adjoint.runs_again))

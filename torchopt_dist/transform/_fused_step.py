@@ -58,6 +58,8 @@ class FusedStep:
     """The step that is recorded in the graph; likewise."""
     first_link: int = 0
     """The steps stand for this link of the chain and all after it; the links before it run first, as they are."""
+    of_gradients_alone: bool = False
+    """What is added to the parameters is known to depend on nothing but gradients, the state and numbers."""
 
     def after(self, links: int) -> FusedStep:
         """The same steps, behind so many links more."""
@@ -74,7 +76,8 @@ class FusedStep:
                 *rest, _, options = step.args
                 kept = {key: value for key, value in options.items() if key != "lr"}
                 made[name] = partial(step.func, *rest, schedule, {**kept, **number})
-        return replace(self, **made)
+        alone = self.of_gradients_alone and schedule is None
+        return replace(self, of_gradients_alone=alone, **made)
 
 
 def fused_step(
@@ -108,6 +111,9 @@ def fused_step(
         None
         if differentiable is None
         else partial(_differentiable_step, differentiable, types, schedule, given),
+        of_gradients_alone=(
+            differentiable is not None and schedule is None and not given.get("weight_decay", 0.0)
+        ),
     )
 
 

@@ -42,6 +42,8 @@ def gradients(
     for leaf in leaves:
         if leaf is not None and not isinstance(leaf, Tensor):
             raise TypeError(f"parameters must be tensors, got {type(leaf).__name__}")
+    if not _torch_private.transforms_are_active():
+        return _outside_of_transforms(loss, leaves, create_graph, retain_graph)
     levels = _torch_private.vmaps()
     held = [None if leaf is None else values_of(leaf, levels) for leaf in leaves]
     wanted = {place: one for place, one in enumerate(held) if one is not None and one.values.requires_grad}
@@ -70,6 +72,26 @@ def gradients(
         out[place] = one.tensor(grad)
     if create_graph:
         _attention.explain(of_loss.values, found, [one.values for one in wanted.values()])
+    return out
+
+
+def _outside_of_transforms(
+    loss: Tensor, leaves: Sequence[OptionalTensor], create_graph: bool, retain_graph: bool | None
+) -> list[OptionalTensor]:
+    wanted = {place: leaf for place, leaf in enumerate(leaves) if leaf is not None and leaf.requires_grad}
+    own = list(wanted.values())
+    found: Sequence[OptionalTensor] = ()
+    if loss.requires_grad and own:
+        found = torch.autograd.grad(
+            loss, own, create_graph=create_graph, retain_graph=retain_graph, allow_unused=True
+        )
+    out: list[OptionalTensor] = [None] * len(leaves)
+    for place, grad in zip(wanted, found, strict=False):
+        out[place] = grad
+    if all(grad is None for grad in out):
+        raise ValueError(_nothing_found(len(leaves), len(wanted)))
+    if create_graph:
+        _attention.explain(loss, found, own)
     return out
 
 

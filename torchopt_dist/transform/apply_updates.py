@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
@@ -11,7 +13,7 @@ from torchopt_dist.ops._columns import pick, present, put
 from torchopt_dist.transform.base import ChainedGradientTransformation, GradientTransformation
 from torchopt_dist.typing import OptionalTensor, OptState, Params, Updates
 
-__all__ = ["apply_updates", "differentiable_step", "move_", "step_in_place"]
+__all__ = ["apply_updates", "differentiable_step", "move_", "step_in_place", "training_step"]
 
 
 def apply_updates(params: Params, updates: Updates, *, inplace: bool = True) -> Params:
@@ -104,6 +106,44 @@ def differentiable_step(
         return apply_updates(params, updates, inplace=False), (*before, *rest)
     updates, state = impl.update(grads, state, params=params, inplace=False)
     return apply_updates(params, updates, inplace=False), state
+
+
+def training_step(
+    impl: GradientTransformation,
+    params: list[Tensor],
+    grads: list[OptionalTensor],
+    state: OptState,
+    tree: Callable[[Sequence[OptionalTensor]], Params],
+) -> OptState:
+    """Move parameters in place; the gradients stay as they are, and the state may be overwritten.
+
+    Args:
+        impl: the transformation.
+        params: the leaves of the parameters.
+        grads: as many gradients.
+        state: of the tree of the parameters.
+        tree: makes a tree of leaves.
+
+    Returns:
+        The next state.
+    """
+    fused_step = impl.fused_step if isinstance(impl, ChainedGradientTransformation) else None
+    with torch.no_grad():
+        if fused_step is None or fused_step.in_place is None:
+            updates, state = impl.update(tree(grads), state, params=tree(params), inplace=False)
+            move_(list(params), _leaves(tree(params), updates))
+            return state
+        if fused_step.first_link == 0:
+            fused_step.in_place(params, grads, state)
+            return state
+        assert isinstance(impl, ChainedGradientTransformation)
+        updates, before, rest = _before_fused_step(impl, tree(params), tree(grads), state, inplace=False)
+        fused_step.in_place(params, _leaves(tree(params), updates), rest)
+        return (*before, *rest)
+
+
+def _leaves(params: Params, updates: Updates) -> list[OptionalTensor]:
+    return pytree.flatten_like(pytree.flatten(params)[1], updates, "updates", "params")
 
 
 def _before_fused_step(

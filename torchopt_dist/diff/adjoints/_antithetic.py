@@ -42,9 +42,9 @@ def run_with_pairs(
     seen = watched(loop)
 
     def step(carry: Carry, number: int) -> tuple[Carry, Tensor, Any]:
-        return (seen if number == 0 else loop).plain_step(carry, number)
+        return (seen if number == 0 else loop).training_step(carry, number)
 
-    outcome = loop.run(step, loop.cut(loop.first))
+    outcome = loop.run(step, loop.own(loop.first))
     count = len(outcome.losses)
     places = loop.model.moved_places
     pairs = _Pairs(loop.without_stop(), _parts(count, part or max(1, count)), sigma)
@@ -93,7 +93,9 @@ class _Pairs:
                 for tensor, z in zip(self.loop.declared, noise, strict=True)
             }
             loop = self.loop.with_tensors([new.get(id(tensor), tensor) for tensor in self.loop.tensors])
-            outcome = loop.run(loop.plain_step, loop.cut(loop.first) if carry is None else carry, start, end)
+            outcome = loop.run(
+                loop.training_step, loop.own(loop.first) if carry is None else carry, start, end
+            )
             carry = outcome.carry
             numbers.append(self._amount(outcome, start, end))
         assert carry is not None

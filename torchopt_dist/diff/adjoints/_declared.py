@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import numbers
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -54,32 +54,37 @@ def tensors_of_meta(meta: Any) -> list[Tensor]:
 
 def tensors_within(thing: Any) -> list[Tensor]:
     """The tensors that functions of an optimizer were made with: its hyper-parameters."""
-    return differentiable(_within(thing, set()))
+    found: list[Tensor] = []
+    visited: set[int] = set()
+    waiting = [thing]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, Tensor):
+            found.append(one)
+        elif id(one) not in visited and not isinstance(one, _WHOLE):
+            visited.add(id(one))
+            waiting.extend(reversed(_parts(one)))
+    return differentiable(found)
 
 
-def _within(thing: Any, visited: set[int]) -> Iterator[Tensor]:
-    if isinstance(thing, Tensor):
-        yield thing
-        return
-    if id(thing) in visited or isinstance(thing, (str, bytes, numbers.Number, type, nn.Module)):
-        return
-    visited.add(id(thing))
-    parts: list[Any] = []
+_WHOLE = (str, bytes, type, nn.Module, numbers.Number, type(None))
+
+
+def _parts(thing: Any) -> list[Any]:
     if isinstance(thing, functools.partial):
-        parts = [thing.func, *thing.args, *thing.keywords.values()]
-    elif isinstance(thing, dict):
-        parts = list(thing.values())
-    elif isinstance(thing, (tuple, list)):
-        parts = [*thing, *getattr(thing, "__dict__", {}).values()]
-    elif callable(thing):
+        return [thing.func, *thing.args, *thing.keywords.values()]
+    if isinstance(thing, dict):
+        return list(thing.values())
+    if isinstance(thing, (tuple, list)):
+        return [*thing, *getattr(thing, "__dict__", {}).values()]
+    if callable(thing):
         cells = getattr(thing, "__closure__", None) or ()
         parts = [cell.cell_contents for cell in cells if _is_filled(cell)]
         parts += getattr(thing, "__defaults__", None) or ()
-        parts += [getattr(thing, "__self__", None), *getattr(thing, "__dict__", {}).values()]
-    elif hasattr(thing, "__dict__") and type(thing).__module__.startswith("torchopt_dist."):
-        parts = list(vars(thing).values())
-    for part in parts:
-        yield from _within(part, visited)
+        return [*parts, getattr(thing, "__self__", None), *getattr(thing, "__dict__", {}).values()]
+    if hasattr(thing, "__dict__") and type(thing).__module__.startswith("torchopt_dist."):
+        return list(vars(thing).values())
+    return []
 
 
 def _is_filled(cell: Any) -> bool:

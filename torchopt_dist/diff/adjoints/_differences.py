@@ -37,6 +37,8 @@ def run_with_differences(loop: Loop, radius: float, *, at_the_end: bool) -> Outc
     last: list[tuple[Carry, Evaluation, int]] = []
 
     def step(carry: Carry, number: int) -> tuple[Carry, Tensor, Any]:
+        if loop.stop is None and number < loop.steps - 1:
+            return (seen if number == 0 else loop).training_step(carry, number)
         found = (seen if number == 0 else loop).gradient(carry, number, record=False)
         last[:] = [(carry, found, number)]
         if number == loop.steps - 1:
@@ -58,7 +60,7 @@ def run_with_differences(loop: Loop, radius: float, *, at_the_end: bool) -> Outc
             between.carry = loop.cut(moved)
         return moved
 
-    outcome = loop.run(step, loop.cut(loop.first))
+    outcome = loop.run(step, loop.own(loop.first))
     if 0 < len(outcome.losses) < loop.steps:  # `stop` has said so after the step
         return outcome._replace(carry=connected(*last[0]))
     return outcome

@@ -18,6 +18,7 @@ from torch import Tensor
 from torchopt_dist import pytree
 from torchopt_dist._torch_private import transforms_are_active
 from torchopt_dist.diff.adjoints._declared import differentiable
+from torchopt_dist.diff.adjoints._in_place import moved_in_place, owned
 from torchopt_dist.diff.adjoints._model import Model
 from torchopt_dist.diff.adjoints._randomness import kept_generators, seed_step
 from torchopt_dist.linear_solve._closure import Substitute
@@ -172,6 +173,27 @@ class Loop:
         found = self.gradient(carry, number, record=False)
         return self.moved(carry, found, record=False), found.loss, found.aux
 
+    @property
+    def trains_in_place(self) -> bool:
+        """Whether :meth:`training_step` overwrites what it is given."""
+        return not transforms_are_active()
+
+    def training_step(self, carry: Carry, number: int) -> tuple[Carry, Tensor, Any]:
+        """As :meth:`plain_step`, on what :meth:`own` or an earlier such step has returned, which it overwrites."""
+        if not self.trains_in_place:
+            return self.plain_step(carry, number)
+        found = self.gradient(carry, number, record=False)
+        with self._substituted():
+            params, state = moved_in_place(self.optimizer, self.model, carry.params, found.grads, carry.state)
+        return Carry(params, state, found.buffers), found.loss, found.aux
+
+    def own(self, carry: Carry) -> Carry:
+        """The same numbers, without history, in memory that :meth:`training_step` may overwrite."""
+        if not self.trains_in_place:
+            return self.cut(carry)
+        params, state = owned(carry.params, carry.state, self.model.moved_places)
+        return Carry(self._tied(params), state, [buffer.detach() for buffer in carry.buffers])
+
     def first_order_step(self, carry: Carry, number: int) -> tuple[Carry, Tensor, Any]:
         """A step whose gradient is a constant; what the optimizer makes of it is recorded."""
         found = self.gradient(carry, number, record=False)
@@ -215,7 +237,7 @@ class Loop:
             loss = loss.reshape(())
         if not record:
             loss, buffers = loss.detach(), [buffer.detach() for buffer in buffers]
-            aux = pytree.map_tensors(Tensor.detach, aux)
+            aux = None if aux is None else pytree.map_tensors(Tensor.detach, aux)
         return Evaluation(loss, aux, self._at_places(found), buffers)
 
     def _gradient_in_transform(self, carry: Carry, number: int) -> Evaluation:

@@ -13,8 +13,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchopt_dist import pytree
-from torchopt_dist._torch_private import is_functorch_tensor, transforms_are_active
-from torchopt_dist.nn import _tensor_dicts
+from torchopt_dist._torch_private import (
+    buffers_of,
+    is_functorch_tensor,
+    parameters_of,
+    transforms_are_active,
+)
 from torchopt_dist.nn.module_state import module_clone
 from torchopt_dist.typing import OptionalTensor, Params, TensorContainer
 
@@ -71,6 +75,10 @@ class Model(ABC):
         """
 
     @abstractmethod
+    def let_go(self) -> None:
+        """Hold nothing of the leaves that were filled in last."""
+
+    @abstractmethod
     def buffers_now(self) -> list[Tensor]:
         """The buffers as the loss has left them."""
 
@@ -92,6 +100,9 @@ class TreeModel(Model):
 
     def leave(self) -> None:
         """Nothing: each tree is another one."""
+
+    def let_go(self) -> None:
+        """Nothing: a tree is the loss's own."""
 
     def filled(self, leaves: Sequence[Tensor], buffers: Sequence[Tensor]) -> Any:
         return self.tree(leaves)
@@ -136,6 +147,10 @@ class ModuleModel(Model):
     def leave(self) -> None:
         self._copy, self._places = _copied(self._copy, self._leaves, self.buffers_now())
 
+    def let_go(self) -> None:
+        self._leaves = self.leaves
+        _fill(self._places, self.leaves)
+
     def buffers_now(self) -> list[Tensor]:
         there: dict[int, Tensor] = {}
         for container, name, index in self._places:
@@ -161,7 +176,8 @@ def _copied(
     """A copy with the same tensors, and where in it each of them stands."""
     copy = module_clone(module)
     index = {id(tensor): place for place, tensor in enumerate([*leaves, *buffers])}
-    containers = [*_tensor_dicts.parameter_containers(copy), *_tensor_dicts.buffer_containers(copy)]
+    parts = list(copy.modules())
+    containers = [*map(parameters_of, parts), *map(buffers_of, parts)]
     return copy, [
         (container, name, index[id(tensor)])
         for container in containers
@@ -171,8 +187,11 @@ def _copied(
 
 
 def _fill(places: Places, tensors: Sequence[Tensor]) -> None:
+    """Put tensors in their places; those after the last one that is given stay."""
+    count = len(tensors)
     for container, name, index in places:
-        container[name] = tensors[index]
+        if index < count:
+            container[name] = tensors[index]
 
 
 def model_of(params: Params | nn.Module) -> Model:

@@ -4,7 +4,8 @@ To add one, write a file with a dataclass that is an :class:`Adjoint`; its field
 ``__post_init__`` checks. ``run`` gets a ``Loop`` (``_loop.py``) and runs its steps:
 
 - ``loop.run(loop.recorded_step, loop.first)`` is the exact gradient by recording;
-  ``loop.run(loop.plain_step, loop.cut(loop.first))`` is training without a graph;
+  ``loop.run(loop.training_step, loop.own(loop.first))`` is training without a graph, in place; where what a step
+  starts from is kept, ``loop.run(loop.plain_step, loop.cut(loop.first))``, which overwrites nothing;
 - an adjoint with a gradient of its own trains without a graph and connects the outcome by a
   ``torch.autograd.Function`` that takes ``loop.tensors``, all tensors for which there may be a gradient; as
   ``tensor.view_as(tensor)`` where ``loop.is_substituted``, since a loop around this one has put others in their places.

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import torch
+from torch import Tensor
+
+from torchopt_dist import pytree
 from torchopt_dist.diff.adjoints._loop import Loop, Outcome
 from torchopt_dist.diff.adjoints.adjoint import Adjoint
+from torchopt_dist.transform.base import ChainedGradientTransformation
+from torchopt_dist.typing import OptionalTensor
 
 __all__ = ["FirstOrder"]
 
@@ -25,4 +31,45 @@ class FirstOrder(Adjoint):
 
     def run(self, loop: Loop) -> Outcome:
         """Run the loop; see :meth:`Adjoint.run`."""
-        return loop.run(loop.first_order_step, loop.first)
+        if not _only_adds(loop):
+            return loop.run(loop.first_order_step, loop.first)
+        outcome = loop.run(loop.training_step, loop.own(loop.first))
+        places = loop.model.moved_places
+        first = [loop.first.params[place] for place in places]
+        if loop.is_substituted:
+            first = [leaf.view_as(leaf) for leaf in first]
+        params = list(outcome.carry.params)
+        connected = _Moved.apply([params[place] for place in places], *first)
+        for place, leaf in zip(places, connected, strict=True):
+            params[place] = leaf
+        tied = [params[place] for place in loop.model.first_places]
+        return outcome._replace(carry=outcome.carry._replace(params=tied))
+
+
+def _only_adds(loop: Loop) -> bool:
+    """Whether all that the steps do, if gradients are constants, is to add constants to the first parameters."""
+    optimizer = loop.optimizer
+    if not loop.trains_in_place or not isinstance(optimizer, ChainedGradientTransformation):
+        return False
+    step = optimizer.fused_step
+    state = pytree.flatten(loop.first.state)[0]
+    return (
+        step.of_gradients_alone
+        and step.first_link == 0
+        and not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in state)
+    )
+
+
+class _Moved(torch.autograd.Function):
+    """First parameters → these plus constants."""
+
+    apply: ClassVar[Any]
+
+    @staticmethod
+    def forward(ctx: Any, moved: list[Tensor], *first: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(moved)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: OptionalTensor) -> tuple[OptionalTensor, ...]:
+        return None, *grads

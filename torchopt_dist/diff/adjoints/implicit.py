@@ -68,9 +68,9 @@ class Implicit(Adjoint):
         seen = watched(loop)
 
         def step(carry: Carry, number: int) -> tuple[Carry, Tensor, Any]:
-            return (seen if number == 0 else loop).plain_step(carry, number)
+            return (seen if number == 0 else loop).training_step(carry, number)
 
-        outcome = loop.run(step, loop.cut(loop.first))
+        outcome = loop.run(step, loop.own(loop.first))
         count = len(outcome.losses)
         if count == 0:
             return outcome

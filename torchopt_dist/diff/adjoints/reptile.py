@@ -28,7 +28,7 @@ class Reptile(Adjoint):
 
     def run(self, loop: Loop) -> Outcome:
         """Run the loop; see :meth:`Adjoint.run`."""
-        outcome = loop.run(loop.plain_step, loop.cut(loop.first))
+        outcome = loop.run(loop.training_step, loop.own(loop.first))
         if not torch.is_grad_enabled():
             return outcome
         places = loop.model.moved_places

@@ -48,7 +48,7 @@ class Truncated(Adjoint):
             return loop.run(loop.recorded_step, loop.first)
         if loop.stop is None:
             start = loop.steps - self.steps
-            before = loop.run(loop.plain_step, loop.cut(loop.first), end=start)
+            before = loop.run(loop.training_step, loop.own(loop.first), end=start)
             return _followed(before, loop.run(loop.recorded_step, loop.cut(before.carry), start))
         return self._until_it_stops(loop)
 
