@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import tracemalloc
 import weakref
 
 import numpy as np
@@ -174,6 +175,49 @@ def test_other_arrays_travel_in_the_pickle(array):
     got, _ = travel(array)
     assert got.dtype == array.dtype
     np.testing.assert_array_equal(got, array)
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray, str])
+def test_long_bytes_travel_beside_the_pickle(kind):
+    """Into it they are not copied, and out of it once; one whose content can change is copied at once."""
+    size = 8_000_000
+    long = "é" * (size // 2) if kind is str else kind(bytes(range(250)) * (size // 250))
+    frames = list(range(200_000))  # a pickle of many frames, which are no long bytes
+    local = {"long": long}
+    tracemalloc.start()
+    message = pack([long, "a", local, frames, long, lambda: local], main_by_name=True)
+    packing = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(message.skeleton) < size / 4
+    assert [len(tensor) for tensor in message.tensors] == [size]
+    assert packing < size / 2 + (0 if kind is bytes else 2 * size)  # both picklers have been tried
+    if kind is bytearray:
+        local["long"] = long.copy()
+        long[:] = b"changed, and shorter"
+    want = local["long"]
+    wire = to_wire(message.detached(), Structures(), direct=False)
+    arrived = from_wire(wire, Structures()).received()
+    frames_need = 15_000_000
+    tracemalloc.start()
+    got, letter, held, numbers, again, function = unpack(arrived)
+    unpacking = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert type(got) is kind
+    assert got == want
+    assert got is again is held["long"]
+    assert function() is held
+    assert (letter, numbers) == ("a", frames)
+    assert unpacking < frames_need + (3 if kind is str else 1.1) * size
+
+
+def test_long_bytes_of_a_module_are_part_of_its_structure():
+    net = mlp()
+    net.table = bytes(1_000_000)
+    seen = Structures()
+    (got, long), wire = travel((net, bytes(2_000_000)), seen=seen)
+    assert got.table == net.table
+    assert long == bytes(2_000_000)
+    assert [len(structure) > 1_000_000 for _, structure in wire.structures] == [True]
 
 
 def test_functions_behind_decorators_are_named_not_copied():

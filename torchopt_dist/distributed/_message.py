@@ -26,6 +26,7 @@ class Message:
         used_up: in a reply, a graph that its sender drops only after sending: taking it apart takes a while.
         buffers: at the sender, the numbers of the tensors, besides parameters, that a module may hold and change, and
             of those on the memory of numpy arrays.
+        holes: where long ``bytes`` are left out of the skeleton, and the numbers of the tensors that lie on them.
     """
 
     skeleton: bytes
@@ -37,6 +38,7 @@ class Message:
     device: str | None = None
     used_up: Any = None
     buffers: frozenset[int] = frozenset()
+    holes: tuple[tuple[int, int], ...] = ()
 
     def detached(self) -> Message:
         """The message as it travels."""

@@ -1,10 +1,10 @@
 """An object → a message, and back: a skeleton of bytes beside the tensors and the module structures it mentions.
 
-An object is pickled at once, so that what its parts share is in it once. Tensors are taken out of it, wherever they
-are (in a module, a closure, a dictionary), so that a graph can be drawn through them and their memory is not copied
-into the pickle. Modules are taken out too: without its tensors, a module is the same bytes call after call, and a
-worker that has seen them need not be sent them again. But where a module shares an object that can change with the
-rest, such as a list that its hook fills, all stays in one pickle.
+An object is pickled at once, so that what its parts share is in it once. Tensors are taken out of it, wherever they are
+(in a module, a closure, a dictionary), so that a graph can be drawn through them and their memory is not copied into
+the pickle; so are large arrays of numpy and long ``bytes``. Modules are taken out too: without its tensors, a module is
+the same bytes call after call, and a worker that has seen them need not be sent them again. But where a module shares
+an object that can change with the rest, such as a list that its hook fills, all stays in one pickle.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from torchopt_dist.distributed._long_bytes import Holes, Writer, reader
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._names import find, name_of
 from torchopt_dist.distributed._parametrized_modules import is_parametrized, reduced
@@ -58,11 +59,11 @@ def pack(value: Any, *, main_by_name: bool, modules: PackedModules | None = None
     packed: PackedModules = {} if modules is None else modules
     try:
         try:
-            skeleton, pickler = _dump(value, main_by_name, tensors, structures, packed)
+            skeleton, holes, pickler = _dump(value, main_by_name, tensors, structures, packed)
             pickler.check_disjoint()
         except _OverlapError:  # only one pickle keeps what is shared one
             tensors, structures = _Tensors(main_by_name), {}
-            skeleton, _ = _dump(value, main_by_name, tensors, None, packed)
+            skeleton, holes, _ = _dump(value, main_by_name, tensors, None, packed)
             tensors.mark_buffers(tensors.all)
     except SerializationError:
         raise
@@ -75,6 +76,7 @@ def pack(value: Any, *, main_by_name: bool, modules: PackedModules | None = None
         [isinstance(tensor, nn.Parameter) for tensor in tensors.all],
         structures,
         buffers=frozenset(tensors.buffers),
+        holes=holes,
     )
 
 
@@ -85,7 +87,8 @@ def unpack(message: Message) -> Any:
         SerializationError: a module, function or class that it mentions is not there.
     """
     try:
-        return _Unpickler(message.skeleton, message.tensors, message.structures).load()
+        file = reader(message.skeleton, message.holes, message.tensors)
+        return _Unpickler(file, message.tensors, message.structures).load()
     except (Exception, SystemExit) as error:  # the objects' own code is run, which raises what it likes
         raise SerializationError(f"{type(error).__name__}: {error}") from error
 
@@ -136,18 +139,21 @@ def _dump(
     tensors: _Tensors,
     structures: dict[bytes, bytes] | None,
     packed: PackedModules,
-) -> tuple[bytes, _OutOfBandPickler]:
+    *,
+    whole: bool = False,
+) -> tuple[bytes, Holes, _OutOfBandPickler]:
     before = tensors.mark()
-    buffer = io.BytesIO()
-    pickler: _OutOfBandPickler = _NamePickler(buffer, main_by_name, tensors, structures, packed)
+    number = None if whole else tensors.number
+    file = Writer(number)
+    pickler: _OutOfBandPickler = _NamePickler(file, main_by_name, tensors, structures, packed)
     try:
         pickler.dump(value)
     except (_NeedsCodeError, pickle.PicklingError, AttributeError, TypeError):
         tensors.forget_since(before)
-        buffer = io.BytesIO()
-        pickler = _CodePickler(buffer, main_by_name, tensors, structures, packed)
+        file = Writer(number)
+        pickler = _CodePickler(file, main_by_name, tensors, structures, packed)
         pickler.dump(value)
-    return buffer.getvalue(), pickler
+    return *file.pickle(), pickler
 
 
 class _OutOfBandPickler(pickle.Pickler):
@@ -158,13 +164,13 @@ class _OutOfBandPickler(pickle.Pickler):
 
     def __init__(
         self,
-        buffer: io.BytesIO,
+        file: Writer,
         main_by_name: bool,
         tensors: _Tensors,
         structures: dict[bytes, bytes] | None,
         packed: PackedModules,
     ) -> None:
-        super().__init__(buffer, protocol=pickle.HIGHEST_PROTOCOL)
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self._main_by_name = main_by_name
         self._tensors = tensors
         self._structures = structures
@@ -211,7 +217,7 @@ class _OutOfBandPickler(pickle.Pickler):
         packed = self._packed.get((id(module), self._main_by_name))
         if packed is None:
             own = _Tensors(self._main_by_name)  # numbered from 0, so that equal structures are equal bytes
-            structure, pickler = _dump(module, self._main_by_name, own, None, {})
+            structure, _, pickler = _dump(module, self._main_by_name, own, None, {}, whole=True)
             digest = hashlib.blake2b(structure, digest_size=16).digest()
             packed = _PackedModule(module, structure, digest, own.all, pickler)
             self._packed[id(module), self._main_by_name] = packed
@@ -283,8 +289,10 @@ class _CodePickler(_OutOfBandPickler, cloudpickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, skeleton: bytes, tensors: list[torch.Tensor], structures: dict[bytes, bytes]) -> None:
-        super().__init__(io.BytesIO(skeleton))
+    def __init__(
+        self, file: io.BufferedIOBase, tensors: list[torch.Tensor], structures: dict[bytes, bytes]
+    ) -> None:
+        super().__init__(file)
         # What is found is kept in the memo. Nothing there may refer to the unpickler: all that it has rebuilt would be
         # part of a cycle, and its tensors would stay until the garbage collector comes.
         self._found = {"_tensor": tensors.__getitem__, "_module": _Modules(tensors, structures).load}
@@ -306,7 +314,7 @@ class _Modules:
     def load(self, which: int, digest: bytes, numbers: tuple[int, ...]) -> nn.Module:
         if which not in self._modules:
             tensors = [self._tensors[number] for number in numbers]
-            self._modules[which] = _Unpickler(self._structures[digest], tensors, {}).load()
+            self._modules[which] = _Unpickler(io.BytesIO(self._structures[digest]), tensors, {}).load()
         return self._modules[which]
 
 

@@ -33,7 +33,8 @@ class WireMessage(NamedTuple):
     """A message as a transport sends it.
 
     Attributes:
-        skeleton: as the message's; so are ``requires_grad``, ``is_parameter``, ``connected`` and ``device``.
+        skeleton: as the message's; so are ``requires_grad``, ``is_parameter``, ``connected``, ``device`` and
+            ``holes``.
         buffers: tensors of their own, and flat tensors in which small ones lie one after another.
         places: for each tensor its buffer, its shape, and whether it was on a GPU.
         shared: which buffers are flat ones.
@@ -49,6 +50,7 @@ class WireMessage(NamedTuple):
     structures: list[tuple[bytes, bytes | None]]
     connected: tuple[int, ...]
     device: str | None
+    holes: tuple[tuple[int, int], ...] = ()
 
 
 class MissingStructureError(Exception):
@@ -148,6 +150,7 @@ def to_wire(
         structures,
         message.connected,
         message.device,
+        message.holes,
     )
 
 
@@ -198,4 +201,5 @@ def from_wire(wire: WireMessage, seen: Structures) -> Message:
         structures,
         wire.connected,
         wire.device,
+        holes=wire.holes,
     )
