@@ -19,7 +19,9 @@ from tests.launch.families import assert_gone
 from tests.launch.sshd import NEEDS_SSHD
 from tests.launch.two import ON_TWO
 from torchopt_dist.launch._failures import death
+from torchopt_dist.launch._handles import WorkerHandle
 from torchopt_dist.launch._ssh import carry, in_loop, log_in
+from torchopt_dist.launch.logs import WorkerLogs
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -189,7 +191,9 @@ def test_a_large_result_holds_up_neither_lines_nor_the_death_of_another(tmp_path
 
 def test_long_lines_are_cut_in_the_message_and_whole_in_the_log():
     log = ("short", "x" * 5000)
-    error = death(0, "here", 1, log, asked=False)
+    worker = WorkerHandle(0, 0, "here", WorkerLogs([], None, range(1)))
+    worker.lines["stdout"].feed("\n".join(log).encode())
+    error = death(worker, 1)
     assert str(error).splitlines()[1:] == ["    short", f"    {'x' * 1000} ... and 4000 more characters"]
     assert error.log == log
 

@@ -39,8 +39,7 @@ def run_attempts(plan: Plan, membership: Membership | None = None) -> dict[str, 
             workers = sum(host.workers for host in plan.hosts)
             log.info("world %d: %d hosts, %d workers", attempt, len(plan.hosts), workers)
         plan.logs.forget_tails()
-        setups = {machine: plan.setup(machine) for machine in {host.machine for host in plan.hosts}}
-        job = Job(plan, setups, attempt, None if membership is None else membership.stop)
+        job = Job(plan, attempt, None if membership is None else membership.stop)
         try:
             values = job.run()
             break

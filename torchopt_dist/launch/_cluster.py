@@ -1,8 +1,8 @@
-"""``hosts``, ``nproc_per_host`` → how many workers run on which machine, and what torchrun would tell each of them."""
+"""``hosts``, ``nproc_per_host`` → how many workers run on which machine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 
@@ -10,7 +10,7 @@ from torchopt_dist.launch import _slurm as slurm
 from torchopt_dist.launch import _ssh as ssh
 from torchopt_dist.launch._machine import Machine, ThisMachine, is_this_machine
 
-__all__ = ["Host", "Reach", "find_hosts", "name_hosts", "torchrun_variables"]
+__all__ = ["Host", "Reach", "find_hosts", "name_hosts"]
 
 Reach = Callable[[Sequence[str]], dict[str, Machine]]
 
@@ -146,52 +146,3 @@ def _workers(number: int | str, name: str, cores: int, gpus: int) -> int:
             )
         return wanted
     return cores if kind == "cpu" else gpus or cores
-
-
-def torchrun_variables(
-    *,
-    hosts: list[Host],
-    host: int,
-    local_rank: int,
-    master: tuple[str, int],
-    run_id: str,
-    restarts: int,
-    max_restarts: int,
-    env: Mapping[str, str],
-) -> dict[str, str]:
-    """What torchrun sets for one worker.
-
-    Args:
-        hosts: all hosts.
-        host: the worker's own, by its place among them.
-        local_rank: the worker's rank there.
-        master: address and port of the store at which workers meet; the launcher holds it.
-        run_id: a name of this launch that no other has.
-        restarts: how often the workers have been started again.
-        max_restarts: how often they may be.
-        env: the environment, two variables of which are left as they are if they are set.
-    """
-    here = hosts[host]
-    rank, world_size = here.first_rank + local_rank, sum(host.workers for host in hosts)
-    variables = {
-        "RANK": rank,
-        "LOCAL_RANK": local_rank,
-        "WORLD_SIZE": world_size,
-        "LOCAL_WORLD_SIZE": here.workers,
-        "GROUP_RANK": host,
-        "GROUP_WORLD_SIZE": len(hosts),
-        "ROLE_NAME": "default",
-        "ROLE_RANK": rank,
-        "ROLE_WORLD_SIZE": world_size,
-        "MASTER_ADDR": master[0],
-        "MASTER_PORT": master[1],
-        "TORCHELASTIC_RUN_ID": run_id,
-        "TORCHELASTIC_RESTART_COUNT": restarts,
-        "TORCHELASTIC_MAX_RESTARTS": max_restarts,
-        "TORCHELASTIC_USE_AGENT_STORE": True,
-        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": env.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", 1),
-    }
-    if here.workers > 1 and "OMP_NUM_THREADS" not in env:
-        variables["OMP_NUM_THREADS"] = 1
-    return {name: str(value) for name, value in variables.items()}

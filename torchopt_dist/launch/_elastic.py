@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from torchopt_dist.errors import AgentFailedError, CallTimeoutError, InitializationError, WorkerFailedError
 from torchopt_dist.launch._cluster import Host, Reach
 from torchopt_dist.launch._failures import may_be_an_echo
-from torchopt_dist.launch._handles import LONGEST_WAIT
+from torchopt_dist.launch._job import LONGEST_WAIT
 from torchopt_dist.launch._machine import Machine
 from torchopt_dist.launch._messages import Stop
 from torchopt_dist.launch._plan import Plan

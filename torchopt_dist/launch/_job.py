@@ -1,13 +1,12 @@
 """A plan → the values that all workers return, or the error that ended them: the launcher's side of one attempt.
 
-What agents and workers tell is noted in ``_handles.py``, which also says whose time is up; ``_failures.py`` says which
-of several errors is the cause. Whatever happens, agents and workers are gone when :meth:`Job.run` returns or raises.
+What agents and workers tell is noted in ``_handles.py``. Of several errors the likeliest cause is raised. Whatever
+happens, agents and workers are gone when :meth:`Job.run` returns or raises.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import math
 import os
@@ -15,37 +14,21 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NoReturn
 
-from torchopt_dist.errors import AgentFailedError, WorkerFailedError
-from torchopt_dist.launch._cluster import Host, torchrun_variables
-from torchopt_dist.launch._failures import EXIT_SECONDS, Failures, death, halt
-from torchopt_dist.launch._handles import LONGEST_WAIT, AgentHandle, Deadlines, WorkerHandle
-from torchopt_dist.launch._machine import Machine
-from torchopt_dist.launch._messages import (
-    Alive,
-    Exited,
-    Halted,
-    Listening,
-    NotStarted,
-    Output,
-    Raised,
-    Reached,
-    Returned,
-    Running,
-    Started,
-    StartWorkers,
-    Stop,
-)
-from torchopt_dist.launch._pickling import unpack_failure
-from torchopt_dist.launch._plan import Plan, WorkerSetup
+from torchopt_dist.errors import AgentFailedError, CallTimeoutError, InitializationError
+from torchopt_dist.launch import _messages as messages
+from torchopt_dist.launch._cluster import Host
+from torchopt_dist.launch._failures import ECHO_SECONDS, EXIT_SECONDS, death, halt, may_be_an_echo
+from torchopt_dist.launch._handles import AgentHandle, WorkerHandle
+from torchopt_dist.launch._pickling import pack, unpack_failure
+from torchopt_dist.launch._plan import Plan
 from torchopt_dist.launch._processes import umask
 from torchopt_dist.launch._rendezvous import agree
-from torchopt_dist.launch._stream import Stream
-from torchopt_dist.launch.logs import LineSplitter
 
-__all__ = ["Job", "StoppedError"]
+__all__ = ["LONGEST_WAIT", "Job", "StoppedError"]
 
 log = logging.getLogger(__package__)
 
@@ -53,6 +36,10 @@ AGENT_SECONDS, KILLED_SECONDS = 5.0, 1.0
 """For an agent to end, beside what workers are given; and when it has been killed."""
 LOST_SECONDS = 0.5
 """For it to become known, when an agent has ended, that its machine is lost."""
+SILENT_THERE = 1.5
+"""What is given to agents on other machines: if nothing at all is heard of a machine, that is known before."""
+LONGEST_WAIT = 86400.0
+"""Seconds that one call waits, at most: the kernel's calls know no more than 24 days."""
 
 
 class StoppedError(Exception):
@@ -64,7 +51,6 @@ class Job:
 
     Args:
         plan: what is to be done.
-        setups: for each machine, what its workers take over.
         restarts: how many attempts there have been before.
         stop: the job ends its workers when there is something to read from this socket.
 
@@ -72,21 +58,16 @@ class Job:
         lost: the names of the hosts that were lost → why. It is complete when :meth:`run` has ended.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        setups: Mapping[Machine, WorkerSetup],
-        restarts: int = 0,
-        stop: socket.socket | None = None,
-    ) -> None:
-        self._plan, self._setups, self._restarts = plan, setups, restarts
-        self._stop_channel, self._told_to_stop = stop, False
+    def __init__(self, plan: Plan, restarts: int = 0, stop: socket.socket | None = None) -> None:
+        self._plan, self._options, self._restarts, self._stop = plan, plan.options, restarts, stop
+        self._setups = {machine: plan.setup(machine) for machine in {host.machine for host in plan.hosts}}
+        self._begun = time.monotonic()
+        self._told_to_stop = False
         self.lost: dict[str, str] = {}
-        self._logs, self._options = plan.logs, plan.options
         self._agents: list[AgentHandle] = []
         self._workers: list[WorkerHandle] = []
-        self._deadlines = Deadlines(plan, self._agents, self._workers)
-        self._failures = Failures()
+        self._failures: list[tuple[float, float, Exception]] = []
+        """Errors: seconds in which the cause of each may still become known, when these are over, the error."""
         self._kept: Exception | None = None
         self._selector = selectors.DefaultSelector()
 
@@ -94,28 +75,22 @@ class Job:
         """The values of all ranks.
 
         Raises:
-            Exception: what a worker's function raised; also a :class:`~torchopt_dist.errors.RemoteError`.
+            Exception: as :meth:`~torchopt_dist.launch.Launcher.run`.
             StoppedError: the job was told to stop.
-            WorkerFailedError: a worker ended before its function returned.
-            AgentFailedError: an agent died.
-            CallTimeoutError: the functions have not returned in time.
-            InitializationError: the workers have not started in time, the port is taken, or hosts do not reach each
-                other.
-            SerializationError: a value cannot be read here.
-            OSError: there are too many open files, or processes.
         """
         grace = self._options.stop_timeout
         try:
-            if self._stop_channel is not None:
-                self._selector.register(self._stop_channel, selectors.EVENT_READ, self._note_stop)
+            if self._stop is not None:
+                self._selector.register(self._stop, selectors.EVENT_READ, self._note_stop)
             for host in self._plan.hosts:
                 self._connect(host)
             master = agree(self._agents, self._options.master_port, self._ask)
             for index, agent in enumerate(self._agents):
                 self._start(agent, index, master)
-            self._wait_for_values()
+            while not self._all_returned:
+                self._turn()
+            self._wait_for_exits()
             grace = 0.0
-            self._tell_bad_exits()
         finally:
             self._end(grace)
         if self._kept is not None:
@@ -126,132 +101,127 @@ class Job:
 
     def _connect(self, host: Host) -> None:
         connection = host.machine.connect(self._setups[host.machine].env)
-        workers = {
-            host.first_rank + local_rank: WorkerHandle(
-                host.first_rank + local_rank,
-                local_rank,
-                host.name,
-                {
-                    stream: LineSplitter(
-                        self._logs, host.first_rank + local_rank, local_rank, host.name, stream
-                    )
-                    for stream in ("stdout", "stderr")
-                },
-            )
-            for local_rank in range(host.workers)
-        }
-        agent = AgentHandle(host, Stream(connection), workers)
+        agent = AgentHandle(host, connection, self._plan.logs)
         self._agents.append(agent)
-        self._workers += workers.values()
-        self._selector.register(agent.stream, selectors.EVENT_READ, functools.partial(self._hear, agent))
+        self._workers += agent.workers.values()
+        self._selector.register(agent.stream, selectors.EVENT_READ, partial(self._hear, agent))
 
     def _ask(self, agents: Sequence[AgentHandle], question: object) -> list[Any]:
         """The answers of agents to a question."""
         for agent in agents:
             agent.answer = None
-            self._put(agent, question)
+            agent.tell(question)
         while any(agent.answer is None for agent in agents):
             self._turn()
         return [agent.answer for agent in agents]
 
     def _start(self, agent: AgentHandle, index: int, master: tuple[str, int]) -> None:
-        setup = self._setups[agent.machine]
-        variables = {
-            rank: torchrun_variables(
-                hosts=self._plan.hosts,
-                host=index,
-                local_rank=worker.local_rank,
-                master=master,
-                run_id=self._plan.run_id,
-                restarts=self._restarts,
-                max_restarts=self._options.max_restarts,
-                env=setup.env,
-            )
-            for rank, worker in agent.workers.items()
-        }
-        here = agent.machine.here
-        message = StartWorkers(
-            header=setup.header,
-            env=variables,
+        setup, here = self._setups[agent.machine], agent.machine.here
+        message = messages.StartWorkers(
+            header=pack(setup),
+            env={
+                rank: self._plan.variables(index, worker.local_rank, master, self._restarts, setup.env)
+                for rank, worker in agent.workers.items()
+            },
             cores=frozenset(os.sched_getaffinity(0)) if here else None,
             umask=umask() if here else None,
             store=master[0] if index == 0 else None,
         )
-        self._put(agent, message, self._plan.task)
-
-    def _put(self, agent: AgentHandle, message: object, payload: bytes = b"") -> None:
-        with contextlib.suppress(OSError):  # that it has ended is noticed where it is heard
-            agent.stream.put(message, payload)
+        agent.tell(message, self._plan.task)
 
     # The loop.
 
-    def _turn(self, returned_at: float | None = None) -> None:
-        """Wait for something to happen, and take note of it.
+    @property
+    def _all_returned(self) -> bool:
+        return all(worker.value is not None for worker in self._workers)
 
-        Args:
-            returned_at: when all functions had returned.
-
-        Raises:
-            Exception: as :meth:`run`.
-        """
-        now = time.monotonic()
-        self._failures.raise_cause(all(worker.decided for worker in self._workers))
-        if self._told_to_stop and returned_at is None:
-            raise StoppedError
-        self._deadlines.raise_if_late(now)
-        for act in self._ready(self._patience(now, returned_at)):
+    def _turn(self, until: float = math.inf) -> None:
+        """Act on what happens next, or on what is due before; return at that moment if there is neither."""
+        until = min([until, *(moment for moment, _ in self._deadlines())])
+        for act in self._ready(until - time.monotonic()):
             act()
-        for late in self._deadlines.silent(time.monotonic()):
-            if late.pid is not None:
-                late.machine.kill_agent(late.pid)
-            self._agent_ended(
-                late, f"gave no sign of life for {self._options.agent_timeout:g} s, and was killed"
-            )
-        for worker, number, seconds in self._deadlines.halted(time.monotonic()):
-            worker.halted = None
-            if not worker.decided:
-                worker.failed = True
-                self._failures.add(halt(worker.rank, worker.host, number, seconds, self._tail(worker)))
+        for moment, act in self._deadlines():
+            if moment <= time.monotonic():
+                act()
 
-    def _ready(self, seconds: float | None) -> list[Callable[[], None]]:
+    def _ready(self, seconds: float) -> list[Callable[[], object]]:
         """What is to be called, since something has come or can be sent."""
         for agent in self._agents:
             if not agent.ended:
                 events = selectors.EVENT_READ | (selectors.EVENT_WRITE if agent.stream.waits_to_send else 0)
-                self._selector.modify(agent.stream, events, functools.partial(self._hear, agent))
-        return [key.data for key, _ in self._selector.select(seconds)]
+                self._selector.modify(agent.stream, events, partial(self._hear, agent))
+        return [key.data for key, _ in self._selector.select(min(seconds, LONGEST_WAIT))]
 
-    def _patience(self, now: float, returned_at: float | None) -> float | None:
-        """Seconds until time alone changes something."""
-        ends = self._failures.times() + self._deadlines.ahead(returned_at)
-        return min(max(0.0, min(ends) - now) + 1e-3, LONGEST_WAIT) if ends else None
+    def _deadlines(self) -> Iterator[tuple[float, Callable[[], object]]]:
+        """Moments, by ``time.monotonic``, and what is to be done when they have come."""
+        options = self._options
+        if self._failures:
+            _, moment, error = min(self._failures, key=lambda failure: failure[0])  # of equals, the first
+            all_known = all(worker.decided for worker in self._workers)
+            yield (-math.inf if all_known else moment), partial(_raise, error)
+        if self._told_to_stop and not self._all_returned:
+            yield -math.inf, partial(_raise, StoppedError())
+        if not all(worker.running for worker in self._workers):
+            yield self._begun + options.start_timeout, self._refuse_late_starts
+        if options.timeout is not None and not self._all_returned:
+            yield self._plan.begun + options.timeout, self._refuse_late_values
+        for agent in self._agents:
+            if not agent.ended:
+                seconds = options.agent_timeout * (1.0 if agent.machine.here else SILENT_THERE)
+                yield agent.heard + seconds, partial(self._give_up_agent, agent)
+        if options.halted_timeout is not None:
+            for worker in self._workers:
+                if worker.halted is not None:
+                    moment, number = worker.halted
+                    fail = partial(self._fail_halted, worker, number, options.halted_timeout)
+                    yield moment + options.halted_timeout, fail
+
+    def _refuse_late_starts(self) -> None:
+        waiting = ", ".join(str(worker) for worker in self._workers if not worker.running)
+        seconds = self._options.start_timeout
+        raise InitializationError(f"{waiting} did not start within `start_timeout`, {seconds:g} s")
+
+    def _refuse_late_values(self) -> None:
+        waiting = ", ".join(str(worker) for worker in self._workers if worker.value is None)
+        seconds = self._options.timeout
+        raise CallTimeoutError(f"{waiting} did not return within `timeout`, {seconds:g} s")
+
+    def _give_up_agent(self, agent: AgentHandle) -> None:
+        """Kill an agent that has nothing to say, not even that it lives, unless this process has been slow to hear."""
+        if not agent.stream.waits_to_be_read:
+            if agent.pid is not None:
+                agent.machine.kill_agent(agent.pid)
+            seconds = self._options.agent_timeout
+            self._agent_ended(agent, f"gave no sign of life for {seconds:g} s, and was killed")
+
+    def _fail_halted(self, worker: WorkerHandle, number: int, seconds: float) -> None:
+        worker.halted = None
+        if not worker.decided:
+            self._fail(halt(worker, number, seconds), 0.0, worker)
+
+    def _fail(self, error: Exception, wait: float, *workers: WorkerHandle) -> None:
+        """Take note that workers have failed by an error, whose cause may become known in so many seconds."""
+        for worker in workers:
+            worker.failed = True
+        self._failures.append((wait, time.monotonic() + wait, error))
 
     def _note_stop(self) -> None:
-        assert self._stop_channel is not None
-        self._selector.unregister(self._stop_channel)
+        assert self._stop is not None
+        self._selector.unregister(self._stop)
         self._told_to_stop = True
         for agent in self._agents:
             self._hear(agent)  # its workers may have returned just now
 
-    def _wait_for_values(self) -> None:
-        """Return when all workers have returned and ended; raise when one will not."""
-        returned_at = None
-        while True:
-            if all(worker.value is not None for worker in self._workers):
-                now = time.monotonic()
-                returned_at = returned_at or now
-                late = [worker for worker in self._workers if worker.status is None]
-                if not late or now > returned_at + self._options.exit_timeout:
-                    return
-            self._turn(returned_at)
-
-    def _tell_bad_exits(self) -> None:
+    def _wait_for_exits(self) -> None:
+        """Wait until workers that have returned have ended, and tell of those that do not, or with an error."""
         seconds = self._options.exit_timeout
+        until = time.monotonic() + seconds
+        while any(worker.status is None for worker in self._workers) and time.monotonic() < until:
+            self._turn(until)
         for worker in self._workers:
             if worker.status is None:
-                log.warning(
-                    "%s returned its value, but did not end within `exit_timeout`, %g s", worker, seconds
-                )
+                what = f"did not end within `exit_timeout`, {seconds:g} s"
+                log.warning("%s returned its value, but %s", worker, what)
             elif worker.status:
                 log.warning("%s returned its value, and then ended with status %d", worker, worker.status)
 
@@ -263,108 +233,90 @@ class Job:
         try:
             with contextlib.suppress(OSError):  # the end is seen as such below
                 agent.stream.send()
-            messages = agent.stream.receive()
+            heard = agent.stream.receive()
         except EOFError:
             lost = None if agent.told_to_stop else agent.machine.why_lost(LOST_SECONDS)
             self._agent_ended(agent, "died" if lost is None else f"was lost: {lost}")
             return
-        if messages is not None:
+        if heard is not None:
             agent.heard = time.monotonic()
-            for message, payload in messages:
+            for message, payload in heard:
                 self._note(agent, message, payload)
 
     def _note(self, agent: AgentHandle, message: Any, payload: bytes) -> None:
-        if isinstance(message, Alive):
+        if isinstance(message, messages.Alive):
             agent.pid = message.pid
-        elif isinstance(message, (Listening, Reached)):
+        elif isinstance(message, (messages.Listening, messages.Reached)):
             agent.answer = message
-        elif isinstance(message, NotStarted):
+        elif isinstance(message, messages.NotStarted):
             reason = f"no more workers can be started on {agent.name}: {message.reason}"
-            self._failures.add(OSError(message.number, reason), 0.0)
-        elif isinstance(message, Output):
+            self._fail(OSError(message.number, reason), 0.0)
+        elif isinstance(message, messages.Output):
             worker = agent.workers[message.rank]
             if message.into == "report":
                 for said, of_it in worker.report.feed(payload):
                     self._note_report(worker, said, of_it)
             else:
                 worker.lines[message.into].feed(payload)
-        elif isinstance(message, Started):
+        elif isinstance(message, messages.Started):
             agent.workers[message.rank].pid = message.pid
-        elif isinstance(message, Halted):
+        elif isinstance(message, messages.Halted):
             now = time.monotonic()
             agent.workers[message.rank].halted = None if message.signal is None else (now, message.signal)
-        elif isinstance(message, Exited):
-            self._worker_ended(agent.workers[message.rank], message.status, message.out_of_memory)
+        elif isinstance(message, messages.Exited):
+            worker = agent.workers[message.rank]
+            worker.note_end(message.status)
+            if not worker.decided:
+                error = death(worker, message.status, out_of_memory=message.out_of_memory)
+                self._fail(error, EXIT_SECONDS if message.status >= 0 else 0.0, worker)
 
     def _note_report(self, worker: WorkerHandle, said: Any, payload: bytes) -> None:
-        if isinstance(said, Running):
+        if isinstance(said, messages.Running):
             worker.running = True
-        elif isinstance(said, Returned):
+        elif isinstance(said, messages.Returned):
             worker.value = payload
-        elif isinstance(said, Raised):
-            worker.failed = True
+        elif isinstance(said, messages.Raised):
             if said.exit_code is not None:
-                self._failures.add(self._death(worker, said.exit_code, asked=True), EXIT_SECONDS)
+                self._fail(death(worker, said.exit_code, asked=True), EXIT_SECONDS, worker)
             else:
-                self._failures.add(unpack_failure(said.text, payload, str(worker)))
-
-    def _worker_ended(self, worker: WorkerHandle, status: int, out_of_memory: bool) -> None:
-        worker.status, worker.halted = status, None
-        if not worker.decided:
-            worker.failed = True
-            error = self._death(worker, status, out_of_memory=out_of_memory)
-            self._failures.add(error, EXIT_SECONDS if status >= 0 else 0.0)
+                error = unpack_failure(said.text, payload, str(worker))
+                self._fail(error, ECHO_SECONDS if may_be_an_echo(error) else 0.0, worker)
 
     def _agent_ended(self, agent: AgentHandle, how: str) -> None:
-        agent.ended, agent.heard = True, math.inf
+        agent.ended = True
         self._selector.unregister(agent.stream)
         workers = list(agent.workers.values())
         left = [worker for worker in workers if not worker.decided]
         for worker in workers:
-            worker.halted = None
-            if worker.status is None:
-                worker.status = -signal.SIGKILL
+            worker.note_end(-signal.SIGKILL if worker.status is None else worker.status)
         if agent.told_to_stop:
             return
         self.lost[agent.name] = f"its agent {how}"
         if all(worker.value is not None for worker in workers):
             log.warning("the agent on %s %s, after its workers had returned", agent.name, how)
             return
-        for worker in left:
-            worker.failed = True
         if any(worker.pid for worker in workers):
             what = f"{how}; {', '.join(map(str, left)) or 'no worker'} was ended with it"
         else:
             what = f"{how}, before it started a worker; what it or its forkserver said is on standard error"
-        self._failures.add(AgentFailedError(f"the agent on {agent.name} {what}"), 0.0)
-
-    def _death(
-        self, worker: WorkerHandle, status: int, *, asked: bool = False, out_of_memory: bool = False
-    ) -> WorkerFailedError:
-        tail = self._tail(worker)
-        return death(worker.rank, worker.host, status, tail, asked=asked, out_of_memory=out_of_memory)
-
-    def _tail(self, worker: WorkerHandle) -> tuple[str, ...]:
-        worker.finish_lines()
-        return self._logs.tail(worker.rank)
+        self._fail(AgentFailedError(f"the agent on {agent.name} {what}"), 0.0, *left)
 
     # The end.
 
     def _end(self, grace: float) -> None:
         """Have everything ended, and hand on the last lines."""
         try:
-            if self._stop_channel is not None and self._stop_channel in self._selector.get_map():
-                self._selector.unregister(self._stop_channel)
+            if self._stop is not None and self._stop in self._selector.get_map():
+                self._selector.unregister(self._stop)
             for agent in self._agents:
                 if not agent.ended:
                     self._tell_to_stop(agent, grace)
-            self._failures.clear()
             self._wait_for_agents(grace + AGENT_SECONDS)
             for agent in self._agents:
                 if not agent.ended:
                     self.lost[agent.name] = "its agent did not end when it was told to"
                     if agent.pid is not None:
-                        self._attempt(functools.partial(agent.machine.kill_agent, agent.pid))
+                        self._attempt(partial(agent.machine.kill_agent, agent.pid))
             self._wait_for_agents(KILLED_SECONDS)
             for worker in self._workers:
                 self._attempt(worker.finish_lines)
@@ -377,19 +329,16 @@ class Job:
         agent.told_to_stop = True
         if (
             agent.stream.waits_to_send
-        ):  # it has not taken its task yet: it has no workers, and sees that nobody is here
+        ):  # it has not taken its task: it has no workers, and sees that nobody is here
             self._agent_ended(agent, "has no workers")
             agent.stream.close()
         else:
-            self._put(agent, Stop(grace))
+            agent.tell(messages.Stop(grace))
 
     def _wait_for_agents(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        while not all(agent.ended for agent in self._agents):
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return
-            for act in self._ready(min(left, LONGEST_WAIT)):
+        while not all(agent.ended for agent in self._agents) and (left := deadline - time.monotonic()) > 0:
+            for act in self._ready(left):
                 self._attempt(act)
 
     def _attempt(self, step: Callable[[], object]) -> None:
@@ -398,3 +347,7 @@ class Job:
             step()
         except Exception as error:
             self._kept = self._kept or error
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error

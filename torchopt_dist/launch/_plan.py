@@ -1,4 +1,4 @@
-"""What a launch is to do: what, where, and by which options."""
+"""What a launch is to do: what, where, and by which options → what torchrun would tell each worker."""
 
 from __future__ import annotations
 
@@ -7,23 +7,11 @@ from dataclasses import dataclass
 
 from torchopt_dist.launch._cluster import Host
 from torchopt_dist.launch._machine import Machine
+from torchopt_dist.launch._messages import Header
 from torchopt_dist.launch.logs import WorkerLogs
 from torchopt_dist.launch.options import LaunchOptions
 
-__all__ = ["Plan", "WorkerSetup"]
-
-
-@dataclass(frozen=True)
-class WorkerSetup:
-    """What the workers on one machine take over from the launcher.
-
-    Attributes:
-        env: the environment.
-        header: the packed :class:`~torchopt_dist.launch._messages.Header`.
-    """
-
-    env: Mapping[str, str]
-    header: bytes
+__all__ = ["Plan"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +31,44 @@ class Plan:
     options: LaunchOptions
     begun: float
     hosts: list[Host]
-    setup: Callable[[Machine], WorkerSetup]
+    setup: Callable[[Machine], Header]
     task: bytes
     logs: WorkerLogs
     run_id: str
+
+    def variables(
+        self, host: int, local_rank: int, master: tuple[str, int], restarts: int, env: Mapping[str, str]
+    ) -> dict[str, str]:
+        """What torchrun sets for one worker.
+
+        Args:
+            host: the worker's host, by its place among the hosts.
+            local_rank: the worker's rank there.
+            master: address and port of the store at which workers meet.
+            restarts: how often the workers have been started again.
+            env: the environment, two variables of which are left as they are if they are set.
+        """
+        here = self.hosts[host]
+        rank, world_size = here.first_rank + local_rank, sum(each.workers for each in self.hosts)
+        variables = {
+            "RANK": rank,
+            "LOCAL_RANK": local_rank,
+            "WORLD_SIZE": world_size,
+            "LOCAL_WORLD_SIZE": here.workers,
+            "GROUP_RANK": host,
+            "GROUP_WORLD_SIZE": len(self.hosts),
+            "ROLE_NAME": "default",
+            "ROLE_RANK": rank,
+            "ROLE_WORLD_SIZE": world_size,
+            "MASTER_ADDR": master[0],
+            "MASTER_PORT": master[1],
+            "TORCHELASTIC_RUN_ID": self.run_id,
+            "TORCHELASTIC_RESTART_COUNT": restarts,
+            "TORCHELASTIC_MAX_RESTARTS": self.options.max_restarts,
+            "TORCHELASTIC_USE_AGENT_STORE": True,
+            "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": env.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", 1),
+        }
+        if here.workers > 1 and "OMP_NUM_THREADS" not in env:
+            variables["OMP_NUM_THREADS"] = 1
+        return {name: str(value) for name, value in variables.items()}

@@ -28,8 +28,8 @@ from torchopt_dist.launch._environment import chosen_by, import_path, read_env_f
 from torchopt_dist.launch._groups import in_groups
 from torchopt_dist.launch._machine import Machine
 from torchopt_dist.launch._messages import Header
-from torchopt_dist.launch._pickling import pack, pack_task
-from torchopt_dist.launch._plan import Plan, WorkerSetup
+from torchopt_dist.launch._pickling import pack_task
+from torchopt_dist.launch._plan import Plan
 from torchopt_dist.launch._processes import allow_many_files
 from torchopt_dist.launch._remote import SshOptions, connect
 from torchopt_dist.launch._termination import ended_in_order
@@ -166,7 +166,7 @@ class Launcher(LaunchOptions):
         )
         return connect(names, options, self.start_timeout, otherwise)
 
-    def _setup(self, folder: str, added: Mapping[str, str], machine: Machine) -> WorkerSetup:
+    def _setup(self, folder: str, added: Mapping[str, str], machine: Machine) -> Header:
         """What workers on a machine take over."""
         if machine.here:
             env, path = {**os.environ, **added}, import_path()
@@ -174,7 +174,7 @@ class Launcher(LaunchOptions):
             env = {**machine.env, **chosen_by(self.copy_env, os.environ), **added}
             ours = [os.path.abspath(entry) for entry in import_path()]  # that of the script is the first
             path = list(dict.fromkeys([*ours[:1], *machine.path, *ours]))
-        return WorkerSetup(env, pack(Header(env, path, list(sys.argv), folder, _sources())))
+        return Header(env, path, list(sys.argv), folder, _sources())
 
 
 Launcher.__doc__ = re.sub(r"OPTIONS: .*", args_section, Launcher.__doc__ or "")
