@@ -53,7 +53,7 @@ class Fake:
             self.listeners = Listeners(question)
             return self.listeners.where
         assert len(question.where.token) == 16
-        return Reached(frozenset(question.where.addresses) & frozenset(self.reaches))
+        return Reached(frozenset(question.where.ports) & frozenset(self.reaches))
 
 
 def meet(agents, port=0):
@@ -104,7 +104,7 @@ def test_a_loopback_address_is_no_place_to_meet():
 
 
 def test_hosts_that_reach_no_address_are_named():
-    rule = r"b, d cannot reach a, where rank 0 is, at port \d+ of any of its addresses 127.* firewall"
+    rule = r"b, d cannot reach a, where rank 0 is, at any of its addresses 127\.0\.0\.2 port \d+, .* firewall"
     with pytest.raises(todist.InitializationError, match=rule):
         meet([Fake("a"), Fake("b", reaches=()), Fake("c"), Fake("d", reaches=())])
 
@@ -152,29 +152,13 @@ def test_a_port_that_is_taken_at_another_address_is_taken():
         assert not any(listens(address, port) for address in ("127.0.0.1", "127.0.0.2", "127.0.0.4"))
 
 
-def test_a_free_port_is_free_at_all_addresses(monkeypatch):
-    """A port that the first address has free may be in use at another."""
-    listen, tried = store._listen, []
-
-    def listen_later(address, port):
-        if address == "127.0.0.3" and len(tried) < 3:
-            tried.append(port)
-            with socket.create_server((address, port)):
-                return listen(address, port)
-        return listen(address, port)
-
-    monkeypatch.setattr(store, "_listen", listen_later)
-    with contextlib.closing(Listeners(Listen(0, True))) as listeners:
-        assert listeners.where.addresses == ADDRESSES
-        assert len(tried) == 3
-
-
 def test_an_address_that_is_not_ready_is_left_out(monkeypatch):
     """As one of IPv6 is in its first second."""
     monkeypatch.setattr(store, "_own_addresses", lambda: [LOOPBACK, "192.0.2.77", "127.0.0.2"])
     for port in (0, free_port()):
         with contextlib.closing(Listeners(Listen(port, True))) as listeners:
-            assert listeners.where.addresses == (LOOPBACK, "127.0.0.2")
+            assert list(listeners.where.ports) == [LOOPBACK, "127.0.0.2"]
+            assert port == 0 or set(listeners.where.ports.values()) == {port}
 
 
 def test_own_addresses_are_those_of_interfaces_that_are_up(monkeypatch):
@@ -191,13 +175,14 @@ def test_own_addresses_are_those_of_interfaces_that_are_up(monkeypatch):
 def test_a_store_is_held_at_one_of_the_addresses_and_nothing_of_it_is_kept():
     def hold():
         listeners = Listeners(Listen(0, True))
-        address, port = listeners.where.addresses[2], listeners.where.port
+        others = list(listeners.where.ports.items())
+        address, port = others.pop(2)
         held = store_at(listeners.keep(address))
         for _ in range(2):
             client = dist.TCPStore(address, port, None, False, timedelta(seconds=10), False)
             client.set("key", "value")
             assert client.get("key") == b"value"
-        assert not any(listens(other, port) for other in ADDRESSES if other != address)
+        assert not any(listens(*other) for other in others)
         del held
 
     hold()
@@ -228,25 +213,25 @@ class Greeting:
 
     def __exit__(self, *_):
         self.ended = True
-        for address in self.where.addresses:
-            socket.create_connection((address, self.where.port)).close()
+        for place in self.where.ports.items():
+            socket.create_connection(place).close()
         for thread in self._threads:
             thread.join(10)
         self.listeners.close()
 
 
-def reach(port, token=b"t" * 16, seconds=1.0, addresses=("127.0.0.2",)):
+def reach(ports, token=b"t" * 16, seconds=1.0):
     start = time.monotonic()
-    found = store.reach(Reach(Listening(addresses, port, token), seconds), lambda: True).addresses
+    found = store.reach(Reach(Listening(ports, token), seconds), lambda: True).addresses
     assert time.monotonic() - start < seconds + 2.0
     return found
 
 
 def test_a_stranger_gets_a_token_and_nothing_else():
     with Greeting() as host:
-        where = host.where
+        where, place = host.where, list(host.where.ports.items())[1]
         for said in (b"", b"GET / HTTP/1.0\r\n\r\n", os.urandom(1 << 16)):
-            with socket.create_connection((where.addresses[1], where.port), 5) as stranger:
+            with socket.create_connection(place, 5) as stranger:
                 with contextlib.suppress(ConnectionError):
                     stranger.sendall(said)
                 heard = b""
@@ -255,18 +240,19 @@ def test_a_stranger_gets_a_token_and_nothing_else():
                         heard += more
                 assert heard in (where.token, b"")
                 assert heard or said  # what is not read before the end may cost the stranger the token
-        with socket.create_connection((where.addresses[1], where.port), 5):
+        with socket.create_connection(place, 5):
             pass  # nor does one matter who leaves at once
-        assert reach(where.port, where.token, 10.0, where.addresses) == frozenset(ADDRESSES)
+        assert reach(where.ports, where.token, 10.0) == frozenset(ADDRESSES)
 
 
 def test_another_machine_with_the_same_address_is_told_apart():
     """In a network of its own it may have one of the first host's addresses, and listen at that port."""
     with Greeting() as host, Greeting() as other:
+        place = {"127.0.0.2": host.where.ports["127.0.0.2"]}
         assert len(other.where.token) == len(host.where.token) == 16
         assert other.where.token != host.where.token
-        assert reach(host.where.port, host.where.token, 10.0) == {"127.0.0.2"}
-        assert reach(host.where.port, other.where.token) == frozenset()
+        assert reach(place, host.where.token, 10.0) == {"127.0.0.2"}
+        assert reach(place, other.where.token) == frozenset()
 
 
 @pytest.mark.parametrize(
@@ -286,13 +272,13 @@ def test_another_program_there_is_told_apart(says):
         gone = threading.Event()
         thread = threading.Thread(target=answer, daemon=True)
         thread.start()
-        assert reach(server.getsockname()[1], seconds=0.3) == frozenset()
+        assert reach({"127.0.0.2": server.getsockname()[1]}, seconds=0.3) == frozenset()
         gone.set()
         thread.join(5)
 
 
 def test_a_port_where_nobody_listens_is_not_reached():
-    assert reach(free_port()) == frozenset()
+    assert reach({"127.0.0.2": free_port()}) == frozenset()
 
 
 # In a launch.

@@ -171,7 +171,7 @@ class Agent:
         try:
             self._listeners = store.Listeners(question)
         except InitializationError as error:
-            return Listening((), 0, b"", str(error))
+            return Listening({}, b"", str(error))
         for listener in self._listeners:
             self._watch(listener.fileno(), functools.partial(self._listeners.greet, listener))
         return self._listeners.where

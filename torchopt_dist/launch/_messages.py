@@ -42,9 +42,8 @@ class Listen:
 class Listening:
     """The agent of the first host → launcher."""
 
-    addresses: tuple[str, ...]
-    """Where it listens; the likeliest first."""
-    port: int
+    ports: dict[str, int]
+    """At each address where it listens; the likeliest is the first."""
     token: bytes
     """What those who connect are given, so that they know that they have reached it."""
     error: str | None = None

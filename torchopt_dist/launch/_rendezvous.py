@@ -13,6 +13,7 @@ from typing import Any
 from torchopt_dist.errors import InitializationError
 from torchopt_dist.launch._handles import AgentHandle
 from torchopt_dist.launch._messages import Listen, Listening, Reach
+from torchopt_dist.launch._store import LOOPBACK
 
 __all__ = ["agree"]
 
@@ -39,17 +40,16 @@ def agree(agents: Sequence[AgentHandle], port: int, ask: Ask) -> tuple[str, int]
     if where.error is not None:
         raise InitializationError(where.error + ("" if first.machine.here else f" on {first.name}"))
     if not others:
-        return where.addresses[0], where.port
-    known = (
-        [machine.launcher_address for machine in others] if first.machine.here else [first.machine.address]
-    )
-    likely = [address for address in known if address in where.addresses]
-    where = replace(where, addresses=tuple(dict.fromkeys((*likely, *where.addresses[1:]))))
+        return next(iter(where.ports.items()))
+    known = [other.launcher_address for other in others] if first.machine.here else [first.machine.address]
+    likely = {address: where.ports[address] for address in known if address in where.ports}
+    ports = {address: port for address, port in where.ports.items() if address != LOOPBACK}
+    where = replace(where, ports=likely | ports)
     answers = ask(list(others.values()), Reach(where, REACH_SECONDS))
     reached = [answer.addresses for answer in answers]
-    for address in where.addresses:
+    for address, port in where.ports.items():
         if all(address in found for found in reached):
-            return address, where.port
+            return address, port
     raise InitializationError(_why_apart(first.name, list(others.values()), reached, where))
 
 
@@ -59,6 +59,7 @@ def _why_apart(first: str, others: list[AgentHandle], reached: list[frozenset[st
         names = ", ".join(other.name for other in others)
         return f"{names} reach no address of {first}, where rank 0 is, that all of them reach"
     return (
-        f"{', '.join(lost)} cannot reach {first}, where rank 0 is, at port {where.port} of any of its "
-        f"addresses {', '.join(where.addresses)}: is there a firewall? `master_port` chooses the port"
+        f"{', '.join(lost)} cannot reach {first}, where rank 0 is, at any of its addresses "
+        f"{', '.join(f'{address} port {port}' for address, port in where.ports.items())}: "
+        "is there a firewall? `master_port` chooses the port"
     )

@@ -11,7 +11,7 @@ import secrets
 import selectors
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import psutil
@@ -26,12 +26,10 @@ LOOPBACK = "127.0.0.1"
 STORE_SECONDS = 60
 TOKEN_BYTES = 16
 TURN_SECONDS = 0.1
-ATTEMPTS = 20
-"""To find a port that is free at all addresses: each address has connections of its own."""
 
 
 class Listeners:
-    """Sockets at one port of this machine's addresses, that give each caller a token.
+    """Sockets at addresses of this machine, that give each caller a token.
 
     Args:
         question: at which port and addresses.
@@ -44,13 +42,23 @@ class Listeners:
     """
 
     def __init__(self, question: Listen) -> None:
-        self._listeners = (
-            _listen_everywhere(question.port)
-            if question.everywhere
-            else {LOOPBACK: _listen(LOOPBACK, question.port)}
-        )
-        port = next(iter(self._listeners.values())).getsockname()[1]
-        self.where = Listening(tuple(self._listeners), port, secrets.token_bytes(TOKEN_BYTES))
+        self._listeners: dict[str, socket.socket] = {}
+        for address in _own_addresses() if question.everywhere else [LOOPBACK]:
+            try:
+                family = socket.AF_INET6 if ":" in address else socket.AF_INET
+                listener = socket.create_server((address, question.port), family=family, backlog=1024)
+            except OSError as error:
+                if self._listeners and error.errno != errno.EADDRINUSE:
+                    continue  # the address is not ready, as one of IPv6 in its first second
+                self.close()
+                raise InitializationError(
+                    f"`master_port` must be free on {address}, or 0 for any free port, got {question.port}: "
+                    f"{error.strerror}"
+                ) from error
+            listener.setblocking(False)
+            self._listeners[address] = listener
+        ports = {address: each.getsockname()[1] for address, each in self._listeners.items()}
+        self.where = Listening(ports, secrets.token_bytes(TOKEN_BYTES))
 
     def __iter__(self) -> Iterator[socket.socket]:
         return iter(self._listeners.values())
@@ -69,7 +77,8 @@ class Listeners:
 
     def close(self) -> None:
         """Close all sockets."""
-        _close(self._listeners.values())
+        for listener in self._listeners.values():
+            listener.close()
         self._listeners = {}
 
 
@@ -96,11 +105,12 @@ def reach(question: Reach, goes_on: Callable[[], bool]) -> Reached:
     """
     where, found = question.where, set()
     with contextlib.ExitStack() as opened, selectors.DefaultSelector() as selector:
-        for address in where.addresses:
+        for address, port in where.ports.items():
             with contextlib.suppress(OSError):  # the address is of a kind that this machine has not
-                caller = opened.enter_context(_socket(address))
+                family = socket.AF_INET6 if ":" in address else socket.AF_INET
+                caller = opened.enter_context(socket.socket(family))
                 caller.setblocking(False)
-                caller.connect_ex((address, where.port))
+                caller.connect_ex((address, port))
                 selector.register(caller, selectors.EVENT_READ, (caller, address, bytearray()))
         until = time.monotonic() + question.seconds
         while selector.get_map() and (left := until - time.monotonic()) > 0 and goes_on():
@@ -117,37 +127,6 @@ def reach(question: Reach, goes_on: Callable[[], bool]) -> Reached:
     return Reached(frozenset(found))
 
 
-def _socket(address: str) -> socket.socket:
-    return socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
-
-
-def _listen_everywhere(port: int) -> dict[str, socket.socket]:
-    """A listener at each address of this machine, all at one port: at one that is free at all of them, if it is 0."""
-    for attempts_left in reversed(range(1 if port else ATTEMPTS)):
-        listeners: dict[str, socket.socket] = {}
-        taken, chosen = False, port
-        for address in _own_addresses():
-            try:
-                listeners[address] = _listen(address, chosen)
-            except InitializationError as error:
-                in_use = isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE
-                if not listeners or (in_use and port):
-                    _close(listeners.values())
-                    raise
-                taken |= in_use  # else the address is not ready, and left out
-                continue
-            chosen = listeners[address].getsockname()[1]
-        if not taken or not attempts_left:
-            break
-        _close(listeners.values())
-    return listeners
-
-
-def _close(listeners: Iterable[socket.socket]) -> None:
-    for listener in listeners:
-        listener.close()
-
-
 def _own_addresses() -> list[str]:
     """The loopback address, then those of IPv4, then those of IPv6."""
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
@@ -155,23 +134,3 @@ def _own_addresses() -> list[str]:
     four = [a.address for a in known if a.family == socket.AF_INET and not a.address.startswith("127.")]
     six = [a.address for a in known if a.family == socket.AF_INET6 and "%" not in a.address]
     return [LOOPBACK, *four, *(address for address in six if address != "::1")]
-
-
-def _listen(address: str, port: int) -> socket.socket:
-    """A listener at one address of this machine, and at no other; at a free port, if it is 0.
-
-    Raises:
-        InitializationError: the port is taken.
-    """
-    listener = _socket(address)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((address, port))
-        listener.listen(1024)
-        listener.setblocking(False)
-    except OSError as error:
-        listener.close()
-        raise InitializationError(
-            f"`master_port` must be free on {address}, or 0 for any free port, got {port}: {error.strerror}"
-        ) from error
-    return listener
