@@ -9,7 +9,7 @@ import pytest
 
 import torchopt_dist as todist
 from torchopt_dist.launch import _remote as remote
-from torchopt_dist.launch._elastic import UnreachedMachine
+from torchopt_dist.launch._attempts import UnreachedMachine
 from torchopt_dist.launch._machine import Machine
 
 pytestmark = pytest.mark.timeout(60)

@@ -21,9 +21,8 @@ from dataclasses import dataclass, fields
 from typing import Any, ParamSpec, TypeVar
 
 from torchopt_dist.errors import RemoteError
-from torchopt_dist.launch._attempts import run_attempts
+from torchopt_dist.launch._attempts import Membership, UnreachedMachine, run_attempts
 from torchopt_dist.launch._cluster import find_hosts
-from torchopt_dist.launch._elastic import Membership, UnreachedMachine
 from torchopt_dist.launch._environment import chosen_by, import_path, read_env_file
 from torchopt_dist.launch._groups import in_groups
 from torchopt_dist.launch._machine import Machine

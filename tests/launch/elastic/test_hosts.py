@@ -14,13 +14,13 @@ import time
 
 import pytest
 import torch
+from tests.launch.attempts.worlds import Aside, in_worlds, kill_agent, launch, place, world_of
 
 import torchopt_dist as todist
 from tests.distributed.bare import say, soon, watch
-from tests.launch.elastic.worlds import Aside, in_worlds, kill_agent, launch, place, world_of
 from tests.launch.families import assert_gone
 from tests.launch.sshd import wait_until
-from torchopt_dist.launch import _elastic as elastic
+from torchopt_dist.launch import _attempts as attempts
 from torchopt_dist.launch import _job as job
 from torchopt_dist.launch._job import Job
 from torchopt_dist.launch._machine import ThisMachine
@@ -315,7 +315,7 @@ def test_a_host_that_comes_back_when_all_functions_have_returned_changes_nothing
 
 
 def test_a_host_that_is_lost_again_and_again_is_tried_later_and_later(tmp_path, monkeypatch):
-    monkeypatch.setattr(elastic, "RETRY_SECONDS", 0.3)
+    monkeypatch.setattr(attempts, "RETRY_SECONDS", 0.3)
     pauses = []
 
     def kill():
