@@ -88,7 +88,7 @@ from torchopt_dist.errors import (
     WorkerLostError,
 )
 from torchopt_dist.launch import Launcher, LaunchResult, launch
-from torchopt_dist.launch import _groups as groups
+from torchopt_dist.launch import _worker as launch_worker
 from torchopt_dist.nn import (
     ModuleState,
     extract_state_dict,
@@ -159,7 +159,7 @@ from torchopt_dist.transform import (
 
 __version__ = "0.1.0"
 
-groups.connect_rpc = auto_init_rpc  # what `Launcher(rpc=True)` does
+launch_worker.connect_rpc = auto_init_rpc  # what `Launcher(rpc=True)` does
 
 __all__ = [
     "LAMB",

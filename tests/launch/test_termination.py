@@ -16,7 +16,7 @@ from tests.distributed.bare import say, watch
 from tests.launch.families import assert_gone, start_fresh_program, start_program
 from tests.launch.two import ON_TWO
 from torchopt_dist.launch import _agent as agent
-from torchopt_dist.launch._termination import ended_in_order
+from torchopt_dist.launch.launcher import ended_in_order
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -117,7 +117,7 @@ def test_launches_in_other_threads_are_left_alone():
 
 FIRST_OF_A_CONTAINER = """
 import os, signal
-from torchopt_dist.launch import _termination as termination
+from torchopt_dist.launch import launcher as termination
 termination._end_by = lambda number: None  # such a process is not ended by a signal that it does not handle
 with termination.ended_in_order():
     os.kill(os.getpid(), signal.SIGTERM)
@@ -132,7 +132,7 @@ def test_the_first_process_of_a_container_ends_with_the_code_of_the_signal(start
 
 FORK = """
 import os, signal
-from torchopt_dist.launch._termination import ended_in_order
+from torchopt_dist.launch.launcher import ended_in_order
 with ended_in_order():
     pid = os.fork()
     if pid == 0:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import argparse
 import os
+import runpy
 import signal
 import sys
 from typing import NoReturn
 
 from torchopt_dist.errors import RemoteError, TodistError, WorkerFailedError
-from torchopt_dist.launch._script import run_program
 from torchopt_dist.launch.launcher import Launcher
 from torchopt_dist.launch.options import add_launcher_args
 
-__all__ = ["main"]
+__all__ = ["main", "run_program"]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -51,6 +51,30 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def run_program(program: str, arguments: list[str], module: bool) -> None:
+    """Run a program as ``python program arguments`` does, or ``python -m program arguments``.
+
+    Args:
+        program: a path, or a module's name.
+        arguments: its arguments.
+        module: which of the two.
+
+    Raises:
+        SystemExit: the program exited with anything but 0.
+    """
+    sys.argv[:] = [program, *arguments]
+    # The launcher's own first entry is the folder that it was started from, as it is for `python -m`.
+    sys.path.insert(0, os.getcwd() if module else os.path.dirname(os.path.realpath(program)))
+    try:
+        if module:
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(program, run_name="__main__")
+    except SystemExit as ending:
+        if ending.code not in (None, 0):
+            raise
 
 
 def _number(name: str) -> int:

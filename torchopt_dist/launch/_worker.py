@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import linecache
 import os
 import signal
 import sys
-from typing import NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import numpy as np
 import setproctitle
 import torch
+import torch.distributed as dist
 
 from torchopt_dist._network import choose_interface
 from torchopt_dist._torch_private import finish_interpreter
@@ -20,7 +23,44 @@ from torchopt_dist.launch._pickling import pack_failure, pack_value, unpack, unp
 from torchopt_dist.launch._store import LOOPBACK
 from torchopt_dist.launch._stream import frame
 
-__all__ = ["asked_to_exit", "work"]
+__all__ = ["asked_to_exit", "in_groups", "work"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+connect_rpc: Callable[[], Callable[[Callable[..., Any]], Callable[..., Any]]] | None = None
+"""``auto_init_rpc``. The package says so, for this room knows the other only as any user of it does."""
+
+
+def in_groups(func: Callable[P, T], backend: str | None, rpc: bool) -> Callable[P, T]:
+    """Have ``func`` called in groups.
+
+    Args:
+        func: any function; one that can be pickled still can.
+        backend: of the default process group; ``None`` means that none is made.
+        rpc: whether to connect the workers for remote calls.
+    """
+    if backend is not None:
+        func = functools.partial(_in_process_group, func, backend)
+    if rpc:
+        func = functools.partial(_in_rpc_group, func)
+    return func
+
+
+def _in_process_group(func: Callable[..., T], backend: str, /, *args: Any, **kwargs: Any) -> T:
+    if "nccl" in backend:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(backend)
+    value = func(*args, **kwargs)
+    if dist.is_initialized():  # if it raises, its process ends, and the group with it
+        dist.destroy_process_group()
+    return value
+
+
+def _in_rpc_group(func: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
+    assert connect_rpc is not None
+    value: T = connect_rpc()(func)(*args, **kwargs)
+    return value
 
 
 def work(rank: int, start: StartWorkers, task: bytes, *, stdout: int, stderr: int, report: int) -> NoReturn:

@@ -13,30 +13,32 @@ import functools
 import linecache
 import os
 import re
+import signal
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
 from torchopt_dist.errors import RemoteError
 from torchopt_dist.launch._attempts import Membership, UnreachedMachine, run_attempts
 from torchopt_dist.launch._cluster import find_hosts
 from torchopt_dist.launch._environment import chosen_by, import_path, read_env_file
-from torchopt_dist.launch._groups import in_groups
 from torchopt_dist.launch._machine import Machine
 from torchopt_dist.launch._messages import Header
 from torchopt_dist.launch._pickling import pack_task
 from torchopt_dist.launch._plan import Plan
 from torchopt_dist.launch._processes import allow_many_files
 from torchopt_dist.launch._remote import SshOptions, connect
-from torchopt_dist.launch._termination import ended_in_order
+from torchopt_dist.launch._worker import in_groups
 from torchopt_dist.launch.logs import TerminalHandler, WorkerLogs, log_folder
 from torchopt_dist.launch.options import LaunchOptions, args_section
 from torchopt_dist.launch.result import LaunchResult
 
-__all__ = ["Launcher", "launch"]
+__all__ = ["Launcher", "ended_in_order", "launch"]
 
 TOO_MANY_FILES = "too many open files: raise `ulimit -n`, or lower `nproc_per_host`"
 
@@ -220,6 +222,48 @@ def _too_many_files_told() -> Iterator[None]:
         if error.errno not in (errno.EMFILE, errno.ENFILE) or isinstance(error, RemoteError):
             raise
         raise OSError(error.errno, TOO_MANY_FILES) from error
+
+
+class _Terminated(SystemExit):
+    """Raised where SIGTERM finds the main thread.
+
+    It goes on if the signal then does not end the program, which is so for the first process of a container.
+    """
+
+
+@contextlib.contextmanager
+def ended_in_order() -> Iterator[None]:
+    """Have SIGTERM raise within, so that workers are ended in order, and end this process when that has come through.
+
+    By itself the signal would end the launcher at once, and who has sent it, such as SLURM or a container's runtime,
+    kills what a program leaves behind. Ctrl-C needs nothing of the kind: Python raises :class:`KeyboardInterrupt`.
+    Python handles signals in the main thread. Launches in other threads are left alone, and so are programs that handle
+    SIGTERM themselves.
+    """
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    pid = os.getpid()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if os.getpid() == pid:
+            raise _Terminated(128 + number)
+        _end_by(number)  # a process that another thread has forked meanwhile
+
+    try:
+        signal.signal(signal.SIGTERM, handle)
+        yield
+    except _Terminated:
+        _end_by(signal.SIGTERM)
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _end_by(number: int) -> None:
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
 
 
 def _working_folder() -> str:

@@ -18,8 +18,9 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
+import torch.distributed as dist
+
 from torchopt_dist.launch._environment import COPIED, check_variables
-from torchopt_dist.launch._groups import check_backend
 
 __all__ = ["LaunchOptions", "add_launcher_args", "args_section", "check_integer", "check_line_filter"]
 
@@ -69,6 +70,13 @@ def _are_patterns(name: str, patterns: Collection[object]) -> None:
         raise TypeError(f"`{name}` must be a list of patterns, got {patterns!r}")
 
 
+def _is_backend(name: str, backend: str) -> None:
+    known = [each for each in dist.Backend.backend_list if each != "undefined"]
+    for part in backend.split(","):  # as in "cpu:gloo,cuda:nccl"
+        if part.rpartition(":")[2].lower() not in known:
+            raise ValueError(f"`{name}` must be made of {', '.join(known)}, got {backend!r}")
+
+
 def _nproc(text: str) -> int | str:
     return int(text) if text.lstrip("-").isdecimal() else text
 
@@ -113,7 +121,7 @@ NPROC = Kind(
     {"type": _nproc, "metavar": "N"},
 )
 SWITCH = Kind((bool,), "True or False", {"action": "store_true"})
-BACKEND = Kind((str, NONE), "a string or None", {"metavar": "NAME"}, check_backend)
+BACKEND = Kind((str, NONE), "a string or None", {"metavar": "NAME"}, _is_backend)
 PYTHON = Kind((str, NONE), "a string or None", {"metavar": "FILE"})
 RESTARTS = Kind((Integral,), "an integer", {"type": int, "metavar": "N"}, partial(_at_least, 0))
 NUMBER_OF_HOSTS = Kind(
