@@ -14,7 +14,7 @@ import time
 
 import pytest
 import torch
-from tests.launch.attempts.worlds import Aside, in_worlds, kill_agent, launch, place, world_of
+from tests.launch.elastic.worlds import Aside, in_worlds, kill_agent, launch, place, world_of
 
 import torchopt_dist as todist
 from tests.distributed.bare import say, soon, watch
