@@ -18,7 +18,6 @@ from tests.distributed.bare import say, soon, watch
 from tests.launch.families import assert_gone
 from tests.launch.sshd import NEEDS_SSHD
 from tests.launch.two import ON_TWO
-from torchopt_dist.launch._failures import death
 from torchopt_dist.launch._handles import WorkerHandle
 from torchopt_dist.launch._ssh import carry, in_loop, log_in
 from torchopt_dist.launch.logs import WorkerLogs
@@ -193,7 +192,7 @@ def test_long_lines_are_cut_in_the_message_and_whole_in_the_log():
     log = ("short", "x" * 5000)
     worker = WorkerHandle(0, 0, "here", WorkerLogs([], None, range(1)))
     worker.lines["stdout"].feed("\n".join(log).encode())
-    error = death(worker, 1)
+    error = worker.death(1)
     assert str(error).splitlines()[1:] == ["    short", f"    {'x' * 1000} ... and 4000 more characters"]
     assert error.log == log
 

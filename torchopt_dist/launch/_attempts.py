@@ -27,7 +27,7 @@ from torchopt_dist.errors import (
     WorkerFailedError,
 )
 from torchopt_dist.launch._cluster import Host, Reach
-from torchopt_dist.launch._failures import may_be_an_echo
+from torchopt_dist.launch._handles import may_be_an_echo
 from torchopt_dist.launch._job import LONGEST_WAIT, Job, StoppedError
 from torchopt_dist.launch._machine import Machine
 from torchopt_dist.launch._messages import Stop
@@ -121,12 +121,14 @@ class _Member:
         lost: why the host cannot take part; ``None`` while it can.
         losses: how often the host was lost.
         takes_part: whether the host has workers in the present attempt.
+        waiting: the thread that is to reach the host again, while it waits to try.
     """
 
     host: Host
     lost: str | None = None
     losses: int = 0
     takes_part: bool = False
+    waiting: threading.Thread | None = None
 
 
 class Membership:
@@ -168,6 +170,9 @@ class Membership:
             self._changed.notify_all()
             self.stop.close()
             self._stopper.close()
+            threads = [member.waiting for member in self._members if member.waiting is not None]
+        for thread in threads:
+            thread.join()
 
     def next_hosts(self) -> list[Host]:
         """The hosts of the next attempt, with ranks in their order; wait until there are enough.
@@ -256,8 +261,10 @@ class Membership:
         pause = min(RETRY_SECONDS * 2.0 ** (member.losses - 1), LONGEST_RETRY_SECONDS)
         while machine is None:
             with self._changed:
+                member.waiting = threading.current_thread()
                 if self._changed.wait_for(lambda: self._closed, pause):
                     return
+                member.waiting = None
             pause = RETRY_SECONDS
             try:
                 machine = self._reach_again(member.host)
@@ -265,6 +272,7 @@ class Membership:
                 log.debug("%s cannot be reached: %s", member.host.name, error)
                 member.lost = str(error) or type(error).__name__
         with self._changed:
+            member.waiting = threading.current_thread()
             member.host, member.lost = dataclasses.replace(member.host, machine=machine), None
             self._changed.notify_all()
             if self._changed.wait_for(lambda: self._closed or member.takes_part, GATHER_SECONDS):

@@ -1,19 +1,31 @@
-"""What the launcher knows of the agents and workers of one attempt."""
+"""What the launcher knows of the agents and workers of one attempt, and the errors that tell how workers failed."""
 
 from __future__ import annotations
 
 import contextlib
 import math
+import re
+import signal
 import socket
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch.distributed as dist
+
+from torchopt_dist._serialized_exception import safe_repr
+from torchopt_dist.errors import PeerFailedError, WorkerFailedError, WorkerLostError
 from torchopt_dist.launch._cluster import Host
 from torchopt_dist.launch._pickling import unpack_value
 from torchopt_dist.launch._stream import FrameReader, Stream
 from torchopt_dist.launch.logs import LEVELS, LineSplitter, WorkerLogs
 
-__all__ = ["AgentHandle", "WorkerHandle"]
+__all__ = ["AgentHandle", "WorkerHandle", "may_be_an_echo"]
+
+LINES_IN_MESSAGE, LONGEST_IN_MESSAGE = 10, 1000
+"""The last lines of a log, and the first characters of each."""
+BROKEN = re.compile(
+    "connection (was )?(closed|reset|refused|aborted)|broken pipe|socket closed", re.IGNORECASE
+)
 
 
 @dataclass(eq=False)
@@ -79,10 +91,44 @@ class WorkerHandle:
         for lines in self.lines.values():
             lines.finish()
 
-    def tail(self) -> tuple[str, ...]:
-        """The last lines that it has written."""
+    def death(self, status: int, *, asked: bool = False, out_of_memory: bool = False) -> WorkerFailedError:
+        """The error that tells of its end.
+
+        Args:
+            status: its exit code, or minus the number of a signal.
+            asked: whether it was ``sys.exit``.
+            out_of_memory: whether the kernel has killed a process there for lack of memory.
+        """
+        before = "before its function returned"
+        if status < 0:
+            why = " (the kernel has killed processes there for lack of memory)" if out_of_memory else ""
+            name = _signal_name(-status)
+            return self._failure(f"was ended by {name}{why} {before}", None, name)
+        how = f"called sys.exit({status})" if asked else f"exited with code {status}"
+        return self._failure(f"{how} {before}", status, None)
+
+    def halt(self, number: int, seconds: float) -> WorkerFailedError:
+        """The error that tells that the signal of this number has stopped it, and that it has not gone on."""
+        name = _signal_name(number)
+        return self._failure(f"was stopped by {name} and did not go on for {seconds:g} s", None, name)
+
+    def _failure(self, how: str, exit_code: int | None, by_signal: str | None) -> WorkerFailedError:
         self.finish_lines()
-        return self.logs.tail(self.rank)
+        log = self.logs.tail(self.rank)
+        said = "; the last lines of its log:" if log else "; its log is empty"
+        for line in log[-LINES_IN_MESSAGE:]:
+            more = len(line) - LONGEST_IN_MESSAGE
+            said += f"\n    {line[:LONGEST_IN_MESSAGE]}" + (
+                f" ... and {more} more characters" if more > 0 else ""
+            )
+        return WorkerFailedError(
+            f"{self} {how}{said}",
+            rank=self.rank,
+            host=self.host,
+            exit_code=exit_code,
+            signal=by_signal,
+            log=log,
+        )
 
 
 class AgentHandle:
@@ -122,3 +168,15 @@ class AgentHandle:
         """Send a message; that the agent has ended is noticed where it is heard."""
         with contextlib.suppress(OSError):
             self.stream.put(message, payload)
+
+
+def may_be_an_echo(error: Exception) -> bool:
+    """Whether the error may follow from another worker's: somebody hung up."""
+    if isinstance(error, (PeerFailedError, WorkerLostError, ConnectionError, dist.DistError)):
+        return True
+    return isinstance(error, RuntimeError) and bool(BROKEN.search(safe_repr(error, str)))
+
+
+def _signal_name(number: int) -> str:
+    named = number in signal.valid_signals() and number < signal.SIGRTMIN
+    return signal.Signals(number).name if named else f"signal {number}"

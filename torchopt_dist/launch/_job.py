@@ -21,8 +21,7 @@ from typing import Any, NoReturn
 from torchopt_dist.errors import AgentFailedError, CallTimeoutError, InitializationError
 from torchopt_dist.launch import _messages as messages
 from torchopt_dist.launch._cluster import Host
-from torchopt_dist.launch._failures import ECHO_SECONDS, EXIT_SECONDS, death, halt, may_be_an_echo
-from torchopt_dist.launch._handles import AgentHandle, WorkerHandle
+from torchopt_dist.launch._handles import AgentHandle, WorkerHandle, may_be_an_echo
 from torchopt_dist.launch._pickling import pack, unpack_failure
 from torchopt_dist.launch._plan import Plan
 from torchopt_dist.launch._processes import umask
@@ -36,6 +35,8 @@ AGENT_SECONDS, KILLED_SECONDS = 5.0, 1.0
 """For an agent to end, beside what workers are given; and when it has been killed."""
 LOST_SECONDS = 0.5
 """For it to become known, when an agent has ended, that its machine is lost."""
+ECHO_SECONDS, EXIT_SECONDS = 1.0, 0.25
+"""How long an error waits for another one that may have caused it: one of a broken connection, and an exit."""
 SILENT_THERE = 1.5
 """What is given to agents on other machines: if nothing at all is heard of a machine, that is known before."""
 LONGEST_WAIT = 86400.0
@@ -197,7 +198,7 @@ class Job:
     def _fail_halted(self, worker: WorkerHandle, number: int, seconds: float) -> None:
         worker.halted = None
         if not worker.decided:
-            self._fail(halt(worker, number, seconds), 0.0, worker)
+            self._fail(worker.halt(number, seconds), 0.0, worker)
 
     def _fail(self, error: Exception, wait: float, *workers: WorkerHandle) -> None:
         """Take note that workers have failed by an error, whose cause may become known in so many seconds."""
@@ -267,7 +268,7 @@ class Job:
             worker = agent.workers[message.rank]
             worker.note_end(message.status)
             if not worker.decided:
-                error = death(worker, message.status, out_of_memory=message.out_of_memory)
+                error = worker.death(message.status, out_of_memory=message.out_of_memory)
                 self._fail(error, EXIT_SECONDS if message.status >= 0 else 0.0, worker)
 
     def _note_report(self, worker: WorkerHandle, said: Any, payload: bytes) -> None:
@@ -277,7 +278,7 @@ class Job:
             worker.value = payload
         elif isinstance(said, messages.Raised):
             if said.exit_code is not None:
-                self._fail(death(worker, said.exit_code, asked=True), EXIT_SECONDS, worker)
+                self._fail(worker.death(said.exit_code, asked=True), EXIT_SECONDS, worker)
             else:
                 error = unpack_failure(said.text, payload, str(worker))
                 self._fail(error, ECHO_SECONDS if may_be_an_echo(error) else 0.0, worker)

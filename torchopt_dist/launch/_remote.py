@@ -27,8 +27,6 @@ __all__ = ["RemoteMachine", "SshOptions", "close_all", "connect"]
 
 log = logging.getLogger(__package__)
 
-MOST_BEFORE_GREETING = 1 << 20
-CHUNK = 1 << 16
 COPY_ON_START = ("LD_LIBRARY_PATH", "PYTHON*")
 COMMAND_NOT_FOUND = 127
 LAST_LINES = 30
@@ -89,19 +87,18 @@ class RemoteMachine(Machine):
         until = asyncio.get_running_loop().time() + seconds
         connection = await log_in(name, options.config, options.patience, seconds)
         try:
-            command = f"exec {shlex.quote(options.python)} -u -c {shlex.quote(PROGRAM)}"
-            process = await connection.create_process(command, encoding=None)
-            machine = cls(name, options, connection, process)
             async with asyncio.timeout_at(until):
+                command = f"exec {shlex.quote(options.python)} -u -c {shlex.quote(PROGRAM)}"
+                machine = cls(
+                    name, options, connection, await connection.create_process(command, encoding=None)
+                )
                 await machine._greet()
-        except TimeoutError:
+        except BaseException as error:
             connection.abort()
-            raise InitializationError(
-                f"Python on {name} did not start within `start_timeout`, {seconds:g} s"
-            ) from None
-        except BaseException:
-            connection.abort()
-            raise
+            if not isinstance(error, TimeoutError):
+                raise
+            what = f"did not start within `start_timeout`, {seconds:g} s"
+            raise InitializationError(f"Python on {name} {what}") from None
         machine._supervisor = asyncio.create_task(machine._supervise())
         return machine
 
@@ -117,17 +114,11 @@ class RemoteMachine(Machine):
         }
         with contextlib.suppress(OSError):  # it has ended: its greeting will be missed
             self._process.stdin.write(json.dumps(start).encode() + b"\n")
-        data = b""
-        while True:
-            before, mark, after = data.partition(MARK)
-            line, newline, _ = after.partition(b"\n")
-            if newline:
-                break
-            more = await self._process.stdout.read(CHUNK)
-            if not more or (not mark and len(before) > MOST_BEFORE_GREETING):
-                raise InitializationError(await self._no_greeting())
-            data += more
-        greeting = json.loads(line)
+        try:
+            await self._process.stdout.readuntil(MARK)
+            greeting = json.loads(await self._process.stdout.readuntil(b"\n"))
+        except asyncio.IncompleteReadError:
+            raise InitializationError(await self._no_greeting()) from None
         self._check(greeting, start["folder"])
         self.cores, self.gpus = greeting["cores"], greeting["gpus"]
         self.env, self.path = greeting["env"], greeting["path"]
@@ -183,8 +174,6 @@ class RemoteMachine(Machine):
             async with asyncio.timeout(CLOSE_SECONDS):
                 await self._process.wait_closed()
                 await self._listener
-        except TimeoutError:
-            pass
         except Exception as error:
             if "keepalive" in str(error):
                 why = f"there was no sign of life for {self._options.patience:g} s"
@@ -194,8 +183,7 @@ class RemoteMachine(Machine):
             why = f"its forkserver exited with code {self._process.exit_status}"
         else:
             return why
-        said = "\n".join(f"    {line}" for line in self._said)
-        return why + (f"; it said:\n{said}" if said else "")
+        return "\n    ".join([f"{why}; it said:", *self._said]) if self._said else why
 
     def connect(self, env: Mapping[str, str]) -> socket.socket:
         """A connection to an agent that the forkserver there forks."""
@@ -255,20 +243,18 @@ def connect(
         InitializationError: some host cannot be reached, or lacks what a launch needs.
     """
     machines: dict[str, Machine] = {}
-    errors: list[InitializationError] = []
+    errors: list[BaseException] = []
     for name, found in zip(names, in_loop(_reach_all(names, options, seconds)).result(), strict=True):
         if isinstance(found, Machine):
             machines[name] = found
-        elif not isinstance(found, InitializationError):
-            raise found
-        elif otherwise is not None:
+        elif otherwise is not None and isinstance(found, InitializationError):
             machines[name] = otherwise(name, str(found))
         else:
             errors.append(found)
-    if len(errors) == 1:
-        raise errors[0]
-    if errors:
+    if len(errors) > 1 and all(isinstance(error, InitializationError) for error in errors):
         raise InitializationError("\n".join(map(str, errors))) from errors[0]
+    for error in errors:
+        raise error
     return machines
 
 

@@ -14,10 +14,10 @@ import time
 
 import pytest
 import torch
-from tests.launch.elastic.worlds import Aside, in_worlds, kill_agent, launch, place, world_of
 
 import torchopt_dist as todist
 from tests.distributed.bare import say, soon, watch
+from tests.launch.elastic.worlds import Aside, in_worlds, kill_agent, launch, place, world_of
 from tests.launch.families import assert_gone
 from tests.launch.sshd import wait_until
 from torchopt_dist.launch import _attempts as attempts
