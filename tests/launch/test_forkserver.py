@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import struct
@@ -14,7 +15,7 @@ import psutil
 import pytest
 
 import torchopt_dist as todist
-from tests.launch.families import assert_gone
+from tests.launch.families import Program, assert_gone
 from tests.launch.sshd import NEEDS_SSHD, Sshd
 from tests.launch.two import ON_TWO
 from torchopt_dist.launch import Launcher
@@ -87,6 +88,35 @@ def test_what_a_connection_says_is_for_its_agent_and_holds_nobody_else_up():
         odd.connect(forkserver._server.address)
         odd.sendall(struct.pack("!IQ", 3, 0) + b"odd")  # no pickle: that agent ends
         assert ON_TWO.run(os.getpid).results
+
+
+MANY_FILES = """
+import os, resource, signal, socket
+from torchopt_dist.launch import _forkserver as forkserver, _processes as processes
+processes.allow_many_files()
+with socket.socket(socket.AF_UNIX) as listener:
+    listener.bind(f"{chr(0)}todist-many-{os.getpid()}")
+    listener.listen()
+    address, high = listener.getsockname(), os.dup2(listener.fileno(), 1500)
+server = os.fork()
+if server == 0:
+    forkserver.serve(high, os.getppid())
+    os._exit(0)
+with socket.socket(socket.AF_UNIX) as caller:
+    caller.settimeout(20)
+    caller.connect(address)
+    os.close(high)
+    print(len(caller.recv(100)) > 0)
+os.kill(server, signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 1600, reason="needs 1600 open files")
+def test_a_program_with_more_than_a_thousand_open_files_can_launch():
+    """Its forkserver's socket keeps its number, which `select` would not take."""
+    program = Program("-c", MANY_FILES)
+    out, err = program.communicate(timeout=40)
+    assert (out, err) == ("True\n", "")
 
 
 def test_launches_in_a_launch_use_the_same_forkserver():

@@ -24,22 +24,10 @@ from typing import Any
 import setproctitle
 
 from torchopt_dist.errors import InitializationError
+from torchopt_dist.launch import _messages as messages
 from torchopt_dist.launch import _processes as processes
 from torchopt_dist.launch import _store as store
 from torchopt_dist.launch import _worker as worker
-from torchopt_dist.launch._messages import (
-    Alive,
-    Exited,
-    Halted,
-    Listen,
-    Listening,
-    NotStarted,
-    Output,
-    Reach,
-    Started,
-    StartWorkers,
-    Stop,
-)
 from torchopt_dist.launch._stream import Stream
 
 __all__ = ["Agent"]
@@ -121,7 +109,7 @@ class Agent:
         now = time.monotonic()
         if now - self._spoke_at >= ALIVE_SECONDS and not self._stream.waits_to_send:
             self._spoke_at = now
-            self._tell(Alive(os.getpid()))
+            self._tell(messages.Alive(os.getpid()))
         if not self._launcher_has_ended:
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._stream.waits_to_send else 0)
             self._selector.modify(self._stream.fileno(), events, self._hear)
@@ -144,18 +132,18 @@ class Agent:
     def _hear(self) -> None:
         try:
             self._stream.send()
-            messages = self._stream.receive()
+            heard = self._stream.receive()
         except (EOFError, OSError):
             self._lose_launcher()
             return
-        for message, payload in messages or ():
-            if isinstance(message, StartWorkers):
+        for message, payload in heard or ():
+            if isinstance(message, messages.StartWorkers):
                 self._start(message, payload)
-            elif isinstance(message, Stop):
+            elif isinstance(message, messages.Stop):
                 self._grace = message.grace
-            elif isinstance(message, Listen):
+            elif isinstance(message, messages.Listen):
                 self._tell(self._listen(message))
-            elif isinstance(message, Reach):
+            elif isinstance(message, messages.Reach):
                 self._tell(store.reach(message, self._goes_on))
 
     def _lose_launcher(self) -> None:
@@ -167,11 +155,11 @@ class Agent:
 
     # The rendezvous.
 
-    def _listen(self, question: Listen) -> Listening:
+    def _listen(self, question: messages.Listen) -> messages.Listening:
         try:
             self._listeners = store.Listeners(question)
         except InitializationError as error:
-            return Listening({}, b"", str(error))
+            return messages.Listening({}, b"", str(error))
         for listener in self._listeners:
             self._watch(listener.fileno(), functools.partial(self._listeners.greet, listener))
         return self._listeners.where
@@ -183,7 +171,7 @@ class Agent:
 
     # Starts of workers.
 
-    def _start(self, message: StartWorkers, task: bytes) -> None:
+    def _start(self, message: messages.StartWorkers, task: bytes) -> None:
         if message.cores is not None:
             os.sched_setaffinity(0, message.cores)
         if message.umask is not None:
@@ -197,7 +185,7 @@ class Agent:
             for rank in message.env:
                 self._fork(rank, message, task, listener)
         except OSError as error:  # there are too many files or processes
-            self._tell(NotStarted(error.errno or 0, str(error.strerror)))
+            self._tell(messages.NotStarted(error.errno or 0, str(error.strerror)))
             return
         if listener is not None:  # now, since no process should be forked from one that has threads
             threading.Thread(
@@ -212,7 +200,9 @@ class Agent:
             self._store = error
             os.write(self._wake, b"\0")
 
-    def _fork(self, rank: int, message: StartWorkers, task: bytes, listener: socket.socket | None) -> None:
+    def _fork(
+        self, rank: int, message: messages.StartWorkers, task: bytes, listener: socket.socket | None
+    ) -> None:
         ends: dict[str, tuple[int, int]] = {}
         agent = os.getpid()
         try:
@@ -239,7 +229,7 @@ class Agent:
             self._pipes.register(reading, selectors.EVENT_READ, forked)
         self._workers.append(forked)
         self._running[pid] = forked
-        self._tell(Started(rank, pid))
+        self._tell(messages.Started(rank, pid))
 
     def _become_worker(self, agent: int, not_for_it: list[int]) -> None:
         """In a process that has just been forked: let go of all that is the agent's."""
@@ -272,7 +262,7 @@ class Agent:
         except BlockingIOError:
             return False
         if data:
-            self._tell(Output(writer.rank, writer.pipes[pipe]), data)
+            self._tell(messages.Output(writer.rank, writer.pipes[pipe]), data)
             return True
         self._pipes.unregister(pipe)
         os.close(pipe)
@@ -297,7 +287,7 @@ class Agent:
         with contextlib.suppress(BlockingIOError):
             os.read(self._woken, 1 << 12)
         if isinstance(self._store, RuntimeError):
-            self._tell(NotStarted(0, str(self._store)))
+            self._tell(messages.NotStarted(0, str(self._store)))
             self._store = None
         for pid, status in processes.reap(os.WUNTRACED | os.WCONTINUED):
             changed = self._running.get(pid)
@@ -305,14 +295,14 @@ class Agent:
                 continue  # what a worker has started, and has not waited for
             self._drain(changed)
             if os.WIFSTOPPED(status):
-                self._tell(Halted(changed.rank, os.WSTOPSIG(status)))
+                self._tell(messages.Halted(changed.rank, os.WSTOPSIG(status)))
             elif os.WIFCONTINUED(status):
-                self._tell(Halted(changed.rank, None))
+                self._tell(messages.Halted(changed.rank, None))
             else:
                 del self._running[pid]
                 killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
                 oom = killed and processes.out_of_memory_kills() > self._kills_before
-                self._tell(Exited(changed.rank, os.waitstatus_to_exitcode(status), oom))
+                self._tell(messages.Exited(changed.rank, os.waitstatus_to_exitcode(status), oom))
 
     def _end(self, grace: float) -> None:
         """End the workers, gently first, and then everything that is left below this process.

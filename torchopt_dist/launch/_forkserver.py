@@ -12,10 +12,12 @@ import contextlib
 import gc
 import importlib
 import json
+import math
 import os
 import platform
+import re
 import secrets
-import select
+import selectors
 import shutil
 import signal
 import socket
@@ -46,21 +48,10 @@ PRELOAD_WHEN_IDLE = "torch._dynamo"
 """It takes as long as torch itself, and torch imports it when the first optimizer is made. Without it the first workers
 start sooner."""
 IDLE_SECONDS = 0.3
-READ_ON_IMPORT = (
-    "OMP_",
-    "GOMP_",
-    "KMP_",
-    "MKL_",
-    "OPENBLAS_",
-    "NUMEXPR_",
-    "LD_",
-    "TORCH_",
-    "TORCHDYNAMO_",
-    "TORCHINDUCTOR_",
-    "PYTORCH_",
-    "ATEN_",
+READ_ON_IMPORT = re.compile(
+    "(OMP|GOMP|KMP|MKL|OPENBLAS|NUMEXPR|LD|TORCH|TORCHDYNAMO|TORCHINDUCTOR|PYTORCH|ATEN)_"
 )
-SET_LATER = ("OMP_NUM_THREADS", "TORCH_NCCL_", "TORCHINDUCTOR_CACHE_DIR")
+SET_LATER = re.compile("OMP_NUM_THREADS|TORCH_NCCL_|TORCHINDUCTOR_CACHE_DIR")
 """Of these, workers take the value that they are given, whenever they are forked. Compiling sets the last one."""
 CREDENTIALS = struct.Struct("iII")
 """Process, user and group of who has connected."""
@@ -141,9 +132,7 @@ def connect(env: Mapping[str, str]) -> socket.socket:
 def read_on_import(env: Mapping[str, str]) -> dict[str, str]:
     """Those of the variables that libraries read when they are imported."""
     return {
-        name: value
-        for name, value in env.items()
-        if name.startswith(READ_ON_IMPORT) and not name.startswith(SET_LATER)
+        name: value for name, value in env.items() if READ_ON_IMPORT.match(name) and not SET_LATER.match(name)
     }
 
 
@@ -271,18 +260,20 @@ def _serve(connections: socket.socket, launcher_end: int, launcher: str, patienc
     agents: set[int] = set()
     gc.collect()
     gc.freeze()  # the collector of a forked process need not walk over, and so copy, all of torch
-    heard, forked = time.monotonic(), None
-    while True:
-        waits = [] if patience is None else [heard + patience]
-        waits += [] if forked is None else [forked + IDLE_SECONDS]
-        seconds = max(0.0, min(waits) - time.monotonic()) if waits else None
-        ready, _, _ = select.select([connections.fileno(), launcher_end, woken], [], [], seconds)
+    selector = selectors.PollSelector()  # not epoll: it would have to be closed in each agent
+    for descriptor in (connections.fileno(), launcher_end, woken):
+        selector.register(descriptor, selectors.EVENT_READ)
+    lost_at = math.inf if patience is None else time.monotonic() + patience
+    idle_at = math.inf
+    while time.monotonic() < lost_at:
+        until = min(lost_at, idle_at)
+        ready = {
+            key.fd for key, _ in selector.select(None if until == math.inf else until - time.monotonic())
+        }
         if launcher_end in ready:
             if patience is None or not os.read(launcher_end, 1 << 12):
                 return
-            heard = time.monotonic()
-        elif patience is not None and time.monotonic() > heard + patience:
-            return
+            lost_at = time.monotonic() + patience
         if woken in ready:
             os.read(woken, 1 << 12)
             _bury(agents)
@@ -295,11 +286,11 @@ def _serve(connections: socket.socket, launcher_end: int, launcher: str, patienc
                     _become_agent(connection, watched, connections, (launcher_end, woken, wake))
                 agents.add(pid)
                 connection.close()
-                forked = None if PRELOAD_WHEN_IDLE in sys.modules else time.monotonic()
-        if forked is not None and time.monotonic() > forked + IDLE_SECONDS:
+            idle_at = math.inf if PRELOAD_WHEN_IDLE in sys.modules else time.monotonic() + IDLE_SECONDS
+        elif time.monotonic() > idle_at:
             importlib.import_module(PRELOAD_WHEN_IDLE)
             gc.freeze()
-            forked = None
+            idle_at = math.inf
 
 
 def _accept(connections: socket.socket) -> tuple[socket.socket | None, int]:
@@ -315,15 +306,13 @@ def _accept(connections: socket.socket) -> tuple[socket.socket | None, int]:
 
 def _bury(agents: set[int]) -> None:
     """Take note of agents that have ended, and kill what those have left that could not do so themselves."""
-    left_something = False
-    for pid, status in processes.reap():
-        left_something |= pid not in agents or status != 0
-        agents.discard(pid)
-    if left_something:
-        for orphan in psutil.Process().children():
-            if orphan.pid not in agents:
-                processes.end_tree(orphan, and_janitors=True)
-                processes.kill(orphan.pid)
+    ended = dict(processes.reap())
+    left_something = any(pid not in agents or status != 0 for pid, status in ended.items())
+    agents -= ended.keys()
+    for orphan in psutil.Process().children() if left_something else ():
+        if orphan.pid not in agents:
+            processes.end_tree(orphan, and_janitors=True)
+            processes.kill(orphan.pid)
 
 
 def _become_agent(
@@ -334,13 +323,11 @@ def _become_agent(
     code = 1
     try:
         signal.set_wakeup_fd(-1)
-        address = connections.getsockname()
+        # Launches from here on ask the same forkserver.
+        _server = _Server(connections.getsockname(), read_on_import(os.environ))
         connections.close()
         for descriptor in not_for_it:
             os.close(descriptor)
-        _server = _Server(
-            address, read_on_import(os.environ)
-        )  # launches from here on ask the same forkserver
         Agent(connection, watched).run()
         code = 0
     except BaseException:

@@ -85,11 +85,8 @@ def reap(options: int = 0) -> list[tuple[int, int]]:
     """
     changed = []
     with contextlib.suppress(ChildProcessError):
-        while True:
-            pid, status = os.waitpid(-1, os.WNOHANG | options)
-            if pid == 0:
-                break
-            changed.append((pid, status))
+        while (child := os.waitpid(-1, os.WNOHANG | options))[0]:
+            changed.append(child)
     return changed
 
 
