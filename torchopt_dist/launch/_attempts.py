@@ -135,19 +135,26 @@ class Membership:
     """The hosts of one elastic launch, until :meth:`close`.
 
     Args:
-        plan: what is to be done, and all hosts that may take part.
-        min_hosts: how many hosts an attempt needs.
-        max_hosts: how many hosts take part at most; the others are spare.
+        plan: what is to be done, and all hosts that may take part. Its options ``min_hosts`` and ``max_hosts`` say
+            how many hosts an attempt needs, and how many take part at most; the others are spare.
         reach: names of machines → the machines, for those that were lost.
 
     Raises:
         InitializationError: the number of workers of a host that has not been reached is not known.
+        ValueError: there are less hosts than are needed.
 
     Attributes:
         stop: there is something to read from this socket when hosts have come for which there is room.
     """
 
-    def __init__(self, plan: Plan, min_hosts: int, max_hosts: int, reach: Reach) -> None:
+    def __init__(self, plan: Plan, reach: Reach) -> None:
+        self._max_hosts = min(plan.options.max_hosts or len(plan.hosts), len(plan.hosts))
+        self._min_hosts = plan.options.min_hosts or self._max_hosts
+        if self._min_hosts > self._max_hosts:
+            raise ValueError(
+                f"`min_hosts` must be at most the number of hosts that take part, {self._max_hosts}, "
+                f"got {self._min_hosts}"
+            )
         for host in plan.hosts:
             if host.workers < 1:
                 raise InitializationError(
@@ -155,7 +162,6 @@ class Membership:
                     f"{host.machine.why_lost()}"
                 )
         self._plan, self._reach = plan, reach
-        self._min_hosts, self._max_hosts = min_hosts, max_hosts
         self._members = [_Member(host) for host in plan.hosts]
         self._changed = threading.Condition()
         """Held by whoever reads or changes the members; notified when a host has come, and at the end."""

@@ -120,52 +120,30 @@ class Launcher(LaunchOptions):
         allow_many_files()
         added = {} if self.env_file is None else read_env_file(self.env_file)
         added.update(self.env or {})
-        reach = functools.partial(self._reach, added)
         elastic = self.min_hosts is not None or self.max_hosts is not None
+        ssh = SshOptions(
+            python=self.python or sys.executable,
+            config=None if self.ssh_config is None else os.path.abspath(self.ssh_config),
+            patience=self.agent_timeout,
+            env={**chosen_by(self.copy_env, os.environ), **added},
+        )
+        reach = functools.partial(connect, options=ssh, seconds=self.start_timeout)
         reach_at_start = functools.partial(reach, otherwise=UnreachedMachine) if elastic else reach
         hosts = find_hosts(self.hosts, self.nproc_per_host, reach_at_start)
-        least, most = self._bounds(len(hosts))
-        with contextlib.ExitStack() as afterwards:
-            afterwards.enter_context(ended_in_order())
-            afterwards.enter_context(_too_many_files_told())
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(ended_in_order())
+            stack.enter_context(_too_many_files_told())
             task = pack_task(in_groups(func, self.backend, self.rpc), args, kwargs)
             logs = WorkerLogs(
                 [TerminalHandler.of_first_workers()] if self.handlers is None else self.handlers,
                 log_folder(self.log_dir),
                 range(sum(host.workers for host in hosts)),
             )
-            afterwards.callback(logs.close)
+            stack.callback(logs.close)
             setup = functools.partial(self._setup, folder, added)
             plan = Plan(self, begun, hosts, setup, task, logs, uuid.uuid4().hex)
-            membership = Membership(plan, least, most, reach) if elastic else None
-            if membership is not None:
-                afterwards.callback(membership.close)
-            values = run_attempts(plan, membership)
-        return LaunchResult(values)
-
-    def _bounds(self, number: int) -> tuple[int, int]:
-        """The least and the most hosts that take part, of so many."""
-        most = min(self.max_hosts or number, number)
-        least = most if self.min_hosts is None else self.min_hosts
-        if least > most:
-            raise ValueError(
-                f"`min_hosts` must be at most the number of hosts that take part, {most}, got {least}"
-            )
-        return least, most
-
-    def _reach(
-        self,
-        added: Mapping[str, str],
-        names: Sequence[str],
-        otherwise: Callable[[str, str], Machine] | None = None,
-    ) -> dict[str, Machine]:
-        options = SshOptions(
-            python=self.python or sys.executable,
-            config=None if self.ssh_config is None else os.path.abspath(self.ssh_config),
-            patience=self.agent_timeout,
-            env={**chosen_by(self.copy_env, os.environ), **added},
-        )
-        return connect(names, options, self.start_timeout, otherwise)
+            membership = stack.enter_context(contextlib.closing(Membership(plan, reach))) if elastic else None
+            return LaunchResult(run_attempts(plan, membership))
 
     def _setup(self, folder: str, added: Mapping[str, str], machine: Machine) -> Header:
         """What workers on a machine take over."""
@@ -175,7 +153,11 @@ class Launcher(LaunchOptions):
             env = {**machine.env, **chosen_by(self.copy_env, os.environ), **added}
             ours = [os.path.abspath(entry) for entry in import_path()]  # that of the script is the first
             path = list(dict.fromkeys([*ours[:1], *machine.path, *ours]))
-        return Header(env, path, list(sys.argv), folder, _sources())
+        # Code that is in no file, such as a notebook's cells, has entries without a time of change.
+        sources = {
+            name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None
+        }
+        return Header(env, path, list(sys.argv), folder, sources)
 
 
 Launcher.__doc__ = re.sub(r"OPTIONS: .*", args_section, Launcher.__doc__ or "")
@@ -273,8 +255,3 @@ def _working_folder() -> str:
         raise FileNotFoundError(
             "the working folder, in which workers would start, has been deleted: change to another one"
         ) from None
-
-
-def _sources() -> dict[str, Any]:
-    """Code that is in no file: an entry of ``linecache`` without a time of change."""
-    return {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
