@@ -212,6 +212,8 @@ def lines_of(*chunks, last=b""):
         ((b"\n\n",), b"x", ["", "", "x"]),
         (("é".encode()[:1], "é".encode()[1:]), b"\xff", ["é\ufffd"]),
         ((b"10%\r20%\r",), b"\n", ["10%", "20%"]),
+        ((b"a\x0cb\xe2\x80",), b"\xa8c", ["a\x0cb\u2028c"]),
+        ((b"\r",), b"", [""]),
         ((), b"", []),
     ],
 )
@@ -228,7 +230,7 @@ def test_a_line_without_end_is_cut(monkeypatch):
 @pytest.mark.parametrize("before", range(4))
 def test_a_line_without_end_is_cut_between_characters(monkeypatch, letter, before):
     monkeypatch.setattr(sys.modules["torchopt_dist.launch.logs"], "LONGEST_LINE", 10)
-    text = "x" * before + letter * 20
+    text = "x" * before + letter * 30
     lines = lines_of(*(text.encode()[start : start + 3] for start in range(0, len(text.encode()), 3)))
     assert "".join(lines) == text
     assert len(lines) > 2

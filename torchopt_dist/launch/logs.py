@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import codecs
 import collections
 import contextlib
+import io
 import logging
 import os
-import re
 import secrets
 import sys
 import time
@@ -24,9 +25,6 @@ VARIABLE, DEFAULT = "TODIST_LOG_DIR", "todist_logs"
 LONGEST_LINE = 1 << 20
 TAIL_LINES = 100
 LEVELS = {"stdout": logging.INFO, "stderr": logging.WARNING}
-LINE_END = re.compile(rb"\r\n|\n|\r(?!\n|\Z)")
-UNFINISHED = re.compile(rb"(?:[\xc0-\xff][\x80-\xbf]{0,2})?\Z")
-"""A character of UTF-8 of which more may come, or nothing."""
 
 
 class TerminalHandler(logging.Handler):
@@ -216,22 +214,21 @@ class LineSplitter:
 
     def __init__(self, logs: WorkerLogs, rank: int, local_rank: int, host: str, stream: str) -> None:
         self._logs, self._place = logs, (rank, local_rank, host, stream)
-        self._part = b""
+        utf_8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder = io.IncrementalNewlineDecoder(utf_8, translate=True)
+        self._part = ""
 
     def feed(self, data: bytes) -> None:
         """Hand on the lines that are complete with these bytes."""
-        *lines, self._part = LINE_END.split(self._part + data)
+        *lines, self._part = (self._part + self._decoder.decode(data)).split("\n")
         if len(self._part) > LONGEST_LINE:
-            end = len(self._part) - len(UNFINISHED.findall(self._part[-3:])[0])
-            lines, self._part = [*lines, self._part[:end]], self._part[end:]
+            lines.append(self._part)
+            self._part = ""
         for line in lines:
-            self._write(line)
+            self._logs.write(line, *self._place)
 
     def finish(self) -> None:
         """Hand on an unfinished line, if there is one."""
-        if self._part:
-            part, self._part = self._part.rstrip(b"\r"), b""
-            self._write(part)
-
-    def _write(self, line: bytes) -> None:
-        self._logs.write(line.decode("utf-8", "replace"), *self._place)
+        part, self._part = self._part + self._decoder.decode(b"", final=True), ""
+        if part:
+            self._logs.write(part.removesuffix("\n"), *self._place)
