@@ -172,10 +172,10 @@ class Job:
                 yield agent.heard + seconds, partial(self._give_up_agent, agent)
         if options.halted_timeout is not None:
             for worker in self._workers:
-                if worker.halted is not None:
-                    moment, number = worker.halted
+                if worker.halted is not None and not worker.decided:
+                    since, number = worker.halted
                     fail = partial(self._fail_halted, worker, number, options.halted_timeout)
-                    yield moment + options.halted_timeout, fail
+                    yield since + options.halted_timeout, fail
 
     def _refuse_late_starts(self) -> None:
         waiting = ", ".join(str(worker) for worker in self._workers if not worker.running)
@@ -196,9 +196,7 @@ class Job:
             self._agent_ended(agent, f"gave no sign of life for {seconds:g} s, and was killed")
 
     def _fail_halted(self, worker: WorkerHandle, number: int, seconds: float) -> None:
-        worker.halted = None
-        if not worker.decided:
-            self._fail(worker.halt(number, seconds), 0.0, worker)
+        self._fail(worker.halt(number, seconds), 0.0, worker)
 
     def _fail(self, error: Exception, wait: float, *workers: WorkerHandle) -> None:
         """Take note that workers have failed by an error, whose cause may become known in so many seconds."""
@@ -219,12 +217,11 @@ class Job:
         until = time.monotonic() + seconds
         while any(worker.status is None for worker in self._workers) and time.monotonic() < until:
             self._turn(until)
+        late = f"but did not end within `exit_timeout`, {seconds:g} s"
         for worker in self._workers:
-            if worker.status is None:
-                what = f"did not end within `exit_timeout`, {seconds:g} s"
-                log.warning("%s returned its value, but %s", worker, what)
-            elif worker.status:
-                log.warning("%s returned its value, and then ended with status %d", worker, worker.status)
+            if worker.status != 0:
+                how = late if worker.status is None else f"and then ended with status {worker.status}"
+                log.warning("%s returned its value, %s", worker, how)
 
     # What agents and workers tell.
 
@@ -262,8 +259,8 @@ class Job:
         elif isinstance(message, messages.Started):
             agent.workers[message.rank].pid = message.pid
         elif isinstance(message, messages.Halted):
-            now = time.monotonic()
-            agent.workers[message.rank].halted = None if message.signal is None else (now, message.signal)
+            halted = None if message.signal is None else (time.monotonic(), message.signal)
+            agent.workers[message.rank].halted = halted
         elif isinstance(message, messages.Exited):
             worker = agent.workers[message.rank]
             worker.note_end(message.status)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import secrets
 import selectors
 import socket
@@ -53,7 +54,7 @@ class Listeners:
                 self.close()
                 raise InitializationError(
                     f"`master_port` must be free on {address}, or 0 for any free port, got {question.port}: "
-                    f"{error.strerror}"
+                    f"{os.strerror(error.errno or 0)}"
                 ) from error
             listener.setblocking(False)
             self._listeners[address] = listener

@@ -11,11 +11,11 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from torchopt_dist.launch.options import check_line_filter
+from torchopt_dist.launch.options import check_handler, check_integer
 
 __all__ = ["LineSplitter", "TerminalHandler", "WorkerLogs", "log_folder", "on_ranks"]
 
@@ -81,7 +81,11 @@ def on_ranks(
     """
     if stream not in (None, *LEVELS):
         raise ValueError(f'`stream` must be "stdout", "stderr" or None, got {stream!r}')
-    check_line_filter(handler, ranks)
+    check_handler("handler", "be a logging.Handler", handler)
+    if ranks is not None and (not isinstance(ranks, Collection) or isinstance(ranks, (str, bytes))):
+        raise TypeError(f"`ranks` must be a list of integers, got {type(ranks).__name__} {ranks!r:.200}")
+    for rank in ranks or ():
+        check_integer("ranks", rank, "hold integers")
     chosen = None if ranks is None else frozenset(ranks)
 
     def wanted(record: logging.LogRecord) -> bool:

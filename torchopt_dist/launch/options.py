@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from torchopt_dist.launch._environment import COPIED, check_variables
 
-__all__ = ["LaunchOptions", "add_launcher_args", "args_section", "check_integer", "check_line_filter"]
+__all__ = ["LaunchOptions", "add_launcher_args", "args_section", "check_handler", "check_integer"]
 
 LEAST_AGENT_TIMEOUT = 2.0
 NONE = type(None)
@@ -62,7 +62,7 @@ def _is_agent_timeout(name: str, seconds: float) -> None:
 
 def _are_handlers(name: str, handlers: Collection[object]) -> None:
     for handler in handlers:
-        _check_handler(name, "hold logging.Handler objects", handler)
+        check_handler(name, "hold logging.Handler objects", handler)
 
 
 def _are_patterns(name: str, patterns: Collection[object]) -> None:
@@ -323,21 +323,6 @@ def add_launcher_args(parser: argparse.ArgumentParser) -> None:
 # Arguments of other functions.
 
 
-def check_line_filter(handler: object, ranks: object) -> None:
-    """Validate the arguments of ``on_ranks``.
-
-    Raises:
-        TypeError: one is of the wrong type.
-    """
-    _check_handler("handler", "be a logging.Handler", handler)
-    if ranks is None:
-        return
-    if not isinstance(ranks, Collection) or isinstance(ranks, (str, bytes)):
-        raise TypeError(f"`ranks` must be a list of integers, got {type(ranks).__name__} {ranks!r:.200}")
-    for rank in ranks:
-        check_integer("ranks", rank, "hold integers")
-
-
 def check_integer(name: str, value: object, rule: str = "be an integer") -> None:
     """Refuse what is no integer; those of numpy are.
 
@@ -348,6 +333,11 @@ def check_integer(name: str, value: object, rule: str = "be an integer") -> None
         raise TypeError(f"`{name}` must {rule}, got {type(value).__name__} {value!r:.200}")
 
 
-def _check_handler(name: str, rule: str, handler: object) -> None:
+def check_handler(name: str, rule: str, handler: object) -> None:
+    """Refuse what is no handler of ``logging``.
+
+    Raises:
+        TypeError: it is none.
+    """
     if not isinstance(handler, logging.Handler):
         raise TypeError(f"`{name}` must {rule}, got {type(handler).__name__} {handler!r:.200}")
