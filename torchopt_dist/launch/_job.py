@@ -325,9 +325,7 @@ class Job:
 
     def _tell_to_stop(self, agent: AgentHandle, grace: float) -> None:
         agent.told_to_stop = True
-        if (
-            agent.stream.waits_to_send
-        ):  # it has not taken its task: it has no workers, and sees that nobody is here
+        if agent.stream.waits_to_send:  # its task, so it has no workers; it sees that nobody is here
             self._agent_ended(agent, "has no workers")
             agent.stream.close()
         else:
