@@ -71,8 +71,30 @@ def make_pictures_and_pages(app: Sphinx) -> None:
     pages.make()
 
 
+HOW_TO_RUN = {
+    "python torchrun": ("python", "torchrun, 2 workers"),
+    "python": ("python", "python"),
+    "py": ("python", "another library, not run here"),
+    "text output": ("text", "output"),
+}
+"""What stands behind the first fence of a block → its language, and the caption that the reader sees."""
+
+
+def caption_blocks(app: Sphinx, page: str, text: list[str]) -> None:
+    """Each block of code says how it is run; ``tests/docs/test_examples.py`` runs it so."""
+
+    def captioned(match: re.Match[str]) -> str:
+        if match[1] not in HOW_TO_RUN:
+            return match[0]
+        language, caption = HOW_TO_RUN[match[1]]
+        return f"```{{code-block}} {language}\n:caption: {caption}\n\n"
+
+    text[0] = re.sub(r"^```(\w.*)\n", captioned, text[0], flags=re.MULTILINE)
+
+
 def setup(app: Sphinx) -> None:
     """Register the functions above."""
     app.connect("builder-inited", make_pictures_and_pages)
+    app.connect("source-read", caption_blocks)
     app.connect("autodoc-process-docstring", no_type_before_colon, priority=400)
     app.connect("missing-reference", plain_annotation)
