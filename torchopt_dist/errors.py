@@ -6,6 +6,7 @@ The tree::
     ├── NotInitializedError      (RuntimeError)     a call before ``auto_init_rpc``
     ├── InitializationError      (RuntimeError)     the RPC group could not be formed
     ├── SerializationError       (TypeError)        an object cannot cross a process border
+    ├── ResidentError            (RuntimeError)     what was ``put`` on workers was changed or let go of
     ├── RemoteError                                 a function raised on a worker; also of the raised class
     ├── WorkerLostError          (ConnectionError)  a worker died or cannot be reached
     ├── PeerFailedError          (RuntimeError)     another rank failed, so this one is ended too
@@ -33,6 +34,7 @@ __all__ = [
     "NotInitializedError",
     "PeerFailedError",
     "RemoteError",
+    "ResidentError",
     "SerializationError",
     "TodistError",
     "WorkerFailedError",
@@ -54,6 +56,10 @@ class InitializationError(TodistError, RuntimeError):
 
 class SerializationError(TodistError, TypeError):
     """A function, an argument or a result cannot be sent to another process."""
+
+
+class ResidentError(TodistError, RuntimeError):
+    """A value that ``put`` keeps on workers was changed in place, or used after its handle was closed."""
 
 
 class RemoteError(TodistError):

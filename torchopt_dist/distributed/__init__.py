@@ -23,8 +23,10 @@ from torchopt_dist.distributed.partition import (
     tasks,
 )
 from torchopt_dist.distributed.profile import Profile, profile
+from torchopt_dist.distributed.put import put
 from torchopt_dist.distributed.reduce import concatenate_reducer, mean_reducer, stack_reducer, sum_reducer
 from torchopt_dist.distributed.remote_call import remote_call
+from torchopt_dist.distributed.resident import Resident, Shards
 from torchopt_dist.distributed.world import (
     WorldInfo,
     alive,
@@ -48,6 +50,8 @@ __all__ = [
     "PartitionFunction",
     "Partitioner",
     "Profile",
+    "Resident",
+    "Shards",
     "TensorDimensionPartitioner",
     "WorldInfo",
     "alive",
@@ -75,6 +79,7 @@ __all__ = [
     "parallelize_async",
     "parallelize_sync",
     "profile",
+    "put",
     "rank_all",
     "rank_non_zero_only",
     "rank_zero_only",

@@ -10,13 +10,16 @@ import torch
 from torchopt_dist._evaluation import evaluate
 from torchopt_dist.distributed._caller_state import seeded
 from torchopt_dist.distributed._containers import flatten
+from torchopt_dist.distributed._device_placement import receiving_device
 from torchopt_dist.distributed._payload import Payload
+from torchopt_dist.distributed.resident import resolved
 
 __all__ = ["run"]
 
 
 def run(payload: Payload) -> list[Any]:
     """The values of the payload's tasks; raises what a task raises, and the tasks after it do not run."""
+    payload = resolved(payload, receiving_device(payload.options.device))
     tasks = _vectorized if payload.options.vectorize else _one_by_one
     with payload.state.applied():
         if payload.state.grad_enabled:

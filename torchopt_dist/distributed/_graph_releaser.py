@@ -16,15 +16,22 @@ class GraphReleaser:
     """Sends the requests from a thread of its own, since a finalizer, which asks for them, may run in any thread."""
 
     def __init__(self) -> None:
-        self._keys: queue.SimpleQueue[tuple[Sender, int, Key] | None] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[tuple[Sender, int, Release] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
 
     def release(self, transport: Sender, worker: int, key: Key) -> None:
         """Let ``worker`` forget the graph under ``key``, unless the group has ended, and all graphs with it."""
+        self._put(transport, worker, Release(graphs=(key,)))
+
+    def release_resident(self, transport: Sender, worker: int, key: Key) -> None:
+        """Let ``worker`` forget the resident under ``key``; likewise."""
+        self._put(transport, worker, Release(residents=(key,)))
+
+    def _put(self, transport: Sender, worker: int, request: Release) -> None:
         if self._closed:
             return
-        self._keys.put((transport, worker, key))
+        self._requests.put((transport, worker, request))
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="todist-graph-releaser", daemon=True)
             self._thread.start()
@@ -32,11 +39,11 @@ class GraphReleaser:
     def close(self, seconds: float = 0.0) -> None:
         """End the thread, and wait for that so long; what is still to be released goes with the group."""
         self._closed = True
-        self._keys.put(None)
+        self._requests.put(None)
         if self._thread is not None:
             self._thread.join(seconds)
 
     def _work(self) -> None:
-        while (entry := self._keys.get()) is not None and not self._closed:
-            transport, worker, key = entry
-            transport.send(worker, pack(Release((key,)), main_by_name=True), 0)
+        while (entry := self._requests.get()) is not None and not self._closed:
+            transport, worker, request = entry
+            transport.send(worker, pack(request, main_by_name=True), 0)

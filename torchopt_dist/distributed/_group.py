@@ -14,6 +14,7 @@ from torchopt_dist.distributed._graph_releaser import GraphReleaser
 from torchopt_dist.distributed._kept_graphs import KeptGraphs
 from torchopt_dist.distributed._membership import Membership, OnLoss
 from torchopt_dist.distributed._retries import Retries
+from torchopt_dist.distributed._residents import Residents
 from torchopt_dist.distributed._spans import Recorder
 from torchopt_dist.distributed._thread_pool import ThreadPool
 from torchopt_dist.distributed.transport.base import Transport
@@ -37,6 +38,7 @@ class Group:
         kept_graphs: the graphs of the calls that this worker has answered.
         releaser: tells other workers to forget the graphs of calls that this worker has made.
         threads: run what must not wait for a thread.
+        residents: values that stay on this worker.
         recorder: keeps what this worker does for calls, while a profile is on.
         retries: who does the shares of workers that are lost.
         numbers: one for each call and each backward of this worker, none twice.
@@ -60,6 +62,7 @@ class Group:
         self.numbers = itertools.count()
         self.kept_graphs = KeptGraphs()
         self.threads = ThreadPool()
+        self.residents = Residents()
         self.recorder = Recorder(self.rank)
         self.releaser = GraphReleaser()
         self.ending = False
@@ -97,6 +100,7 @@ class Group:
         """
         self.ending = True
         self.kept_graphs.clear()
+        self.residents.clear()
         self.releaser.close(seconds)
         self.threads.close(seconds)
 

@@ -75,13 +75,15 @@ class Backward:
 
 @dataclass(frozen=True)
 class Release:
-    """Forget graphs of calls whose part of the graph at the caller is gone.
+    """Forget what nobody needs any more.
 
     Attributes:
-        graphs: their keys.
+        graphs: keys of graphs of calls whose part of the graph at the caller is gone.
+        residents: keys of values whose handles are gone.
     """
 
-    graphs: tuple[Key, ...]
+    graphs: tuple[Key, ...] = ()
+    residents: tuple[Key, ...] = ()
 
 
 Request: TypeAlias = Call | Backward | Release

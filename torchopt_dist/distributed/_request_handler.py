@@ -18,6 +18,7 @@ from torchopt_dist._serialized_exception import SerializedException
 from torchopt_dist._torch_private import advance_sequence_numbers, next_sequence_number
 from torchopt_dist.distributed import _execute
 from torchopt_dist.distributed._device_placement import receiving_device
+from torchopt_dist.distributed._group import answering_group
 from torchopt_dist.distributed._kept_graphs import KeptGraph, KeptGraphs
 from torchopt_dist.distributed._lost_gradients import code_of, description_of_losses
 from torchopt_dist.distributed._message import Message
@@ -77,6 +78,8 @@ def answer(
     if isinstance(content, Release):
         for key in content.graphs:
             kept_graphs.release(key)
+        for key in content.residents:
+            answering_group().residents.forget(key)
         return pack(Reply(), main_by_name=True)
     span = functools.partial(recorder.span, call=content.key, peer=content.key[0])
     recorder.add("receive", began, content.key, content.key[0])

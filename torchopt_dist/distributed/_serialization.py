@@ -28,7 +28,7 @@ from torchopt_dist.distributed._names import find, name_of
 from torchopt_dist.distributed._parametrized_modules import is_parametrized, reduced
 from torchopt_dist.distributed._sendable_tensors import check_sendable
 from torchopt_dist.distributed._shared_objects import rebinds, some_can_change
-from torchopt_dist.errors import SerializationError
+from torchopt_dist.errors import SerializationError, TodistError
 
 __all__ = ["PackedModules", "pack", "unpack"]
 
@@ -53,6 +53,7 @@ def pack(value: Any, *, main_by_name: bool, modules: PackedModules | None = None
 
     Raises:
         SerializationError: some part of it cannot be pickled.
+        ResidentError: a handle in it stands for a value that has been changed or let go of.
     """
     tensors: _Tensors = _Tensors(main_by_name)
     structures: dict[bytes, bytes] = {}
@@ -65,7 +66,7 @@ def pack(value: Any, *, main_by_name: bool, modules: PackedModules | None = None
             tensors, structures = _Tensors(main_by_name), {}
             skeleton, holes, _ = _dump(value, main_by_name, tensors, None, packed)
             tensors.mark_buffers(tensors.all)
-    except SerializationError:
+    except TodistError:
         raise
     except (Exception, SystemExit) as error:  # the objects' own code is run, which raises what it likes
         raise SerializationError(f"{type(error).__name__}: {error}") from error

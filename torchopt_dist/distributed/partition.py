@@ -18,6 +18,7 @@ from torch import nn
 from torchopt_dist.distributed._containers import flatten, tensors_hidden_in
 from torchopt_dist.distributed._group import current_group
 from torchopt_dist.distributed.reduce import REDUCERS
+from torchopt_dist.distributed.resident import Resident, Shards
 from torchopt_dist.distributed.world import get_worker_id
 from torchopt_dist.nn.module_state import StateHolder
 from torchopt_dist.typing import Args, KwArgs
@@ -240,7 +241,9 @@ class TensorDimensionPartitioner:
             parts.append(Partition(worker, part_args, part_kwargs, stop - start, self.workers is None))
         return parts
 
-    def _take(self, tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    def _take(self, tensor: torch.Tensor | Shards, start: int, stop: int) -> torch.Tensor | Resident:
+        if isinstance(tensor, Shards):
+            return tensor.part(start, stop, self.dim, self.exclusive and not self.keepdim)
         if self.exclusive and not self.keepdim:
             return tensor.select(self.dim, start)
         return tensor.narrow(self.dim, start, stop - start)
@@ -259,9 +262,12 @@ class TensorDimensionPartitioner:
                         "a list and a class that is registered with optree are split"
                     )
 
-    def _common_size(self, splittable: list[tuple[str, torch.Tensor]]) -> int:
+    def _common_size(self, splittable: list[tuple[str, torch.Tensor | Shards]]) -> int:
         sizes: dict[str, int] = {}
         for where, tensor in splittable:
+            if isinstance(tensor, Shards):
+                sizes[where] = tensor.size
+                continue
             if not -tensor.ndim <= self.dim < tensor.ndim:
                 raise ValueError(
                     f"cannot split {where} along dim={self.dim}: its shape is {tuple(tensor.shape)}; "
@@ -327,6 +333,8 @@ def _is_whole(leaf: Any) -> bool:
 
 
 def _is_splittable(leaf: Any) -> bool:
+    if isinstance(leaf, Shards):
+        return True
     return isinstance(leaf, torch.Tensor) and not isinstance(leaf, nn.Parameter) and leaf.ndim > 0
 
 

@@ -1,0 +1,193 @@
+"""Key → a value that stays on this worker: one that was put here, or one fetched from the worker where it was put.
+
+A handle travels, the value does not: a worker that meets a handle for the first time asks the value's home for it, and
+keeps what comes until the home lets go of the handle.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from torchopt_dist._torch_private import tensor_version
+from torchopt_dist.distributed._protocol import Key
+from torchopt_dist.distributed._serialization import pack, unpack
+from torchopt_dist.errors import ResidentError
+
+__all__ = ["Residents"]
+
+CLOSED = "a resident was used after its handle had been closed: `put` the value again"
+
+
+@dataclass
+class _Kept:
+    """A value, and how its tensors were when it was put or came.
+
+    Attributes:
+        value: the value.
+        tensors: those in it.
+        versions: of the tensors; ``None`` where torch does not count.
+        digest: of all its bytes; ``None`` if these are not compared.
+        holders: at home, the workers that have fetched it.
+        placed: copies on other devices.
+    """
+
+    value: Any
+    tensors: list[torch.Tensor]
+    versions: list[int | None]
+    digest: bytes | None = None
+    holders: set[int] = field(default_factory=set)
+    placed: dict[torch.device, Any] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Raise if the value has been changed in place."""
+        changed = [tensor_version(tensor) for tensor in self.tensors] != self.versions
+        if changed or (self.digest is not None and _digest(self.value) != self.digest):
+            what = _described(self.value)
+            raise ResidentError(
+                f"a resident, {what}, was changed in place after `todist.put`, so workers have what it was before: "
+                "put what it is now, and let functions work on a clone"
+            )
+
+    def on(self, device: torch.device | None) -> Any:
+        """The value with its tensors on a device, copied there once."""
+        if device is None or all(tensor.device == device for tensor in self.tensors):
+            return self.value
+        if device not in self.placed:
+            self.placed[device] = unpack(pack(self.value, main_by_name=True).detached().received(device))
+        return self.placed[device]
+
+
+class Residents:
+    """The values that stay on a worker; they end with its group.
+
+    Attributes:
+        in_use: whether there has ever been one, so that a call without any need not look for them.
+    """
+
+    def __init__(self) -> None:
+        self.in_use = False
+        self._kept: dict[Key, _Kept] = {}
+        self._coming: dict[Key, Future[_Kept]] = {}
+        self._lock = threading.RLock()  # a finalizer may release a value while its thread is at work here
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def nbytes(self) -> int:
+        """How many bytes the tensors of all values have."""
+        with self._lock:
+            kept = list(self._kept.values())
+        return sum(tensor.nbytes for each in kept for tensor in each.tensors)
+
+    def put(self, key: Key, value: Any, *, check: bool) -> None:
+        """Keep a value of this worker's own.
+
+        Raises:
+            SerializationError: it cannot be sent.
+            ValueError: it has a tensor that requires grad.
+        """
+        kept = _kept(value)
+        for tensor in kept.tensors:
+            if tensor.requires_grad:
+                raise ValueError(
+                    f"`put` keeps constants on workers, got a tensor of shape {tuple(tensor.shape)} that requires "
+                    "grad: pass it to the call as it is, or put a detached one; a module is frozen by "
+                    "`module.requires_grad_(False)`"
+                )
+        kept.digest = _digest(value) if check else None
+        with self._lock:
+            self.in_use = True
+            self._kept[key] = kept
+
+    def find(self, key: Key, device: torch.device | None, fetch: Callable[[], Any] | None = None) -> Any:
+        """The value; threads that want it at the same time fetch it once.
+
+        Args:
+            key: of the value.
+            device: where its tensors are wanted; ``None`` leaves them where they are.
+            fetch: gets the value if it is not here; at its home, from where it is not fetched, there is none.
+
+        Raises:
+            ResidentError: it has been changed in place, or its handle has been closed.
+        """
+        mine = None
+        with self._lock:
+            self.in_use = True
+            kept, coming = self._kept.get(key), self._coming.get(key)
+            if kept is None and coming is None and fetch is not None:
+                coming = mine = self._coming[key] = Future()
+        if mine is not None and fetch is not None:
+            self._fetch(key, fetch, mine)
+        if kept is None and coming is not None:
+            kept = coming.result()
+        if kept is None:
+            raise ResidentError(CLOSED)
+        kept.check()
+        return kept.on(device)
+
+    def _fetch(self, key: Key, fetch: Callable[[], Any], coming: Future[_Kept]) -> None:
+        try:
+            kept = _kept(fetch())
+        except BaseException as error:
+            with self._lock:
+                del self._coming[key]
+            coming.set_exception(error)
+        else:
+            with self._lock:
+                del self._coming[key]
+                self._kept[key] = kept
+            coming.set_result(kept)
+
+    def hand_out(self, key: Key, worker: int) -> Any:
+        """At home: the value, for a worker that keeps it from now on; errors as for :meth:`check`."""
+        with self._lock:
+            value = self.check(key).value
+            self._kept[key].holders.add(worker)
+            return value
+
+    def check(self, key: Key) -> _Kept:
+        """Raise :class:`ResidentError` if a value of this worker's own has been changed in place, or let go of."""
+        kept = self._kept.get(key)
+        if kept is None:
+            raise ResidentError(CLOSED)
+        kept.check()
+        return kept
+
+    def forget(self, key: Key) -> set[int]:
+        """Let go of a value; returns the workers that have fetched it from here."""
+        with self._lock:
+            kept = self._kept.pop(key, None)
+        return set() if kept is None else kept.holders
+
+    def clear(self) -> None:
+        """Let go of all values."""
+        with self._lock:
+            self._kept.clear()
+
+
+def _kept(value: Any) -> _Kept:
+    tensors = pack(value, main_by_name=True).tensors
+    return _Kept(value, tensors, [tensor_version(tensor) for tensor in tensors])
+
+
+def _digest(value: Any) -> bytes:
+    message = pack(value, main_by_name=True)
+    found = hashlib.blake2b(message.skeleton, digest_size=16)
+    for structure in message.structures.values():
+        found.update(structure)
+    for tensor in message.tensors:
+        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return found.digest()
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return f"an object of class {type(value).__qualname__}"

@@ -1,0 +1,59 @@
+"""A value, perhaps a partitioner → the handle by which calls use what then stays on the workers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchopt_dist.distributed.partition import PartitionFunction, TensorDimensionPartitioner
+from torchopt_dist.distributed.resident import Resident, Shards
+
+__all__ = ["put"]
+
+
+def put(value: Any, partitioner: PartitionFunction | None = None, *, check: bool = False) -> Any:
+    """Keep a constant on the workers: it travels to each worker that uses it once, and not with every call.
+
+    The handle stands where the value stood, as an argument of a call, alone or inside a tree; the function gets the
+    value. A worker fetches the value when it first meets the handle, and lets go of it when the handle is closed or
+    gone. In the caller's own share the function gets the caller's own value.
+
+    Args:
+        value: a tensor, a module, a tree, any object that can be sent; nothing in it requires grad.
+        partitioner: what ``dim_partitioner`` returns, ``batch_partitioner`` or ``tasks``: ``value`` is split, each part
+            has a handle of its own, and calls with the same partitioner use the parts. A call splits its other
+            arguments itself.
+        check: compare all bytes of the value at each call with those at ``put``, so that a change in place is an error
+            also where torch does not count changes, as in numpy arrays.
+
+    Returns:
+        A :class:`Resident`; with a partitioner :class:`Shards`. The static type is ``Any``, since it stands for
+        ``value``.
+
+    Raises:
+        ValueError: something in ``value`` requires grad, or it cannot be split.
+        TypeError: ``partitioner`` is another one.
+        SerializationError: it cannot be sent.
+        NotInitializedError: there is no RPC group.
+        ResidentError: in a call: the value has been changed in place, or the handle is closed.
+
+    Example::
+
+        images, labels = todist.put((images, labels), todist.batch_partitioner), ...
+        for step in range(1000):
+            loss_fn(model, images).backward()  # only the model travels
+    """
+    if not isinstance(check, bool):
+        raise TypeError(f"check must be True or False, got {check!r}")
+    if partitioner is None:
+        return Resident.of(value, check=check)
+    if not isinstance(partitioner, TensorDimensionPartitioner):
+        raise TypeError(
+            "put needs what `dim_partitioner` returns, `batch_partitioner`, `tasks` or None as its partitioner, got "
+            f"{type(partitioner).__name__} {partitioner!r:.80}"
+        )
+    parts: dict[tuple[int, int], Resident] = {}
+    start = 0
+    for part in partitioner(value):
+        parts[start, start + part.size] = Resident.of(part[1][0], check=check)
+        start += part.size
+    return Shards(parts, start, partitioner.dim, partitioner.exclusive and not partitioner.keepdim)

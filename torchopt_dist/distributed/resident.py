@@ -1,0 +1,181 @@
+"""``put(x)`` → a handle that may stand where ``x`` stood in a call: ``x`` travels to a worker once.
+
+On a worker, and in the caller's own share, the function gets ``x`` itself in the handle's place.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchopt_dist.distributed._caller_state import CallerState
+from torchopt_dist.distributed._containers import flatten
+from torchopt_dist.distributed._group import Group, answering_group, current_group, find_group
+from torchopt_dist.distributed._payload import ExecutionOptions, Payload
+from torchopt_dist.distributed._protocol import Key
+from torchopt_dist.distributed._remote_graph import call
+from torchopt_dist.errors import ResidentError
+
+__all__ = ["Resident", "Shards", "resolved"]
+
+
+class Resident:
+    """The handle of a value that workers keep; made by :func:`put`.
+
+    As an argument of a call, alone or in a tree or a container there, it becomes the value. Elsewhere, such as in a
+    closure, it stays a handle, also on the worker: ``handle.value`` is the value. It may be passed on in nested calls.
+
+    The workers let go of the value when the handle is closed or gone. A handle that a worker got is good as long.
+    """
+
+    __slots__ = ("__weakref__", "_key", "_release")
+
+    def __init__(self, key: Key) -> None:
+        self._key = key
+        self._release: weakref.finalize[[Group, Key], Resident] | None = None
+
+    @classmethod
+    def of(cls, value: Any, *, check: bool) -> Resident:
+        """Put a value; see :func:`put`."""
+        group = current_group()
+        handle = cls((group.rank, next(group.numbers)))
+        group.residents.put(handle._key, value, check=check)
+        handle._release = weakref.finalize(handle, _let_go, group, handle._key)
+        handle._release.atexit = False
+        return handle
+
+    @property
+    def value(self) -> Any:
+        """The value, as this worker keeps it. It is shared by all that use it: do not change it in place.
+
+        Raises:
+            ResidentError: it has been changed in place, the handle is closed, or the RPC group of ``put`` has ended.
+            WorkerLostError: the worker that has put it died before the value came.
+        """
+        return self.on(None)
+
+    def on(self, device: torch.device | None) -> Any:
+        """The value on a device; ``None`` leaves its tensors where they are. Errors as for ``value``."""
+        group = answering_group()
+        self._check_group(group)
+        home = self._key[0]
+        if home == group.rank:
+            return group.residents.find(self._key, device)
+        return group.residents.find(self._key, device, lambda: _fetch(self._key, group.rank))
+
+    def close(self) -> None:
+        """Let all workers let go of the value. A worker's copy of a handle closes nothing."""
+        if self._release is not None:
+            self._release()
+
+    def _check_group(self, group: Group | None) -> None:
+        if self._release is not None:
+            of = self._release.peek()
+            if of is not None and of[2][0] is not group:
+                raise ResidentError("a resident was used after the RPC group in which it was put had ended")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        group = find_group()
+        self._check_group(group)
+        if group is not None and self._key[0] == group.rank:
+            group.residents.check(self._key)
+        return _arrived, (self._key,)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._key[1]} of rank {self._key[0]}>"
+
+
+class Shards:
+    """The handles of the parts of a value; made by :func:`put` with a partitioner.
+
+    As an argument of a call it is split as the value would be, and each part goes by its handle.
+
+    Args:
+        parts: by the half-open range of indices along the dimension.
+        size: of the value along the dimension.
+        dim: the dimension.
+        selected: whether a part is one index, without the dimension.
+    """
+
+    __slots__ = ("_parts", "dim", "selected", "size")
+
+    def __init__(self, parts: dict[tuple[int, int], Resident], size: int, dim: int, selected: bool) -> None:
+        self._parts = parts
+        self.size = size
+        self.dim = dim
+        self.selected = selected
+
+    def part(self, start: int, stop: int, dim: int, selected: bool) -> Resident:
+        """The handle of one part.
+
+        Raises:
+            ValueError: the value has been split in other parts.
+        """
+        found = self._parts.get((start, stop))
+        if found is None or (dim, selected) != (self.dim, self.selected):
+            raise ValueError(
+                f"a call wants indices {start} to {stop - 1} along dim={dim} of what `put` has split into "
+                f"{len(self._parts)} parts of {self.size} indices along dim={self.dim}: give both the same partitioner"
+            )
+        return found
+
+    def close(self) -> None:
+        """Close all handles."""
+        for handle in self._parts.values():
+            handle.close()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {len(self._parts)} of size {self.size} along dim={self.dim}>"
+
+
+def resolved(payload: Payload, device: torch.device | None) -> Payload:
+    """The payload with values in the places of handles among its arguments.
+
+    Args:
+        payload: the work of this worker.
+        device: where the values' tensors are put; ``None`` leaves them where they are.
+    """
+    if not answering_group().residents.in_use:
+        return payload
+    flat = flatten(payload.tasks, is_leaf=_is_whole)
+    if not any(isinstance(leaf, Resident) for leaf in flat.leaves):
+        return payload
+    found: dict[Key, Any] = {}
+    for leaf in flat.leaves:
+        if isinstance(leaf, Resident) and leaf._key not in found:
+            found[leaf._key] = leaf.on(device)
+    leaves = (found[leaf._key] if isinstance(leaf, Resident) else leaf for leaf in flat.leaves)
+    return replace(payload, tasks=flat.rebuild(leaves))
+
+
+def _is_whole(leaf: Any) -> bool:
+    return isinstance(leaf, (Resident, nn.Module))
+
+
+def _arrived(key: Key) -> Resident:
+    """In a pickle: a handle, for which calls of this worker are searched from now on."""
+    group = find_group()
+    if group is not None:
+        group.residents.in_use = True
+    return Resident(key)
+
+
+def _fetch(key: Key, rank: int) -> Any:
+    """Ask the worker that has put a value for it; no random number is drawn for that."""
+    state = replace(CallerState.capture(), grad_enabled=False, autocast=())
+    payload = Payload(_hand_out, (((key, rank), {}),), (0,), state, ExecutionOptions())
+    (value,) = call(key[0], payload, 0.0).result()
+    return value
+
+
+def _hand_out(key: Key, worker: int) -> Any:
+    return answering_group().residents.hand_out(key, worker)
+
+
+def _let_go(group: Group, key: Key) -> None:
+    for worker in group.residents.forget(key):
+        group.releaser.release_resident(group.transport, worker, key)
