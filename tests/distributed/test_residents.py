@@ -191,7 +191,7 @@ def test_changes_and_ends_are_errors():
 
         with pytest.raises(ValueError, match=r"shape \(2,\) that requires grad"):
             todist.put({"w": torch.ones(2, requires_grad=True)})
-        with pytest.raises(TypeError, match="cannot pickle .*lock"):
+        with pytest.raises(TypeError, match=r"cannot pickle .*lock"):
             todist.put(threading.Lock())
         with pytest.raises(TypeError, match=r"check must be True or False, got 'no'"):
             todist.put(x, check="no")

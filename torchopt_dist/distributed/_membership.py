@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
 import torch.distributed as dist
@@ -42,11 +43,13 @@ MAX_REPORT = 1 << 20
 """Characters of a traceback; each is at most 12 bytes in JSON."""
 OnLoss: TypeAlias = Literal["end", "continue"]
 
-TEXTS = {
-    "died": "died: the process of {who} ended without a report",
-    "unreachable": "was lost: the machine of {who} gives no answer",
-    "stopped": "was stopped: the process of {who} did not go on, and was killed",
-}
+TEXTS = MappingProxyType(
+    {
+        "died": "died: the process of {who} ended without a report",
+        "unreachable": "was lost: the machine of {who} gives no answer",
+        "stopped": "was stopped: the process of {who} did not go on, and was killed",
+    }
+)
 
 
 @dataclass(frozen=True)

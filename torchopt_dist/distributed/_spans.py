@@ -71,6 +71,22 @@ class Span(NamedTuple):
     size: int = 0
 
 
+class Spanned:
+    """Context manager around a piece of work; this one does nothing."""
+
+    def made(self, message: Message) -> Message:
+        """Tell which message the work has made; returns that."""
+        return message
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+
 class Recorder:
     """The spans of one worker.
 
@@ -80,6 +96,8 @@ class Recorder:
     Attributes:
         on: whether spans are recorded.
     """
+
+    _off = Spanned()
 
     def __init__(self, worker: int) -> None:
         self.worker = worker
@@ -100,7 +118,7 @@ class Recorder:
     def span(self, phase: Phase, call: tuple[int, int] | None = None, peer: int | None = None) -> Spanned:
         """Context manager: its body is recorded, if a profile is on here or ``torch.profiler`` is."""
         if not self.on and not _torch_private.profiler_is_on():
-            return _OFF
+            return self._off
         return _Recorded(self, phase, call, peer)
 
     def add(
@@ -110,25 +128,6 @@ class Recorder:
         if self.on:
             end, thread = time.perf_counter(), threading.get_native_id()
             self._spans.append(Span(self.worker, phase, start, end, thread, call, peer, size))
-
-
-class Spanned:
-    """Context manager around a piece of work; this one does nothing."""
-
-    def made(self, message: Message) -> Message:
-        """Tell which message the work has made; returns that."""
-        return message
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
-
-
-_OFF = Spanned()
 
 
 class _Recorded(Spanned):

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from math import inf
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchopt_dist.distributed._caller_state import CallerState
@@ -36,17 +37,19 @@ COMPUTING: tuple[Phase, ...] = ("run", "backward")
 WAITING: tuple[Phase, ...] = ("wait", "wait back")
 PINGS = 5
 ANSWER_SECONDS = 60.0
-COLORS: dict[str, str] = {
-    "pack": "#8c6bb1",
-    "send": "#4292c6",
-    "wait": "#d9d9d9",
-    "unpack": "#9ebcda",
-    "wait back": "#bdbdbd",
-    "receive": "#9ecae1",
-    "run": "#41ab5d",
-    "backward": "#ef6548",
-    "reply": "#807dba",
-}
+COLORS = MappingProxyType(
+    {
+        "pack": "#8c6bb1",
+        "send": "#4292c6",
+        "wait": "#d9d9d9",
+        "unpack": "#9ebcda",
+        "wait back": "#bdbdbd",
+        "receive": "#9ecae1",
+        "run": "#41ab5d",
+        "backward": "#ef6548",
+        "reply": "#807dba",
+    }
+)
 
 
 @contextmanager
@@ -103,7 +106,9 @@ class Profile:
     Attributes:
         names: the workers' names, by rank.
         seconds: how long the context lasted.
-        spans: each piece of work, by when it began; times are in seconds since the context was entered.
+        spans: each piece of work, by when it began: the rank of its ``worker``, its ``phase``, its ``start`` and
+            ``end`` in seconds since the context was entered, its ``thread``, the ``call`` that it is a part of, the
+            rank of its ``peer`` at the other end, and the ``size`` in bytes of the message that it made.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
