@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from typing import Any
 
 from torchopt_dist.distributed._graph_releaser import GraphReleaser
@@ -31,6 +32,7 @@ class Group:
         settings: what ``auto_init_rpc`` was called with; a second call inside ``main`` must ask for the same.
         call_timeout: seconds that a call may take if it does not say so itself; 0 means no limit.
         transport: makes the transport to the other workers.
+        ask: asks another worker something that the program does not notice; see ``_question.py``.
 
     Attributes:
         process: the id of this process; a fork of it has another.
@@ -51,10 +53,12 @@ class Group:
         settings: tuple[Any, ...],
         call_timeout: float,
         transport: Callable[[Group], Transport],
+        ask: Callable[..., Future[list[Any]]],
     ) -> None:
         self.membership = membership
         self.settings = settings
         self.call_timeout = call_timeout
+        self.ask = ask
         self.process = os.getpid()
         self.rank = membership.me.rank
         self.members = membership.members

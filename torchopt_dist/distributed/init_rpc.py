@@ -31,6 +31,7 @@ from torchopt_dist.distributed._interruption import Interruption
 from torchopt_dist.distributed._membership import START, Failure, Member, Membership, OnLoss
 from torchopt_dist.distributed._parent import ParentWatch
 from torchopt_dist.distributed._parentheses import check_parentheses
+from torchopt_dist.distributed._question import ask
 from torchopt_dist.distributed._report import one_line, report, tell_torchrun, tell_user
 from torchopt_dist.distributed._stopped import process_table
 from torchopt_dist.distributed.transport.choice import check_name, choose
@@ -215,7 +216,7 @@ class _RunningGroup:
         self.membership = Membership(me, world.world_size, self._peer_failed, self.liveness)
         try:
             self.membership.join(store, _network.local_address(host), _rendezvous.init_timeout())
-            self.group = Group(self.membership, self.settings, chosen.call_timeout, chosen.make)
+            self.group = Group(self.membership, self.settings, chosen.call_timeout, chosen.make, ask)
             set_group(self.group)  # before the transport has started, after which others may send requests
             self.group.transport.start(store, _rendezvous.init_timeout())
             setproctitle.setproctitle(f"{world.worker_name} of {world.world_size}: {' '.join(sys.argv)}")

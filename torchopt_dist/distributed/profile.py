@@ -12,16 +12,13 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from math import inf
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from torchopt_dist.distributed._caller_state import CallerState
 from torchopt_dist.distributed._group import Group, current_group
-from torchopt_dist.distributed._payload import ExecutionOptions, Payload
-from torchopt_dist.distributed._remote_graph import call
+from torchopt_dist.distributed._question import ask
 from torchopt_dist.distributed._spans import PHASES, Phase, Span
 from torchopt_dist.errors import TodistError
 
@@ -288,17 +285,12 @@ def _covered(spans: list[Span]) -> float:
 
 
 def _on_each(group: Group, function: Callable[[], T], workers: Iterable[int] | None = None) -> dict[int, T]:
-    """What the function returns on each other worker, or each named one; a worker that is gone is left out.
-
-    These calls draw no random number, so a program computes the same with a profile and without.
-    """
-    state = replace(CallerState.capture(), grad_enabled=False, autocast=())
-    payload = Payload(function, (((), {}),), (0,), state, ExecutionOptions())
+    """What the function returns on each other worker, or each named one; a worker that is gone is left out."""
     futures = {}
     for worker in range(len(group.names)) if workers is None else workers:
         if worker != group.rank:
             with suppress(TodistError):  # the program has met, or will meet, the error itself
-                futures[worker] = call(worker, payload, ANSWER_SECONDS)
+                futures[worker] = ask(worker, function, seconds=ANSWER_SECONDS)
     results = {}
     for worker, future in futures.items():
         with suppress(TodistError):

@@ -5,6 +5,7 @@ On a worker, and in the caller's own share, the function gets ``x`` itself in th
 
 from __future__ import annotations
 
+import functools
 import weakref
 from dataclasses import replace
 from typing import Any
@@ -12,12 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchopt_dist.distributed._caller_state import CallerState
 from torchopt_dist.distributed._containers import flatten
 from torchopt_dist.distributed._group import Group, answering_group, current_group, find_group
-from torchopt_dist.distributed._payload import ExecutionOptions, Payload
+from torchopt_dist.distributed._payload import Payload
 from torchopt_dist.distributed._protocol import Key
-from torchopt_dist.distributed._remote_graph import call
 from torchopt_dist.errors import ResidentError
 
 __all__ = ["Resident", "Shards", "resolved"]
@@ -65,7 +64,8 @@ class Resident:
         home = self._key[0]
         if home == group.rank:
             return group.residents.find(self._key, device)
-        return group.residents.find(self._key, device, lambda: _fetch(self._key, group.rank))
+        fetch = functools.partial(group.ask, home, _hand_out, self._key, group.rank)
+        return group.residents.find(self._key, device, lambda: fetch().result()[0])
 
     def close(self) -> None:
         """Let all workers let go of the value. A worker's copy of a handle closes nothing."""
@@ -162,14 +162,6 @@ def _arrived(key: Key) -> Resident:
     if group is not None:
         group.residents.in_use = True
     return Resident(key)
-
-
-def _fetch(key: Key, rank: int) -> Any:
-    """Ask the worker that has put a value for it; no random number is drawn for that."""
-    state = replace(CallerState.capture(), grad_enabled=False, autocast=())
-    payload = Payload(_hand_out, (((key, rank), {}),), (0,), state, ExecutionOptions())
-    (value,) = call(key[0], payload, 0.0).result()
-    return value
 
 
 def _hand_out(key: Key, worker: int) -> Any:

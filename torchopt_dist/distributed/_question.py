@@ -1,0 +1,34 @@
+"""A worker, a function, its arguments → a future of what it returns there, unnoticed by the program.
+
+Such a question is a call that belongs to the package, not to the program: no random number is drawn for it, no graph is
+recorded, and nobody takes its place where the worker is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+from torchopt_dist.distributed._caller_state import CallerState
+from torchopt_dist.distributed._payload import ExecutionOptions, Payload
+from torchopt_dist.distributed._remote_graph import call
+
+__all__ = ["ask"]
+
+
+def ask(worker: int, function: Callable[..., Any], *args: Any, seconds: float = 0.0) -> Future[list[Any]]:
+    """Call ``function(*args)`` on another worker.
+
+    Args:
+        worker: the worker's rank.
+        function: a function that both processes have by its name.
+        args: plain values.
+        seconds: after which the future fails with :class:`~torchopt_dist.errors.CallTimeoutError`; 0 means never.
+
+    Returns:
+        A future of a list with the function's value.
+    """
+    state = replace(CallerState.capture(), grad_enabled=False, autocast=())
+    return call(worker, Payload(function, ((args, {}),), (0,), state, ExecutionOptions()), seconds)
