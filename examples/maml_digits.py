@@ -21,6 +21,10 @@ Held-out accuracy after adaptation rises from about 60 % to 90 %. Two things to 
 ``--checkpoint DIR`` saves the state every ``--eval-every`` meta-steps. Started again, by hand or by ``torchrun
 --max-restarts=3``, the program goes on from there and ends with the same curve.
 
+``python examples/maml_digits.py --chaos 3`` starts four workers and kills one of them every three seconds, until two
+are left. The tasks of those that are gone run on the others, and the curve is that of four workers, bit for bit.
+(torchrun ends all workers of a machine when one is killed, so the program starts these itself.)
+
 ``--omniglot DIR`` takes Omniglot (https://github.com/brendenlake/omniglot) instead, unpacked to
 ``DIR/images_background`` (meta-train) and ``DIR/images_evaluation`` (held out), each ``Alphabet/characterNN/*.png``.
 """
@@ -31,6 +35,13 @@ import argparse
 import contextlib
 import csv
 import math
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -78,7 +89,7 @@ class Result(NamedTuple):
 # --- The inner loop: runs on the workers, one task a call ---------------------------------------------------
 
 
-@todist.parallelize(partitioner=todist.tasks, reducer=todist.mean_reducer)
+@todist.parallelize(partitioner=todist.tasks, reducer=todist.mean_reducer, retries=2)
 def inner_loop(model: nn.Module, task: Task, inner_lr: float, inner_steps: int, device: str) -> Result:
     """Adapt a clone of the model to the support set, and test it on the query set."""
     here = worker_device(device)
@@ -137,6 +148,8 @@ def train(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         return measured("held_out", result)
 
     start = time.perf_counter()
+    if args.chaos:
+        threading.Thread(target=kill_workers, args=(args.chaos, worker_processes()), daemon=True).start()
     history: History = []
     state: dict[str, Any] = {
         "model": model,
@@ -177,6 +190,21 @@ def train(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     print(f"curve saved as {args.output}")
     if args.csv:
         save_curve(args.csv, history)
+
+
+def worker_processes() -> dict[int, int]:
+    """The process of each rank but 0."""
+    return {rank: todist.remote_call(rank, os.getpid) for rank in range(1, todist.get_world_size())}
+
+
+def kill_workers(seconds: float, processes: dict[int, int]) -> None:
+    """Kill one of the other ranks every ``seconds``, and leave one."""
+    chance = random.Random(0)  # the generators of the training stay as they are
+    while len(processes) > 1:
+        time.sleep(seconds)
+        rank = chance.choice(list(processes))
+        os.kill(processes.pop(rank), signal.SIGKILL)
+        tqdm.write(f"killed worker {rank}")
 
 
 def conv_net(image_size: int, ways: int, channels: int = 32) -> nn.Sequential:
@@ -351,6 +379,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--checkpoint", type=Path, metavar="DIR", help="folder to save the state in, and to go on from"
     )
+    parser.add_argument(
+        "--chaos", type=rate, metavar="SECONDS", help="start four workers, and kill one of them so often"
+    )
     parser.add_argument("--csv", type=Path, metavar="CSV", help="write the measured values, too")
     return parser
 
@@ -386,6 +417,8 @@ def check_arguments(
             f"argument --shots, --queries: their sum must be at most {images}, the images of a class, "
             f"got {args.shots} + {args.queries}"
         )
+    if args.chaos and "TORCHELASTIC_RUN_ID" in os.environ:
+        parser.error("argument --chaos: torchrun ends all workers when one is killed; start it by python")
     for name in ("output", "csv"):
         path: Path | None = vars(args)[name]
         try:
@@ -401,11 +434,27 @@ def worker_init_fn() -> None:
     torch.set_num_threads(1)  # a worker a core
 
 
-@todist.auto_init_rpc(worker_init_fn)
+def start_workers(count: int) -> None:
+    """Start the same program as ranks 1 and on; this process is rank 0."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    for rank in reversed(range(count)):
+        os.environ.update(
+            RANK=f"{rank}", WORLD_SIZE=f"{count}", MASTER_ADDR="127.0.0.1", MASTER_PORT=f"{port}"
+        )
+        if rank:
+            subprocess.Popen([sys.executable, *sys.argv])
+
+
+@todist.auto_init_rpc(worker_init_fn, on_loss="continue")
 def main(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     train(args, parser)
 
 
 if __name__ == "__main__":
     parser = build_parser()
-    main(parser.parse_args(), parser)
+    args = parser.parse_args()
+    if args.chaos and "RANK" not in os.environ:
+        start_workers(4)
+    main(args, parser)

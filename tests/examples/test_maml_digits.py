@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import importlib.util
 import shutil
+import signal
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -13,9 +15,10 @@ import pytest
 import torch
 from PIL import Image
 
+import torchopt_dist as todist
 from tests.examples.running import run_python
 from tests.seeds import torchrun
-from tests.worlds import free_port
+from tests.worlds import World, free_port
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "maml_digits.py"
@@ -35,14 +38,18 @@ def rows(path: Path) -> list[dict[str, float]]:
         return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
 
 
-@pytest.fixture(scope="module")
-def example() -> ModuleType:
+def load() -> ModuleType:
     spec = importlib.util.spec_from_file_location("maml_digits", EXAMPLE)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def example() -> ModuleType:
+    return load()
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +100,29 @@ def test_a_run_that_was_cut_off_goes_on_with_the_same_curve(alone: tuple[Path, s
     assert "4 meta-steps" in output
     assert "meta-step    0" not in output
     assert rows(tmp_path / "curve.csv") == rows(undisturbed.with_suffix(".csv"))
+
+
+def curves(folder: Path) -> None:
+    """On each rank of a group: train twice, undisturbed and not."""
+    module = load()
+    sys.modules[module.__name__] = module  # where the workers look for its functions
+    todist.barrier()
+    parser = module.build_parser()
+    for name, chaos in (("undisturbed", ""), ("chaos", "--chaos=0.1")):
+        files = ("--output", folder / f"{name}.png", "--csv", folder / f"{name}.csv")
+        short = ("--meta-steps=3", "--tasks=4", "--test-tasks=3", "--eval-every=3", "--inner-steps=2")
+        module.train(parser.parse_args([str(each) for each in (*short, *files, chaos) if each]), parser)
+
+
+def test_workers_that_are_killed_change_no_point_of_the_curve(world: type[World], tmp_path: Path) -> None:
+    endings = world(3).endings(curves, tmp_path, worker_init_fn=one_thread, on_loss="continue")
+    assert endings[0].error is None
+    assert sorted(ending.exitcode or 0 for ending in endings) == [-signal.SIGKILL, 0, 0]
+    assert (tmp_path / "chaos.csv").read_text() == (tmp_path / "undisturbed.csv").read_text()
+
+
+def one_thread() -> None:
+    torch.set_num_threads(1)
 
 
 def test_omniglot_is_read_from_disk(tmp_path: Path) -> None:
