@@ -27,6 +27,7 @@ class Message:
         buffers: at the sender, the numbers of the tensors, besides parameters, that a module may hold and change, and
             of those on the memory of numpy arrays.
         holes: where long ``bytes`` are left out of the skeleton, and the numbers of the tensors that lie on them.
+        references: the ``torch.distributed.rpc.RRef``s that the skeleton mentions.
     """
 
     skeleton: bytes
@@ -39,6 +40,7 @@ class Message:
     used_up: Any = None
     buffers: frozenset[int] = frozenset()
     holes: tuple[tuple[int, int], ...] = ()
+    references: list[Any] = field(default_factory=list)
 
     def detached(self) -> Message:
         """The message as it travels."""

@@ -13,7 +13,7 @@ import hashlib
 import io
 import pickle
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import FunctionType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -21,6 +21,7 @@ import cloudpickle
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed import rpc
 
 from torchopt_dist.distributed._long_bytes import Holes, Writer, reader
 from torchopt_dist.distributed._message import Message
@@ -34,6 +35,9 @@ __all__ = ["PackedModules", "pack", "unpack"]
 
 IN_THE_PICKLE = 1 << 16
 """Bytes up to which a numpy array is copied into the pickle; a larger one travels like a tensor."""
+
+_REFERENCES: tuple[type, ...] = (rpc.PyRRef,) if rpc.is_available() else ()
+"""RPC pickles its references itself, since it counts who has one."""
 
 _ModuleId: TypeAlias = tuple[int, bytes, tuple[int, ...]]
 """Which module of the message, the digest of its structure, the numbers of its tensors."""
@@ -78,6 +82,7 @@ def pack(value: Any, *, main_by_name: bool, modules: PackedModules | None = None
         structures,
         buffers=frozenset(tensors.buffers),
         holes=holes,
+        references=tensors.references,
     )
 
 
@@ -89,18 +94,19 @@ def unpack(message: Message) -> Any:
     """
     try:
         file = reader(message.skeleton, message.holes, message.tensors)
-        return _Unpickler(file, message.tensors, message.structures).load()
+        return _Unpickler(file, message.tensors, message.structures, message.references).load()
     except (Exception, SystemExit) as error:  # the objects' own code is run, which raises what it likes
         raise SerializationError(f"{type(error).__name__}: {error}") from error
 
 
 class _Tensors:
-    """Tensors by number, each once."""
+    """Tensors by number, each once; and references of RPC."""
 
     def __init__(self, main_by_name: bool) -> None:
         self._main_by_name = main_by_name
         self.all: list[torch.Tensor] = []
         self.buffers: set[int] = set()
+        self.references: list[Any] = []
         self._numbers: dict[int, int] = {}
 
     def number(self, tensor: torch.Tensor) -> int:
@@ -116,13 +122,14 @@ class _Tensors:
             self._numbers[id(t)] for t in held if not (t.requires_grad or isinstance(t, nn.Parameter))
         )
 
-    def mark(self) -> int:
-        return len(self.all)
+    def mark(self) -> tuple[int, int]:
+        return len(self.all), len(self.references)
 
-    def forget_since(self, mark: int) -> None:
+    def forget_since(self, marks: tuple[int, int]) -> None:
+        mark, references = marks
         for tensor in self.all[mark:]:
             del self._numbers[id(tensor)]
-        del self.all[mark:]
+        del self.all[mark:], self.references[references:]
         self.buffers = {number for number in self.buffers if number < mark}
 
 
@@ -195,6 +202,9 @@ class _OutOfBandPickler(pickle.Pickler):
             return self._array(obj)
         if is_parametrized(obj):
             return reduced(obj)
+        if isinstance(obj, _REFERENCES):
+            self._tensors.references.append(obj)
+            return _reference, (len(self._tensors.references) - 1,)
         if type(obj) is OrderedDict and not obj and not vars(obj):
             return OrderedDict, ()  # a module has ten of them, and each takes a while to say so itself
         return NotImplemented
@@ -219,6 +229,8 @@ class _OutOfBandPickler(pickle.Pickler):
         if packed is None:
             own = _Tensors(self._main_by_name)  # numbered from 0, so that equal structures are equal bytes
             structure, _, pickler = _dump(module, self._main_by_name, own, None, {}, whole=True)
+            if own.references:  # a structure may be sent once, and a reference must be sent with each message
+                raise _OverlapError
             digest = hashlib.blake2b(structure, digest_size=16).digest()
             packed = _PackedModule(module, structure, digest, own.all, pickler)
             self._packed[id(module), self._main_by_name] = packed
@@ -291,12 +303,20 @@ class _CodePickler(_OutOfBandPickler, cloudpickle.Pickler):
 
 class _Unpickler(pickle.Unpickler):
     def __init__(
-        self, file: io.BufferedIOBase, tensors: list[torch.Tensor], structures: dict[bytes, bytes]
+        self,
+        file: io.BufferedIOBase,
+        tensors: list[torch.Tensor],
+        structures: dict[bytes, bytes],
+        references: Sequence[Any] = (),
     ) -> None:
         super().__init__(file)
         # What is found is kept in the memo. Nothing there may refer to the unpickler: all that it has rebuilt would be
         # part of a cycle, and its tensors would stay until the garbage collector comes.
-        self._found = {"_tensor": tensors.__getitem__, "_module": _Modules(tensors, structures).load}
+        self._found = {
+            "_tensor": tensors.__getitem__,
+            "_module": _Modules(tensors, structures).load,
+            "_reference": references.__getitem__,
+        }
 
     def find_class(self, module: str, name: str, /) -> Any:
         if module == __name__ and name in self._found:
@@ -321,6 +341,11 @@ class _Modules:
 
 def _tensor(number: int) -> torch.Tensor:
     """In a pickle: the tensor with this number, which an :class:`_Unpickler` finds."""
+    raise NotImplementedError(number)
+
+
+def _reference(number: int) -> Any:
+    """In a pickle: the reference with this number, which an :class:`_Unpickler` finds."""
     raise NotImplementedError(number)
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,8 +34,8 @@ class WireMessage(NamedTuple):
     """A message as a transport sends it.
 
     Attributes:
-        skeleton: as the message's; so are ``requires_grad``, ``is_parameter``, ``connected``, ``device`` and
-            ``holes``.
+        skeleton: as the message's; so are ``requires_grad``, ``is_parameter``, ``connected``, ``device``,
+            ``holes`` and ``references``.
         buffers: tensors of their own, and flat tensors in which small ones lie one after another.
         places: for each tensor its buffer, its shape, and whether it was on a GPU.
         shared: which buffers are flat ones.
@@ -51,6 +52,7 @@ class WireMessage(NamedTuple):
     connected: tuple[int, ...]
     device: str | None
     holes: tuple[tuple[int, int], ...] = ()
+    references: Sequence[Any] = ()
 
 
 class MissingStructureError(Exception):
@@ -151,6 +153,7 @@ def to_wire(
         message.connected,
         message.device,
         message.holes,
+        message.references,
     )
 
 
@@ -202,4 +205,5 @@ def from_wire(wire: WireMessage, seen: Structures) -> Message:
         wire.connected,
         wire.device,
         holes=wire.holes,
+        references=list(wire.references),
     )

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torchopt_dist.distributed._names import find, name_of
 from torchopt_dist.distributed._wire_format import SMALL, Place, WireMessage
+from torchopt_dist.errors import SerializationError
 
 __all__ = ["Frame", "from_frames", "to_frames"]
 
@@ -27,7 +28,13 @@ _Buffer: TypeAlias = tuple[
 
 
 def to_frames(wire: WireMessage) -> list[Frame]:
-    """The frames of a message; those of large buffers are the tensors' own memory."""
+    """The frames of a message; those of large buffers are the tensors' own memory.
+
+    Raises:
+        SerializationError: the message mentions a reference of torch's RPC, which only that can send.
+    """
+    if wire.references:
+        raise SerializationError("an RRef can be sent by torch's RPC only: ask for the transport 'rpc'")
     buffers: list[_Buffer] = []
     large: list[Frame] = []
     for tensor in wire.buffers:
