@@ -32,6 +32,9 @@ ADJOINTS = {
     "replayed, all": todist.Replayed(),
     "replayed, 20": todist.Replayed(snapshots=20),
     "replayed, 4": todist.Replayed(snapshots=4),
+    "blocks, all": todist.Replayed(blocks="auto"),
+    "blocks, 2": todist.Replayed(snapshots=2, blocks="auto"),
+    "blocks, 1": todist.Replayed(snapshots=1, blocks="auto"),
     "first order": todist.FirstOrder(),
 }
 
@@ -187,6 +190,9 @@ def main(which: str, steps: int | None) -> None:
     if which in ("transformer", ""):
         names = ["recorded", "checkpoint", "replayed, all", "replayed, 4"]
         table("transformer of 4 layers", "transformer4", names, steps or 32)
+    if which in ("blocks", ""):
+        names = ["recorded", "replayed, all", "blocks, all", "blocks, 2", "blocks, 1"]
+        table("transformer of 16 layers", "transformer16", names, steps or 4)
     if which in ("many", ""):
         names = ["plain", "replayed, all", "replayed, 20"]
         table("a million parameters", "million", names, steps or 1000)

@@ -10,13 +10,24 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
 from torchopt_dist._torch_private import transforms_are_active
+from torchopt_dist.diff.adjoints._carry import (
+    Batches,
+    Carry,
+    Evaluation,
+    LookFn,
+    Outcome,
+    StepFn,
+    StopFn,
+    WatchFn,
+)
 from torchopt_dist.diff.adjoints._declared import differentiable
 from torchopt_dist.diff.adjoints._in_place import moved_in_place, owned
 from torchopt_dist.diff.adjoints._model import Model
@@ -25,57 +36,9 @@ from torchopt_dist.linear_solve._closure import Substitute
 from torchopt_dist.transform._gradients import gradients
 from torchopt_dist.transform.apply_updates import apply_updates, differentiable_step
 from torchopt_dist.transform.base import GradientTransformation
-from torchopt_dist.typing import OptionalTensor, OptState
+from torchopt_dist.typing import OptionalTensor
 
 __all__ = ["Batches", "Carry", "Evaluation", "Loop", "Outcome", "StepFn", "StopFn"]
-
-Batches = Sequence[Any] | Callable[[int], Any] | None
-"""By number of the step; ``None`` where the loss takes no batch."""
-StopFn = Callable[[int, Tensor], Any]
-"""The number of a step, its loss → whether it was the last."""
-
-
-class Carry(NamedTuple):
-    """What one step hands to the next."""
-
-    params: list[Tensor]
-    """The leaves of the parameters, a tied one at each of its places."""
-    state: OptState
-    """The optimizer's state."""
-    buffers: list[Tensor]
-    """The module's buffers."""
-
-
-class Evaluation(NamedTuple):
-    """A loss and its gradient."""
-
-    loss: Tensor
-    """0-d."""
-    aux: Any
-    """What else the loss returned."""
-    grads: list[OptionalTensor]
-    """A gradient a leaf of the parameters; ``None`` at frozen ones, and at all but the first place of a tied one."""
-    buffers: list[Tensor]
-    """The buffers after the call."""
-
-
-class Outcome(NamedTuple):
-    """What a run of steps came to."""
-
-    carry: Carry
-    """After the last step."""
-    losses: list[Tensor]
-    """One a step, 0-d, before the step's update."""
-    aux: list[Any]
-    """One a step."""
-
-
-class StepFn(Protocol):
-    """A step in one of its forms."""
-
-    def __call__(self, carry: Carry, number: int, /) -> tuple[Carry, Tensor, Any]:
-        """Return what is handed on, the loss, and what else the loss returned."""
-
 
 _substituting: ContextVar[bool] = ContextVar("substituting", default=False)
 _HERE = object()
@@ -104,9 +67,8 @@ class Loop:
     others: tuple[Tensor, ...] | None = None
     """What stands in the places of ``declared`` when a step runs, if not these themselves."""
 
-    watch: Callable[[Carry, int, Tensor, Sequence[Tensor], Sequence[Tensor]], None] | None = None
-    """Is shown each plain step: what it starts from, its number, and with their graph its loss, the leaves that are
-    differentiated, and the buffers after it."""
+    watch: WatchFn | None = None
+    """Is shown each plain step."""
 
     @property
     def is_substituted(self) -> bool:
@@ -139,7 +101,8 @@ class Loop:
         return replace(self, stop=None)
 
     @contextmanager
-    def _substituted(self) -> Iterator[None]:
+    def substituted(self) -> Iterator[None]:
+        """A context in which ``others`` stand in the places of ``declared``."""
         if self.others is None:
             yield
             return
@@ -183,7 +146,7 @@ class Loop:
         if not self.trains_in_place:
             return self.plain_step(carry, number)
         found = self.gradient(carry, number, record=False)
-        with self._substituted():
+        with self.substituted():
             params, state = moved_in_place(self.optimizer, self.model, carry.params, found.grads, carry.state)
         return Carry(params, state, found.buffers), found.loss, found.aux
 
@@ -197,7 +160,7 @@ class Loop:
     def first_order_step(self, carry: Carry, number: int) -> tuple[Carry, Tensor, Any]:
         """A step whose gradient is a constant; what the optimizer makes of it is recorded."""
         found = self.gradient(carry, number, record=False)
-        with torch.enable_grad(), self._substituted():
+        with torch.enable_grad(), self.substituted():
             # Not as a fused node, which would keep the gradients of every step.
             params = self.model.tree(carry.params)
             updates, state = self.optimizer.update(
@@ -228,12 +191,18 @@ class Loop:
                 leaf = leaves[place]
                 # An alias of its own: the loss may use the first parameters in another role, too.
                 leaves[place] = leaf.view_as(leaf) if record else leaf.detach().requires_grad_()
-            loss, aux, buffers = self.evaluate(self._tied(leaves), carry.buffers, number)
+            wanted = [leaves[place] for place in self.model.moved_places]
             if record:
+                loss, aux, buffers = self.evaluate(self._tied(leaves), carry.buffers, number)
                 self.model.leave()
-            if self.watch is not None and not record:
-                self.watch(carry, number, loss, [leaves[place] for place in self.model.moved_places], buffers)
-            found = gradients(loss, [leaves[place] for place in self.model.moved_places], create_graph=record)
+                found = gradients(loss, wanted, create_graph=True)
+            else:
+                look = _nothing if self.watch is None else partial(self.watch, carry, number)
+                loss, aux, found, buffers = self.swept(
+                    self._tied(leaves), carry.buffers, number, wanted, look
+                )
+                if all(grad is None for grad in found):
+                    gradients(loss, wanted, create_graph=False)  # says what is wrong
             loss = loss.reshape(())
         if not record:
             loss, buffers = loss.detach(), [buffer.detach() for buffer in buffers]
@@ -259,6 +228,33 @@ class Loop:
         aux = pytree.unflatten(others[1], [next(rest) if leaf is _HERE else leaf for leaf in flat])
         return Evaluation(loss, aux, self._at_places(found), buffers)
 
+    def swept(
+        self,
+        params: Sequence[Tensor],
+        buffers: Sequence[Tensor],
+        number: int,
+        wanted: Sequence[Tensor],
+        look: LookFn,
+    ) -> Evaluation:
+        """Evaluate the loss of a step and its gradient, where grad mode is on.
+
+        Args:
+            params: parameters, a tied one at each of its places; they may be duals.
+            buffers: as :meth:`evaluate`.
+            number: likewise.
+            wanted: tensors that require grad, what the gradient is for.
+            look: is shown the graph before it is gone back through.
+
+        Returns:
+            The loss, what else it returned, a gradient for each that is wanted, and the buffers after it.
+        """
+        loss, aux, after = self.evaluate(params, buffers, number)
+        look([loss], wanted, after)
+        found: Sequence[OptionalTensor] = [None] * len(wanted)
+        if loss.requires_grad:
+            found = torch.autograd.grad(loss, wanted, allow_unused=True)
+        return Evaluation(loss, aux, list(found), after)
+
     def evaluate(
         self, leaves: Sequence[Tensor], buffers: Sequence[Tensor], number: int
     ) -> tuple[Tensor, Any, list[Tensor]]:
@@ -272,7 +268,7 @@ class Loop:
             ValueError: the loss has more than one element; the batches end before the steps.
         """
         seed_step(self.seed, number)
-        with self._substituted():
+        with self.substituted():
             batch = () if self.batches is None else (self.batch(number),)
             value = self.loss(self.model.filled(leaves, [buffer.clone() for buffer in buffers]), *batch)
         aux = None
@@ -306,7 +302,7 @@ class Loop:
 
     def moved(self, carry: Carry, found: Evaluation, *, record: bool) -> Carry:
         """What a step hands on, given its gradient."""
-        with torch.set_grad_enabled(record), self._substituted():
+        with torch.set_grad_enabled(record), self.substituted():
             params, state = differentiable_step(
                 self.optimizer, self.model.tree(carry.params), self.model.tree(found.grads), carry.state
             )
@@ -330,3 +326,7 @@ class Loop:
         for place, grad in zip(self.model.moved_places, found, strict=True):
             grads[place] = grad
         return grads
+
+
+def _nothing(outputs: Sequence[Tensor], inputs: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
+    """What is shown is not looked at."""

@@ -66,6 +66,10 @@ class Model(ABC):
     def filled(self, leaves: Sequence[Tensor], buffers: Sequence[Tensor]) -> Any:
         """What the loss takes. The loss may overwrite the buffers."""
 
+    def part(self, name: str) -> nn.Module:
+        """A sub-module of what was filled last, by its name."""
+        raise LookupError(name)  # a tree has none
+
     @abstractmethod
     def leave(self) -> None:
         """Leave to a graph what was filled last: the next is another one.
@@ -122,6 +126,7 @@ class ModuleModel(Model):
         if not named:
             raise ValueError(f"`params` must have parameters, got {type(module).__name__} with none")
         super().__init__(named)
+        self.module = module
         self.buffers = list(module.buffers())
         self._leaves = self.leaves
         self._copy, self._places = _copied(module, self.leaves, self.buffers)
@@ -131,6 +136,7 @@ class ModuleModel(Model):
         module = self.result(self.leaves, self.buffers)
         return {
             **{key: value for key, value in vars(self).items() if key not in ("_leaves", "_places")},
+            "module": module,
             "_copy": module,
         }
 
@@ -143,6 +149,9 @@ class ModuleModel(Model):
         self._leaves = list(leaves)
         _fill(self._places, [*leaves, *buffers])
         return self._copy
+
+    def part(self, name: str) -> nn.Module:
+        return self._copy.get_submodule(name)
 
     def leave(self) -> None:
         self._copy, self._places = _copied(self._copy, self._leaves, self.buffers_now())

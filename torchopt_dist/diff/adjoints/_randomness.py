@@ -9,7 +9,7 @@ import torch
 
 from torchopt_dist._torch_private import outside_of_transforms
 
-__all__ = ["draw_seed", "kept_generators", "seed_step"]
+__all__ = ["draw_seed", "generators", "kept_generators", "seed_step"]
 
 
 def draw_seed() -> int:
@@ -20,14 +20,14 @@ def draw_seed() -> int:
 
 def seed_step(seed: int, number: int) -> None:
     """Seed the generators for one step."""
-    for generator in _generators():
+    for generator in generators():
         generator.manual_seed((seed + number * 0x9E3779B97F4A7C15) % 2**63)
 
 
 @contextmanager
 def kept_generators() -> Iterator[None]:
     """Give the generators their states back when the context is left."""
-    before = [(generator, generator.get_state()) for generator in _generators()]
+    before = [(generator, generator.get_state()) for generator in generators()]
     try:
         yield
     finally:
@@ -35,8 +35,9 @@ def kept_generators() -> Iterator[None]:
             generator.set_state(state)
 
 
-def _generators() -> list[torch.Generator]:
-    generators = [torch.default_generator]
+def generators() -> list[torch.Generator]:
+    """Those that random numbers are drawn from: of the CPU, and of the current GPU."""
+    found = [torch.default_generator]
     if torch.cuda.is_initialized():
-        generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
-    return generators
+        found.append(torch.cuda.default_generators[torch.cuda.current_device()])
+    return found

@@ -27,9 +27,13 @@ def watched(loop: Loop) -> Loop:
     exchanged = replace(loop, others=tuple(tensor.detach().requires_grad_() for tensor in loop.declared))
 
     def watch(
-        carry: Carry, number: int, loss: Tensor, leaves: Sequence[Tensor], buffers: Sequence[Tensor]
+        carry: Carry,
+        number: int,
+        outputs: Sequence[Tensor],
+        leaves: Sequence[Tensor],
+        buffers: Sequence[Tensor],
     ) -> None:
-        refuse_undeclared(exchanged, carry, number, loss, leaves)
+        refuse_undeclared(exchanged, carry, number, outputs[0], leaves)
 
     return replace(exchanged, watch=watch)
 

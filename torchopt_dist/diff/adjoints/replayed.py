@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from torch import nn
+
 from torchopt_dist import pytree
 from torchopt_dist._torch_private import transforms_are_active
 from torchopt_dist.diff.adjoints._loop import Loop, Outcome
 from torchopt_dist.diff.adjoints.adjoint import Adjoint
+from torchopt_dist.diff.replay._blockwise import by_blocks
 from torchopt_dist.diff.replay._snapshots import Store, bytes_of, number_of_bytes
 from torchopt_dist.diff.replay._tape import Tape, connected
 from torchopt_dist.transform._attention import attention_by_formula
@@ -34,12 +37,18 @@ class Replayed(Adjoint):
         snapshots: their number, that of the start among them, or ``'all'``: one a step, with its inner gradient; that
             is also the meaning of neither.
         store: where snapshots are kept: beside the tensors, if not given; ``'cpu'``; or a folder.
+        blocks: an ``nn.Sequential`` or ``nn.ModuleList`` in the module that is adapted, whose modules its forward calls
+            one after another; or ``"auto"``, the one with the most modules that has at least half of the parameters.
+            Gradients are then taken block by block: kept are what each block was given, and the graph of one block,
+            which is called once more. What comes before the first block and after the last one is as a block each.
         check: evaluate the first step twice, and demand the same loss and gradient.
 
     Raises:
-        TypeError: an argument is of another type.
+        TypeError: an argument is of another type; from ``inner_loop``: a block returns something else than a tree of
+            tensors and numbers.
         ValueError: ``memory`` and ``snapshots`` are both given, or one is below 1; from ``inner_loop``: ``memory`` is
-            less than a snapshot takes, a tensor that the loss uses is not in ``meta``, or ``check`` finds a difference.
+            less than a snapshot takes, a tensor that the loss uses is not in ``meta``, ``blocks`` are not in the module
+            or do not compose to its forward, or ``check`` finds a difference.
 
     Example:
         >>> import torch, torchopt_dist as todist
@@ -54,6 +63,7 @@ class Replayed(Adjoint):
     memory: int | str | None = None
     snapshots: int | Literal["all"] | None = None
     store: str | Path | None = None
+    blocks: nn.Module | Literal["auto"] | None = None
     check: bool = False
 
     def __post_init__(self) -> None:
@@ -68,6 +78,10 @@ class Replayed(Adjoint):
                 raise ValueError(f"`snapshots` must be at least 1, got {self.snapshots}")
         if self.store is not None and not isinstance(self.store, (str, Path)):
             raise TypeError(f"`store` must be 'cpu' or a folder, got {type(self.store).__name__}")
+        if self.blocks not in (None, "auto") and not isinstance(self.blocks, (nn.Sequential, nn.ModuleList)):
+            raise TypeError(
+                f"`blocks` must be an nn.Sequential, an nn.ModuleList or 'auto', got {type(self.blocks).__name__}"
+            )
 
     def run(self, loop: Loop) -> Outcome:
         """Run the loop; see :meth:`Adjoint.run`."""
@@ -79,6 +93,8 @@ class Replayed(Adjoint):
             )
             with attention_by_formula():
                 return loop.run(loop.recorded_step, loop.first)
+        if self.blocks is not None:
+            loop = by_blocks(loop, self.blocks)
         count, with_gradients = self._room(loop)
         return connected(Tape(loop, count, with_gradients, Store(self.store), self.check))
 

@@ -6,25 +6,15 @@ unless it is recorded itself. ``loses_tangents`` finds these.
 
 from __future__ import annotations
 
-import functools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Formulas", "load", "loses_tangents"]
-
-
-@functools.cache
-def load() -> None:
-    """Load what torch loads when forward mode is first used, at which it warns of a function of its own."""
-    with warnings.catch_warnings(action="ignore"), forward_ad.dual_level():
-        forward_ad.make_dual(torch.zeros(()), torch.zeros(()))
+__all__ = ["Formulas", "loses_tangents"]
 
 
 class Formulas(TorchFunctionMode):

@@ -14,12 +14,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from torchopt_dist import pytree
 from torchopt_dist.diff.adjoints._declared import leaf_of, nodes_between
 from torchopt_dist.diff.adjoints._loop import Carry, Evaluation, Loop
-from torchopt_dist.diff.replay._forward_mode import Formulas, load, loses_tangents
+from torchopt_dist.diff.replay._blocks import Tangents, sweep
+from torchopt_dist.diff.replay._blockwise import BlockwiseLoop
+from torchopt_dist.diff.replay._duals import NoForwardModeError, plus
+from torchopt_dist.diff.replay._forward_mode import Formulas, loses_tangents
 from torchopt_dist.typing import OptionalTensor
 
 __all__ = ["Bars", "StepGradient", "refuse", "state_places"]
@@ -32,10 +34,6 @@ class Bars(NamedTuple):
     """One a moved parameter."""
     state: list[OptionalTensor]
     """One a leaf of the state at :func:`state_places`."""
-
-
-class _NoForwardModeError(Exception):
-    """A node of the graph loses tangents."""
 
 
 def state_places(loop: Loop) -> list[int]:
@@ -78,6 +76,7 @@ class StepGradient:
 
     def __init__(self, loop: Loop, places: Sequence[int], declared: Sequence[Tensor]) -> None:
         self._loop, self._places, self._declared = loop, places, declared
+        self._blocks = loop.blocks if isinstance(loop, BlockwiseLoop) else ()
         self._ways = ["forward", "formulas", "recorded"]
         if any(leaf.is_complex() for leaf in loop.first.params):
             self._ways = ["recorded"]
@@ -112,7 +111,7 @@ class StepGradient:
         while self._ways[0] != "recorded":
             mode = Formulas() if self._ways[0] == "formulas" else nullcontext()
             try:
-                along, mixed = self._forward_over_reverse(carry, number, through, loss_bar, mode)
+                along, mixed = self._mixed(carry, number, through, loss_bar, mode)
             except Exception as error:  # the loss has been called like this before, without forward mode
                 self._ways.pop(0)
                 if self._ways[0] == "recorded":
@@ -122,8 +121,8 @@ class StepGradient:
                         stacklevel=2,
                     )
                 continue
-            params = [_sum(a, b) for a, b in zip(before.params, along, strict=True)]
-            return Bars(params, before.state), [_sum(a, b) for a, b in zip(direct, mixed, strict=True)]
+            params = [plus(a, b) for a, b in zip(before.params, along, strict=True)]
+            return Bars(params, before.state), [plus(a, b) for a, b in zip(direct, mixed, strict=True)]
         return self._recorded(carry, number, bars, loss_bar)
 
     def _inputs(self, carry: Carry) -> tuple[Carry, list[Tensor]]:
@@ -158,7 +157,7 @@ class StepGradient:
         through = [None if leaf is None else next(rest) for leaf in at]
         return Bars(found[:count], found[count:more]), list(rest), through
 
-    def _forward_over_reverse(
+    def _mixed(
         self,
         carry: Carry,
         number: int,
@@ -167,30 +166,23 @@ class StepGradient:
         mode: AbstractContextManager[Any],
     ) -> tuple[list[OptionalTensor], list[OptionalTensor]]:
         loop, places = self._loop, self._loop.model.moved_places
-        load()
-        with forward_ad.dual_level(), torch.enable_grad(), mode:
-            params, inputs = list(carry.params), []
-            for place, tangent in zip(places, along, strict=True):
-                leaf = _leaf(params[place])
-                if tangent is not None:
-                    leaf = forward_ad.make_dual(leaf, tangent.detach())
-                    if forward_ad.unpack_dual(leaf).tangent is None:
-                        raise _NoForwardModeError("torch has forward mode switched off here")
-                params[place] = leaf
-                inputs.append(leaf)
-            tied = [params[place] for place in loop.model.first_places]
-            loss, _aux, _buffers = loop.evaluate(tied, carry.buffers, number)
-            nodes = nodes_between([loss], [*inputs, *self._declared])
-            if losing := next(filter(loses_tangents, (node.name() for node in nodes)), None):
-                raise _NoForwardModeError(f"{losing} has none")
-            wanted = [*inputs, *self._declared]
-            found = torch.autograd.grad(loss, wanted, allow_unused=True)
-            out: list[OptionalTensor] = []
-            for grad in found:
-                primal, tangent = (None, None) if grad is None else forward_ad.unpack_dual(grad)
-                weighted = None if loss_bar is None or primal is None else primal * loss_bar.to(primal)
-                out.append(_sum(tangent, weighted))
-        return out[: len(inputs)], out[len(inputs) :]
+        params = _leaves(carry.params, places)
+        inputs = [params[place] for place in places]
+        of = {id(leaf): tangent for leaf, tangent in zip(inputs, along, strict=True) if tangent is not None}
+        tied = [params[place] for place in loop.model.first_places]
+        wanted = [*inputs, *self._declared]
+        with torch.enable_grad(), mode:
+            found = sweep(
+                loop,
+                self._blocks,
+                tied,
+                carry.buffers,
+                number,
+                wanted,
+                _keep_tangents,
+                Tangents(of, loss_bar),
+            ).grads
+        return found[: len(inputs)], found[len(inputs) :]
 
     def _recorded(
         self, carry: Carry, number: int, bars: Bars, loss_bar: OptionalTensor
@@ -223,10 +215,10 @@ def refuse(undeclared: Sequence[Tensor]) -> None:
         )
 
 
-def _sum(one: OptionalTensor, other: OptionalTensor) -> OptionalTensor:
-    if one is None or other is None:
-        return other if one is None else one
-    return one + other
+def _keep_tangents(outputs: Sequence[Tensor], inputs: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
+    nodes = nodes_between(outputs, inputs)
+    if losing := next(filter(loses_tangents, (node.name() for node in nodes)), None):
+        raise NoForwardModeError(f"{losing} has none")
 
 
 def _pulled(

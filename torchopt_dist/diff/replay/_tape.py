@@ -20,6 +20,7 @@ from torchopt_dist.diff.adjoints._declared import differentiable
 from torchopt_dist.diff.adjoints._loop import Carry, Evaluation, Loop, Outcome
 from torchopt_dist.diff.adjoints._randomness import kept_generators
 from torchopt_dist.diff.replay._binomial import places, split
+from torchopt_dist.diff.replay._duals import plus
 from torchopt_dist.diff.replay._snapshots import Snapshot, Store
 from torchopt_dist.diff.replay._step import Bars, StepGradient, refuse, state_places
 from torchopt_dist.transform._attention import attention_by_formula
@@ -69,9 +70,14 @@ class Tape:
         return [*self._gradient.outputs(self.loop.first), *self.loop.declared]
 
     def _watch(
-        self, carry: Carry, number: int, loss: Tensor, leaves: Sequence[Tensor], buffers: Sequence[Tensor]
+        self,
+        carry: Carry,
+        number: int,
+        outputs: Sequence[Tensor],
+        leaves: Sequence[Tensor],
+        buffers: Sequence[Tensor],
     ) -> None:
-        undeclared = self._gradient.undeclared([loss], leaves)
+        undeclared = self._gradient.undeclared(outputs, leaves)
         if undeclared:  # unless the loss has made them, which makes others each time
             again, _aux, _buffers = self.loop.evaluate(carry.params, carry.buffers, number)
             found = {id(leaf) for leaf in self._gradient.undeclared([again], [])}
@@ -131,7 +137,7 @@ class Tape:
                 start = self._start_of(number, kept)
                 loss_bar = None if loss_bars is None else loss_bars[number]
                 now, more = self._gradient.pull(start.carry, number, now, loss_bar, start.grads)
-                totals = [_added(a, b) for a, b in zip(totals, more, strict=True)]
+                totals = [plus(a, b) for a, b in zip(totals, more, strict=True)]
         return [*now.params, *now.state, *totals]
 
     def _start_of(self, number: int, kept: list[Kept]) -> Snapshot:
@@ -184,10 +190,6 @@ class Tape:
 
 def _leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_()
-
-
-def _added(total: OptionalTensor, more: OptionalTensor) -> OptionalTensor:
-    return more if total is None else total if more is None else total + more
 
 
 def _depend_on_each_other(tensors: Sequence[Tensor]) -> bool:

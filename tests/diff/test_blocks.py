@@ -1,0 +1,346 @@
+"""Replayed loops that go back block by block have the gradient of recorded ones, whatever the blocks are made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import torchopt_dist as todist
+from examples.adjoints import PeakMemory
+from tests.diff.adjoint_table import ADJOINTS, OPTIMIZERS, Problem, gradients
+
+D = torch.float64
+RECORDED = todist.Recorded()
+
+
+def gradients_of(adjoint, loss, net, steps, ins, **options):
+    result = todist.inner_loop(
+        loss, todist.adam(lr=0.05, eps=1e-3), net, steps, adjoint=adjoint, seed=1, **options
+    )
+    outer = sum((leaf**3).sum() for leaf in result.params.parameters()) + result.losses.square().sum()
+    return torch.autograd.grad(outer, ins, allow_unused=True)
+
+
+def agree(loss, net, steps=3, *, blocks="auto", meta=(), more=(), **options):
+    """Replayed by blocks and recorded; returns the gradients."""
+    ins = [*(p for p in net.parameters() if p.requires_grad), *meta, *more]
+    options = {"meta": [*meta, *more], **options}
+    expected = gradients_of(RECORDED, loss, net, steps, ins, **options)
+    found = gradients_of(
+        todist.Replayed(snapshots=2, blocks=blocks, check=True), loss, net, steps, ins, **options
+    )
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
+    return found
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_gradients_are_those_of_the_loop_by_hand(optimizer):
+    problem = Problem("module", optimizer)
+    params, _losses = problem.by_hand(ADJOINTS["recorded"])
+    result = problem.run(todist.Replayed(snapshots=2, blocks=problem.net))
+    expected = gradients(problem.outer(params), problem.tensors())
+    found = gradients(problem.outer(result.params), problem.tensors())
+    for what, gradient in expected.items():
+        if gradient is None:
+            assert found[what] is None or not found[what].any(), what
+        else:
+            torch.testing.assert_close(found[what], gradient, rtol=1e-10, atol=1e-10)
+
+
+SCALE = torch.tensor(0.8, dtype=D, requires_grad=True)
+SHIFT = torch.tensor([0.1, -0.2, 0.3, 0.05], dtype=D, requires_grad=True)
+
+
+class Block(nn.Module):
+    """One with all that is hard to call again."""
+
+    def __init__(self, first: nn.Linear, *, inplace: bool = False) -> None:
+        super().__init__()
+        self.first, self.second = first, nn.Linear(4, 4)
+        self.norm, self.drop = nn.BatchNorm1d(4), nn.Dropout(0.3)
+        self.inplace = inplace
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor, pair: tuple[Tensor, str], *, mask: Tensor) -> tuple[Tensor, Any]:
+        self.calls += 1
+        y = x.mul_(1.1) if self.inplace else x * 1.1
+        y = self.drop(torch.tanh(self.norm(self.first(y)))) * mask * self.calls.clone()
+        return SCALE * self.second(y) + pair[0], (pair[0] * 0.9, pair[1])
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 4)
+        first = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList([Block(first), Block(nn.Linear(4, 4), inplace=True), Block(first)])
+        self.blocks[1].second.requires_grad_(False)
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens) * SHIFT
+        mask = (tokens > 0).unsqueeze(1)
+        pair: Any = (x.sin(), "a pair")
+        for block in self.blocks:
+            x, pair = block(x, pair, mask=mask)
+        return self.head(x * pair[0])
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_dropout_buffers_tied_and_frozen_parameters_and_whatever_a_block_takes_and_returns(calls):
+    torch.manual_seed(0)
+    net = Net().double()
+    tokens = [torch.randint(0, 5, (6,)) for _ in range(3)]
+    weights = torch.rand(6, dtype=D, requires_grad=True)
+
+    def loss(net: nn.Module, tokens: Tensor) -> Tensor:
+        views = [net(tokens) for _ in range(calls)]
+        return (weights * F.cross_entropy(sum(views), tokens, reduction="none")).mean() / SCALE
+
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    found = agree(loss, net, tokens, blocks=net.blocks, meta=(weights,), more=(SCALE, SHIFT))
+    assert all(gradient.any() for gradient in found)
+    for name, value in net.state_dict().items():
+        assert torch.equal(value, before[name])
+    made = [
+        todist.inner_loop(
+            loss, todist.sgd(lr=0.1), net, tokens, meta=(weights, SCALE, SHIFT), seed=1, adjoint=one
+        )
+        for one in (RECORDED, todist.Replayed(blocks=net.blocks))
+    ]
+    for one, other in zip(*(m.params.buffers() for m in made), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_an_encoder_in_evaluation(masked):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(4, 2, 8, 0.5, batch_first=True)
+    net = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False).double().eval()
+    x = torch.randn(2, 5, 4, dtype=D, requires_grad=True)
+    mask = nn.Transformer.generate_square_subsequent_mask(5, dtype=D) if masked else None
+    agree(lambda net: F.mse_loss(net(x, mask=mask), x.flip(0)), net, 2, more=(x,))
+
+
+class Stack(nn.Module):
+    """Blocks between other layers, one of which is held by all blocks."""
+
+    def __init__(self, width: int = 3, depth: int = 4) -> None:
+        super().__init__()
+        self.before = nn.Linear(width, width)
+        self.layers = nn.ModuleList(Modulated(width) for _ in range(depth))
+        self.after = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.before(x))
+        for layer in self.layers:
+            layer.code = x.sigmoid() if layer is self.layers[0] else self.layers[0].code
+            x = layer(x)
+        return self.after(x)
+
+
+class Modulated(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.code: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x)) * self.code
+
+
+def test_a_block_that_holds_a_tensor_with_a_history_is_named():
+    net = Stack().double()
+    x = torch.randn(4, 3, dtype=D)
+    with pytest.raises(ValueError, match=r"by their arguments: block 'layers\.3' uses"):
+        agree(lambda net: net(x).square().mean(), net)
+
+
+def test_parameters_that_the_loss_puts_in_for_a_call():
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(3))).double()
+    shift = torch.rand(3, 3, dtype=D, requires_grad=True)
+    x = torch.randn(4, 3, dtype=D)
+
+    def loss(net: nn.Module) -> Tensor:
+        moved = {name: p + shift if name.endswith("weight") else p for name, p in net.named_parameters()}
+        return torch.func.functional_call(net, moved, (x,)).square().mean()
+
+    assert agree(loss, net, meta=(shift,))[-1].any()
+
+
+def test_a_loop_around_the_loop():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+    x, scale = torch.randn(4, 3, dtype=D), torch.tensor(1.3, dtype=D, requires_grad=True)
+    rate = torch.tensor(0.1, dtype=D, requires_grad=True)
+
+    def outer(adjoint: Any) -> Tensor:
+        def loss(rate: Tensor) -> Tensor:
+            adapted = todist.inner_loop(
+                lambda net: (scale * net(x) ** 2).mean(),
+                todist.sgd(lr=rate),
+                net,
+                2,
+                meta=scale,
+                adjoint=adjoint,
+            )
+            return adapted.params(x).square().sum()
+
+        rate_after = todist.inner_loop(
+            loss, todist.sgd(lr=0.1), rate, 2, meta=scale, adjoint=todist.Truncated(1)
+        ).params
+        return torch.autograd.grad(rate_after, scale)[0]
+
+    torch.testing.assert_close(outer(todist.Replayed(blocks=net)), outer(RECORDED))
+
+
+def test_modes_of_the_loss_hold_when_a_block_is_called_again():
+    net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    x = torch.randn(4, 8)
+    seen = set()
+
+    class Seen(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            out = super().forward(x)
+            seen.add((out.dtype, self.training, torch.is_grad_enabled()))
+            return out
+
+    net[1].__class__ = Seen
+
+    def loss(net: nn.Module) -> Tensor:
+        with torch.no_grad():
+            net(x)
+        seen.clear()
+        with torch.autocast("cpu", torch.bfloat16):
+            return net(x).float().square().mean()
+
+    result = todist.inner_loop(
+        loss, todist.sgd(lr=0.1), net, 2, adjoint=todist.Replayed(snapshots=1, blocks="auto")
+    )
+    torch.autograd.grad(result.params[0].weight.sum(), net[0].weight)
+    assert {mode[:2] for mode in seen} == {(torch.bfloat16, True)}
+
+
+@pytest.mark.filterwarnings("ignore:steps of an inner loop are recorded one by one")
+def test_a_block_without_forward_mode_is_recorded_with_its_step():
+    class Inverse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(3 * torch.eye(3, dtype=D))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.linalg.solve(self.weight, x)
+
+    net = nn.Sequential(Inverse(), nn.Linear(3, 3, dtype=D))
+    x = torch.randn(3, 3, dtype=D)
+    agree(lambda net: net(x).square().mean(), net, blocks=net)
+
+
+def test_memory_grows_with_the_blocks_by_their_boundaries():
+    torch.manual_seed(0)
+    x = torch.randn(500, 8)
+
+    def peak(adjoint: Any, depth: int) -> int:
+        net = nn.Sequential(
+            *(nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8)) for _ in range(depth))
+        )
+        with PeakMemory() as memory:
+            result = todist.inner_loop(
+                lambda net: net(x).square().mean(), todist.sgd(lr=0.1), net, 2, adjoint=adjoint
+            )
+            torch.autograd.grad(result.params(x[:1]).sum(), list(net.parameters()))
+        return memory.peak
+
+    whole, blocks = todist.Replayed(snapshots=1), todist.Replayed(snapshots=1, blocks="auto")
+    peak(blocks, 2)
+    growth = [peak(adjoint, 20) - peak(adjoint, 10) for adjoint in (whole, blocks)]
+    assert growth[1] < growth[0] / 6
+    assert growth[1] / 10 < 3 * 2 * 500 * 8 * 4 + 4 * 4 * 1096  # boundaries, their tangents; parameters
+
+
+class Skipping(nn.Module):
+    """Calls its layers in an order of its own."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
+        self.way = way
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, two, three = self.layers
+        return {
+            "beside": lambda: one(x) + two(x) + three(x),
+            "glue": lambda: three(torch.tanh(two(one(x)))),
+            "order": lambda: three(one(two(x))),
+            "left out": lambda: two(one(x)),
+            "none": lambda: x * one.weight.sum(),
+        }[self.way]()
+
+
+@pytest.mark.parametrize(
+    ("way", "text"),
+    [
+        ("beside", r"block 'layers\.1' was not given what block 'layers\.0' returned"),
+        ("glue", r"block 'layers\.2' was not given what block 'layers\.1' returned"),
+        ("order", r"block 'layers\.0' was to come next, and 'layers\.1' was called"),
+        ("left out", r"block 'layers\.2' was to come next, and the loss ended"),
+        ("none", r"block 'layers\.0' was to come next, and the loss ended"),
+    ],
+)
+def test_blocks_that_do_not_compose_are_named(way, text):
+    net = Skipping(way)
+    x = torch.randn(4, 2)
+    with pytest.raises(ValueError, match=text):
+        gradients_of(
+            todist.Replayed(blocks=net.layers), lambda net: net(x).sum(), net, 2, list(net.parameters())
+        )
+
+
+class Strange(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        return {"out": super().forward(x), "what": object()}
+
+
+def test_a_block_that_returns_what_cannot_be_cut_is_named():
+    net = nn.Sequential(Strange(2, 2))
+    with pytest.raises(TypeError, match="trees of tensors and numbers, got a object from block '0'"):
+        todist.inner_loop(
+            lambda net: net(torch.ones(2))["out"].sum(), todist.sgd(lr=0.1), net, 1,
+            adjoint=todist.Replayed(blocks=net),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("params", "blocks", "text"),
+    [
+        (torch.ones(2, requires_grad=True), "auto", "need `params` to be a module, .* got a tree"),
+        (nn.Linear(2, 2), "auto", "a Linear has none: give its blocks"),
+        (nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)), "got a Sequential that is not in it"),
+        (Stack(), "empty", "must have modules in it, got an empty ModuleList"),
+    ],
+)
+def test_blocks_that_are_none(params, blocks, text):
+    if blocks == "empty":
+        params.nothing = blocks = nn.ModuleList()
+    with pytest.raises(ValueError, match=text):
+        todist.inner_loop(lambda p: p, todist.sgd(lr=0.1), params, 1, adjoint=todist.Replayed(blocks=blocks))
+
+
+def test_a_tensor_that_only_a_block_uses_must_be_declared():
+    class Hidden(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * SCALE
+
+    net = nn.Sequential(Hidden(2, 2), nn.Linear(2, 2)).double()
+    x = torch.ones(1, 2, dtype=D)
+    with pytest.raises(ValueError, match=r"`meta` must list .* it lacks 1, of shape \(\)"):
+        todist.inner_loop(
+            lambda net: net(x).sum(), todist.sgd(lr=0.1), net, 1, adjoint=todist.Replayed(blocks=net)
+        )

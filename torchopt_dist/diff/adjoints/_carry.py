@@ -1,0 +1,70 @@
+"""What goes into a step of an inner loop → what comes out of it: the types of both.
+
+A :class:`Carry` goes from step to step, an :class:`Evaluation` from the loss to the optimizer, an :class:`Outcome` to
+the caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from torchopt_dist.typing import OptionalTensor, OptState
+
+__all__ = ["Batches", "Carry", "Evaluation", "LookFn", "Outcome", "StepFn", "StopFn", "WatchFn"]
+
+Batches = Sequence[Any] | Callable[[int], Any] | None
+"""By number of the step; ``None`` where the loss takes no batch."""
+LookFn = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], None]
+"""Is shown the ends of a part of a loss's graph, what they are differentiated with respect to, and the buffers after
+the step; the whole loss is one part, unless it is differentiated in several."""
+StopFn = Callable[[int, Tensor], Any]
+"""The number of a step, its loss → whether it was the last."""
+
+
+class Carry(NamedTuple):
+    """What one step hands to the next."""
+
+    params: list[Tensor]
+    """The leaves of the parameters, a tied one at each of its places."""
+    state: OptState
+    """The optimizer's state."""
+    buffers: list[Tensor]
+    """The module's buffers."""
+
+
+class Evaluation(NamedTuple):
+    """A loss and its gradient."""
+
+    loss: Tensor
+    """0-d."""
+    aux: Any
+    """What else the loss returned."""
+    grads: list[OptionalTensor]
+    """A gradient a leaf of the parameters; ``None`` at frozen ones, and at all but the first place of a tied one."""
+    buffers: list[Tensor]
+    """The buffers after the call."""
+
+
+class Outcome(NamedTuple):
+    """What a run of steps came to."""
+
+    carry: Carry
+    """After the last step."""
+    losses: list[Tensor]
+    """One a step, 0-d, before the step's update."""
+    aux: list[Any]
+    """One a step."""
+
+
+class StepFn(Protocol):
+    """A step in one of its forms."""
+
+    def __call__(self, carry: Carry, number: int, /) -> tuple[Carry, Tensor, Any]:
+        """Return what is handed on, the loss, and what else the loss returned."""
+
+
+WatchFn = Callable[[Carry, int, Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], None]
+"""Is shown what a step starts from, its number, and what a :data:`LookFn` is shown."""

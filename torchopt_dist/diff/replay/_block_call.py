@@ -1,0 +1,215 @@
+"""A call of a block → the same call again: with the arguments, random numbers, parameters and modes that it had."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchopt_dist import pytree
+from torchopt_dist.diff.adjoints._randomness import generators
+from torchopt_dist.diff.replay._duals import Pair, leaf_of_pair, pair_of
+from torchopt_dist.nn import _tensor_dicts
+from torchopt_dist.typing import OptionalTensor, TensorContainer
+
+__all__ = ["BlockCall", "inputs_of"]
+
+
+class _Input(int):
+    """Stands in the place of an input of the block."""
+
+
+class _Own(int):
+    """Stands in the place of a parameter that gradients are wanted for."""
+
+
+Held = list[tuple[TensorContainer, str, Any]]
+
+
+def inputs_of(block: nn.Module, arguments: Any, own: Collection[int]) -> list[Tensor]:
+    """What a call of a block depends on and requires grad, each once: arguments, parameters that the loss has put in.
+
+    Args:
+        block: the module.
+        arguments: positional and keyword arguments.
+        own: the ``id`` of each parameter that is not counted.
+    """
+    held = [x for _, _, x in _held(_tensor_dicts.parameter_containers(block))]
+    tensors = [x for x in [*pytree.flatten(arguments)[0], *held] if isinstance(x, Tensor) and x.requires_grad]
+    return list({id(x): x for x in tensors if id(x) not in own}.values())
+
+
+class BlockCall:
+    """One call of a block.
+
+    Args:
+        name: of the block, for errors.
+        block: the module.
+        forward: what computes it.
+        arguments: its positional arguments, its keyword arguments.
+        own: the ``id`` of a parameter that gradients are wanted for → its place among these.
+        with_tangents: tensors may be duals.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        block: nn.Module,
+        forward: Callable[..., Any],
+        arguments: Any,
+        own: Mapping[int, int],
+        *,
+        with_tangents: bool,
+    ) -> None:
+        self.name, self._forward, self._with_tangents = name, forward, with_tangents
+        inputs = inputs_of(block, arguments, own)
+        self.inputs = [pair_of(x) for x in inputs]
+        """What :func:`inputs_of` finds, without history."""
+        places: dict[int, Any] = {id(x): _Input(place) for place, x in enumerate(inputs)}
+        places |= {name: _Own(place) for name, place in own.items()}
+
+        def marked(x: Any) -> Any:
+            return places.get(id(x), x) if isinstance(x, Tensor) else x
+
+        given, self._spec = pytree.flatten(arguments)
+        self._given = list(map(marked, given))
+        self._held_parameters = [
+            (container, key, marked(x))
+            for container, key, x in _held(_tensor_dicts.parameter_containers(block))
+        ]
+        self._held_buffers = _held(_tensor_dicts.buffer_containers(block))
+        self._before = [(generator, generator.get_state()) for generator in generators()]
+        self._after = self._before
+        self._autocast = _autocast_now()
+        self._makes_gradients = bool(inputs) or any(isinstance(x, _Own) for _, _, x in self._held_parameters)
+        self.outputs: list[Pair | None] = []
+        """What it returns and may have a gradient, without history; ``None`` in the places of all else."""
+        self._made: list[Any] = []
+        self._made_spec = self._spec
+
+    def parameters(self, now: Sequence[Tensor]) -> list[Tensor]:
+        """The parameters that gradients are wanted for and that are the block's own, of those given."""
+        return [now[x] for _, _, x in self._held_parameters if isinstance(x, _Own)]
+
+    def first(self, now: Sequence[Tensor]) -> tuple[Any, list[OptionalTensor]]:
+        """Run the block for the first time.
+
+        Args:
+            now: what stands for the parameters that gradients are wanted for.
+
+        Returns:
+            As :meth:`handed_on`.
+
+        Raises:
+            TypeError: it returns something else than a tree of tensors and numbers.
+        """
+        # Only buffers that the block overwrites are needed as they were; those of large constants are not kept twice.
+        before = [(x, x.clone()) for _, _, x in self._held_buffers if x is not None]
+        # Forward mode would hold a graph of tangents until its level is left, by a circle of references.
+        with torch.set_grad_enabled(not self._with_tangents):
+            args, kwargs = self._arguments([leaf_of_pair(pair) for pair in self.inputs], now)
+            made, self._made_spec = pytree.flatten(self._forward(*args, **kwargs))
+        kept = {id(x): copy for x, copy in before if not torch.equal(x, copy)}
+        self._held_buffers = [
+            (container, key, kept.get(id(x), x)) for container, key, x in self._held_buffers
+        ]
+        self._after = [(generator, generator.get_state()) for generator in generators()]
+        for leaf in made:
+            if leaf is not None and not isinstance(leaf, (Tensor, bool, int, float, str)):
+                raise TypeError(
+                    f"`blocks` must return trees of tensors and numbers, got a {type(leaf).__name__} from block "
+                    f"{self.name!r}"
+                )
+            output = None
+            if isinstance(leaf, Tensor) and (leaf.requires_grad or self._may_have_gradient(leaf)):
+                output = pair_of(leaf)
+            self.outputs.append(output)
+            self._made.append(leaf if output is None else None)
+        return self.handed_on()
+
+    def _may_have_gradient(self, made: Tensor) -> bool:
+        floats = made.is_floating_point() or made.is_complex()
+        return self._with_tangents and self._makes_gradients and floats
+
+    def handed_on(self) -> tuple[Any, list[OptionalTensor]]:
+        """What the block returned, cut off from what it was made of.
+
+        Returns:
+            The tree, and in the places of ``outputs`` the tensors in it that require grad.
+        """
+        for generator, state in self._after:
+            generator.set_state(state)
+        cut = [None if pair is None else leaf_of_pair(pair) for pair in self.outputs]
+        leaves = [x if leaf is None else leaf for x, leaf in zip(self._made, cut, strict=True)]
+        return pytree.unflatten(self._made_spec, leaves), cut
+
+    def again(self, now: Sequence[Tensor]) -> tuple[list[Tensor], list[Any]]:
+        """Run the block again.
+
+        Args:
+            now: what stands for the parameters that gradients are wanted for.
+
+        Returns:
+            Tensors in the places of ``inputs``, with no history, and in those of ``outputs`` what was made of them.
+        """
+        with _autocast_as(self._autocast):
+            for generator, state in self._before:
+                generator.set_state(state)
+            leaves = [leaf_of_pair(pair) for pair in self.inputs]
+            args, kwargs = self._arguments(leaves, now)
+
+            def parameter(x: Any) -> Any:
+                return leaves[x] if isinstance(x, _Input) else now[x] if isinstance(x, _Own) else x
+
+            held = [(container, key, parameter(x)) for container, key, x in self._held_parameters]
+            with _in_place([*held, *self._held_buffers]):
+                made, _spec = pytree.flatten(self._forward(*args, **kwargs))
+        return leaves, made
+
+    def _arguments(self, leaves: Sequence[Tensor], now: Sequence[Tensor]) -> Any:
+        copies: dict[int, Tensor] = {}  # as the block may overwrite what it is given
+
+        def argument(x: Any) -> Any:
+            if isinstance(x, _Input):
+                return copies.setdefault(x, leaves[x].clone())
+            return now[x] if isinstance(x, _Own) else x
+
+        return pytree.unflatten(self._spec, list(map(argument, self._given)))
+
+
+def _held(containers: list[TensorContainer]) -> Held:
+    return [(container, key, x) for container in containers for key, x in container.items()]
+
+
+@contextmanager
+def _in_place(held: Held) -> Iterator[None]:
+    """A context in which a module holds the tensors it held."""
+    now = [(container, key, container[key]) for container, key, _ in held]
+    for container, key, x in held:
+        container[key] = x
+    try:
+        yield
+    finally:
+        for container, key, x in now:
+            container[key] = x
+
+
+def _autocast_now() -> dict[str, torch.dtype | None]:
+    """Device → dtype, ``None`` where it is off."""
+    return {
+        device: torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        for device in ("cpu", "cuda")
+    }
+
+
+@contextmanager
+def _autocast_as(wanted: dict[str, torch.dtype | None]) -> Iterator[None]:
+    now = _autocast_now()
+    with ExitStack() as stack:
+        for device, dtype in wanted.items():
+            if dtype != now[device]:
+                stack.enter_context(torch.autocast(device, dtype, enabled=dtype is not None))
+        yield

@@ -1,0 +1,291 @@
+"""A loss, perhaps with tangents, the blocks of its model → its gradients, with the graph of one block at a time.
+
+The loss is called once. What each block returns is cut off from its graph, which is forgotten; so what is kept of the
+blocks are their boundaries. Going back, the graph after the last block comes first, then each block is called again on
+what it was given. The graph before the first block is made again for its turn, by a call of the loss that ends there.
+
+With tangents, duals go forward, ``(x, ẋ)``, and duals come back, ``(λ, λ̇)``, by forward over reverse mode. Each part
+has a level of forward mode for itself: torch frees what was made in one when it is left, and not before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchopt_dist.diff.adjoints._carry import Evaluation, LookFn
+from torchopt_dist.diff.adjoints._declared import leaf_of, nodes_between
+from torchopt_dist.diff.adjoints._loop import Loop
+from torchopt_dist.diff.replay._block_call import BlockCall, inputs_of
+from torchopt_dist.diff.replay._duals import Pair, dual, dual_level, pair_of, plus, plus_pair
+from torchopt_dist.typing import OptionalTensor
+
+__all__ = ["Tangents", "sweep"]
+
+CallFn = Callable[..., Any]
+"""Name of a block, the block, its forward, its arguments → what it hands on."""
+
+
+@dataclass(frozen=True)
+class Tangents:
+    """A direction in which a gradient is differentiated."""
+
+    of: dict[int, Tensor]
+    """``id`` of a parameter → its tangent."""
+    loss_bar: OptionalTensor
+    """How many times the gradient itself is added, 0-d."""
+
+    def sum(self, found: Pair) -> OptionalTensor:
+        """What is wanted of a gradient and its tangent."""
+        primal, tangent = found
+        return plus(tangent, None if self.loss_bar is None else primal * self.loss_bar.to(primal))
+
+
+def sweep(
+    loop: Loop,
+    blocks: Sequence[str],
+    params: Sequence[Tensor],
+    buffers: Sequence[Tensor],
+    number: int,
+    wanted: Sequence[Tensor],
+    look: LookFn,
+    tangents: Tangents | None = None,
+) -> Evaluation:
+    """As :meth:`Loop.swept`, but block by block; with ``tangents``, the derivative of the gradient along them.
+
+    Args:
+        loop: the loop.
+        blocks: the names of the blocks in the model, in the order of their calls.
+        params: as :meth:`Loop.swept`, all of these four.
+        buffers: likewise.
+        number: likewise.
+        wanted: likewise.
+        look: is shown each part of the graph.
+        tangents: the direction.
+
+    Raises:
+        ValueError: the blocks of the loop are not called one after another, or hold what depends on parameters.
+        NoForwardModeError: torch has forward mode switched off.
+    """
+    return _Sweep(loop, blocks, params, buffers, number, wanted, look, tangents).run()
+
+
+class _EnoughError(BaseException):
+    """Ends a call of the loss where no more of it is needed."""
+
+
+class _Sweep:
+    """One evaluation of a loss, and the way back; see :func:`sweep` for the arguments."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        blocks: Sequence[str],
+        params: Sequence[Tensor],
+        buffers: Sequence[Tensor],
+        number: int,
+        wanted: Sequence[Tensor],
+        look: LookFn,
+        tangents: Tangents | None,
+    ) -> None:
+        self._loop, self._first_buffers, self._number, self._look = loop, buffers, number, look
+        self._params, self._wanted, self._tangents = params, wanted, tangents
+        self._blocks = [(name, loop.model.part(name)) for name in blocks]
+        self._calls: list[BlockCall] = []
+        self._sources: list[list[tuple[int, int] | None]] = []
+        """Of each input of each call: which output of which call it is; ``None`` for what is none."""
+        self._bars: dict[tuple[int, int], Pair] = {}
+        """Gradients of the outputs of calls."""
+        self._totals: list[OptionalTensor] = [None] * len(wanted)
+
+    def run(self) -> Evaluation:
+        """Evaluate the loss, and go back through it."""
+        with self._level() as now:
+            handed: dict[int, tuple[tuple[int, int], Tensor]] = {}
+            with self._intercepted(partial(self._first_call, now, handed)):
+                loss, aux, after = self._evaluated(now)
+            self._after = after
+            if self._number == 0:
+                self._check_complete()
+            self._part([(loss, None)], now, [], list(handed.values()))
+            loss, _ = pair_of(loss)
+            del handed
+        while self._calls:
+            self._last_call()
+        return Evaluation(loss, aux, self._totals, after)
+
+    @contextmanager
+    def _level(self) -> Iterator[list[Tensor]]:
+        """A level of forward mode, if there are tangents; gives what stands for what is wanted in it."""
+        if self._tangents is None:
+            yield list(self._wanted)
+            return
+        with dual_level():
+            of = self._tangents.of
+            yield [dual((tensor, of.get(id(tensor)))) for tensor in self._wanted]
+
+    def _evaluated(self, now: Sequence[Tensor]) -> tuple[Tensor, Any, list[Tensor]]:
+        stand_in = {id(tensor): other for tensor, other in zip(self._wanted, now, strict=True)}
+        params = [stand_in.get(id(p), p) for p in self._params]
+        return self._loop.evaluate(params, self._first_buffers, self._number)
+
+    @contextmanager
+    def _intercepted(self, call: CallFn) -> Iterator[None]:
+        """A context in which a function is called in the place of each block."""
+        blocks = list({id(block): (name, block) for name, block in self._blocks}.values())
+        own = [vars(block).get("forward") for _, block in blocks]
+        for name, block in blocks:
+            vars(block)["forward"] = partial(_with_graph, call, name, block, block.forward)
+        try:
+            yield
+        finally:
+            for (_, block), forward in zip(blocks, own, strict=True):
+                if forward is None:
+                    del vars(block)["forward"]
+                else:
+                    vars(block)["forward"] = forward
+
+    def _first_call(
+        self,
+        now: Sequence[Tensor],
+        handed: dict[int, tuple[tuple[int, int], Tensor]],
+        name: str,
+        block: nn.Module,
+        forward: Callable[..., Any],
+        arguments: Any,
+    ) -> Any:
+        own = {id(tensor): place for place, tensor in enumerate(now)}
+        inputs = inputs_of(block, arguments, own)
+        sources = [handed[id(x)][0] if id(x) in handed else None for x in inputs]
+        if self._number == 0:
+            self._check_order(name, block, sources)
+        call = BlockCall(name, block, forward, arguments, own, with_tangents=self._tangents is not None)
+        made, outputs = call.first(now)
+        at = len(self._calls)
+        handed |= {id(x): ((at, place), x) for place, x in enumerate(outputs) if x is not None}
+        self._calls.append(call)
+        self._sources.append(sources)
+        return made
+
+    def _check_order(self, name: str, block: nn.Module, sources: Sequence[tuple[int, int] | None]) -> None:
+        place = len(self._calls) % len(self._blocks)
+        expected, module = self._blocks[place]
+        if block is not module:
+            raise ValueError(
+                f"`blocks` must be called one after another in the model's forward: block {expected!r} was to come "
+                f"next, and {name!r} was called"
+            )
+        last = len(self._calls) - 1
+        if place and any(self._calls[last].outputs) and all(s is None or s[0] != last for s in sources):
+            raise ValueError(
+                f"`blocks` must compose to the model's forward: block {name!r} was not given what block "
+                f"{self._calls[last].name!r} returned; put what comes between into a block"
+            )
+
+    def _check_complete(self) -> None:
+        if self._blocks and (not self._calls or len(self._calls) % len(self._blocks)):
+            rest, _ = self._blocks[len(self._calls) % len(self._blocks)]
+            raise ValueError(
+                f"`blocks` must be called one after another in the model's forward: block {rest!r} was to come next, "
+                "and the loss ended"
+            )
+
+    def _last_call(self) -> None:
+        at, call, sources = len(self._calls) - 1, self._calls.pop(), self._sources.pop()
+        bars = [self._bars.pop((at, place), None) for place in range(len(call.outputs))]
+        if all(bar is None for bar in bars):
+            return
+        with self._level() as now, self._loop.substituted():
+            leaves, made = call.again(now)
+            ends = [(x, dual(bar)) for x, bar in zip(made, bars, strict=True) if bar is not None]
+            if self._number == 0:
+                self._check_closed(call, [x for x, _ in ends if x.requires_grad], leaves, now)
+            found = self._part(ends, now, leaves, [])
+            del leaves, made, ends
+        between: list[Pair | None] = []
+        for source, bar in zip(sources, found, strict=True):
+            between.append(bar if source is None else None)
+            if source is not None and bar is not None:
+                self._bars[source] = plus_pair(self._bars.get(source), bar)
+        if any(bar is not None for bar in between):
+            self._before_call(between)
+
+    def _before_call(self, bars: Sequence[Pair | None]) -> None:
+        """Go back through what comes before a call and is no block, given the gradients of the call's inputs."""
+        with self._level() as now:
+            calls = iter(enumerate(self._calls))
+            handed: list[tuple[tuple[int, int], Tensor]] = []
+            inputs: list[Tensor] = []
+
+            def call(name: str, block: nn.Module, forward: Callable[..., Any], arguments: Any) -> Any:
+                at, known = next(calls, (0, None))
+                if known is None:
+                    inputs.extend(inputs_of(block, arguments, set(map(id, now))))
+                    raise _EnoughError
+                made, outputs = known.handed_on()
+                handed.extend(((at, place), x) for place, x in enumerate(outputs) if x is not None)
+                return made
+
+            with suppress(_EnoughError), self._intercepted(call):
+                self._evaluated(now)
+            self._part([(x, dual(bar)) for x, bar in zip(inputs, bars, strict=True) if bar], now, [], handed)
+
+    def _part(
+        self,
+        ends: Sequence[tuple[Tensor, OptionalTensor]],
+        now: Sequence[Tensor],
+        leaves: Sequence[Tensor],
+        handed: Sequence[tuple[tuple[int, int], Tensor]],
+    ) -> list[Pair | None]:
+        """Go back through a part of the graph.
+
+        Args:
+            ends: of the part, with their gradients, ``None`` for 1.
+            now: what stands for what is wanted; its gradients are added up.
+            leaves: tensors whose gradients are returned.
+            handed: outputs of calls, which are also added up.
+        """
+        ends = [(x, bar) for x, bar in ends if x.requires_grad]
+        if not ends:
+            return [None] * len(leaves)
+        outputs, bars = zip(*ends, strict=True)
+        inputs = [*leaves, *now, *(x for _, x in handed)]
+        self._look(outputs, inputs, self._after)
+        found = torch.autograd.grad(outputs, inputs, bars, allow_unused=True)
+        pairs: list[Pair | None] = [None if grad is None else pair_of(grad) for grad in found]
+        count, more = len(leaves), len(leaves) + len(now)
+        for place, pair in enumerate(pairs[count:more]):
+            if pair is not None:
+                one = pair[0] if self._tangents is None else self._tangents.sum(pair)
+                self._totals[place] = plus(self._totals[place], one)
+        for (source, _), pair in zip(handed, pairs[more:], strict=True):
+            if pair is not None:
+                self._bars[source] = plus_pair(self._bars.get(source), pair)
+        return pairs[:count]
+
+    def _check_closed(
+        self, call: BlockCall, outputs: Sequence[Tensor], leaves: Sequence[Tensor], now: Sequence[Tensor]
+    ) -> None:
+        """Demand that a block depends on parameters and activations only as its own, and by its arguments."""
+        params = {id(p) for p in self._params}
+        nodes = nodes_between(outputs, [*leaves, *call.parameters(now)])
+        if any(id(leaf_of(node)) in params for node in nodes):
+            raise ValueError(
+                f"`blocks` must get what depends on parameters of the model by their arguments: block {call.name!r} "
+                "uses a parameter that is not its own, or a tensor that was computed before and that it holds"
+            )
+
+
+def _with_graph(
+    call: CallFn, name: str, block: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    """A call of a block: the usual one, if there is to be no gradient."""
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return call(name, block, forward, (args, kwargs))

@@ -1,0 +1,77 @@
+"""Tensors and their tangents → duals of forward mode, and back to pairs, which outlive the level of forward mode."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from torchopt_dist.typing import OptionalTensor
+
+__all__ = ["NoForwardModeError", "Pair", "dual", "dual_level", "leaf_of_pair", "pair_of", "plus", "plus_pair"]
+
+Pair = tuple[Tensor, OptionalTensor]
+"""A tensor, and its tangent if it has one."""
+
+
+class NoForwardModeError(Exception):
+    """There is no forward mode here, or not for an operation."""
+
+
+@functools.cache
+def _load() -> None:
+    """Load what torch loads when forward mode is first used, at which it warns of a function of its own."""
+    with warnings.catch_warnings(action="ignore"), forward_ad.dual_level():
+        forward_ad.make_dual(torch.zeros(()), torch.zeros(()))
+
+
+@contextmanager
+def dual_level() -> Iterator[None]:
+    """A context in which there are duals; at its end they are what they were without tangents."""
+    _load()
+    with forward_ad.dual_level():
+        yield
+
+
+def dual(pair: Pair) -> Tensor:
+    """Make a dual of a tensor and its tangent; the tensor itself, if it has none.
+
+    Raises:
+        NoForwardModeError: torch has forward mode switched off, as in the forward of a custom function.
+    """
+    primal, tangent = pair
+    if tangent is None:
+        return primal
+    made = forward_ad.make_dual(primal, tangent)
+    if forward_ad.unpack_dual(made).tangent is None:
+        raise NoForwardModeError("torch has forward mode switched off here")
+    return made
+
+
+def pair_of(tensor: Tensor) -> Pair:
+    """What a dual is made of, without history."""
+    primal, tangent = forward_ad.unpack_dual(tensor)
+    return primal.detach(), None if tangent is None else tangent.detach()
+
+
+def leaf_of_pair(pair: Pair) -> Tensor:
+    """A dual that requires grad, with no history behind it."""
+    primal, tangent = pair
+    return dual((primal.detach().requires_grad_(), tangent))
+
+
+def plus_pair(one: Pair | None, other: Pair) -> Pair:
+    """The sum of two duals."""
+    return other if one is None else (one[0] + other[0], plus(one[1], other[1]))
+
+
+def plus(one: OptionalTensor, other: OptionalTensor) -> OptionalTensor:
+    """The sum of tensors that may be missing."""
+    if one is None or other is None:
+        return other if one is None else one
+    return one + other
