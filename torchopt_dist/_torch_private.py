@@ -387,7 +387,7 @@ def profiler_is_on() -> bool:
 
     Without the name the answer is always no: the phases of a call are no ranges in its traces.
     """
-    is_on = _find("autograd._profiler_enabled")
+    is_on = getattr(torch.autograd, "_profiler_enabled", None)
     return is_on is not None and bool(is_on())
 
 

@@ -60,8 +60,7 @@ class CallerState:
     def applied(self) -> Iterator[None]:
         """Compute under this state until the context is left."""
         before = torch.get_default_dtype()
-        with ExitStack() as stack:
-            stack.enter_context(torch.set_grad_enabled(self.grad_enabled))
+        with torch.set_grad_enabled(self.grad_enabled), ExitStack() as stack:
             for device, dtype in self.autocast:
                 stack.enter_context(torch.autocast(device, dtype))
             if before != self.default_dtype:

@@ -36,20 +36,8 @@ class Payload:
 
     def plain(self) -> tuple[Any, ...]:
         """Its fields, those of its fields instead of the objects of this package."""
-        options = self.options
-        return (
-            self.function,
-            self.tasks,
-            self.seeds,
-            self.state.plain(),
-            (
-                options.vectorize,
-                options.chunk_size,
-                options.device,
-                options.isolate_own_share,
-                options.strict,
-            ),
-        )
+        options = tuple(vars(self.options).values())
+        return self.function, self.tasks, self.seeds, self.state.plain(), options
 
     @classmethod
     def of_plain(

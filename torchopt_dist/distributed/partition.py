@@ -179,8 +179,13 @@ def _name(function: Any) -> str:
     return f"`{getattr(function, '__qualname__', function)}`"
 
 
+_PLAIN = (torch.Tensor, nn.Module, str, bytes, int, float, type(None))
+
+
 def unwrap(tree: Any) -> Any:
     """Put the values that ``replicated`` has marked in the places of the marks, in a tree of arguments."""
+    if all(isinstance(part, _PLAIN) for part in (tree.values() if type(tree) is dict else tree)):
+        return tree  # nothing to look into; to take a tree apart takes as long as to send it
     flat = flatten(tree, is_leaf=_is_whole)
     if not any(isinstance(leaf, _Replicated) for leaf in flat.leaves):
         return tree

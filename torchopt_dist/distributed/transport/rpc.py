@@ -82,9 +82,9 @@ class RPCTransport:
     def send(self, worker: int, request: Message, timeout: float) -> Future[Message]:
         """See :class:`~torchopt_dist.distributed.transport.base.Transport`."""
         future = self._pending.add(worker)
-        error = self._group.membership.why_lost(worker, 0)
-        if error is not None:
-            self.worker_lost(worker, error)
+        failure = self._group.membership.failures.get(worker)
+        if failure is not None:
+            self.worker_lost(worker, failure.error())
         else:
             wire = to_wire(request, self._sent[worker], direct=self._sends_directly_to(worker))
             self._start(worker, request, wire, timeout, future)

@@ -108,9 +108,9 @@ class ZMQTransport:
     def send(self, worker: int, request: Message, timeout: float) -> Future[Message]:
         """See :class:`~torchopt_dist.distributed.transport.base.Sender`."""
         future = self._pending.add(worker)
-        lost = self._group.membership.why_lost(worker, 0)
-        if lost is not None:
-            self.worker_lost(worker, lost)
+        failure = self._group.membership.failures.get(worker)
+        if failure is not None:
+            self.worker_lost(worker, failure.error())
             return future
         wire = to_wire(request, self._sent[worker], whole_storages=False)
         number = next(self._numbers)
