@@ -42,6 +42,24 @@ def graph_of_a_call() -> str:
     return make_dot(loss, params=[dict(model.named_parameters()), {"loss": loss}]).source
 
 
+@todist.rank_zero_only
+def timeline_of_a_step(path: Path) -> None:
+    """What two workers do for a step of MAML with eight tasks, forward and backward."""
+    model = nn.Sequential(nn.Linear(1, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 1))
+    x, y = torch.rand(8, 256, 1), torch.rand(8, 256, 1)
+    task_loss(model, x, y).backward()  # the first call imports and compiles
+    with todist.profile() as profile:
+        task_loss(model, x, y).backward()
+    profile.plot(path)
+
+
+def of_a_call(path: Path) -> str | None:
+    """On each of two workers: draw the timeline, and return the graph."""
+    torch.set_num_threads(1)
+    timeline_of_a_step(path)
+    return graph_of_a_call()
+
+
 def graph_of_two_steps() -> str:
     """Two inner steps that a learning rate is learned through."""
     net = nn.Linear(2, 1, bias=False)
@@ -126,7 +144,8 @@ def make() -> None:
     FOLDER.mkdir(exist_ok=True)
     draw_costs()
     draw_graph(graph_of_two_steps(), "two_steps")
-    draw_graph(todist.launch(graph_of_a_call, nproc_per_host=2, rpc=True).rank(0), "call", "LR")
+    source = todist.launch(of_a_call, (FOLDER / "timeline.svg",), nproc_per_host=2, rpc=True).rank(0)
+    draw_graph(source, "call", "LR")
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from torchopt_dist.distributed.put import put
 from torchopt_dist.distributed.reduce import concatenate_reducer, mean_reducer, stack_reducer, sum_reducer
 from torchopt_dist.distributed.remote_call import remote_call
 from torchopt_dist.distributed.resident import Resident, Shards
+from torchopt_dist.distributed.status import Status, WorkerStatus, status
 from torchopt_dist.distributed.world import (
     WorldInfo,
     alive,
@@ -52,7 +53,9 @@ __all__ = [
     "Profile",
     "Resident",
     "Shards",
+    "Status",
     "TensorDimensionPartitioner",
+    "WorkerStatus",
     "WorldInfo",
     "alive",
     "auto_init_rpc",
@@ -88,6 +91,7 @@ __all__ = [
     "remote_sync_call",
     "replicated",
     "stack_reducer",
+    "status",
     "sum_reducer",
     "tasks",
 ]

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torchopt_dist.distributed._group import Group, current_group
 from torchopt_dist.distributed._question import ask
 from torchopt_dist.distributed._spans import PHASES, Phase, Span
+from torchopt_dist.distributed._table import bytes_text, seconds_text, table
 from torchopt_dist.errors import TodistError
 
 if TYPE_CHECKING:
@@ -149,21 +150,13 @@ class Profile:
         rows = [
             [
                 name,
-                *(_seconds(total[phase]) if phase in total else "" for phase in phases),
-                _bytes(total.get("bytes", 0)),
+                *(seconds_text(total[phase]) if phase in total else "" for phase in phases),
+                bytes_text(total.get("bytes", 0)),
                 f"{part:.0%}",
             ]
             for name, total, part in zip(self.names, totals, busy, strict=True)
         ]
-        widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
-        lines = [
-            "  ".join(
-                cell.ljust(width) if column == 0 else cell.rjust(width)
-                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in [header, *rows]
-        ]
-        return "\n".join([f"{_seconds(self.seconds)} in all, {self.calls} requests", *lines])
+        return f"{seconds_text(self.seconds)} in all, {self.calls} requests\n{table(header, rows)}"
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a trace for ``chrome://tracing`` or https://ui.perfetto.dev: a process a worker, arrows for messages.
@@ -337,15 +330,3 @@ def _clocks(group: Group) -> dict[int, float]:
                 took = time.perf_counter() - sent
                 best[worker] = min(best.get(worker, (inf, 0.0)), (took, theirs - sent - took / 2))
     return ahead | {worker: offset for worker, (_, offset) in best.items()}
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
-
-
-def _bytes(count: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} GB"

@@ -28,6 +28,9 @@ class Pending:
     def __init__(self) -> None:
         self._waiting: defaultdict[int, set[Future[Message]]] = defaultdict(set)
 
+    def __len__(self) -> int:
+        return sum(map(len, tuple(self._waiting.values())))
+
     def add(self, worker: int) -> Future[Message]:
         """A future of a reply of ``worker``."""
         future: Future[Message] = Future()

@@ -71,6 +71,10 @@ class Transport(Sender, Protocol):
         """
         ...
 
+    def unanswered(self) -> int:
+        """How many requests of this worker wait for their reply."""
+        ...
+
     def wait_for_replies(self, timeout: float) -> set[int]:
         """Wait until no request waits for its reply.
 

@@ -94,6 +94,10 @@ class RPCTransport:
         """See :class:`~torchopt_dist.distributed.transport.base.Transport`."""
         self._pending.fail(worker, error)
 
+    def unanswered(self) -> int:
+        """See :class:`~torchopt_dist.distributed.transport.base.Transport`."""
+        return len(self._pending)
+
     def wait_for_replies(self, timeout: float) -> set[int]:
         """See :class:`~torchopt_dist.distributed.transport.base.Transport`."""
         return self._pending.wait(timeout)

@@ -131,6 +131,10 @@ class ZMQTransport:
             self._mesh.close(worker)
         self._pending.fail(worker, error)
 
+    def unanswered(self) -> int:
+        """See :class:`~torchopt_dist.distributed.transport.base.Transport`."""
+        return len(self._pending)
+
     def wait_for_replies(self, timeout: float) -> set[int]:
         """See :class:`~torchopt_dist.distributed.transport.base.Transport`."""
         return self._pending.wait(timeout)

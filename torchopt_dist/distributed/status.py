@@ -1,0 +1,147 @@
+"""The RPC group → what each of its workers has in hand right now: requests, kept graphs, residents, memory."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchopt_dist.distributed._group import Group, answering_group, current_group
+from torchopt_dist.distributed._table import bytes_text, table
+from torchopt_dist.errors import CallTimeoutError, TodistError
+
+__all__ = ["Status", "WorkerStatus", "status"]
+
+
+@dataclass(frozen=True)
+class WorkerStatus:
+    """What a worker has in hand.
+
+    Attributes:
+        rank: its rank.
+        name: its name.
+        host: the host it runs on.
+        state: ``"alive"``, ``"silent"`` if it has not answered in time, or ``"lost"``; of the last two nothing else is
+            known.
+        process: the id of its process.
+        requests: how many requests it has sent that wait for their reply; that of ``status`` is not counted.
+        kept_graphs: how many graphs of calls it keeps for backward.
+        residents: how many values of :func:`put` are there.
+        resident_bytes: of their tensors.
+        memory: bytes of memory that its process occupies.
+        gpu_memory: bytes of tensors on its current GPU; 0 where no GPU is in use.
+    """
+
+    rank: int
+    name: str
+    host: str
+    state: str
+    process: int = 0
+    requests: int = 0
+    kept_graphs: int = 0
+    residents: int = 0
+    resident_bytes: int = 0
+    memory: int = 0
+    gpu_memory: int = 0
+
+
+class Status(tuple[WorkerStatus, ...]):
+    """A :class:`WorkerStatus` for each worker, by rank; ``print`` shows a table."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        header = ["worker", "host", "state", "requests", "kept graphs", "residents", "memory", "GPU memory"]
+        rows = [
+            [worker.name, worker.host, worker.state]
+            if worker.state != "alive"
+            else [
+                worker.name,
+                worker.host,
+                worker.state,
+                str(worker.requests),
+                str(worker.kept_graphs),
+                f"{worker.residents} ({bytes_text(worker.resident_bytes)})",
+                bytes_text(worker.memory),
+                bytes_text(worker.gpu_memory),
+            ]
+            for worker in self
+        ]
+        return table(header, rows, left=3)
+
+
+def status(timeout: float = 5.0) -> Status:
+    """Ask every worker what it has in hand.
+
+    To find out why a program is slow or grows: kept graphs are calls whose results still have a graph, and requests
+    that stay are calls that are not answered.
+
+    Args:
+        timeout: seconds after which a worker that has not answered is told as silent. A worker answers while its own
+            ``main`` is busy, but not while code in C holds its interpreter.
+
+    Returns:
+        The status of each worker, by rank.
+
+    Raises:
+        NotInitializedError: there is no RPC group.
+        ValueError: ``timeout`` is not above 0.
+
+    Example::
+
+        print(todist.status())
+    """
+    if not timeout > 0:
+        raise ValueError(f"timeout must be above 0 seconds, got {timeout!r}")
+    group = current_group()
+    own = _own(group)
+    asked: dict[int, Future[list[Any]]] = {}
+    for rank in range(len(group.names)):
+        if rank != group.rank and rank not in group.lost:
+            with suppress(TodistError):
+                asked[rank] = group.ask(rank, _here, seconds=timeout)
+    found = []
+    for member in group.members:
+        state, told = "alive", own
+        if member.rank != group.rank:
+            state, told = "lost", {}
+            try:
+                if member.rank in asked:
+                    (told,) = asked[member.rank].result()
+                    state = "alive"
+            except CallTimeoutError:
+                state = "silent"
+            except TodistError:
+                pass
+        found.append(WorkerStatus(member.rank, member.name, member.host, state, **told))
+    return Status(found)
+
+
+def _here() -> dict[str, int]:
+    return _own(answering_group())
+
+
+def _own(group: Group) -> dict[str, int]:
+    return {
+        "process": os.getpid(),
+        "requests": group.transport.unanswered(),
+        "kept_graphs": len(group.kept_graphs),
+        "residents": len(group.residents),
+        "resident_bytes": group.residents.nbytes(),
+        "memory": _memory(),
+        "gpu_memory": torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0,
+    }
+
+
+def _memory() -> int:
+    """Bytes of memory that this process occupies; 0 where the system does not say."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
