@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import multiprocessing.util
 import subprocess
 import sys
@@ -399,6 +400,15 @@ def test_no_thread_handles_an_exception_where_python_does_not_say(
         assert private.exception_in(me) is (None if hide else error)
     assert private.exception_in(me) is None
     assert private.exception_in(-1) is None
+
+
+@pytest.mark.parametrize("hide", [False, True])
+def test_no_thread_has_a_frame_where_python_does_not_say(monkeypatch: pytest.MonkeyPatch, hide: bool) -> None:
+    if hide:
+        monkeypatch.delattr(sys, "_current_frames")
+    frame = private.frame_of(threading.get_ident())
+    assert (frame and frame.f_back) is (None if hide else inspect.currentframe())
+    assert private.frame_of(-1) is None
 
 
 @pytest.mark.parametrize("hide", [False, True])

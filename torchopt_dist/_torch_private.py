@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from multiprocessing import util
+from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -34,6 +35,7 @@ __all__ = [
     "exception_in",
     "finish_interpreter",
     "forward_mode_is_active",
+    "frame_of",
     "fused_step",
     "has_kernel",
     "init_distributed_autograd",
@@ -402,6 +404,16 @@ def exception_in(thread: int) -> BaseException | None:
         found[1] if isinstance(found, tuple) else found
     )  # a tuple before Python 3.12
     return handled
+
+
+def frame_of(thread: int) -> FrameType | None:
+    """The frame that a thread runs; ``thread`` is its identifier.
+
+    Without the name there is none: a ``finally`` block that was entered in order may be interrupted.
+    """
+    frames = getattr(sys, "_current_frames", None)
+    found: FrameType | None = None if frames is None else frames().get(thread)
+    return found
 
 
 def interpreter_flags() -> list[str]:

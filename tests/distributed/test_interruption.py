@@ -10,6 +10,7 @@ import pytest
 
 import torchopt_dist as todist
 from torchopt_dist.distributed import _interruption
+from torchopt_dist.distributed._cleanup_blocks import is_cleaning_up
 from torchopt_dist.distributed._interruption import Interruption
 
 
@@ -104,3 +105,71 @@ def test_what_runs_after_main_is_not_interrupted(error, monkeypatch):
         while not given_up.done():
             pass
     assert not given_up.result()
+
+
+class Closes:
+    def __init__(self, close):
+        self._close = close
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self._close()
+
+
+def _by_finally(work, close):
+    try:
+        work()
+    finally:
+        for _ in range(1):
+            close()
+
+
+def _by_with(work, close):
+    with Closes(close):
+        work()
+
+
+@pytest.mark.parametrize("enter", [_by_finally, _by_with])
+def test_a_block_that_main_has_entered_in_order_is_left_alone_first(error, monkeypatch, enter):
+    """The block ends, and not what comes after it; the one in which ``main`` itself was called does not count."""
+    monkeypatch.setattr(_interruption, "GRACE_SECONDS", 0.02)
+    entered, leave, steps = threading.Event(), threading.Event(), []
+
+    def close():
+        entered.set()
+        while not leave.is_set():
+            pass
+        steps.append("closed")
+
+    def body():
+        enter(lambda: steps.append("worked"), close)
+        spin()
+
+    main = Main(body)
+    entered.wait()
+    with ThreadPoolExecutor(1) as other:
+        looked = []
+        monkeypatch.setattr(
+            _interruption,
+            "is_cleaning_up",
+            lambda *frames: looked.append(is_cleaning_up(*frames)) or looked[-1],
+        )
+        unwinding = other.submit(main.unwind, error)
+        while len(looked) < 3:  # nothing has been raised meanwhile
+            assert not unwinding.done()
+        leave.set()
+        assert unwinding.result(timeout=20)
+    assert isinstance(main.raised(), todist.PeerFailedError)
+    assert steps == ["worked", "closed"]
+
+
+def test_a_block_that_does_not_end_is_given_up(error, monkeypatch):
+    monkeypatch.setattr(_interruption, "GRACE_SECONDS", 0.02)
+    monkeypatch.setattr(_interruption, "FINALLY_SECONDS", 0.1)
+    leave = threading.Event()
+    main = Main(lambda: _by_finally(lambda: None, leave.wait))
+    assert not main.unwind(error)
+    leave.set()
+    assert main.raised() is None

@@ -3,36 +3,46 @@
 from __future__ import annotations
 
 import ctypes
+import inspect
 import sys
 import threading
+import time
+from types import FrameType
 
-from torchopt_dist._torch_private import exception_in
+from torchopt_dist._torch_private import exception_in, frame_of
+from torchopt_dist.distributed._cleanup_blocks import is_cleaning_up
 from torchopt_dist.distributed._shutdown import FINALLY_SECONDS, GRACE_SECONDS
 from torchopt_dist.errors import TodistError
 
 __all__ = ["Interruption"]
 
+_POLL_SECONDS = 0.01
+
 
 class Interruption:
     """Context manager around ``main``: meanwhile another thread can raise an error in the thread that runs it.
 
-    Python raises it between two instructions, so not while ``main`` is in C code, as in ``time.sleep``.
+    Python raises it between two instructions, so not while ``main`` is in C code, as in ``time.sleep``. While ``main``
+    is in a ``finally`` block, or leaves a ``with`` block, the error waits, but not for ever.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._thread: int | None = None
         self._outer: BaseException | None = None
+        self._frame: FrameType | None = None
         self._sent = False
         self._raised = threading.Event()
 
     def __enter__(self) -> None:
         self._outer = sys.exception()
+        frame = inspect.currentframe()
+        self._frame = None if frame is None else frame.f_back
         self._thread = threading.get_ident()
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
-            self._thread = None
+            self._thread = self._frame = None
         if self._sent and not self._raised.is_set():  # the error would be raised after ``main``
             _raise_in(threading.get_ident(), None)
 
@@ -44,15 +54,18 @@ class Interruption:
             unwound: set when ``main`` has ended.
 
         Returns:
-            Whether it has within ``GRACE_SECONDS``, or, if it runs Python, ``FINALLY_SECONDS`` more.
+            Whether it has within ``GRACE_SECONDS``, or, if it runs Python, ``FINALLY_SECONDS`` more. The latter is also
+            how long a ``finally`` block is waited for.
         """
         if unwound.wait(GRACE_SECONDS / 2):
             return True
-        if not self._is_unwinding():
-            self._interrupt(error)
+        end = time.monotonic() + FINALLY_SECONDS
+        while not self._is_unwinding() and not self._interrupt(error):
+            if time.monotonic() > end or unwound.wait(_POLL_SECONDS):
+                return unwound.is_set()
         if unwound.wait(GRACE_SECONDS / 2):
             return True
-        return self._is_unwinding() and unwound.wait(FINALLY_SECONDS)
+        return self._is_unwinding() and unwound.wait(end - time.monotonic())
 
     def _is_unwinding(self) -> bool:
         """Whether ``main`` handles an exception, as in a ``finally`` block, or has been interrupted by one."""
@@ -60,11 +73,24 @@ class Interruption:
         handled = None if thread is None else exception_in(thread)
         return self._raised.is_set() or (handled is not None and handled is not self._outer)
 
-    def _interrupt(self, error: TodistError) -> None:
+    def _is_cleaning_up(self) -> bool:
+        """Whether ``main`` is in a block that is to be left as it is, which it may have entered in order."""
+        thread = self._thread
+        return thread is not None and is_cleaning_up(frame_of(thread), self._frame)
+
+    def _interrupt(self, error: TodistError) -> bool:
+        """Raise the error in ``main``, unless it is in such a block; returns whether there is no more to do."""
+        if self._is_cleaning_up():
+            return False
         with self._lock:
-            if self._thread is not None and not self._sent:
-                self._sent = True
-                _raise_in(self._thread, _class_of(error, self._raised))
+            if self._thread is None or self._sent:
+                return True
+            self._sent = True
+            _raise_in(self._thread, _class_of(error, self._raised))
+            if self._is_cleaning_up() and not self._raised.is_set():  # it has gone on meanwhile
+                _raise_in(self._thread, None)
+                self._sent = self._raised.is_set()
+            return self._sent
 
 
 def _class_of(error: TodistError, raised: threading.Event) -> type[BaseException]:
