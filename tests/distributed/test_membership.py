@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import json
 import logging
 import pickle
 import socket
+import struct
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -51,7 +54,7 @@ class Lines:
     def cut(self, rank):
         """What the others see when a rank's process dies."""
         end = self.ends[rank]
-        end._loop.call_soon_threadsafe(end._to_hub.transport.abort)
+        end._loop.call_soon_threadsafe(end._to_hub.link.writer.transport.abort)
 
 
 @pytest.fixture
@@ -370,7 +373,7 @@ def test_with_continue_a_report_and_the_loss_of_rank_zero_are_errors_still(lines
     wait = line.barrier(1, range(3))
     hub = line.ends[0]
     hub._loop.call_soon_threadsafe(
-        lambda: [writer.transport.abort() for writer in hub._hub._writers.values()]
+        lambda: [link.writer.transport.abort() for link in hub._hub._links.values()]
     )
     with pytest.raises(todist.WorkerLostError, match="rank 0 died"):
         wait.result(10)
@@ -398,6 +401,104 @@ def test_workers_that_differ_in_on_loss_are_told(lines):
             future.result()
 
 
+class Middlebox:
+    """Something between the workers and the hub that passes on what they say, and can reset all connections."""
+
+    def __init__(self, store):
+        address = json.loads(store.get("membership"))
+        self._hub = (address["host"], address["port"])
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        store.set("membership", json.dumps({**address, "port": self._listener.getsockname()[1]}))
+        self._pairs, self.accepted, self.closed = [], 0, False
+        self._thread = threading.Thread(target=self._accept, daemon=True)
+        self._thread.start()
+
+    def _accept(self):
+        with contextlib.suppress(OSError):
+            while True:
+                one = self._listener.accept()[0]
+                if self.closed:
+                    one.close()
+                    continue
+                pair = (one, socket.create_connection(self._hub))
+                for end in pair:
+                    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self._pairs.append(pair)
+                self.accepted += 1
+                for source, target in (pair, pair[::-1]):
+                    threading.Thread(target=self._pass_on, args=(source, target, pair), daemon=True).start()
+
+    def _pass_on(self, source, target, pair):
+        with contextlib.suppress(OSError):
+            while data := source.recv(50):
+                target.sendall(data)
+            if pair in self._pairs:
+                target.shutdown(socket.SHUT_WR)
+
+    def reset(self):
+        """Drop what is under way, and let both ends know."""
+        pairs, self._pairs = self._pairs, []
+        for one in itertools.chain.from_iterable(pairs):
+            with contextlib.suppress(OSError):
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                one.shutdown(socket.SHUT_RD)
+                one.close()
+
+    def close(self):
+        self.reset()
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._listener.close()
+
+
+@pytest.fixture
+def behind_a_middlebox(lines):
+    made = []
+
+    def make(*names, **options):
+        line = lines(*names, joined=False, **options)
+        joining = line.join(ranks=[0])
+        line.store.wait(["membership"])
+        made.append(Middlebox(line.store))
+        for future in joining + line.join(ranks=range(1, len(names))):
+            future.result()
+        return line, made[-1]
+
+    yield make
+    for box in made:
+        box.close()
+
+
+def test_a_connection_that_is_reset_is_made_again_and_loses_nothing(behind_a_middlebox, monkeypatch):
+    monkeypatch.setattr(membership_module, "AGAIN_SECONDS", 20.0)
+    line, box = behind_a_middlebox("a", "b", "c")
+
+    def work(rank):
+        for _ in range(200):
+            line.ends[rank].barrier(range(3))
+
+    working = [line.threads.submit(work, rank) for rank in range(3)]
+    for resets in range(1, 6):
+        box.reset()
+        wait_until(lambda resets=resets: box.accepted == 2 + 2 * resets)
+    for future in working:
+        future.result(60)
+    assert line.heard == [[], [], []]
+    line.ends[2].fail("the root of it")
+    wait_until(lambda: line.heard[0] and line.heard[1])
+    assert line.heard[1] == [Failure(2, "the root of it", worker="c", host="here")]
+
+
+def test_a_connection_that_is_reset_and_not_made_again_is_a_loss(behind_a_middlebox, monkeypatch):
+    monkeypatch.setattr(membership_module, "AGAIN_SECONDS", 0.1)
+    line, box = behind_a_middlebox("a", "b")
+    line.ends[1]._to_hub._liveness = todist.Liveness(0.1, 0.3)
+    box.closed = True
+    box.reset()
+    wait_until(lambda: line.heard[0] and line.heard[1])
+    assert [line.heard[rank][0].rank for rank in range(2)] == [1, 0]
+
+
 def test_a_message_after_the_hub_is_gone_is_no_bare_error_of_a_socket(lines):
     line = lines("a", "b")
     line.cut(1)
@@ -411,7 +512,7 @@ def test_when_the_hub_dies_all_are_told(lines):
     waits = [line.barrier(rank, [1, 2, 0]) for rank in (1, 2)]
     hub = line.ends[0]
     hub._loop.call_soon_threadsafe(
-        lambda: [writer.transport.abort() for writer in hub._hub._writers.values()]
+        lambda: [link.writer.transport.abort() for link in hub._hub._links.values()]
     )
     for future in waits:
         with pytest.raises(todist.WorkerLostError, match="rank 0 died"):

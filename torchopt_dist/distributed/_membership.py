@@ -21,17 +21,8 @@ from typing import Any, Literal, TypeAlias
 import torch.distributed as dist
 
 from torchopt_dist._liveness import Liveness
-from torchopt_dist.distributed._membership_hub import (
-    DIED,
-    HUB,
-    JOIN_SECONDS,
-    MAX_LINE,
-    START,
-    Hub,
-    keep_alive,
-    receive_all,
-    write,
-)
+from torchopt_dist.distributed._membership_hub import HUB, JOIN_SECONDS, START, Hub
+from torchopt_dist.distributed._membership_link import DIED, UNREACHABLE, ToHub
 from torchopt_dist.distributed._stopped import StoppedProcesses
 from torchopt_dist.errors import InitializationError, PeerFailedError, WorkerLostError
 
@@ -155,7 +146,7 @@ class Membership:
         self._hub = (
             Hub(world_size, me.on_loss == "continue", liveness, self._receive) if me.rank == HUB else None
         )
-        self._to_hub: asyncio.StreamWriter | None = None
+        self._to_hub: ToHub | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="todist-membership", daemon=True)
         self._thread.start()
@@ -188,13 +179,16 @@ class Membership:
         if self._hub is not None:
             port = self._run(self._hub.listen(host))
             store.set("membership", json.dumps({"host": host, "port": port, "token": self._hub.token}))
-            self._run(self._hub.handle({"join": asdict(self.me)}, None))
+            self._run(self._hub.handle({"join": asdict(self.me)}))
         else:
             where = "rank 0"
             try:
                 hub = json.loads(store.get("membership"))
                 where = f"rank 0's membership hub at {hub['host']}:{hub['port']}"
-                self._run(self._connect(**hub))
+                self._to_hub = ToHub(self.me.rank, self._liveness, self._receive, self._hub_ended)
+                self._run(self._to_hub.connect(**hub))
+                self._hub_gone.clear()
+                self._send({"join": asdict(self.me)})
             except (OSError, dist.DistError) as error:
                 raise InitializationError(f"rank {self.me.rank} cannot reach {where}: {error}") from error
         try:
@@ -353,26 +347,14 @@ class Membership:
     def _send(self, message: dict[str, Any]) -> None:
         try:
             if self._hub is not None:
-                self._run(self._hub.handle(message, None))
+                self._run(self._hub.handle(message))
             elif self._to_hub is not None:
-                self._run(write(self._to_hub, message))
+                self._run(self._to_hub.send(message))
         except (OSError, TimeoutError) as error:  # so that what users see is never a bare error of a socket
             self.check(())
-            raise self._failure(HUB, "", cause="unreachable").error() from error
+            raise self._failure(HUB, "", cause=UNREACHABLE).error() from error
 
-    async def _connect(self, host: str, port: int, token: str) -> None:
-        reader, self._to_hub = await asyncio.open_connection(host, port, limit=MAX_LINE)
-        keep_alive(self._to_hub, self._liveness)
-        self._to_hub.write(token.encode() + b"\n")
-        await write(self._to_hub, {"join": asdict(self.me)})
-        self._hub_gone.clear()
-        self._listening = asyncio.ensure_future(self._listen(reader))
-
-    async def _listen(self, reader: asyncio.StreamReader) -> None:
-        async def handle(message: dict[str, Any]) -> None:
-            self._receive(message)
-
-        cause = await receive_all(reader, handle)
+    def _hub_ended(self, cause: str) -> None:
         self._hub_gone.set()
         if not self._hub_left:
             self._receive({"failed": HUB, "report": "", "cause": cause})
@@ -413,10 +395,9 @@ class Membership:
             for rank in stopped.look():
                 message = {"failed": rank, "report": "", "cause": STOPPED}
                 if self._hub is not None:
-                    await self._hub.handle(message, None)
+                    await self._hub.handle(message)
                 elif rank != HUB and self._to_hub is not None:
-                    with contextlib.suppress(OSError):  # the end of the connection is told where it is read
-                        await write(self._to_hub, message)
+                    await self._to_hub.send(message)
                 else:  # the others hear of rank 0 when it has been killed
                     self._receive(message)
 
@@ -431,6 +412,4 @@ class Membership:
         if self._hub is not None:
             await self._hub.close()
         if self._to_hub is not None:
-            self._listening.cancel()
-            self._to_hub.close()
-            await asyncio.gather(self._listening, self._to_hub.wait_closed(), return_exceptions=True)
+            await self._to_hub.close()

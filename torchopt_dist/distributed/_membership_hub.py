@@ -4,32 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import hmac
-import json
 import logging
-import math
 import secrets
-import socket
-from collections.abc import Awaitable, Callable, Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torchopt_dist._liveness import Liveness
+from torchopt_dist.distributed._membership_link import (
+    DIED,
+    MAX_LINE,
+    RESET,
+    Link,
+    keep_alive,
+    read_line,
+)
+from torchopt_dist.distributed._stopped import is_running, process_table
 
-__all__ = ["DIED", "HUB", "JOIN_SECONDS", "MAX_LINE", "START", "Hub", "keep_alive", "receive_all", "write"]
+__all__ = ["HUB", "JOIN_SECONDS", "START", "Hub"]
 
 log = logging.getLogger(__name__)
 
 HUB = 0
 START = "start"
 """The purpose of the first barrier, which waits for the dead, too: without all ranks there is no group."""
-DIED = "died"
 JOIN_SECONDS = 10.0
-DRAIN_SECONDS = 1.0
-MAX_LINE = 1 << 24
-MAX_PROBES = 127
-"""The most that Linux takes for TCP_KEEPCNT."""
-NO_ANSWER = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)
+AGAIN_SECONDS = 0.4
+"""How long a worker of another machine may take to connect again after a reset, which may come of its death."""
+LOOK_SECONDS = 0.02
 
 
 class Hub:
@@ -55,7 +58,7 @@ class Hub:
         self._liveness = liveness
         self._to_self = to_self
         self._members: dict[int, dict[str, Any]] = {}
-        self._writers: dict[int, asyncio.StreamWriter] = {}
+        self._links: dict[int, Link] = {}
         self._connections: set[asyncio.Task[None]] = set()
         self._arrived: dict[str, set[int]] = {}
         self._groups: dict[str, Sequence[int]] = {}
@@ -67,28 +70,18 @@ class Hub:
         return int(self._server.sockets[0].getsockname()[1])
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        rank = None
         task = asyncio.current_task()
         assert task is not None
         self._connections.add(task)
-
-        async def handle(message: dict[str, Any]) -> None:
-            nonlocal rank
-            if "join" in message:
-                rank = int(message["join"]["rank"])
-            await self.handle(message, writer)
-
         try:
-            if not await self._knows_token(reader):
+            if await self._knows_token(reader):
+                with contextlib.suppress(OSError):  # it has broken before it began
+                    await self._serve(reader, writer)
+            else:
                 log.warning(
                     "the membership hub refused a connection without the token from %s",
                     writer.get_extra_info("peername"),
                 )
-                return
-            keep_alive(writer, self._liveness)
-            cause = await receive_all(reader, handle)
-            if rank in self._writers:  # the connection ended, and it did not say that it left
-                await self.handle({"failed": rank, "report": "", "cause": cause}, None)
         except asyncio.CancelledError:
             pass  # this rank is leaving
         finally:
@@ -104,13 +97,43 @@ class Hub:
             return False
         return hmac.compare_digest(token.strip(), self.token.encode())
 
-    async def handle(self, message: dict[str, Any], writer: asyncio.StreamWriter | None) -> None:
-        """Do what follows from a message; ``writer`` answers it, if another rank has sent it."""
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve a worker that connects, for the first time or again, until the connection ends."""
+        keep_alive(writer, self._liveness)
+        hello = await asyncio.wait_for(read_line(reader), JOIN_SECONDS)
+        rank = int(hello["rank"])
+        if rank in self._dead:
+            writer.write(b'{"refused": true}\n')
+            return
+        link = self._links.setdefault(rank, Link())
+        writer.write(b'{"received": %d}\n' % link.received)
+        link.attach(writer, hello["received"])
+        turn = link.turn
+        cause = await link.receive_all(reader, self.handle)
+        if cause == RESET:
+            if link.turn == turn:
+                link.writer = None
+            await self._may_come_again(rank, lambda: link.turn > turn)
+            cause = DIED
+        if (
+            link.turn == turn and self._links.get(rank) is link
+        ):  # it has not come again, nor said that it left
+            await self.handle({"failed": rank, "report": "", "cause": cause})
+
+    async def _may_come_again(self, rank: int, has_come: Callable[[], bool]) -> None:
+        """Wait until a worker whose connection was reset has connected again, or it is plain that it will not."""
+        member = self._members.get(rank, {})
+        here = member.get("process_table") == process_table()
+        deadline = time.monotonic() + (self._liveness.patience if here else AGAIN_SECONDS)
+        while time.monotonic() < deadline and not has_come():
+            if here and not is_running(member["pid"]):
+                return
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def handle(self, message: dict[str, Any]) -> None:
+        """Do what follows from a message."""
         if "join" in message:
-            rank = message["join"]["rank"]
-            self._members[rank] = message["join"]
-            if writer is not None:
-                self._writers[rank] = writer
+            self._members[message["join"]["rank"]] = message["join"]
             if len(self._members) == self.world_size:
                 await self._broadcast({"members": [self._members[r] for r in range(self.world_size)]})
         elif "arrive" in message:
@@ -119,11 +142,11 @@ class Hub:
             self._groups[key] = message["group"]
             await self._open(key)
         elif "left" in message and message["left"] != HUB:
-            self._writers.pop(message["left"], None)
+            self._links.pop(message["left"], None)
         elif message.get("failed") not in self._dead:
             if "failed" in message:
                 self._dead.add(message["failed"])
-                self._writers.pop(message["failed"], None)
+                self._links.pop(message["failed"], None)
             await self._broadcast(message)
             for key in tuple(self._arrived):
                 await self._open(key)
@@ -136,68 +159,20 @@ class Hub:
             await self._broadcast({"release": key}, self._groups.pop(key))
 
     async def _broadcast(self, message: dict[str, Any], ranks: Sequence[int] | None = None) -> None:
-        writers = [writer for rank, writer in self._writers.items() if ranks is None or rank in ranks]
-        for writer in writers:
-            writer.write(_line(message))
-        for writer in writers:
-            if writer.transport.get_write_buffer_size():
-                # The end of a connection is reported where it is read; who reads nothing must not hold up the others.
-                with contextlib.suppress(OSError):
-                    await asyncio.wait_for(writer.drain(), DRAIN_SECONDS)
+        links = [link for rank, link in self._links.items() if ranks is None or rank in ranks]
+        for link in links:
+            link.put(message)
+        for link in links:
+            await link.drain()
         if ranks is None or HUB in ranks:
             self._to_self(message)
 
     async def close(self) -> None:
         """End the connections."""
         self._server.close()
-        for writer in self._writers.values():
-            writer.close()
+        for link in self._links.values():
+            if link.writer is not None:
+                link.writer.close()
         for task in self._connections:
             task.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)
-
-
-def keep_alive(writer: asyncio.StreamWriter, liveness: Liveness) -> None:
-    """Let the kernel probe the other machine's kernel, so that a network that stays cut ends the connection.
-
-    The two processes take no part in that, so a worker that computes for long is not taken for a dead one. What is sent
-    while the network is cut arrives when it is back.
-    """
-    seconds = math.ceil(liveness.interval)
-    options = (
-        ("TCP_KEEPIDLE", seconds),
-        ("TCP_KEEPINTVL", seconds),
-        ("TCP_KEEPCNT", min(max(1, math.ceil(liveness.patience / seconds)), MAX_PROBES)),
-        ("TCP_USER_TIMEOUT", math.ceil(1000 * liveness.patience)),  # milliseconds
-    )
-    connection = writer.get_extra_info("socket")
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in options:
-        if hasattr(socket, option):  # not every system has all of them
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-
-
-async def write(writer: asyncio.StreamWriter, message: dict[str, Any]) -> None:
-    """Send a message."""
-    writer.write(_line(message))
-    await writer.drain()
-
-
-def _line(message: dict[str, Any]) -> bytes:
-    return json.dumps(message).encode() + b"\n"
-
-
-async def receive_all(
-    reader: asyncio.StreamReader, handle: Callable[[dict[str, Any]], Awaitable[None]]
-) -> str:
-    """Handle the messages on a connection until it ends; returns what that says of the other end, as a cause."""
-    while True:
-        try:
-            line = await reader.readline()
-        except OSError as error:
-            return "unreachable" if error.errno in NO_ANSWER else DIED
-        except ValueError:  # a line that is longer than any of ours
-            return DIED
-        if not line.endswith(b"\n"):
-            return DIED
-        await handle(json.loads(line))

@@ -16,7 +16,7 @@ import psutil
 
 from torchopt_dist._liveness import Liveness
 
-__all__ = ["StoppedProcesses", "process_table"]
+__all__ = ["StoppedProcesses", "is_running", "process_table"]
 
 
 def process_table() -> str:
@@ -28,6 +28,14 @@ def process_table() -> str:
             os.readlink("/proc/self/ns/pid"),
         ]
     return " ".join(parts)
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is a process with that id that has not ended."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
 
 
 class StoppedProcesses:
