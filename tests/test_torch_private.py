@@ -79,6 +79,19 @@ def test_every_graph_counts_as_kept_where_the_engine_does_not_say(
 
 
 @pytest.mark.parametrize("hide", [False, True])
+def test_backwards_have_numbers_unless_these_are_hidden(monkeypatch: pytest.MonkeyPatch, hide: bool) -> None:
+    if hide:
+        monkeypatch.delattr(torch._C, "_current_graph_task_id")
+    runs: list[int] = []
+    for _ in range(2):
+        y = torch.ones((), requires_grad=True) * 2
+        y.register_hook(lambda _: runs.append(private.engine_run()))
+        y.backward()
+    assert private.engine_run() == -1
+    assert runs == [-1, -1] if hide else runs[0] != runs[1] and min(runs) >= 0
+
+
+@pytest.mark.parametrize("hide", [False, True])
 def test_every_gradient_counts_as_needed_where_the_engine_does_not_say(
     monkeypatch: pytest.MonkeyPatch, hide: bool
 ) -> None:

@@ -32,6 +32,7 @@ __all__ = [
     "children_of",
     "engine_keeps_graph",
     "engine_needs_node",
+    "engine_run",
     "exception_in",
     "finish_interpreter",
     "forward_mode_is_active",
@@ -124,6 +125,15 @@ def engine_needs_node(node: Any) -> bool:
         return bool(executes(node))
     except RuntimeError:  # torch does not say it of a leaf that was asked for
         return True
+
+
+def engine_run() -> int:
+    """A number of the backward that runs in this thread, which no other backward has; -1 outside of any.
+
+    Without the name the answer is always -1: an error of a share's backward may come after ``.grad`` has been written.
+    """
+    run = _find("_C._current_graph_task_id")
+    return -1 if run is None else int(run())
 
 
 def tensor_version(tensor: Tensor) -> int | None:

@@ -14,13 +14,13 @@ from tests.distributed.bare import say, watch
 from tests.distributed.programs import data, kept_on, mlp
 
 
-def survive(world, body, *args):
+def survive(world, body, *args, transport="rpc"):
     """What ``body`` returns on rank 0 of a world of that size, of which it may kill workers; the others end well."""
 
     def main():
         return body(*args) if todist.get_rank() == 0 else None
 
-    endings = world.endings(main, timeout=100, on_loss="continue")
+    endings = world.endings(main, timeout=100, on_loss="continue", transport=transport)
     if endings[0].error is not None:
         raise endings[0].error
     assert {ending.exitcode for ending in endings} <= {0, -signal.SIGKILL}
@@ -67,8 +67,11 @@ def derivatives(call, model, doom):
     return [value.detach(), *(g.detach() for g in first), *second]
 
 
-@pytest.mark.parametrize("exclusive", [False, True], ids=["a part a worker", "tasks"])
-def test_a_loss_in_forward_or_backward_of_any_order_changes_no_bit(world, tmp_path, exclusive):
+@pytest.mark.parametrize(("exclusive", "transport"), [(False, "rpc"), (True, "zmq")])
+def test_a_loss_in_forward_or_backward_of_any_order_changes_no_bit(world, tmp_path, exclusive, transport):
+    if transport == "zmq":
+        pytest.importorskip("zmq")
+
     def body():
         model, nobody = mlp(), (tmp_path, -1, "")
         split = todist.dim_partitioner(exclusive=exclusive)
@@ -82,7 +85,7 @@ def test_a_loss_in_forward_or_backward_of_any_order_changes_no_bit(world, tmp_pa
             again = derivatives(spread, model, nobody)  # a worker that is known to be lost costs no retry
             assert all(map(torch.equal, again, undisturbed))
 
-    survive(world(4), body)
+    survive(world(4), body, transport=transport)
 
 
 def count(folder):
@@ -202,6 +205,43 @@ def test_a_share_of_a_lost_worker_keeps_its_place(world, tmp_path):
         for chosen in (1, todist.dim_partitioner(workers=[1, 2])):  # somebody has asked for this worker
             with pytest.raises(todist.WorkerLostError):
                 todist.remote_sync_call(torch.sum, args=(x,), partitioner=chosen)
+
+    survive(world(3), body)
+
+
+class Failing(torch.autograd.Function):
+    """The identity; its backward raises, or kills, on one rank."""
+
+    @staticmethod
+    def forward(ctx, x, rank, error):
+        ctx.fails, ctx.error = todist.get_rank() == rank, error
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.fails and ctx.error is todist.WorkerLostError:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if ctx.fails:
+            raise ctx.error("raised in backward")
+        return grad, None, None
+
+
+def failing(leaf, rank, error):
+    return Failing.apply(leaf, rank, error).square().sum()
+
+
+@pytest.mark.parametrize(
+    ("rank", "error"), [(0, ZeroDivisionError), (2, ZeroDivisionError), (2, todist.WorkerLostError)]
+)
+def test_an_error_in_a_backward_of_a_call_writes_no_grad(world, rank, error):
+    def body():
+        leaves = [torch.full((), float(n), requires_grad=True) for n in range(3)]
+        losses = todist.map(failing, leaves, args=(rank, error))
+        with pytest.raises(error):
+            torch.stack(losses).sum().backward()
+        assert [leaf.grad for leaf in leaves] == [None] * 3
+        torch.stack(todist.map(failing, leaves, args=(-1, error))).sum().backward()
+        assert [leaf.grad.item() for leaf in leaves] == [0.0, 2.0, 4.0]
 
     survive(world(3), body)
 

@@ -23,6 +23,7 @@ from torchopt_dist.distributed._nodes import HERE
 from torchopt_dist.distributed._payload import Payload
 from torchopt_dist.distributed._remote_graph import RemoteGraph
 from torchopt_dist.distributed._serialization import PackedModules
+from torchopt_dist.distributed._siblings import Siblings
 from torchopt_dist.distributed._wire_format import SMALL
 from torchopt_dist.errors import SerializationError
 
@@ -30,7 +31,11 @@ __all__ = ["prepare"]
 
 
 def prepare(
-    payload: Payload, *, snapshot: bool, modules: PackedModules | None = None
+    payload: Payload,
+    *,
+    snapshot: bool,
+    modules: PackedModules | None = None,
+    siblings: Siblings | None = None,
 ) -> Callable[[], list[Any]]:
     """Make the caller's own share ready, in the caller's thread; any thread may run it.
 
@@ -39,6 +44,7 @@ def prepare(
         snapshot: copy all tensors, so that they may be changed in place as soon as this returns. A share that is not
             isolated copies none.
         modules: those that the same call has packed for other workers.
+        siblings: of the same call.
 
     Returns:
         Runs the share, and gives the tasks' values or raises what a task raises.
@@ -50,7 +56,7 @@ def prepare(
         return _plain(payload, in_a_thread=snapshot)
     group = current_group()
     here = Here(receiving_device(payload.options.device), group)
-    graph = RemoteGraph(group, group.rank, here, 0, turn=HERE)
+    graph = RemoteGraph(group, group.rank, here, 0, turn=HERE, siblings=siblings)
     try:
         message, anchor = graph.start(payload, modules)
     except SerializationError as error:

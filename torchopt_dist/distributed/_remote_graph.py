@@ -39,6 +39,7 @@ from torchopt_dist.distributed._payload import ExecutionOptions, Payload
 from torchopt_dist.distributed._protocol import BACKWARD_TWICE, Backward, Call, Key, Reply, Request
 from torchopt_dist.distributed._retries import Ask, Sent
 from torchopt_dist.distributed._serialization import PackedModules, pack, unpack
+from torchopt_dist.distributed._siblings import Siblings
 from torchopt_dist.distributed._spans import Phase, Spanned
 from torchopt_dist.distributed._versions import Versioned, check_versions
 from torchopt_dist.distributed.transport.base import Sender
@@ -56,6 +57,7 @@ def call(
     snapshot: bool = False,
     modules: PackedModules | None = None,
     movable: bool = False,
+    siblings: Siblings | None = None,
 ) -> Future[list[Any]]:
     """Run a payload on another worker.
 
@@ -68,6 +70,7 @@ def call(
         modules: those that the same call has packed for other workers.
         snapshot: send copies, so that tensors may be changed in place as soon as this returns.
         movable: whether another worker is to run the payload if this one is known to be lost.
+        siblings: of the same call.
 
     Returns:
         A future of the tasks' values; it fails with what a task raised. Tensors among the values are connected to those
@@ -78,7 +81,9 @@ def call(
     """
     group = current_group()
     group.check_process()
-    graph = RemoteGraph(group, worker, transport or group.transport, timeout, options=payload.options)
+    graph = RemoteGraph(
+        group, worker, transport or group.transport, timeout, options=payload.options, siblings=siblings
+    )
     message, anchor = graph.start(payload, modules)
     future: Future[list[Any]] = Future()
 
@@ -119,9 +124,11 @@ class RemoteGraph:
         *,
         options: ExecutionOptions | None = None,
         turn: int = LAST,
+        siblings: Siblings | None = None,
     ) -> None:
         self.kept = False  # set first, since `__del__` reads it
         self.options = options or ExecutionOptions()
+        self.siblings = siblings or Siblings()
         self.turn = turn  # the sequence number of its *dispatch*
         self.requests: list[Sent] = []  # those that make it, if it is to outlive its worker
         self.tried: set[int] = set()
@@ -257,12 +264,16 @@ class RemoteGraph:
         return reply.values
 
     def wait_for(self, reply: Future[Message]) -> Message:
-        """The reply to a backward."""
-        if self.turn == HERE:  # computes the reply, which is no waiting
+        """The reply to a backward, when those of the call's other shares are there, too."""
+        own = self.turn == HERE
+        if own:  # computes the reply, which is no waiting
             with self.group.retries.own_share():
-                return reply.result()
-        with self.span("wait back"), self.group.retries.waiting():
-            return reply.result()
+                arrived = reply.result()
+        with nullcontext() if own else self.span("wait back"), self.group.retries.waiting():
+            if not own:
+                arrived = reply.result()
+            self.siblings.check()
+        return arrived
 
     def start_backward(self, output_grads: tuple[Tensor | None, ...], wanted: tuple[bool, ...]) -> int:
         """Send the results' gradients; returns the ticket by which :meth:`finish_backward` finds the reply.
@@ -284,7 +295,13 @@ class RemoteGraph:
                 f"the graph of this remote call was kept by {self.worker_name}, and the RPC group has ended"
             )
         graph = RemoteGraph(
-            self.group, self.worker, self.transport, self.timeout, options=self.options, turn=self.turn
+            self.group,
+            self.worker,
+            self.transport,
+            self.timeout,
+            options=self.options,
+            turn=self.turn,
+            siblings=self.siblings,
         )
         graph.tried, graph.has_moved, graph.has_sent = self.tried, self.has_moved, True
         with graph.span("pack") as span:
@@ -305,6 +322,8 @@ class RemoteGraph:
             reply = self.ask(sent, graph if recorded else None)
         if self.used_up:
             self.requests = []
+        if self.turn == LAST:
+            self.siblings.add(reply, self.worker_name)
         self.under_way[number] = _Ticket(message, reply, graph, inputs)
         return number
 

@@ -20,6 +20,7 @@ from torchopt_dist.distributed._group import current_group
 from torchopt_dist.distributed._parentheses import check_parentheses
 from torchopt_dist.distributed._payload import ExecutionKwargs, ExecutionOptions, group_by_worker
 from torchopt_dist.distributed._serialization import PackedModules
+from torchopt_dist.distributed._siblings import Siblings
 from torchopt_dist.distributed._timeout import UNSET_TIMEOUT, seconds_of
 from torchopt_dist.distributed.partition import Partitioner, check_partitioner, partition
 from torchopt_dist.distributed.reduce import ReducerOfSizes, check_reducer
@@ -168,6 +169,7 @@ class _Call:
         self.payloads = group_by_worker(func, self.partitions, options)
         self.me = self.group.rank
         modules: PackedModules = {}
+        siblings = Siblings()
         self.values = {
             worker: _remote_graph.call(
                 worker,
@@ -175,6 +177,7 @@ class _Call:
                 self.seconds,
                 snapshot=snapshot,
                 modules=modules,
+                siblings=siblings,
                 movable=all(self.partitions[index].movable for index in indices),
             )
             for worker, (payload, indices) in sorted(
@@ -183,7 +186,7 @@ class _Call:
             if worker != self.me
         }
         self.own_share = {
-            worker: _own_share.prepare(payload, snapshot=snapshot, modules=modules)
+            worker: _own_share.prepare(payload, snapshot=snapshot, modules=modules, siblings=siblings)
             for worker, (payload, _) in self.payloads.items()
             if worker == self.me
         }

@@ -1,0 +1,49 @@
+"""The backwards of one call's shares → all of them have succeeded, or none has given its inputs a gradient."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+
+from torchopt_dist._torch_private import engine_run
+from torchopt_dist.distributed._message import Message
+from torchopt_dist.distributed._protocol import Reply
+from torchopt_dist.distributed._serialization import unpack
+
+__all__ = ["Siblings"]
+
+
+class Siblings:
+    """The replies to backwards through the shares of one call.
+
+    The autograd engine adds to a leaf's ``.grad`` as soon as it has the leaf's gradient. So a share whose backward is
+    done waits for the others before it gives its inputs their gradients.
+    """
+
+    def __init__(self) -> None:
+        self._replies: list[tuple[int, Future[Message], str]] = []
+        self._lock = threading.Lock()
+
+    def add(self, reply: Future[Message], worker: str) -> None:
+        """Note a backward that the engine has begun.
+
+        Args:
+            reply: the reply to come.
+            worker: the name of who is to send it.
+        """
+        with self._lock:
+            self._replies = [entry for entry in self._replies if not entry[1].done()]
+            self._replies.append((engine_run(), reply, worker))
+
+    def check(self) -> None:
+        """Wait for the backwards that this run of the engine has begun, and raise an error of one of them."""
+        run = engine_run()
+        with self._lock:
+            replies = [entry for entry in self._replies if entry[0] == run >= 0]
+        for _, reply, worker in replies:
+            message = reply.result()
+            if message.tensors:
+                continue
+            content: Reply = unpack(message)  # a gradient is a tensor, so this may be an error
+            if content.exception is not None:
+                raise content.exception.to_error(worker)
