@@ -8,6 +8,7 @@ import multiprocessing.util
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -442,6 +443,31 @@ def test_an_interpreter_has_no_options_where_they_cannot_be_read(monkeypatch: py
     assert "-Werror::FutureWarning" in ended.stdout, ended.stderr
     monkeypatch.delattr(multiprocessing.util, "_args_from_interpreter_flags")
     assert private.interpreter_flags() == []
+
+
+@pytest.mark.parametrize("hide", [False, True])
+def test_finalizers_that_there_are_run_at_the_end_where_they_are_hidden(
+    monkeypatch: pytest.MonkeyPatch, hide: bool
+) -> None:
+    class Thing:
+        pass
+
+    things = [Thing(), Thing()]
+    calls: list[int] = []
+    finalizer = weakref.finalize(things[0], calls.append, 0)
+    registry = vars(weakref.finalize)["_registry"]
+    others = {each: each.atexit for each in registry}
+    with monkeypatch.context() as patch:
+        if hide:
+            patch.delattr(weakref.finalize, "_registry")
+        private.leave_finalizers()
+    later = weakref.finalize(things[1], calls.append, 1)
+    assert finalizer.atexit is hide
+    assert later.atexit
+    things.clear()
+    assert sorted(calls) == [0, 1]  # they are called as ever when their objects end
+    for each, atexit in others.items():
+        each.atexit = atexit
 
 
 FINISH = """

@@ -10,6 +10,7 @@ import atexit
 import functools
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from multiprocessing import util
@@ -43,6 +44,7 @@ __all__ = [
     "interpreter_flags",
     "is_batched_gradient",
     "is_functorch_tensor",
+    "leave_finalizers",
     "memory_is_shared",
     "next_sequence_number",
     "outside_of_transforms",
@@ -433,6 +435,17 @@ def interpreter_flags() -> list[str]:
     """
     flags = getattr(util, "_args_from_interpreter_flags", None)
     return [] if flags is None else list(flags())
+
+
+def leave_finalizers() -> None:
+    """Have no ``weakref.finalize`` that there is be called when this process ends, as one that has been forked may do.
+
+    What it would put in order belongs to the process that was forked. Torch has one for each of its libraries of
+    operators, and to take these apart touches, and so copies, 35 MB of that process's memory. Without the name they
+    are called.
+    """
+    for finalizer in list(getattr(weakref.finalize, "_registry", ())):
+        finalizer.atexit = False
 
 
 def finish_interpreter() -> None:

@@ -8,6 +8,7 @@ import json
 import os
 import socket
 import sys
+import weakref
 from pathlib import Path
 
 import psutil
@@ -224,3 +225,16 @@ print(launch(lambda: [type(entry).__name__ for entry in sys.path], nproc_per_hos
 def test_an_entry_of_the_path_that_is_no_string_is_passed_over():
     out, err = start_fresh_program(PATH_IN_PATH).communicate(timeout=50)
     assert set(eval(out)) == {"str"}, err
+
+
+def test_at_its_end_a_worker_finalizes_what_its_function_has_made_and_nothing_of_the_forkserver(capsys):
+    """Torch has a finalizer for each of its libraries of operators, to call all of which takes tens of milliseconds."""
+
+    def make():
+        inherited = [each for each in vars(weakref.finalize)["_registry"] if each.atexit]
+        weakref.finalize(todist, print, "finalized")
+        return len(inherited)
+
+    result = Launcher(nproc_per_host=1, log_dir=None).run(make)
+    assert result.rank(0) == 0
+    assert capsys.readouterr().out == "[rank 0] finalized\n"

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from torchopt_dist._network import choose_interface
-from torchopt_dist._torch_private import finish_interpreter
+from torchopt_dist._torch_private import finish_interpreter, leave_finalizers
 from torchopt_dist.launch._messages import Header, Raised, Returned, Running, StartWorkers
 from torchopt_dist.launch._pickling import pack_failure, pack_value, unpack, unpack_task
 from torchopt_dist.launch._store import LOOPBACK
@@ -131,6 +131,7 @@ def _take_over(header: Header, own: dict[str, str]) -> None:
 def _become_fresh(rank: int) -> None:
     """Do what a fresh process does when it starts, or imports its libraries, and a forked one must do itself."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    leave_finalizers()
     program = " ".join(str(part) for part in sys.argv).encode("utf-8", "backslashreplace").decode()
     setproctitle.setproctitle(f"todist: rank {rank} of {os.environ['WORLD_SIZE']}: {program}")
     asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
