@@ -141,7 +141,7 @@ class Membership:
 
     Raises:
         InitializationError: the number of workers of a host that has not been reached is not known.
-        ValueError: there are less hosts than are needed.
+        ValueError: fewer hosts may take part than are needed.
 
     Attributes:
         stop: there is something to read from this socket when hosts have come for which there is room.
