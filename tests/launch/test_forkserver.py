@@ -119,6 +119,45 @@ def test_a_program_with_more_than_a_thousand_open_files_can_launch():
     assert (out, err) == ("True\n", "")
 
 
+SLOW = """
+import importlib, os, signal, socket, time
+from types import SimpleNamespace
+from torchopt_dist.launch import _forkserver as forkserver
+late, (read, write), (imported, imports) = [0.0], os.pipe(), os.pipe()
+
+def import_slowly(name):
+    late[0] = 1000.0
+    os.write(write, b"alive")
+    os.write(imports, b"done")
+
+with socket.socket(socket.AF_UNIX) as listener:
+    listener.bind(f"{chr(0)}todist-slow-{os.getpid()}")
+    listener.listen()
+    server = os.fork()
+    if server == 0:
+        forkserver.PRELOAD_WHEN_IDLE = "a module that takes long"
+        forkserver.importlib = SimpleNamespace(import_module=import_slowly)
+        forkserver.time = SimpleNamespace(monotonic=lambda: time.monotonic() + late[0])
+        forkserver._serve(listener, read, "nobody", patience=100.0)
+        os._exit(0)
+    for launch in range(2):
+        with socket.socket(socket.AF_UNIX) as caller:
+            caller.settimeout(20)
+            caller.connect(listener.getsockname())
+            print(len(caller.recv(100)) > 0)
+        if launch == 0:
+            os.read(imported, 4)
+    print(os.waitpid(server, os.WNOHANG))
+os.kill(server, signal.SIGKILL)
+"""
+
+
+def test_a_forkserver_that_was_busy_does_not_take_that_for_the_silence_of_the_launcher():
+    """It imports what workers are likely to need, and signs of life may wait to be read meanwhile."""
+    out, err = Program("-c", SLOW).communicate(timeout=40)
+    assert (out, err) == ("True\nTrue\n(0, 0)\n", "")
+
+
 def test_launches_in_a_launch_use_the_same_forkserver():
     def server_and_agent():
         return psutil.Process(os.getppid()).ppid(), os.getppid()

@@ -265,7 +265,7 @@ def _serve(connections: socket.socket, launcher_end: int, launcher: str, patienc
         selector.register(descriptor, selectors.EVENT_READ)
     lost_at = math.inf if patience is None else time.monotonic() + patience
     idle_at = math.inf
-    while time.monotonic() < lost_at:
+    while True:
         until = min(lost_at, idle_at)
         ready = {
             key.fd for key, _ in selector.select(None if until == math.inf else until - time.monotonic())
@@ -274,6 +274,8 @@ def _serve(connections: socket.socket, launcher_end: int, launcher: str, patienc
             if patience is None or not os.read(launcher_end, 1 << 12):
                 return
             lost_at = time.monotonic() + patience
+        elif time.monotonic() >= lost_at:
+            return
         if woken in ready:
             os.read(woken, 1 << 12)
             _bury(agents)
