@@ -51,6 +51,7 @@ __all__ = [
     "parameters_of",
     "profiler_is_on",
     "set_default_rpc_timeout",
+    "set_parameters",
     "set_sequence_number",
     "tensor_at_level",
     "tensor_version",
@@ -333,6 +334,12 @@ def parameters_of(module: nn.Module) -> TensorContainer:
     """
     parameters: TensorContainer = _dictionary(module, "_parameters")
     return parameters
+
+
+def set_parameters(module: nn.Module, parameters: TensorContainer) -> None:
+    """Put another dictionary in the place of :func:`parameters_of`, and fail as it does without the name."""
+    parameters_of(module)
+    vars(module)["_parameters"] = parameters
 
 
 def buffers_of(module: nn.Module) -> TensorContainer:

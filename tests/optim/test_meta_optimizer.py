@@ -1,7 +1,9 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+import torchopt_dist as todist
 from tests.optim.programs import (
     AGAIN,
     X,
@@ -194,3 +196,64 @@ def test_a_state_of_another_optimizer_is_refused():
         optimizer.load_state_dict({"state": []})
     with pytest.raises(TypeError, match="must be a tuple of optimizer states, got ModuleState"):
         recover_state_dict(optimizer, extract_state_dict(net))
+
+
+def _net_of(kind):
+    torch.manual_seed(0)
+    layer = nn.LSTM(3, 4) if kind == "recurrent" else nn.Linear(3, 4)
+    return nn.ModuleDict({"first": layer, "last": nn.Linear(4, 1)}).double()
+
+
+def _output(net, x, kind, checkpoints):
+    def hidden(x):
+        if kind == "recurrent":
+            return net["first"](x)[0]
+        if kind == "parameters":
+            return torch.tanh(nn.functional.linear(x, net["first"].weight, net["first"].bias))
+        return torch.tanh(net["first"](x))
+
+    return net["last"](checkpoint(hidden, x, use_reentrant=False) if checkpoints else hidden(x))
+
+
+@pytest.mark.parametrize("called", [False, True])
+@pytest.mark.parametrize("kind", ["module", "parameters", "recurrent"])
+def test_a_loss_that_backward_computes_again_is_refused_where_the_step_is_recorded(kind, called):
+    """Backward through the step would compute it with later parameters, and find a wrong gradient."""
+    x = torch.randn(5, 3, dtype=torch.float64)
+    net = _net_of(kind)
+    optimizer = todist.MetaSGD(net, lr=0.1)
+    before = dict(net.named_parameters())
+
+    def loss():
+        return _output(net, x, kind, True).square().mean()
+
+    with pytest.raises(
+        RuntimeError, match=r"`loss` must not be computed again.*`optimizer.run\(loss, batches\)`"
+    ):
+        optimizer.step(loss if called else loss())
+    after = dict(net.named_parameters())
+    assert list(after) == list(before)
+    assert all(after[name] is before[name] for name in before)
+
+    def found(checkpoints):
+        net = _net_of(kind)
+        lr = torch.tensor(0.1, dtype=torch.float64, requires_grad=True)
+        optimizer = todist.MetaSGD(net, lr=lr)
+        for _ in range(3):
+            optimizer.step(_output(net, x, kind, checkpoints).square().mean(), first_order=True)
+        return torch.autograd.grad(_output(net, x, kind, False).sum(), lr)[0]
+
+    torch.testing.assert_close(found(True), found(False), rtol=1e-12, atol=0)
+
+
+def test_run_takes_a_loss_that_backward_computes_again():
+    x = torch.randn(5, 3, dtype=torch.float64)
+
+    def found(checkpoints):
+        net = _net_of("module")
+        lr = torch.tensor(0.1, dtype=torch.float64, requires_grad=True)
+        optimizer = todist.MetaAdam(net, lr=lr)
+        optimizer.run(lambda net: _output(net, x, "module", checkpoints).square().mean(), 3)
+        return torch.autograd.grad(_output(net, x, "module", False).sum(), lr)[0]
+
+    torch.testing.assert_close(found(True), found(False), rtol=1e-12, atol=0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -27,6 +27,7 @@ from torchopt_dist.nn._tensor_copier import TensorCopier
 from torchopt_dist.optim import _signatures as signatures
 from torchopt_dist.optim._checkpoint import flatten_state, restore_state
 from torchopt_dist.optim._dtypes import Dtypes, dtypes_of, fitted, have_same_dtypes
+from torchopt_dist.optim._recomputation import refuse_recomputation
 from torchopt_dist.transform._attention import attention_by_formula
 from torchopt_dist.transform._gradients import gradients
 from torchopt_dist.transform.apply_updates import differentiable_step
@@ -150,6 +151,9 @@ class MetaOptimizer:
             TypeError: ``loss`` is no tensor.
             ValueError: it has more than one element, or depends on none of the parameters; inside ``vmap``, the
                 optimizer was made outside, or the loss was computed before it was made.
+            RuntimeError: a part of the loss is computed again in backward, as ``torch.utils.checkpoint`` does, and the
+                step is recorded: the pass through the step would compute it with later parameters. :meth:`run` takes
+                such a loss.
         """
         recorded = not is_evaluating()
         if not isinstance(loss, Tensor) and callable(loss):
@@ -161,7 +165,8 @@ class MetaOptimizer:
         groups = [dict(module.named_parameters()) for module in self.modules]
         leaves = [p for params in groups for p in params.values()]
         create_graph = recorded and not first_order
-        with with_gradients():
+        recording = refuse_recomputation(self.modules) if create_graph else nullcontext()
+        with with_gradients(), recording:
             grads = gradients(loss, leaves, create_graph=create_graph, retain_graph=True)
         rest = iter(grads)
         with torch.inference_mode(False), torch.set_grad_enabled(recorded):

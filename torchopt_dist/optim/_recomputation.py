@@ -1,0 +1,50 @@
+"""Modules → an error where a backward pass reads their parameters, which another step will have replaced later."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NoReturn
+
+from torch import Tensor, nn
+
+from torchopt_dist._torch_private import parameters_of, set_parameters
+
+__all__ = ["refuse_recomputation"]
+
+
+@contextmanager
+def refuse_recomputation(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """A context in which to take a gradient that is recorded.
+
+    What computes a part of the loss again in a backward pass, as ``torch.utils.checkpoint`` does, reads the modules'
+    parameters again. That is right in this pass; but it is done once more in the pass through the recorded gradient,
+    when the modules have other parameters, and the result would be wrong without an error.
+
+    Raises:
+        RuntimeError: inside, a parameter is read by way of its module.
+    """
+    held = [(part, parameters_of(part)) for module in modules for part in module.modules()]
+    held = [(part, parameters) for part, parameters in held if parameters]
+    for part, parameters in held:
+        set_parameters(part, _Refusing(parameters))
+    try:
+        yield
+    finally:
+        for part, parameters in held:
+            set_parameters(part, parameters)
+
+
+class _Refusing(dict[str, Tensor | None]):
+    """Parameters by name that must not be read."""
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise RuntimeError(
+            "`loss` must not be computed again in backward, as torch.utils.checkpoint does, where a step is recorded: "
+            "the backward pass through the step would compute it with parameters of a later step. Make the steps by "
+            "`optimizer.run(loss, batches)` or todist.inner_loop, where each step keeps its own parameters, or by "
+            "`adjoint=todist.Replayed()` without a checkpoint; or ask for no second order by "
+            "`optimizer.step(loss, first_order=True)`"
+        )
+
+    __contains__ = __getitem__ = __iter__ = get = items = keys = values = _refuse
