@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torchopt_dist import pytree
 from torchopt_dist.optim import _recording_mode
 from torchopt_dist.optim._checkpoint import flatten_with_keys, restore_state
+from torchopt_dist.optim._trained_state import is_of_an_optimizer
 from torchopt_dist.optim.meta_optimizer import MetaOptimizer
 from torchopt_dist.typing import OptionalTensor, OptState
 
@@ -85,39 +86,50 @@ class DifferentiableOptimizer(MetaOptimizer):
     ) -> None:
         _check(optimizer_class, options)
         self.impl = _Formula(optimizer_class, options)
+        self._options = None
+        self._impls = []
         self.modules = []
         self._states = []
         self._dtypes = []
         self.add_param_group(module)
-        self._entries = self.impl.try_out(_like(module))
+        self.impl.try_out(_like(module))
+
+    def _transformation_with(self, module: nn.Module, options: dict[str, Any]) -> _Formula:
+        _check(self.impl.optimizer_class, options)
+        made = _Formula(self.impl.optimizer_class, {**self.impl.options, **options})
+        made.try_out(_like(module))
+        return made
 
     def _move(
-        self, params: Mapping[str, Tensor], grads: dict[str, OptionalTensor], state: OptState
+        self, impl: Any, params: Mapping[str, Tensor], grads: dict[str, OptionalTensor], state: OptState
     ) -> tuple[Mapping[str, Tensor], OptState]:
         names = [name for name, grad in grads.items() if grad is not None]
         if not names:
             return params, state
-        moved, states = self.impl.move(
-            *([column[name] for name in names] for column in (params, grads, state))
-        )
+        moved, states = impl.move(*([column[name] for name in names] for column in (params, grads, state)))
         return (
             {**params, **dict(zip(names, moved, strict=True))},
             {**state, **dict(zip(names, states, strict=True))},
         )
 
-    def _first_state(self, params: Mapping[str, Tensor], state: OptState) -> OptState:
-        return {name: self.impl.first_state(p) if state[name] else {} for name, p in params.items()}
+    def _first_state(self, impl: Any, params: Mapping[str, Tensor], state: OptState) -> OptState:
+        return {name: impl.first_state(p) if state[name] else {} for name, p in params.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a :meth:`state_dict`, as :meth:`MetaOptimizer.load_state_dict`."""
+        if is_of_an_optimizer(state_dict):
+            raise ValueError(
+                "`state_dict` must be of an optimizer made by todist.differentiable; a todist.MetaOptimizer goes on "
+                "from that of a torch optimizer"
+            )
         saved = state_dict["state"]
         if len(saved) != len(self._states):
             raise ValueError(f"`state_dict` must have {len(self._states)} groups, got {len(saved)}")
         restored = []
-        for module, flat in zip(self.modules, saved, strict=True):
+        for impl, module, flat in zip(self._impls, self.modules, saved, strict=True):
             begun = {key.rpartition("/")[0] for key in flat}
             params = dict(module.named_parameters())
-            like = {name: self.impl.first_state(p) if name in begun else {} for name, p in params.items()}
+            like = {name: impl.first_state(p) if name in begun else {} for name, p in params.items()}
             restored.append(restore_state(like, flat))
         self._states = restored
 
@@ -125,14 +137,14 @@ class DifferentiableOptimizer(MetaOptimizer):
         """Go on from these states, as :meth:`MetaOptimizer.set_states`."""
         if len(states) != len(self._states):
             raise ValueError(f"`states` must be {len(self._states)}, one a group, got {len(states)}")
-        for state, mine in zip(states, self._states, strict=True):
+        for impl, state, mine in zip(self._impls, states, self._states, strict=True):
             if not isinstance(state, dict) or state.keys() != mine.keys():
                 got = list(state) if isinstance(state, dict) else type(state).__name__
                 raise ValueError(f"`states` must have the parameters {list(mine)}, got {got}")
             for name, entry in state.items():
-                if entry and entry.keys() != self._entries:
+                if entry and entry.keys() != impl.entries:
                     raise ValueError(
-                        f"`states` must have {sorted(self._entries)} for each parameter, or nothing, got "
+                        f"`states` must have {sorted(impl.entries)} for each parameter, or nothing, got "
                         f"{sorted(entry)} for {name!r}"
                     )
         self._take_over(states)
@@ -144,6 +156,8 @@ class _Formula:
     def __init__(self, optimizer_class: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> None:
         self.optimizer_class = optimizer_class
         self.options = dict(options)
+        self.entries: set[str] = set()
+        """The names in a parameter's state, once :meth:`try_out` has found them."""
 
     def init(self, params: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
         return {name: {} for name in params}
@@ -179,8 +193,8 @@ class _Formula:
         _, (state,) = self.move([leaf], [torch.ones_like(leaf)], [{}])
         return {name: pytree.map_tensors(torch.detach, value) for name, value in state.items()}
 
-    def try_out(self, like: Tensor) -> set[str]:
-        """Make steps on one number: the names in its state.
+    def try_out(self, like: Tensor) -> None:
+        """Make steps on one number, and find the names in its state.
 
         Raises:
             TypeError: the optimizer's step does not record.
@@ -211,7 +225,7 @@ class _Formula:
                 f"{self.optimizer_class.__name__} finds no gradient for {lost}: give a number, or a tensor "
                 "that does not require grad"
             )
-        return set(state)
+        self.entries = set(state)
 
 
 def _like(module: nn.Module) -> Tensor:

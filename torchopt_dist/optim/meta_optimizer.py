@@ -10,7 +10,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +28,12 @@ from torchopt_dist.optim import _signatures as signatures
 from torchopt_dist.optim._checkpoint import flatten_state, restore_state
 from torchopt_dist.optim._dtypes import Dtypes, dtypes_of, fitted, have_same_dtypes
 from torchopt_dist.optim._recomputation import refuse_recomputation
+from torchopt_dist.optim._trained_state import is_of_an_optimizer, trained_states
 from torchopt_dist.transform._attention import attention_by_formula
 from torchopt_dist.transform._gradients import gradients
 from torchopt_dist.transform.apply_updates import differentiable_step
 from torchopt_dist.transform.base import GradientTransformation
-from torchopt_dist.typing import OptionalTensor, OptState, TensorContainer
+from torchopt_dist.typing import OptionalTensor, OptState
 
 if TYPE_CHECKING:
     from typing import Self
@@ -90,26 +91,29 @@ class MetaOptimizer:
 
     def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         cls = type(self)
+        self._options: dict[str, Any] | None = None
         if self.transformation is None:
             self.impl = signatures.only_transformation(cls, self._signature, module, args, kwargs)
         else:
-            self.impl = self.transformation(**signatures.bind(cls, self._signature, module, args, kwargs))
+            self._options = signatures.bind(cls, self._signature, module, args, kwargs)
+            self.impl = self.transformation(**self._options)
+        self._impls: list[Any] = []
         self.modules: list[nn.Module] = []
         self._states: list[OptState] = []
-        self._dtypes: list[
-            Dtypes | None
-        ] = []  # of a group's parameters, which its state fits; None: not known
+        # Of a group's parameters, which its state fits; None: not known.
+        self._dtypes: list[Dtypes | None] = []
         self.add_param_group(module)
 
-    def add_param_group(self, module: nn.Module) -> None:
-        """Move another module's parameters too, with a state of their own.
+    def add_param_group(self, module: nn.Module, **options: Any) -> None:
+        """Move another module's parameters too, with a state and, if wanted, options of their own.
 
         Args:
-            module: the module.
+            module: the module; a part of a module is one, too.
+            options: arguments of the class, such as ``lr``, that this group has other values of.
 
         Raises:
-            TypeError: it is no module.
-            ValueError: it has no parameters, or one that another group has.
+            TypeError: it is no module; an option is unknown, or the optimizer was made from a transformation.
+            ValueError: it has no parameters, or one that another group has; an option is out of its range.
         """
         if not isinstance(module, nn.Module):
             raise TypeError(
@@ -122,6 +126,7 @@ class MetaOptimizer:
         known = {id(parameter) for other in self.modules for parameter in other.parameters()}
         if twice := [name for name, parameter in params.items() if id(parameter) in known]:
             raise ValueError(f"`module` must not share parameters with another group, got {twice}")
+        impl = self._transformation_with(module, options) if options else self.impl
         need_gradients()
         if vmaps():
             moving = {name: p for name, p in params.items() if values_of(p).values.requires_grad}
@@ -129,8 +134,19 @@ class MetaOptimizer:
                 params |= {name: for_each_sample(p) for name, p in moving.items()}
             _tensor_dicts.replace(module, {id(p): params[name] for name, p in moving.items()})
         self.modules.append(module)
-        self._states.append(self.impl.init(params))
+        self._impls.append(impl)
+        self._states.append(impl.init(params))
         self._dtypes.append(dtypes_of(params.values()))
+
+    def _transformation_with(self, module: nn.Module, options: dict[str, Any]) -> Any:
+        """The transformation of a group with options of its own."""
+        if self.transformation is None or self._options is None:
+            raise TypeError(
+                f"`{next(iter(options))}` must not be set for a group, as `impl` has its options already: give each "
+                "group's parameters a transformation of their own by todist.partition"
+            )
+        given = {**self._options, **options}
+        return self.transformation(**signatures.bind(type(self), self._signature, module, (), given))
 
     def step(self, loss: Tensor | Callable[[], Tensor], *, first_order: bool = False) -> None:
         """Replace each parameter by the moved one, connected to the graph.
@@ -151,9 +167,8 @@ class MetaOptimizer:
             TypeError: ``loss`` is no tensor.
             ValueError: it has more than one element, or depends on none of the parameters; inside ``vmap``, the
                 optimizer was made outside, or the loss was computed before it was made.
-            RuntimeError: a part of the loss is computed again in backward, as ``torch.utils.checkpoint`` does, and the
-                step is recorded: the pass through the step would compute it with later parameters. :meth:`run` takes
-                such a loss.
+            RuntimeError: backward computes a part of the loss again, as ``torch.utils.checkpoint`` does, and the step
+                is recorded: that would have the parameters of a later step. :meth:`run` takes such a loss.
         """
         recorded = not is_evaluating()
         if not isinstance(loss, Tensor) and callable(loss):
@@ -172,7 +187,7 @@ class MetaOptimizer:
         with torch.inference_mode(False), torch.set_grad_enabled(recorded):
             for index, params in enumerate(groups):
                 own = {name: next(rest) for name in params}
-                moved, state = self._move(params, own, self._state_for(index, params))
+                moved, state = self._move(self._impls[index], params, own, self._state_for(index, params))
                 if not recorded:
                     moved = {name: p if p is params[name] else leaf(p) for name, p in moved.items()}
                     state = pytree.map_tensors(torch.detach, state)
@@ -213,7 +228,7 @@ class MetaOptimizer:
             raise ValueError(
                 f"`run` needs an optimizer of one module, got {len(self.modules)}: make one of a torch.nn.ModuleList"
             )
-        if not isinstance(self.impl, GradientTransformation):
+        if not isinstance(self._impls[0], GradientTransformation):
             raise TypeError(
                 "`run` needs a gradient transformation, and the formula of a torch optimizer is none: "
                 "make the steps one by one, or use one of todist's optimizers"
@@ -221,10 +236,11 @@ class MetaOptimizer:
         (module,) = self.modules
         state = self._state_for(0, dict(module.named_parameters()))
         made = inner_loop(
-            loss, self.impl, module, batches, meta=meta, adjoint=adjoint, state=state, **options
+            loss, self._impls[0], module, batches, meta=meta, adjoint=adjoint, state=state, **options
         )
-        for old, new in zip(_containers(module), _containers(made.params), strict=True):
-            old.update(new)
+        for part in (_tensor_dicts.parameter_containers, _tensor_dicts.buffer_containers):
+            for old, new in zip(part(module), part(made.params), strict=True):
+                old.update(new)
         self._states = [made.state]
         return made._replace(params=module)
 
@@ -232,13 +248,15 @@ class MetaOptimizer:
         """A group's state, in the dtypes of the parameters as they are now."""
         before, now = self._dtypes[index], dtypes_of(params.values())
         state = self._states[index]
-        self._states[index] = fitted(state, lambda: self._first_state(params, state), before, now)
+        self._states[index] = fitted(
+            state, lambda: self._first_state(self._impls[index], params, state), before, now
+        )
         self._dtypes[index] = now
         return self._states[index]
 
-    def _first_state(self, params: Mapping[str, Tensor], state: OptState) -> OptState:
+    def _first_state(self, impl: Any, params: Mapping[str, Tensor], state: OptState) -> OptState:
         """What a group's state would be if it began now, in the place of this one."""
-        return self.impl.init(params)
+        return cast("OptState", impl.init(params))
 
     @contextmanager
     def _computing(self, *, second_order: bool) -> Iterator[None]:
@@ -252,10 +270,10 @@ class MetaOptimizer:
             yield
 
     def _move(
-        self, params: Mapping[str, Tensor], grads: dict[str, OptionalTensor], state: OptState
+        self, impl: Any, params: Mapping[str, Tensor], grads: dict[str, OptionalTensor], state: OptState
     ) -> tuple[Mapping[str, Tensor], OptState]:
         """Parameters of one group by name → moved ones, and the group's next state."""
-        return differentiable_step(self.impl, params, grads, state)
+        return differentiable_step(impl, params, grads, state)
 
     def state_dict(self) -> dict[str, Any]:
         """The states as ``{'state': [{where: tensor}, ...]}``, a dict a group, for ``torch.save``.
@@ -265,14 +283,18 @@ class MetaOptimizer:
         return {"state": [flatten_state(state) for state in self._states]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a :meth:`state_dict`.
+        """Go on from a :meth:`state_dict`, or from that of a trained ``torch.optim.Optimizer``, torch's or ours.
 
         Args:
-            state_dict: the states; their tensors are taken over, not copied.
+            state_dict: the states; their tensors are taken over, not copied. A torch optimizer's must be of all of the
+                parameters in their order; its options are not taken, and a schedule goes on at its number of steps.
 
         Raises:
             ValueError: it is of another optimizer or of a module with other parameters.
         """
+        if is_of_an_optimizer(state_dict):
+            self._take_over(trained_states(self._impls, self.modules, state_dict))
+            return
         saved = state_dict["state"]
         if len(saved) != len(self._states):
             raise ValueError(f"`state_dict` must have {len(self._states)} groups, got {len(saved)}")
@@ -318,13 +340,11 @@ class MetaOptimizer:
                     memo.setdefault(id(tensor), take(tensor))
         other = copy.copy(self)
         memo[id(self)] = other
-        memo.update(deepcopy_memo(self.impl, take))
+        memo.update(deepcopy_memo([self.impl, self._impls, self._options], take))
         other.impl = copy.deepcopy(self.impl, memo)
+        other._impls = copy.deepcopy(self._impls, memo)
+        other._options = copy.deepcopy(self._options, memo)
         other.modules = copy.deepcopy(self.modules, memo)
         other._dtypes = list(self._dtypes)
         other._states = [pytree.map_tensors(take, state) for state in self._states]
         return other
-
-
-def _containers(module: nn.Module) -> list[TensorContainer]:
-    return [*_tensor_dicts.parameter_containers(module), *_tensor_dicts.buffer_containers(module)]
