@@ -22,7 +22,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test fuzz losses examples lint types docs clean
+.PHONY: help demo test quick fuzz losses examples lint types docs gallery clean
 
 help: ## show these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -64,6 +64,10 @@ types: $(STAMP) ## static types
 
 docs: $(STAMP) ## the documentation, into docs/_build
 	$(BIN)/sphinx-build -W --keep-going -n docs docs/_build
+
+gallery: $(STAMP) ## run every example on one worker and on two, for the documentation's pictures; then the documentation
+	$(BIN)/python docs/pages.py
+	$(MAKE) docs
 
 clean: ## remove what was built, but not .venv
 	rm -rf build dist *.egg-info docs/_build docs/_pictures docs/_site outputs .pytest_cache .mypy_cache .ruff_cache .hypothesis

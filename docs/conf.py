@@ -89,7 +89,11 @@ def caption_blocks(app: Sphinx, page: str, text: list[str]) -> None:
         language, caption = HOW_TO_RUN[match[1]]
         return f"```{{code-block}} {language}\n:caption: {caption}\n\n"
 
+    def drawn(match: re.Match[str]) -> str:
+        return match[0] if (Path(app.srcdir) / match[1]).exists() else ""
+
     text[0] = re.sub(r"^```(\w.*)\n", captioned, text[0], flags=re.MULTILINE)
+    text[0] = re.sub(r"^:img-top: (.*)\n", drawn, text[0], flags=re.MULTILINE)  # those of `make gallery`
 
 
 def setup(app: Sphinx) -> None:

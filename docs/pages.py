@@ -1,17 +1,25 @@
 """Files outside of this folder → pages in ``docs/_site``: the examples, CONTRIBUTING.md, CHANGELOG.md.
 
-They are made when the pages are built, and not committed.
+They are made when the pages are built, and not committed. ``python docs/pages.py`` runs every example on one worker and
+on two first, and keeps its picture and its times for the pages; that is ``make gallery``.
 """
 
 from __future__ import annotations
 
 import ast
+import json
 import re
+import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
 FOLDER = DOCS / "_site"
+PICTURES = DOCS / "_pictures"
+TIMES = PICTURES / "times.json"
 LINK = re.compile(r"\[([^\]]+)\]\((?!https?:|#|mailto:)([^)#]+)(#[^)]*)?\)")
 
 
@@ -28,16 +36,48 @@ def with_links_of_the_site(text: str) -> str:
 
 
 def example_page(source: Path) -> str:
-    """A program's docstring, its picture if there is one, and its code."""
+    """A program's docstring, its picture and its times if they were made, and its code."""
     docstring = ast.get_docstring(ast.parse(source.read_text("utf-8"))) or ""
-    title, _, rest = docstring.partition("\n")
-    rest = rest.replace("``", "`")
-    picture = f"![What it draws](../_pictures/{source.stem}.png)\n\n"
-    return (
-        f"# {source.stem}\n\n{title.replace('``', '`')}\n\n"
-        + (picture if (DOCS / "_pictures" / f"{source.stem}.png").exists() else "")
-        + f"{rest.strip()}\n\n```{{literalinclude}} ../../examples/{source.name}\n:language: python\n```\n"
-    )
+    title, _, rest = docstring.replace("``", "`").partition("\n")
+    parts = [f"# {source.stem}", title]
+    if (PICTURES / f"{source.stem}.png").exists():
+        parts.append(f"![What it draws](../_pictures/{source.stem}.png)")
+    if source.stem in (times := known_times()):
+        took = " and ".join(f"{seconds:.0f} s {where}" for where, seconds in times[source.stem].items())
+        parts.append(f"It took {took}, when these pages were built.")
+    parts += [rest.strip(), f"```{{literalinclude}} ../../examples/{source.name}\n:language: python\n```\n"]
+    return "\n\n".join(parts)
+
+
+def known_times() -> dict[str, dict[str, float]]:
+    """Example → how it was started → seconds."""
+    found: dict[str, dict[str, float]] = json.loads(TIMES.read_text()) if TIMES.exists() else {}
+    return found
+
+
+def run_examples() -> None:
+    """Run every example in its default setting; one that fails is left out, and said to be."""
+    times: dict[str, dict[str, float]] = {}
+    for source in sorted((ROOT / "examples").glob("*.py")):
+        ways = {"in one process": [sys.executable]}
+        if "torchrun" in source.read_text("utf-8"):
+            ways["on two workers"] = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+            ways["on two workers"] += ["--nproc_per_node=2"]
+        took = {}
+        for where, command in ways.items():
+            print(f"{source.stem} {where}", flush=True)
+            start = time.perf_counter()
+            if subprocess.run([*command, source], cwd=ROOT, stdout=subprocess.DEVNULL).returncode:
+                print(f"{source.stem} {where} failed")
+                continue
+            took[where] = time.perf_counter() - start
+        drawn = ROOT / "outputs" / f"{source.stem}.png"
+        if took:
+            times[source.stem] = took
+            if drawn.exists():
+                PICTURES.mkdir(exist_ok=True)
+                shutil.copy(drawn, PICTURES)
+    TIMES.write_text(json.dumps(times, indent=1))
 
 
 def write(name: str, text: str) -> None:
@@ -57,4 +97,4 @@ def make() -> None:
 
 
 if __name__ == "__main__":
-    make()
+    run_examples()

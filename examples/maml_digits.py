@@ -7,16 +7,20 @@ Model-Agnostic Meta-Learning (Finn et al., 2017, https://arxiv.org/abs/1703.0340
 a few gradient steps on a few labelled images learn classes never seen before. The outer loss is differentiated
 through these steps, second derivatives included.
 
-The images are scikit-learn's ``load_digits``, 8x8 pixels. A class is a digit and one of four rotations: 28 classes
-of the digits 0-6 to meta-train on, 12 of the digits 7-9 held out. As in the paper, batch normalization uses the
-statistics of the batch at hand, be it the query set.
+The images are scikit-learn's ``load_digits``, 8x8 pixels, with noise on them (``--noise``): one alone is hard to read,
+so what is known of other classes counts. A class is a digit and one of four rotations: 28 classes of the digits 0-6 to
+meta-train on, 12 of the digits 7-9 held out. As in the paper, batch normalization uses the statistics of the batch at
+hand, be it the query set.
 
-Held-out accuracy after adaptation rises from about 60 % to 90 %. Two things to know about this number:
+The picture has two baselines, each adapted to the held-out tasks by as many steps, at the best of three rates:
+random weights, and weights that were trained in the ordinary way to tell the 28 classes apart, on as many images as
+the meta-training sees.
 
-- A task draws its classes at random, and nothing is left out, though an 8 upside down is hardly another class than an
-  8. Three in ten held-out tasks have such a pair; they reach 81 %, the others 94 %.
-- Digits so small are easy: with ``--inner-lr 0.1``, random weights adapt to 90 % before any meta-training. The smaller
-  default shows what meta-training gains: weights that adapt as well in steps a tenth as long.
+Held-out accuracy after five steps, by 100 tasks:
+
+    random weights       58.8 %
+    ordinary training    64.5 %
+    meta-trained         66.7 % after 10 meta-steps, 69.7 % after 50
 
 ``--checkpoint DIR`` saves the state every ``--eval-every`` meta-steps. Started again, by hand or by ``torchrun
 --max-restarts=3``, the program goes on from there and ends with the same curve.
@@ -123,7 +127,7 @@ def accuracy(logits: Tensor, labels: Tensor) -> Tensor:
 @todist.rank_zero_only
 def train(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     train_classes, test_classes = (
-        omniglot_classes(args.omniglot, parser) if args.omniglot else digit_classes()
+        omniglot_classes(args.omniglot, parser) if args.omniglot else digit_classes(args.noise)
     )
     check_arguments(args, parser, train_classes, test_classes)
 
@@ -138,6 +142,14 @@ def train(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     test_tasks = sample_tasks(test_classes, args.test_tasks, *shape, held_out)
     generator = torch.Generator().manual_seed(args.seed)
 
+    def baseline(weights: nn.Module) -> float:
+        """The held-out accuracy from other weights than meta-trained ones, at the best of three rates."""
+        with torch.no_grad():
+            rates = (args.inner_lr / 3, args.inner_lr, args.inner_lr * 3)
+            return max(
+                inner_loop(weights, test_tasks, rate, *settings[1:]).accuracy_after.item() for rate in rates
+            )
+
     def evaluate(step: int) -> dict[str, float]:
         with torch.no_grad():
             result: Result = inner_loop(model, test_tasks, *settings)
@@ -147,6 +159,12 @@ def train(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         )
         return measured("held_out", result)
 
+    baselines = {
+        "random weights, adapted": baseline(model),
+        "ordinary training, adapted": baseline(trained_in_the_ordinary_way(train_classes, args)),
+    }
+    for name, reached in baselines.items():
+        tqdm.write(f"{name}: held-out {reached:5.1%}")
     start = time.perf_counter()
     if args.chaos:
         threading.Thread(target=kill_workers, args=(args.chaos, worker_processes()), daemon=True).start()
@@ -186,7 +204,7 @@ def train(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         f"{len(steps)} meta-steps of {args.tasks} tasks on {todist.get_world_size()} worker(s) "
         f"took {time.perf_counter() - start:.0f} s"
     )
-    plot_curve(args.output, history, test_tasks, args)
+    plot_curve(args.output, history, baselines, test_tasks, args)
     print(f"curve saved as {args.output}")
     if args.csv:
         save_curve(args.csv, history)
@@ -224,6 +242,24 @@ def conv_net(image_size: int, ways: int, channels: int = 32) -> nn.Sequential:
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(channels, ways))
 
 
+def trained_in_the_ordinary_way(classes: Classes, args: argparse.Namespace) -> nn.Sequential:
+    """The same network, trained to tell all classes apart, and then given a new last layer."""
+    generator = torch.Generator().manual_seed(args.seed)
+    images = torch.cat(classes)
+    labels = torch.arange(len(classes)).repeat_interleave(torch.tensor([len(part) for part in classes]))
+    network = conv_net(images.shape[-1], len(classes))
+    optimizer = torch.optim.Adam(network.parameters(), lr=args.outer_lr)
+    batch = args.tasks * args.ways * (args.shots + args.queries)
+    for _ in range(args.meta_steps):
+        chosen = torch.randint(len(images), (batch,), generator=generator)
+        loss = F.cross_entropy(network(images[chosen]), labels[chosen])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    network[-1] = conv_net(images.shape[-1], args.ways)[-1]
+    return network
+
+
 # --- Tasks --------------------------------------------------------------------------------------------------
 
 
@@ -255,13 +291,17 @@ def rotations(images: Tensor) -> Classes:
     return [torch.rot90(images, turns, dims=(-2, -1)) for turns in range(4)]
 
 
-def digit_classes() -> tuple[Classes, Classes]:
-    """The classes to meta-train on, and those held out."""
+def digit_classes(noise: float = 0.0) -> tuple[Classes, Classes]:
+    """The classes to meta-train on, and those held out; each image has noise of its own, the same in every run."""
     pixels, digits = load_digits(return_X_y=True)
     images = torch.tensor(pixels / 16, dtype=torch.float32).reshape(-1, 1, 8, 8)
+    draw = torch.Generator().manual_seed(0)
+
+    def noisy(part: Tensor) -> Tensor:
+        return part + noise * torch.randn(part.shape, generator=draw)
 
     def classes(chosen: Iterable[int]) -> Classes:
-        return [rotated for digit in chosen for rotated in rotations(images[digits == digit])]
+        return [noisy(rotated) for digit in chosen for rotated in rotations(images[digits == digit])]
 
     return classes(range(7)), classes(range(7, 10))
 
@@ -302,7 +342,9 @@ def save_curve(path: Path, history: History) -> None:
         writer.writerows(history)
 
 
-def plot_curve(path: Path, history: History, test_tasks: Task, args: argparse.Namespace) -> None:
+def plot_curve(
+    path: Path, history: History, baselines: dict[str, float], test_tasks: Task, args: argparse.Namespace
+) -> None:
     """Draw accuracy against meta-steps, beside the support set of a held-out task."""
     figure = Figure(figsize=(10, 4.5), layout="constrained")
     curve, example = figure.subplots(1, 2, width_ratios=[2, 1])
@@ -320,17 +362,21 @@ def plot_curve(path: Path, history: History, test_tasks: Task, args: argparse.Na
             **style,
             clip_on=False,
         )
+    for (name, reached), dashes in zip(baselines.items(), ("--", "-."), strict=True):
+        curve.axhline(reached, color="C2", linestyle=dashes, label=name)
     curve.axhline(1 / args.ways, color="0.5", linestyle=":", label="chance")
     curve.set(xlabel="meta-steps", ylabel="query accuracy", xlim=(0, args.meta_steps), ylim=(0, 1))
     curve.set_title(f"{args.ways}-way {args.shots}-shot MAML, {args.inner_steps} inner steps")
     curve.yaxis.set_major_formatter("{x:.0%}")
     curve.grid(alpha=0.3)
-    curve.legend(loc="center right")
+    curve.legend(loc="upper left", ncols=2, fontsize=8)
 
     framed = F.pad(test_tasks.support_x[0], (1, 1, 1, 1), value=0.3)
     support = framed.unflatten(0, (args.ways, args.shots)).squeeze(2)
     height = support.shape[-1]
-    example.imshow(support.transpose(1, 2).flatten(2).flatten(0, 1).numpy(), cmap="gray_r")
+    example.imshow(
+        support.transpose(1, 2).flatten(2).flatten(0, 1).numpy(), cmap="gray_r", vmin=-0.5, vmax=1.5
+    )
     example.set_yticks([height * (way + 0.5) - 0.5 for way in range(args.ways)], range(args.ways))
     example.set(title="support set of a held-out task", ylabel="label", xticks=[])
 
@@ -353,10 +399,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--meta-steps", type=count, default=60, help="steps of the outer optimizer")
     parser.add_argument("--inner-steps", type=count, default=5, help="steps of the inner optimizer")
     parser.add_argument(
-        "--inner-lr", type=rate, default=0.01, help="learning rate of the inner optimizer, SGD"
+        "--inner-lr", type=rate, default=0.1, help="learning rate of the inner optimizer, SGD"
     )
     parser.add_argument(
         "--outer-lr", type=rate, default=3e-3, help="learning rate of the outer optimizer, Adam"
+    )
+    parser.add_argument(
+        "--noise", type=noise_level, default=0.5, help="standard deviation on the digits, whose ink is 1"
     )
     parser.add_argument("--test-tasks", type=count, default=100, help="held-out tasks")
     parser.add_argument(
@@ -397,6 +446,10 @@ def positive_float(text: str) -> float:
         if 0 < float(text) < math.inf:
             return float(text)
     raise argparse.ArgumentTypeError(f"must be a positive number, got {text!r}")
+
+
+def noise_level(text: str) -> float:
+    return 0.0 if text == "0" else positive_float(text)
 
 
 def device_here(text: str) -> str:

@@ -1,0 +1,137 @@
+"""The gallery names every program; those without a file of tests of their own, in a small setting."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from tests.examples.running import run_python
+from tests.seeds import torchrun
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+PAGE = (ROOT / "docs" / "gallery.md").read_text("utf-8")
+NUMBER = r"-?\d+\.\d+"
+
+
+def imported(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(name: str, folder: Path, *arguments: object) -> str:
+    picture = folder / f"{name}.png"
+    printed = run_python(EXAMPLES / f"{name}.py", "--output", picture, *arguments)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    return printed
+
+
+def test_every_program_is_in_the_gallery() -> None:
+    programs = {path.stem for path in EXAMPLES.glob("*.py")}
+    assert programs == set(re.findall(r"^:link: _site/example_(\w+)$", PAGE, re.MULTILINE))
+
+
+def test_maml_fits_a_new_sine_sooner_than_ordinary_training(tmp_path: Path) -> None:
+    printed = run("maml_sinusoid", tmp_path, "--meta-steps", 50, "--tasks", 8, "--inner-steps", 1)
+    maml, ordinary = (
+        [float(error) for error in re.findall(rf"\d: ({NUMBER})", line)]
+        for line in printed.splitlines()
+        if "error after steps" in line
+    )
+    assert maml[2] < ordinary[2]
+
+
+def test_those_who_foresee_the_other_s_step_cooperate(tmp_path: Path) -> None:
+    printed = run("lola", tmp_path, "--pairs", 8, "--steps", 60, "--look-ahead", 2.0)
+    naive, lola = (float(last) for last in re.findall(rf"-> ({NUMBER})", printed))
+    assert naive < -1.8
+    assert lola > naive + 0.3
+
+
+def test_the_gradient_goes_through_the_other_player_s_step() -> None:
+    lola = imported("lola")
+    generator = torch.Generator().manual_seed(0)
+    first, second = (torch.randn(5, generator=generator).requires_grad_() for _ in range(2))
+    lola.anticipated.__wrapped__(lola.Players(first, second), 0.7).backward()
+    direction = torch.randn(5, generator=generator)
+    for index, own in enumerate((first, second)):
+
+        def expects(shift: float, index: int = index) -> float:
+            policies = [first.detach(), second.detach()]
+            policies[index] = policies[index] + shift * direction
+            other = policies[1 - index].clone().requires_grad_()
+            pair = (policies[0], other) if index == 0 else (other, policies[1])
+            (step,) = torch.autograd.grad(lola.payoffs(*pair)[1 - index], other)
+            policies[1 - index] = policies[1 - index] + 0.7 * step
+            return float(lola.payoffs(*policies)[index])
+
+        slope = (expects(0.01) - expects(-0.01)) / 0.02
+        assert own.grad is not None
+        assert float(own.grad @ direction) == pytest.approx(slope, rel=1e-2)
+
+
+def test_the_compiled_program_has_the_same_curve(tmp_path: Path) -> None:
+    short = ("--meta-steps", 3, "--inner-steps", 1, "--tasks", 4)
+    printed = run("torch_func_maml", tmp_path, *short, "--backend", "eager")
+    plain, compiled = re.findall(rf"loss ({NUMBER}) -> ({NUMBER}), inner rate ({NUMBER});", printed)
+    assert plain == compiled
+
+
+def test_a_transformer_adapts_alike_on_one_and_two_workers(tmp_path: Path) -> None:
+    short = ("--meta-steps", 2, "--inner-steps", 1, "--tasks", 2, "--test-tasks", 2)
+    printed = [run("transformer_meta", tmp_path, *short)]
+    name = EXAMPLES / "transformer_meta.py"
+    words = ("--standalone", "--nproc_per_node=2", name, *short, "--output", tmp_path / "pair.png")
+    printed.append(torchrun.run(*words))
+    bits = [[float(value) for value in re.findall(NUMBER, text)] for text in printed]
+    assert len(bits[0]) == 4
+    assert bits[0] == pytest.approx(bits[1], abs=0.02)
+
+
+def test_the_network_predicts_no_character_from_itself() -> None:
+    example = imported("transformer_meta")
+    torch.manual_seed(0)
+    model = example.GPT()
+    text = torch.randint(97, (1, example.LENGTH + 1))
+    hidden = []
+    model.blocks[-1].register_forward_hook(lambda block, inputs, output: hidden.append(output))
+    model(text)
+    text[0, 20] = (text[0, 20] + 1) % 97
+    model(text)
+    same = (hidden[0] - hidden[1]).abs().amax(dim=-1)[0] < 1e-6
+    assert same[:20].all()
+    assert not same[20:].any()
+
+
+def test_the_module_of_lightning_adapts_where_gradients_are_off() -> None:
+    example = imported("lightning_module")
+    torch.manual_seed(0)
+    module = example.Sines(lr=0.02, epochs=1)
+    optimizer = module.configure_optimizers()["optimizer"]
+    batches = list(example.sines(160, seed=0))
+    with torch.inference_mode():
+        before = module.validation_step(batches[0], 0)
+    for _ in range(2):
+        for index, batch in enumerate(batches):
+            optimizer.zero_grad()
+            module.training_step(batch, index).backward()
+            optimizer.step()
+    with torch.inference_mode():
+        module.validation_step(batches[0], 0)
+    module.on_validation_epoch_end()
+    assert module.validation_losses[0] < before  # their mean
+
+
+@pytest.mark.skipif(importlib.util.find_spec("lightning") is not None, reason="Lightning is installed")
+def test_without_lightning_the_program_says_what_it_needs(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="this example needs Lightning: pip install lightning"):
+        run("lightning_module", tmp_path)
