@@ -37,7 +37,9 @@ def with_links_of_the_site(text: str) -> str:
 
 def example_page(source: Path) -> str:
     """A program's docstring, its picture and its times if they were made, and its code."""
-    docstring = ast.get_docstring(ast.parse(source.read_text("utf-8"))) or ""
+    tree = ast.parse(source.read_text("utf-8"))
+    first = tree.body[0].end_lineno or 0
+    docstring = re.sub(r"(https://[^\s),]+)", r"<\1>", ast.get_docstring(tree) or "")
     title, _, rest = docstring.replace("``", "`").partition("\n")
     parts = [f"# {source.stem}", title]
     if (PICTURES / f"{source.stem}.png").exists():
@@ -45,7 +47,10 @@ def example_page(source: Path) -> str:
     if source.stem in (times := known_times()):
         took = " and ".join(f"{seconds:.0f} s {where}" for where, seconds in times[source.stem].items())
         parts.append(f"It took {took}, when these pages were built.")
-    parts += [rest.strip(), f"```{{literalinclude}} ../../examples/{source.name}\n:language: python\n```\n"]
+    parts += [
+        rest.strip("\n"),
+        f"```{{literalinclude}} ../../examples/{source.name}\n:language: python\n:lines: {first + 2}-\n```\n",
+    ]
     return "\n\n".join(parts)
 
 
