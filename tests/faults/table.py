@@ -101,6 +101,47 @@ def go_on() -> Any:
     return None if total is None else total.item()
 
 
+class _Dying(torch.autograd.Function):
+    """The identity, of which a worker dies in forward or in backward; where nobody is to die, the identity."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, moment: str) -> torch.Tensor:
+        ctx.moment = moment
+        if moment == "forward" and todist.get_rank() == 1:
+            die("kill")
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if ctx.moment == "backward" and todist.get_rank() == 1:
+            die("kill")
+        return grads[0], None
+
+
+def dying_share(w: torch.Tensor, x: torch.Tensor, moment: str) -> torch.Tensor:
+    dying: Callable[[torch.Tensor, str], torch.Tensor] = _Dying.apply
+    return torch.nn.functional.dropout(torch.sin(dying(x @ w, moment))).sum()
+
+
+def retry(moment: str) -> Callable[[], Any]:
+    """Differentiate a call undisturbed, and then while a worker dies in it."""
+
+    def main() -> Any:
+        todist.barrier()
+        if todist.get_rank() != 0:
+            return None
+        x = torch.linspace(0, 1, 35).reshape(7, 5)
+        w = torch.ones(5, requires_grad=True)
+        call = todist.parallelize(todist.batch_partitioner, todist.sum_reducer, retries=2)(dying_share)
+        gradients = []
+        for each in ("", moment):
+            torch.manual_seed(0)
+            gradients += torch.autograd.grad(call(todist.replicated(w), x, each), w)
+        return torch.equal(*gradients)
+
+    return main
+
+
 def hold_the_interpreter(seconds: float) -> None:
     happens_now()
     ctypes.PyDLL(None).usleep(int(seconds * 1e6))  # a C call that lets no other Python thread run
@@ -148,6 +189,11 @@ def raised(kind: type[Exception], rank: int) -> Callable[[Sequence[Ending]], Non
 
 def gone_on(endings: Sequence[Ending]) -> None:
     assert endings[0].value == 66.0
+    assert [ending.exitcode for ending in endings] == [0, -signal.SIGKILL, 0], endings
+
+
+def retried(endings: Sequence[Ending]) -> None:
+    assert endings[0].value is True, endings
     assert [ending.exitcode for ending in endings] == [0, -signal.SIGKILL, 0], endings
 
 
@@ -201,6 +247,17 @@ FAULTS = (
         gone_on,
         1.0,
         on_loss="continue",
+    ),
+    *(
+        Fault(
+            f"a worker is killed in {moment}, `retries=2`",
+            "its share runs again elsewhere; the gradient is the same, bit for bit",
+            retry(moment),
+            retried,
+            1.0,
+            on_loss="continue",
+        )
+        for moment in ("forward", "backward")
     ),
     Fault("`os._exit(0)` in a call", ENDS_ALL, call_it(die, "exit"), lost("died"), 1.0),
     Fault(
