@@ -78,7 +78,6 @@ DEATHS = {
     "abort": (os.abort, "was ended by SIGABRT", None, "SIGABRT"),
     "a real-time signal": (lambda: os.kill(os.getpid(), 40), "was ended by signal 40", None, "signal 40"),
     "sys.exit(3)": (lambda: sys.exit(3), r"called sys.exit\(3\)", 3, None),
-    "sys.exit(0)": (lambda: sys.exit(0), r"called sys.exit\(0\)", 0, None),
     "sys.exit('text')": (lambda: sys.exit("text"), r"called sys.exit\(1\)", 1, None),
     "os._exit(0)": (lambda: os._exit(0), "exited with code 0", 0, None),
     "os._exit(7)": (lambda: os._exit(7), "exited with code 7", 7, None),

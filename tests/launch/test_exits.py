@@ -111,3 +111,17 @@ def test_a_worker_that_is_killed_otherwise_is_not():
         todist.errors.WorkerFailedError, match="was ended by SIGKILL before its function returned"
     ):
         launch(os.kill, (0, signal.SIGKILL), nproc_per_host=1, log_dir=None, handlers=[])
+
+
+@pytest.mark.parametrize("rpc", [False, True])
+def test_zero_is_a_good_end_as_under_torchrun(rpc):
+    def main():
+        if os.environ["RANK"] == "1":
+            sys.exit(0)
+        return os.environ["TODIST_LIVENESS"]
+
+    options = {"log_dir": None, "handlers": [], "rpc": rpc}
+    result = launch(main, nproc_per_host=2, agent_timeout=30, **options)
+    assert result.results == {"localhost": ["patience=30", None]}  # no less patient than the launcher
+    result = launch(main, nproc_per_host=2, env={"TODIST_LIVENESS": "interval=2"}, **options)
+    assert result.rank(0) == "interval=2"

@@ -253,7 +253,7 @@ class Job:
             worker = agent.workers[message.rank]
             if message.into == "report":
                 for said, of_it in worker.report.feed(payload):
-                    self._note_report(worker, said, of_it)
+                    self._note_report(worker, said, of_it, told_to_stop=agent.told_to_stop)
             else:
                 worker.lines[message.into].feed(payload)
         elif isinstance(message, messages.Started):
@@ -268,13 +268,15 @@ class Job:
                 error = worker.death(message.status, out_of_memory=message.out_of_memory)
                 self._fail(error, EXIT_SECONDS if message.status >= 0 else 0.0, worker)
 
-    def _note_report(self, worker: WorkerHandle, said: Any, payload: bytes) -> None:
+    def _note_report(self, worker: WorkerHandle, said: Any, payload: bytes, *, told_to_stop: bool) -> None:
         if isinstance(said, messages.Running):
             worker.running = True
         elif isinstance(said, messages.Returned):
             worker.value = payload
         elif isinstance(said, messages.Raised):
-            if said.exit_code is not None:
+            if said.exit_code == 0 and not told_to_stop:  # who is told to stop may end so, too
+                worker.value = payload
+            elif said.exit_code is not None:
                 self._fail(worker.death(said.exit_code, asked=True), EXIT_SECONDS, worker)
             else:
                 error = unpack_failure(said.text, payload, str(worker))

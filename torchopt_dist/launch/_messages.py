@@ -146,7 +146,7 @@ class Raised:
     text: str
     """The traceback on the worker."""
     exit_code: int | None = None
-    """What the process is about to exit with if it was ``sys.exit``, else ``None``."""
+    """What the process is about to exit with if it was ``sys.exit``, else ``None``; 0 is a good end."""
 
 
 @dataclass(frozen=True)

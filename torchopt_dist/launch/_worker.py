@@ -92,7 +92,7 @@ def work(rank: int, start: StartWorkers, task: bytes, *, stdout: int, stderr: in
         code = 1 if asked is None else asked
         if os.getpid() == pid:
             text, failure = pack_failure(error)
-            _report(report, Raised(text, asked), failure)
+            _report(report, Raised(text, asked), pack_value(None, rank) if asked == 0 else failure)
     _leave(code)
 
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass, fields
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
+from torchopt_dist._liveness import Liveness
 from torchopt_dist.errors import RemoteError
 from torchopt_dist.launch._attempts import Membership, UnreachedMachine, run_attempts
 from torchopt_dist.launch._cluster import find_hosts
@@ -41,6 +42,8 @@ from torchopt_dist.launch.result import LaunchResult
 __all__ = ["Launcher", "ended_in_order", "launch"]
 
 TOO_MANY_FILES = "too many open files: raise `ulimit -n`, or lower `nproc_per_host`"
+
+A_DAY = 86400.0
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -153,11 +156,17 @@ class Launcher(LaunchOptions):
             env = {**machine.env, **chosen_by(self.copy_env, os.environ), **added}
             ours = [os.path.abspath(entry) for entry in import_path()]  # that of the script is the first
             path = list(dict.fromkeys([*ours[:1], *machine.path, *ours]))
+        env.setdefault("TODIST_LIVENESS", f"patience={self._patience():g}")
         # Code that is in no file, such as a notebook's cells, has entries without a time of change.
         sources = {
             name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None
         }
         return Header(env, path, list(sys.argv), folder, sources)
+
+    def _patience(self) -> float:
+        """How patient the workers are with each other: no less than the launcher with a host, or a stopped worker."""
+        halted = A_DAY if self.halted_timeout is None else self.halted_timeout
+        return max(Liveness().patience, self.agent_timeout, halted)
 
 
 Launcher.__doc__ = re.sub(r"OPTIONS: .*", args_section, Launcher.__doc__ or "")
