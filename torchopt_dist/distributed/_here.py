@@ -26,7 +26,10 @@ class Here:
 
     Attributes:
         kept_graphs: of one share alone, so that they end with it, also after the group.
+        pickles: whether messages are pickled, as those to other processes.
     """
+
+    pickles = False
 
     def __init__(self, device: torch.device | None, group: Group) -> None:
         self._device = device
@@ -40,7 +43,9 @@ class Here:
 
     def _answer(self, request: Message) -> Message:
         with torch.enable_grad():  # as in the thread of a worker; a call then applies its caller's state
-            return answer(request, self._device, self.kept_graphs, self._group.recorder)
+            return answer(
+                request, self._device, self.kept_graphs, self._group.recorder, here=not self.pickles
+            )
 
 
 class Beside(Here):
@@ -48,6 +53,8 @@ class Beside(Here):
 
     The last bit of a result can depend on either.
     """
+
+    pickles = True
 
     def send(self, worker: int, request: Message, timeout: float) -> Future[Message]:
         """See :class:`~torchopt_dist.distributed.transport.base.Sender`."""

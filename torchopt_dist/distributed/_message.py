@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +29,7 @@ class Message:
             of those on the memory of numpy arrays.
         holes: where long ``bytes`` are left out of the skeleton, and the numbers of the tensors that lie on them.
         references: the ``torch.distributed.rpc.RRef``s that the skeleton mentions.
+        rebuild: of a message that stays in this process, makes of its tensors what it says, in the skeleton's stead.
     """
 
     skeleton: bytes
@@ -41,6 +43,7 @@ class Message:
     buffers: frozenset[int] = frozenset()
     holes: tuple[tuple[int, int], ...] = ()
     references: list[Any] = field(default_factory=list)
+    rebuild: Callable[[list[torch.Tensor]], Any] | None = None
 
     def detached(self) -> Message:
         """The message as it travels."""

@@ -31,12 +31,13 @@ from torchopt_dist._torch_private import (
     transforms_are_active,
 )
 from torchopt_dist.distributed._device_placement import receiving_device
+from torchopt_dist.distributed._direct_copy import packed_directly
 from torchopt_dist.distributed._group import Group, current_group, find_group
 from torchopt_dist.distributed._here import Beside, Here
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._nodes import HERE, LAST, collect, dispatch
 from torchopt_dist.distributed._payload import ExecutionOptions, Payload
-from torchopt_dist.distributed._protocol import BACKWARD_TWICE, Backward, Call, Key, Reply, Request
+from torchopt_dist.distributed._protocol import BACKWARD_TWICE, Backward, Call, Key, Release, Reply, Request
 from torchopt_dist.distributed._retries import Ask, Sent
 from torchopt_dist.distributed._serialization import PackedModules, pack, unpack
 from torchopt_dist.distributed._siblings import Siblings
@@ -203,7 +204,11 @@ class RemoteGraph:
         return self.group.recorder.span(phase, self.key, self.worker)
 
     def pack(self, request: Request, modules: PackedModules | None = None) -> Message:
-        return pack(request, main_by_name=self._main_by_name, modules=modules)
+        stays = isinstance(self.transport, Here) and not self.transport.pickles
+        message = None
+        if stays and not (modules or self.options.outlives_workers or isinstance(request, Release)):
+            message = packed_directly(request, main_by_name=self._main_by_name)
+        return message or pack(request, main_by_name=self._main_by_name, modules=modules)
 
     def start(self, payload: Payload, modules: PackedModules | None) -> tuple[Message, Tensor | None]:
         """The message that asks for a call, and the anchor, if gradients are wanted.

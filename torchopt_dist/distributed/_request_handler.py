@@ -18,6 +18,7 @@ from torchopt_dist._serialized_exception import SerializedException
 from torchopt_dist._torch_private import advance_sequence_numbers, next_sequence_number
 from torchopt_dist.distributed import _execute
 from torchopt_dist.distributed._device_placement import receiving_device
+from torchopt_dist.distributed._direct_copy import packed_directly
 from torchopt_dist.distributed._group import answering_group
 from torchopt_dist.distributed._kept_graphs import KeptGraph, KeptGraphs
 from torchopt_dist.distributed._lost_gradients import code_of, description_of_losses
@@ -62,7 +63,12 @@ def error_reply(error: BaseException) -> Message:
 
 
 def answer(
-    request: Message, device: torch.device | None, kept_graphs: KeptGraphs, recorder: Recorder
+    request: Message,
+    device: torch.device | None,
+    kept_graphs: KeptGraphs,
+    recorder: Recorder,
+    *,
+    here: bool = False,
 ) -> Message:
     """Do what a request asks; what goes wrong is raised.
 
@@ -71,6 +77,7 @@ def answer(
         device: where its tensors are put; ``None`` leaves them where they are.
         kept_graphs: as for :func:`handle_request`.
         recorder: likewise.
+        here: whether the reply stays in this process.
     """
     began = time.perf_counter()
     request = request.received(device)
@@ -88,13 +95,15 @@ def answer(
             values = _execute.run(content.payload)
         warning = _lost_gradients(content, values, request.tensors, kept_graphs)
         with span("reply") as packed:
-            return packed.made(_reply(values, request.inputs(), content, kept_graphs, warning=warning))
+            return packed.made(
+                _reply(values, request.inputs(), content, kept_graphs, warning=warning, here=here)
+            )
     graph = kept_graphs.find(content.graph)
     with span("backward"):
         input_grads, outputs = _differentiate(content, graph, kept_graphs)
     inputs = [*request.inputs(), *graph.inputs]
     with span("reply") as packed:
-        reply = packed.made(_reply(input_grads, inputs, content, kept_graphs, shared=content.keep))
+        reply = packed.made(_reply(input_grads, inputs, content, kept_graphs, shared=content.keep, here=here))
     reply.used_up = graph, outputs
     return reply
 
@@ -158,9 +167,12 @@ def _reply(
     *,
     shared: bool = False,
     warning: str | None = None,
+    here: bool = False,
 ) -> Message:
+    content = Reply(values, warning=warning)
     try:
-        reply = pack(Reply(values, warning=warning), main_by_name=True)
+        reply = packed_directly(content, main_by_name=True) if here else None
+        reply = reply or pack(content, main_by_name=True)
     except SerializationError as error:
         raise SerializationError(f"the result cannot be sent: {error}") from error
     if request.keep and inputs:

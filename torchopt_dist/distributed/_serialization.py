@@ -31,7 +31,7 @@ from torchopt_dist.distributed._sendable_tensors import check_sendable
 from torchopt_dist.distributed._shared_objects import rebinds, some_can_change
 from torchopt_dist.errors import SerializationError, TodistError
 
-__all__ = ["PackedModules", "pack", "unpack"]
+__all__ = ["PackedModules", "Tensors", "message_of", "pack", "unpack"]
 
 IN_THE_PICKLE = 1 << 16
 """Bytes up to which a numpy array is copied into the pickle; a larger one travels like a tensor."""
@@ -59,7 +59,7 @@ def pack(value: Any, *, main_by_name: bool, modules: PackedModules | None = None
         SerializationError: some part of it cannot be pickled.
         ResidentError: a handle in it stands for a value that has been changed or let go of.
     """
-    tensors: _Tensors = _Tensors(main_by_name)
+    tensors: Tensors = Tensors(main_by_name)
     structures: dict[bytes, bytes] = {}
     packed: PackedModules = {} if modules is None else modules
     try:
@@ -67,19 +67,26 @@ def pack(value: Any, *, main_by_name: bool, modules: PackedModules | None = None
             skeleton, holes, pickler = _dump(value, main_by_name, tensors, structures, packed)
             pickler.check_disjoint()
         except _OverlapError:  # only one pickle keeps what is shared one
-            tensors, structures = _Tensors(main_by_name), {}
+            tensors, structures = Tensors(main_by_name), {}
             skeleton, holes, _ = _dump(value, main_by_name, tensors, None, packed)
             tensors.mark_buffers(tensors.all)
     except TodistError:
         raise
     except (Exception, SystemExit) as error:  # the objects' own code is run, which raises what it likes
         raise SerializationError(f"{type(error).__name__}: {error}") from error
+    return message_of(skeleton, tensors, structures, holes)
+
+
+def message_of(
+    skeleton: bytes, tensors: Tensors, structures: dict[bytes, bytes] | None = None, holes: Holes = ()
+) -> Message:
+    """The message with these parts."""
     return Message(
         skeleton,
         tensors.all,
         [tensor.requires_grad for tensor in tensors.all],
         [isinstance(tensor, nn.Parameter) for tensor in tensors.all],
-        structures,
+        structures or {},
         buffers=frozenset(tensors.buffers),
         holes=holes,
         references=tensors.references,
@@ -93,13 +100,15 @@ def unpack(message: Message) -> Any:
         SerializationError: a module, function or class that it mentions is not there.
     """
     try:
+        if message.rebuild is not None:
+            return message.rebuild(message.tensors)
         file = reader(message.skeleton, message.holes, message.tensors)
         return _Unpickler(file, message.tensors, message.structures, message.references).load()
     except (Exception, SystemExit) as error:  # the objects' own code is run, which raises what it likes
         raise SerializationError(f"{type(error).__name__}: {error}") from error
 
 
-class _Tensors:
+class Tensors:
     """Tensors by number, each once; and references of RPC."""
 
     def __init__(self, main_by_name: bool) -> None:
@@ -144,7 +153,7 @@ class _OverlapError(Exception):
 def _dump(
     value: Any,
     main_by_name: bool,
-    tensors: _Tensors,
+    tensors: Tensors,
     structures: dict[bytes, bytes] | None,
     packed: PackedModules,
     *,
@@ -174,7 +183,7 @@ class _OutOfBandPickler(pickle.Pickler):
         self,
         file: Writer,
         main_by_name: bool,
-        tensors: _Tensors,
+        tensors: Tensors,
         structures: dict[bytes, bytes] | None,
         packed: PackedModules,
     ) -> None:
@@ -227,7 +236,7 @@ class _OutOfBandPickler(pickle.Pickler):
         self._families |= family
         packed = self._packed.get((id(module), self._main_by_name))
         if packed is None:
-            own = _Tensors(self._main_by_name)  # numbered from 0, so that equal structures are equal bytes
+            own = Tensors(self._main_by_name)  # numbered from 0, so that equal structures are equal bytes
             structure, _, pickler = _dump(module, self._main_by_name, own, None, {}, whole=True)
             if own.references:  # a structure may be sent once, and a reference must be sent with each message
                 raise _OverlapError
