@@ -12,6 +12,7 @@ from torchopt_dist.distributed._caller_state import seeded
 from torchopt_dist.distributed._containers import flatten
 from torchopt_dist.distributed._device_placement import receiving_device
 from torchopt_dist.distributed._payload import Payload
+from torchopt_dist.distributed._progress import teller
 from torchopt_dist.distributed.resident import resolved
 
 __all__ = ["run"]
@@ -28,10 +29,12 @@ def run(payload: Payload) -> list[Any]:
 
 
 def _one_by_one(payload: Payload) -> list[Any]:
-    values = []
+    values: list[Any] = []
+    tell = teller(payload)
     for (args, kwargs), seed in zip(payload.tasks, payload.seeds, strict=True):
         with seeded(seed):
             values.append(payload.function(*args, **kwargs))
+        tell(len(values))
     return values
 
 

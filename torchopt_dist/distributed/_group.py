@@ -41,6 +41,7 @@ class Group:
         releaser: tells other workers to forget the graphs of calls that this worker has made.
         threads: run what must not wait for a thread.
         residents: values that stay on this worker.
+        bars: by number, what is called with a worker and how many of its tasks are done, for calls that show that.
         recorder: keeps what this worker does for calls, while a profile is on.
         retries: who does the shares of workers that are lost.
         numbers: one for each call and each backward of this worker, none twice.
@@ -67,6 +68,7 @@ class Group:
         self.kept_graphs = KeptGraphs()
         self.threads = ThreadPool()
         self.residents = Residents()
+        self.bars: dict[int, Callable[[int, int], None]] = {}
         self.recorder = Recorder(self.rank)
         self.releaser = GraphReleaser()
         self.ending = False

@@ -26,6 +26,7 @@ class Payload:
         seeds: for each task the seed of torch's generators, which does not depend on the number of workers.
         state: the caller's state to compute under.
         options: how to run the tasks.
+        ticket: of the caller's progress bar; ``None`` if there is none.
     """
 
     function: Callable[..., Any]
@@ -33,11 +34,12 @@ class Payload:
     seeds: tuple[int, ...]
     state: CallerState
     options: ExecutionOptions
+    ticket: tuple[int, int] | None = None
 
     def plain(self) -> tuple[Any, ...]:
         """Its fields, those of its fields instead of the objects of this package."""
         options = tuple(vars(self.options).values())
-        return self.function, self.tasks, self.seeds, self.state.plain(), options
+        return self.function, self.tasks, self.seeds, self.state.plain(), options, self.ticket
 
     @classmethod
     def of_plain(
@@ -47,9 +49,10 @@ class Payload:
         seeds: tuple[int, ...],
         state: tuple[Any, ...],
         options: tuple[Any, ...],
+        ticket: tuple[int, int] | None,
     ) -> Payload:
         """The inverse of :meth:`plain`."""
-        return cls(function, tasks, seeds, CallerState.of_plain(*state), ExecutionOptions(*options))
+        return cls(function, tasks, seeds, CallerState.of_plain(*state), ExecutionOptions(*options), ticket)
 
     def tensors(self) -> list[Tensor]:
         """The function's and the arguments' tensors, and the parameters of the modules among these."""
@@ -78,6 +81,7 @@ class ExecutionOptions:
             warned about when a worker first runs the function.
         retries: how often a share whose worker is lost runs again, elsewhere.
         hedge_after: seconds after which a share that is late is begun by another worker, too; ``None`` means never.
+        progress: whether the caller shows how many tasks are done.
     """
 
     vectorize: bool = False
@@ -87,10 +91,11 @@ class ExecutionOptions:
     strict: bool = False
     retries: int = 0
     hedge_after: float | None = None
+    progress: bool = False
 
     def __post_init__(self) -> None:
         """Check the settings."""
-        for name in ("vectorize", "isolate_own_share", "strict"):
+        for name in ("vectorize", "isolate_own_share", "strict", "progress"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.chunk_size is not None and (not isinstance(self.chunk_size, int) or self.chunk_size < 1):
@@ -125,6 +130,7 @@ class ExecutionKwargs(TypedDict, total=False):
     strict: bool
     retries: int
     hedge_after: float | None
+    progress: bool
 
 
 def group_by_worker(

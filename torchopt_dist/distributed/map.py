@@ -87,6 +87,7 @@ def map(
         strict: whether it is an error that results depend on a worker's own parameters.
         retries: how often the tasks of a worker that is lost run elsewhere; see :func:`remote_sync_call`.
         hedge_after: seconds after which tasks that are late are begun on another worker, too.
+        progress: whether a bar shows how many tasks are done; needs tqdm.
 
     Returns:
         The list of results in the items' order, ``[]`` if there is no item; or what the reducer makes of the list.

@@ -6,8 +6,8 @@ import concurrent.futures
 import functools
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import asdict
+from contextlib import ExitStack, nullcontext
+from dataclasses import asdict, replace
 from typing import Any, ParamSpec, TypeVar, Unpack, overload
 
 from torch.futures import Future
@@ -19,6 +19,7 @@ from torchopt_dist.distributed._gather import gather
 from torchopt_dist.distributed._group import current_group
 from torchopt_dist.distributed._parentheses import check_parentheses
 from torchopt_dist.distributed._payload import ExecutionKwargs, ExecutionOptions, group_by_worker
+from torchopt_dist.distributed._progress import Bar
 from torchopt_dist.distributed._serialization import PackedModules
 from torchopt_dist.distributed._siblings import Siblings
 from torchopt_dist.distributed._timeout import UNSET_TIMEOUT, seconds_of
@@ -72,6 +73,7 @@ def remote_sync_call(
             function and a time-out are not retried. Needs ``auto_init_rpc(on_loss="continue")``.
         hedge_after: seconds after which a share that is late, or a backward, is begun on a free worker, too. The first
             answer counts.
+        progress: whether a bar shows, in a terminal or a notebook, how many tasks are done; needs tqdm.
 
     Returns:
         What the reducer returns, or the list of results.
@@ -167,6 +169,7 @@ class _Call:
                 "others here"
             )
         self.payloads = group_by_worker(func, self.partitions, options)
+        self.bar = self.show_progress(func) if options.progress else None
         self.me = self.group.rank
         modules: PackedModules = {}
         siblings = Siblings()
@@ -185,11 +188,23 @@ class _Call:
             )
             if worker != self.me
         }
+        if self.bar is not None:
+            self.bar.watch(self.values)
         self.own_share = {
             worker: _own_share.prepare(payload, snapshot=snapshot, modules=modules, siblings=siblings)
             for worker, (payload, _) in self.payloads.items()
             if worker == self.me
         }
+
+    def show_progress(self, func: Callable[..., Any]) -> Bar:
+        """Show how many tasks are done, from now on."""
+        title = getattr(func, "__name__", type(func).__name__)
+        bar = Bar(title, {worker: len(indices) for worker, (_, indices) in self.payloads.items()})
+        self.payloads = {
+            worker: (replace(payload, ticket=bar.ticket), indices)
+            for worker, (payload, indices) in self.payloads.items()
+        }
+        return bar
 
     def run_own_share(self) -> None:
         """Run the caller's own share while the other workers run theirs; in a thread, if a time-out bounds the wait."""
@@ -207,7 +222,7 @@ class _Call:
     def finish(self) -> Any:
         """Wait for the others, and reduce."""
         results: list[Any] = [None] * len(self.partitions)
-        with self.group.recorder.span("wait"), self.group.retries.waiting():
+        with self.bar or nullcontext(), self.group.recorder.span("wait"), self.group.retries.waiting():
             gathered = gather(self.values, self.group.names, self.seconds, self.started)
         for worker, values in gathered.items():
             for index, value in zip(self.payloads[worker][1], values, strict=True):

@@ -1,0 +1,108 @@
+"""``progress=True`` → a bar at the caller that shows how many of a call's tasks are done, on all workers together.
+
+A worker tells the caller of its tasks now and then, and the reply, which comes in any case, tells the rest.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+from torchopt_dist.distributed._group import answering_group
+from torchopt_dist.distributed._payload import Payload
+
+__all__ = ["Bar", "teller"]
+
+TELL_SECONDS = 0.2
+"""How often a worker tells the caller how far it is."""
+
+
+class Bar:
+    """A bar of a call. It is shown until the context is left.
+
+    Args:
+        title: stands before it.
+        shares: how many tasks each worker has, by rank.
+
+    Attributes:
+        ticket: by which workers tell of tasks: the caller's rank, and a number.
+
+    Raises:
+        ImportError: tqdm is not installed.
+    """
+
+    def __init__(self, title: str, shares: dict[int, int]) -> None:
+        try:
+            from tqdm.auto import tqdm
+        except ImportError as error:
+            raise ImportError("progress=True needs tqdm: pip install tqdm; or leave it out") from error
+        self._group = group = answering_group()
+        self._done = dict.fromkeys(shares, 0)
+        self._shares = shares
+        self._lock = threading.Lock()
+        self._bar = tqdm(total=sum(shares.values()), desc=title, unit="task", leave=False)
+        self.ticket = group.rank, next(group.numbers)
+        group.bars[self.ticket[1]] = self.told
+
+    def told(self, worker: int, done: int) -> None:
+        """A worker has done so many tasks of its share."""
+        with self._lock:
+            if worker in self._done and done > self._done[worker]:
+                self._bar.update(done - self._done[worker])
+                self._done[worker] = done
+
+    def watch(self, shares: Mapping[int, Future[list[Any]]]) -> None:
+        """Take a worker's share for done when its values are there."""
+        for worker, share in shares.items():
+            share.add_done_callback(partial(self._ended, worker))
+
+    def _ended(self, worker: int, share: Future[list[Any]]) -> None:
+        if share.exception() is None:
+            self.told(worker, self._shares[worker])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._group.bars.pop(self.ticket[1], None)
+        with self._lock:
+            self._bar.close()
+
+
+def teller(payload: Payload) -> Callable[[int], None]:
+    """On the worker: a function to call with the number of tasks that are done, after each."""
+    if payload.ticket is None:
+        return _tell_nobody
+    group, (caller, number), total = answering_group(), payload.ticket, len(payload.tasks)
+    told = time.monotonic()
+
+    def tell(done: int) -> None:
+        nonlocal told
+        now = time.monotonic()
+        if done == total or now - told < TELL_SECONDS:  # the reply tells of the last one
+            return
+        told = now
+        if caller == group.rank:
+            _told(number, group.rank, done)
+        else:
+            group.ask(caller, _told, number, group.rank, done)
+
+    return tell
+
+
+def _tell_nobody(done: int) -> None:
+    del done
+
+
+def _told(number: int, worker: int, done: int) -> None:
+    """At the caller: pass the news on to the bar, unless it is gone."""
+    bar = answering_group().bars.get(number)
+    if bar is not None:
+        bar(worker, done)
