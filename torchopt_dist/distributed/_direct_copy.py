@@ -21,7 +21,8 @@ from torchopt_dist.distributed._names import name_of
 from torchopt_dist.distributed._parametrized_modules import is_parametrized
 from torchopt_dist.distributed._payload import Payload
 from torchopt_dist.distributed._protocol import Backward, Call, Reply
-from torchopt_dist.distributed._serialization import Tensors, message_of
+from torchopt_dist.distributed._sendable_tensors import Tensors
+from torchopt_dist.distributed._serialization import message_of
 from torchopt_dist.typing import Args, KwArgs
 
 __all__ = ["packed_directly"]

@@ -1,6 +1,8 @@
-"""A tensor → an error that says why it cannot be sent, if it cannot."""
+"""Tensors → their numbers in a message, or an error that says why one cannot be sent."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,7 +12,7 @@ from torchopt_dist._torch_private import forward_mode_is_active, is_batched_grad
 from torchopt_dist.distributed._names import name_of
 from torchopt_dist.errors import SerializationError
 
-__all__ = ["check_sendable"]
+__all__ = ["Tensors", "check_sendable"]
 
 
 def check_sendable(tensor: torch.Tensor, main_by_name: bool) -> None:
@@ -36,3 +38,37 @@ def check_sendable(tensor: torch.Tensor, main_by_name: bool) -> None:
         raise SerializationError(
             f"a tensor of shape {shape} has a forward-mode tangent, which a remote call would lose"
         )
+
+
+class Tensors:
+    """Tensors by number, each once; and references of RPC."""
+
+    def __init__(self, main_by_name: bool) -> None:
+        self._main_by_name = main_by_name
+        self.all: list[torch.Tensor] = []
+        self.buffers: set[int] = set()
+        self.references: list[Any] = []
+        self._numbers: dict[int, int] = {}
+
+    def number(self, tensor: torch.Tensor) -> int:
+        number = self._numbers.setdefault(id(tensor), len(self.all))
+        if number == len(self.all):
+            check_sendable(tensor, self._main_by_name)
+            self.all.append(tensor)
+        return number
+
+    def mark_buffers(self, held: list[torch.Tensor]) -> None:
+        """Note which of the tensors that a module holds it may change."""
+        self.buffers.update(
+            self._numbers[id(t)] for t in held if not (t.requires_grad or isinstance(t, nn.Parameter))
+        )
+
+    def mark(self) -> tuple[int, int]:
+        return len(self.all), len(self.references)
+
+    def forget_since(self, marks: tuple[int, int]) -> None:
+        mark, references = marks
+        for tensor in self.all[mark:]:
+            del self._numbers[id(tensor)]
+        del self.all[mark:], self.references[references:]
+        self.buffers = {number for number in self.buffers if number < mark}

@@ -27,11 +27,11 @@ from torchopt_dist.distributed._long_bytes import Holes, Writer, reader
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._names import find, name_of
 from torchopt_dist.distributed._parametrized_modules import is_parametrized, reduced
-from torchopt_dist.distributed._sendable_tensors import check_sendable
+from torchopt_dist.distributed._sendable_tensors import Tensors
 from torchopt_dist.distributed._shared_objects import rebinds, some_can_change
 from torchopt_dist.errors import SerializationError, TodistError
 
-__all__ = ["PackedModules", "Tensors", "message_of", "pack", "unpack"]
+__all__ = ["PackedModules", "message_of", "pack", "unpack"]
 
 IN_THE_PICKLE = 1 << 16
 """Bytes up to which a numpy array is copied into the pickle; a larger one travels like a tensor."""
@@ -106,40 +106,6 @@ def unpack(message: Message) -> Any:
         return _Unpickler(file, message.tensors, message.structures, message.references).load()
     except (Exception, SystemExit) as error:  # the objects' own code is run, which raises what it likes
         raise SerializationError(f"{type(error).__name__}: {error}") from error
-
-
-class Tensors:
-    """Tensors by number, each once; and references of RPC."""
-
-    def __init__(self, main_by_name: bool) -> None:
-        self._main_by_name = main_by_name
-        self.all: list[torch.Tensor] = []
-        self.buffers: set[int] = set()
-        self.references: list[Any] = []
-        self._numbers: dict[int, int] = {}
-
-    def number(self, tensor: torch.Tensor) -> int:
-        number = self._numbers.setdefault(id(tensor), len(self.all))
-        if number == len(self.all):
-            check_sendable(tensor, self._main_by_name)
-            self.all.append(tensor)
-        return number
-
-    def mark_buffers(self, held: list[torch.Tensor]) -> None:
-        """Note which of the tensors that a module holds it may change."""
-        self.buffers.update(
-            self._numbers[id(t)] for t in held if not (t.requires_grad or isinstance(t, nn.Parameter))
-        )
-
-    def mark(self) -> tuple[int, int]:
-        return len(self.all), len(self.references)
-
-    def forget_since(self, marks: tuple[int, int]) -> None:
-        mark, references = marks
-        for tensor in self.all[mark:]:
-            del self._numbers[id(tensor)]
-        del self.all[mark:], self.references[references:]
-        self.buffers = {number for number in self.buffers if number < mark}
 
 
 class _NeedsCodeError(Exception):
