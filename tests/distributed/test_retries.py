@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import time
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ import torch.nn.functional as F
 import torchopt_dist as todist
 from tests.distributed.bare import say, watch
 from tests.distributed.programs import data, kept_on, mlp
+from torchopt_dist.distributed._ask import Sent
 
 
 def survive(world, body, *args, transport="rpc"):
@@ -187,6 +190,93 @@ def test_the_first_answer_of_a_share_that_is_late_counts(world, tmp_path):
         return grad.item(), ran, kept_on(1), kept_on(2)
 
     assert survive(world(3), body) == (6.0, [1, 2], 0, 0)
+
+
+class LateBackward(torch.autograd.Function):
+    """The identity; its backward is late on rank 1."""
+
+    @staticmethod
+    def forward(ctx, x, folder):
+        ctx.folder = folder
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        count(ctx.folder)
+        if todist.get_rank() == 1:
+            assert watch(ctx.folder / "counted", 60)
+        return grad, None
+
+
+def late_backward(folder, x):
+    return LateBackward.apply(x**3, folder)
+
+
+def test_the_first_answer_of_a_backward_that_is_late_counts(world, tmp_path):
+    def body():
+        x = torch.full((), 3.0, requires_grad=True)
+        call = todist.parallelize(1, lambda values: values[0], hedge_after=0.1)(late_backward)
+        value = call(tmp_path, x)
+        for _ in range(2):  # the second time its graph is where the answer came from
+            (grad,) = torch.autograd.grad(value, x, retain_graph=True)
+        ran = runs(tmp_path)
+        say(tmp_path / "counted")
+        del value
+        return grad.item(), ran, kept_on(1), kept_on(2)
+
+    assert survive(world(3), body) == (27.0, [1, 2, 2], 0, 0)
+
+
+def noise(folder, x):
+    """Random numbers, drawn in two parts with time between."""
+    first = torch.rand(())
+    if todist.get_rank() == 1 and not (folder / "died1").exists():
+        die((folder, 1, "forward"), "forward")
+    time.sleep(0.02)
+    return x * first * torch.rand(())
+
+
+def test_shares_of_lost_workers_do_not_mix_their_random_numbers_with_others(world, tmp_path):
+    def body():
+        call = todist.parallelize(reducer=todist.concatenate_reducer, retries=1)(noise)
+        results = []
+        for _ in range(2):  # worker 1 dies in the first run, and is missing in the second one
+            torch.manual_seed(0)
+            results.append([call(tmp_path, torch.ones(8)) for _ in range(4)])
+        (tmp_path / "died1").unlink()
+        torch.manual_seed(0)
+        seeds = [int(torch.randint(2**62, (), device="cpu")) for _ in range(4)]
+        for seed, *values in zip(seeds, *results, strict=True):
+            for rank in range(4):
+                torch.manual_seed(seed + rank)
+                expected = torch.rand(()) * torch.rand(())
+                assert all(torch.equal(value[2 * rank], expected) for value in values)
+
+    survive(world(4), body)
+
+
+def kept_requests():
+    gc.collect()
+    return sum(isinstance(each, Sent) for each in gc.get_objects())
+
+
+def test_what_was_sent_is_kept_no_longer_than_it_may_be_needed(world):
+    def body():
+        x = torch.ones((), requires_grad=True)
+        call = todist.parallelize(1, lambda values: values[0], retries=1)(torch.sin)
+        value = call(x)
+        assert kept_requests() == 1
+        value.backward()
+        assert kept_requests() == 0
+        unused = call(x)
+        assert kept_requests() == 1
+        del unused
+        assert kept_requests() == 0
+        with torch.no_grad():
+            value = call(x)
+        assert kept_requests() == 0
+
+    survive(world(2), body)
 
 
 def test_a_share_of_a_lost_worker_keeps_its_place(world, tmp_path):

@@ -30,6 +30,7 @@ from torchopt_dist._torch_private import (
     engine_keeps_graph,
     transforms_are_active,
 )
+from torchopt_dist.distributed._ask import Ask, Sent
 from torchopt_dist.distributed._device_placement import receiving_device
 from torchopt_dist.distributed._direct_copy import packed_directly
 from torchopt_dist.distributed._group import Group, current_group, find_group
@@ -38,7 +39,6 @@ from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._nodes import HERE, LAST, collect, dispatch
 from torchopt_dist.distributed._payload import ExecutionOptions, Payload
 from torchopt_dist.distributed._protocol import BACKWARD_TWICE, Backward, Call, Key, Release, Reply, Request
-from torchopt_dist.distributed._retries import Ask, Sent
 from torchopt_dist.distributed._serialization import PackedModules, pack, unpack
 from torchopt_dist.distributed._siblings import Siblings
 from torchopt_dist.distributed._spans import Phase, Spanned

@@ -1,10 +1,9 @@
 """A request whose worker is lost, or late → the same request at another worker, and in the end at the caller itself.
 
 A share is what travels: its tasks stay together, wherever they run, so that sums over them keep their order, and every
-number is what it would have been. Two shares that run in one process at a time would draw from one random generator,
-and each of their threads would number the nodes of its graphs in its own way, which decides the order of sums. So a
-worker has one request of these at a time, and what is lost goes to one that has none, or waits until there is one. The
-caller is one, too, while it waits itself.
+number is what it would have been. Two shares that run in one process at a time would draw from one random generator.
+So what is lost goes to a worker that has nothing of this caller's to do, or waits until there is one, and the worker
+gets nothing else meanwhile. The caller is one, too, while it waits itself.
 
 What a worker keeps is gone with it. So a request to a graph is kept with those that have made the graph: where the
 graph is not, all of them are made again, one after another.
@@ -14,135 +13,23 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
+import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
 
-from torch import Tensor
-
-from torchopt_dist._torch_private import tensor_version
+from torchopt_dist.distributed._ask import Ask, Sent
 from torchopt_dist.distributed._graph_releaser import GraphReleaser
 from torchopt_dist.distributed._membership import Membership
 from torchopt_dist.distributed._message import Message
-from torchopt_dist.distributed._payload import ExecutionOptions
-from torchopt_dist.distributed._protocol import Key, Reply
+from torchopt_dist.distributed._protocol import Reply
 from torchopt_dist.distributed._serialization import unpack
 from torchopt_dist.distributed._thread_pool import ThreadPool
-from torchopt_dist.distributed._wire_format import SMALL
 from torchopt_dist.distributed.transport.base import Sender, settle
-from torchopt_dist.errors import CallTimeoutError, PeerFailedError, RemoteError, WorkerLostError
+from torchopt_dist.errors import PeerFailedError, RemoteError, WorkerLostError
 
-__all__ = ["Ask", "Retries", "Sent"]
-
-
-@dataclass
-class Sent:
-    """A request that can be sent again.
-
-    Attributes:
-        message: the request; small tensors, and those that a module may change, are copies.
-        versions: of the other tensors, which are the caller's own: how often each had been changed in place.
-        connected: the tensors of its reply that belong to the graph which the worker keeps; ``None`` until it is there.
-    """
-
-    message: Message
-    versions: dict[int, int | None]
-    connected: tuple[int, ...] | None = None
-
-    @classmethod
-    def of(cls, message: Message) -> Sent:
-        """Keep a request."""
-        kept, versions = message.detached(), {}
-        for number, tensor in enumerate(kept.tensors):
-            if number in message.buffers or tensor.numel() * tensor.element_size() <= SMALL:
-                kept.tensors[number] = tensor.clone()
-            elif not tensor.is_inference():
-                versions[number] = tensor_version(tensor)
-        return cls(kept, versions)
-
-    def again(self) -> Message:
-        """The request, to be sent.
-
-        Raises:
-            RuntimeError: a tensor of the caller has been changed in place since.
-        """
-        tensors: list[Tensor] = []
-        for number, tensor in enumerate(self.message.tensors):
-            version = self.versions.get(number)
-            if number in self.versions and version != tensor_version(tensor):
-                raise RuntimeError(
-                    "the share of a lost worker cannot run again: of the tensors that it was sent, number "
-                    f"{number}, of shape {tuple(tensor.shape)}, has been changed in place since. Run backward before "
-                    "the optimizer's step, or make the call asynchronous, which copies what it sends"
-                )
-            tensors.append(tensor.detach() if number in self.versions else tensor.clone())
-        return replace(self.message, tensors=tensors)
-
-
-class Graph(Protocol):
-    """What is known here of a graph that a worker keeps."""
-
-    key: Key
-    worker: int
-
-    def moved(self, worker: int, transport: Sender) -> None:
-        """Note that another worker keeps it."""
-
-
-@dataclass(eq=False)
-class Ask:
-    """A request that is to be answered, by whom ever.
-
-    Attributes:
-        requests: those that make the graph it goes to, and at last the request itself.
-        graphs: the graphs that are where the answer comes from; the first is at the worker that is asked first.
-        transport: to that worker.
-        tried: the workers that must not be asked again; one set for all graphs that a call has led to, so that no
-            worker has two of one key.
-        seconds: how long all of it may take; 0: for ever.
-        options: say how often it may be lost and be asked again, and when another worker is asked as well.
-        resident: whether the first worker has the graph, and so is waited for.
-        movable: whether another worker can be asked.
-        beside: makes a transport to this process.
-        may_go: whether a survivor of this rank can be asked.
-        future: of the reply.
-        under_way: the workers that are at it.
-        elsewhere: whether another worker than the first is to be asked.
-        answered: whether the future has its result.
-    """
-
-    requests: list[Sent]
-    graphs: Sequence[Graph]
-    transport: Sender
-    tried: set[int]
-    seconds: float
-    options: ExecutionOptions
-    resident: bool
-    movable: bool
-    beside: Callable[[], Sender]
-    may_go: Callable[[int], bool]
-    future: Future[Message] = field(default_factory=Future)
-    under_way: set[int] = field(default_factory=set)
-    elsewhere: bool = False
-    answered: bool = False
-
-    def __post_init__(self) -> None:
-        self.retries = self.options.retries
-        self.started = time.monotonic()
-        self.first = self.graphs[0].worker
-
-    def seconds_left(self) -> float:
-        """How long a worker may take; 0 means for ever."""
-        if not self.seconds:
-            return 0.0
-        left = self.started + self.seconds - time.monotonic()
-        if left <= 0:
-            raise CallTimeoutError(f"no worker has answered within timeout={self.seconds:g} s")
-        return left
+__all__ = ["Retries"]
 
 
 class Retries:
@@ -167,6 +54,7 @@ class Retries:
         self._pending: list[Ask] = []
         self._at_work: defaultdict[int, list[Ask | None]] = defaultdict(list)
         self._waiting = 0
+        self._idle = 0
 
     def is_lost(self, worker: int) -> bool:
         """Whether that worker has died."""
@@ -183,23 +71,30 @@ class Retries:
             self._pending.append(ask)
         self._assign(ask)
         if ask.options.hedge_after is not None:
-            timer = threading.Timer(ask.options.hedge_after, self._hedge, (ask,))
+            timer = threading.Timer(ask.options.hedge_after, self._hedge, (weakref.ref(ask),))
             timer.daemon = True
             timer.start()
             ask.future.add_done_callback(lambda _: timer.cancel())
         return ask.future
 
     @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Until the context is left this thread only waits, so this process can do what others have left."""
+    def waiting(self, *, beside: bool = False) -> Iterator[None]:
+        """Until the context is left this thread only waits, so this process can do what others have left.
+
+        Args:
+            beside: whether this is a thread beside the caller's, which may go on, draw random numbers, and meet those
+                of the share; then this process does only what no other worker can do.
+        """
         with self._lock:
             self._waiting += 1
+            self._idle += not beside
         try:
             self._assign()
             yield
         finally:
             with self._lock:
                 self._waiting -= 1
+                self._idle -= not beside
 
     @contextlib.contextmanager
     def own_share(self) -> Iterator[None]:
@@ -213,7 +108,10 @@ class Retries:
                 self._at_work[self._me].remove(None)
             self._assign()
 
-    def _hedge(self, ask: Ask) -> None:
+    def _hedge(self, late: weakref.ref[Ask]) -> None:
+        ask = late()
+        if ask is None:
+            return
         with self._lock:
             ask.elsewhere = True
             if not (ask.answered or ask in self._pending):
@@ -246,16 +144,25 @@ class Retries:
                 self._threads.run(send)
 
     def _free_worker(self, ask: Ask) -> int | None:
-        """Who can do it now: a worker that has nothing of this caller's to do, or the caller, if it waits."""
-        if ask.resident and not ask.elsewhere and not (ask.movable and self.is_lost(ask.first)):
-            return None if self._at_work[ask.first] else ask.first
+        """Who can do it now; what is not where it was first to be goes to a worker that has nothing else to do."""
+        home = ask.first
+        if not (ask.elsewhere or (ask.movable and self.is_lost(home))):
+            moved = any(other is not None and other.is_strange(home) for other in self._at_work[home])
+            if ask.resident or not moved:
+                return home
         size = self._membership.world_size
-        for distance in range(size):  # so that the shares of several lost workers go to different ones
-            rank = (ask.first + distance) % size
-            free = rank != self._me and not (self.is_lost(rank) or self._at_work[rank])
-            if free and rank not in ask.tried and ask.may_go(rank):
+        others = [
+            (home + distance) % size for distance in range(size)
+        ]  # several lost workers' go to different ones
+        others = [rank for rank in others if self._may_have(ask, rank)]
+        for rank in others:
+            if not self._at_work[rank]:
                 return rank
-        return self._me if self._waiting and not self._at_work[self._me] else None
+        willing = self._idle or (self._waiting and not others)
+        return self._me if willing and not self._at_work[self._me] else None
+
+    def _may_have(self, ask: Ask, rank: int) -> bool:
+        return not (rank == self._me or self.is_lost(rank) or rank in ask.tried) and ask.may_go(rank)
 
     def _send(self, ask: Ask, worker: int, transport: Sender, requests: list[Sent]) -> None:
         try:

@@ -151,6 +151,7 @@ class _Call:
         snapshot: bool = False,
     ) -> None:
         self.group = current_group()
+        self.asynchronous = snapshot
         if not callable(func):
             raise TypeError(f"func must be callable, got {type(func).__name__} {func!r:.80}")
         if not isinstance(args, (tuple, list, type(None))):
@@ -222,7 +223,8 @@ class _Call:
     def finish(self) -> Any:
         """Wait for the others, and reduce."""
         results: list[Any] = [None] * len(self.partitions)
-        with self.bar or nullcontext(), self.group.recorder.span("wait"), self.group.retries.waiting():
+        waiting = self.group.retries.waiting(beside=self.asynchronous)
+        with self.bar or nullcontext(), self.group.recorder.span("wait"), waiting:
             gathered = gather(self.values, self.group.names, self.seconds, self.started)
         for worker, values in gathered.items():
             for index, value in zip(self.payloads[worker][1], values, strict=True):

@@ -1,0 +1,131 @@
+"""A request that can be sent again, and with it those that have made the graph which it goes to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from torch import Tensor
+
+from torchopt_dist._torch_private import tensor_version
+from torchopt_dist.distributed._message import Message
+from torchopt_dist.distributed._payload import ExecutionOptions
+from torchopt_dist.distributed._protocol import Key
+from torchopt_dist.distributed._wire_format import SMALL
+from torchopt_dist.distributed.transport.base import Sender
+from torchopt_dist.errors import CallTimeoutError
+
+__all__ = ["Ask", "Sent"]
+
+
+@dataclass
+class Sent:
+    """A request that can be sent again.
+
+    Attributes:
+        message: the request; small tensors, and those that a module may change, are copies.
+        versions: of the other tensors, which are the caller's own: how often each had been changed in place.
+        connected: the tensors of its reply that belong to the graph which the worker keeps; ``None`` until it is there.
+    """
+
+    message: Message
+    versions: dict[int, int | None]
+    connected: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(cls, message: Message) -> Sent:
+        """Keep a request."""
+        kept, versions = message.detached(), {}
+        for number, tensor in enumerate(kept.tensors):
+            if number in message.buffers or tensor.numel() * tensor.element_size() <= SMALL:
+                kept.tensors[number] = tensor.clone()
+            elif not tensor.is_inference():
+                versions[number] = tensor_version(tensor)
+        return cls(kept, versions)
+
+    def again(self) -> Message:
+        """The request, to be sent.
+
+        Raises:
+            RuntimeError: a tensor of the caller has been changed in place since.
+        """
+        tensors: list[Tensor] = []
+        for number, tensor in enumerate(self.message.tensors):
+            version = self.versions.get(number)
+            if number in self.versions and version != tensor_version(tensor):
+                raise RuntimeError(
+                    "the share of a lost worker cannot run again: of the tensors that it was sent, number "
+                    f"{number}, of shape {tuple(tensor.shape)}, has been changed in place since. Run backward before "
+                    "the optimizer's step, or make the call asynchronous, which copies what it sends"
+                )
+            tensors.append(tensor.detach() if number in self.versions else tensor.clone())
+        return replace(self.message, tensors=tensors)
+
+
+class Graph(Protocol):
+    """What is known here of a graph that a worker keeps."""
+
+    key: Key
+    worker: int
+
+    def moved(self, worker: int, transport: Sender) -> None:
+        """Note that another worker keeps it."""
+
+
+@dataclass(eq=False)
+class Ask:
+    """A request that is to be answered, by whom ever.
+
+    Attributes:
+        requests: those that make the graph it goes to, and at last the request itself.
+        graphs: the graphs that are where the answer comes from; the first is at the worker that is asked first.
+        transport: to that worker.
+        tried: the workers that must not be asked again; one set for all graphs that a call has led to, so that no
+            worker has two of one key.
+        seconds: how long all of it may take; 0: for ever.
+        options: say how often it may be lost and be asked again, and when another worker is asked as well.
+        resident: whether the first worker has the graph, and so is waited for.
+        movable: whether another worker can be asked.
+        beside: makes a transport to this process.
+        may_go: whether a survivor of this rank can be asked.
+        future: of the reply.
+        under_way: the workers that are at it.
+        elsewhere: whether another worker than the first is to be asked.
+        answered: whether the future has its result.
+    """
+
+    requests: list[Sent]
+    graphs: Sequence[Graph]
+    transport: Sender
+    tried: set[int]
+    seconds: float
+    options: ExecutionOptions
+    resident: bool
+    movable: bool
+    beside: Callable[[], Sender]
+    may_go: Callable[[int], bool]
+    future: Future[Message] = field(default_factory=Future)
+    under_way: set[int] = field(default_factory=set)
+    elsewhere: bool = False
+    answered: bool = False
+
+    def __post_init__(self) -> None:
+        self.retries = self.options.retries
+        self.started = time.monotonic()
+        self.first = self.graphs[0].worker
+
+    def is_strange(self, worker: int) -> bool:
+        """Whether a worker should have nothing of it to do: it was sent there instead, or is answered already."""
+        return self.answered or worker != self.first
+
+    def seconds_left(self) -> float:
+        """How long a worker may take; 0 means for ever."""
+        if not self.seconds:
+            return 0.0
+        left = self.started + self.seconds - time.monotonic()
+        if left <= 0:
+            raise CallTimeoutError(f"no worker has answered within timeout={self.seconds:g} s")
+        return left
