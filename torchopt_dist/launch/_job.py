@@ -63,7 +63,7 @@ class Job:
         self._plan, self._options, self._restarts, self._stop = plan, plan.options, restarts, stop
         self._setups = {machine: plan.setup(machine) for machine in {host.machine for host in plan.hosts}}
         self._begun = time.monotonic()
-        self._told_to_stop = False
+        self._told_to_stop = self._is_ending = False
         self.lost: dict[str, str] = {}
         self._agents: list[AgentHandle] = []
         self._workers: list[WorkerHandle] = []
@@ -253,7 +253,7 @@ class Job:
             worker = agent.workers[message.rank]
             if message.into == "report":
                 for said, of_it in worker.report.feed(payload):
-                    self._note_report(worker, said, of_it, told_to_stop=agent.told_to_stop)
+                    self._note_report(worker, said, of_it)
             else:
                 worker.lines[message.into].feed(payload)
         elif isinstance(message, messages.Started):
@@ -268,13 +268,13 @@ class Job:
                 error = worker.death(message.status, out_of_memory=message.out_of_memory)
                 self._fail(error, EXIT_SECONDS if message.status >= 0 else 0.0, worker)
 
-    def _note_report(self, worker: WorkerHandle, said: Any, payload: bytes, *, told_to_stop: bool) -> None:
+    def _note_report(self, worker: WorkerHandle, said: Any, payload: bytes) -> None:
         if isinstance(said, messages.Running):
             worker.running = True
         elif isinstance(said, messages.Returned):
             worker.value = payload
         elif isinstance(said, messages.Raised):
-            if said.exit_code == 0 and not told_to_stop:  # who is told to stop may end so, too
+            if said.exit_code == 0 and not self._is_ending:  # who is told to stop may end so, too
                 worker.value = payload
             elif said.exit_code is not None:
                 self._fail(worker.death(said.exit_code, asked=True), EXIT_SECONDS, worker)
@@ -305,6 +305,7 @@ class Job:
 
     def _end(self, grace: float) -> None:
         """Have everything ended, and hand on the last lines."""
+        self._is_ending = True
         try:
             if self._stop is not None and self._stop in self._selector.get_map():
                 self._selector.unregister(self._stop)

@@ -41,7 +41,7 @@ def test_what_a_worker_raises_is_raised(tmp_path, rpc):
 
 DEATHS = {
     "SIGKILL": (lambda: os.kill(os.getpid(), signal.SIGKILL), "was ended by SIGKILL", None, "SIGKILL"),
-    "sys.exit(0)": (lambda: sys.exit(0), r"called sys.exit\(0\)", 0, None),
+    "sys.exit(3)": (lambda: sys.exit(3), r"called sys.exit\(3\)", 3, None),
     "os._exit(7)": (lambda: os._exit(7), "exited with code 7", 7, None),
 }
 
