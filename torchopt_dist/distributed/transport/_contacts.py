@@ -95,6 +95,9 @@ class Endpoint:
         if len({contact.machine for contact in contacts}) > 1:
             contacts = self._exchange(store, "address", self._listen_at(host, here), size)
             self._admit({z85.decode(contact.key) for contact in contacts})
+        store.set(f"met/{self.rank}", "")
+        if self.rank == 0:  # it holds the server, from which the others have read now
+            store.wait([f"met/{rank}" for rank in range(size)])
         return contacts
 
     def connect(self, socket: zmq.Socket[bytes], contact: Contact) -> None:

@@ -73,7 +73,6 @@ class ZMQTransport:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._here = Endpoint(group.rank)
         self._mesh = Mesh(self._context, self._here, ())
-        self._store: dist.Store | None = None
 
     def start(self, store: dist.Store, timeout: float) -> None:
         """See :class:`~torchopt_dist.distributed.transport.base.Transport`; the time-out is the store's own."""
@@ -82,7 +81,6 @@ class ZMQTransport:
         init_distributed_autograd(self._group.rank)
         if size == 1:
             return  # nobody to speak with, so nothing listens
-        self._store = store  # rank 0 holds the server, from which the others may still read
         self._here.open(self._context)
         try:
             contacts = self._here.meet(store, size, os.environ.get("MASTER_ADDR", "127.0.0.1"))
