@@ -1,7 +1,7 @@
 """Files outside of this folder → pages in ``docs/_site``: the examples, CONTRIBUTING.md, CHANGELOG.md.
 
-They are made when the pages are built, and not committed. ``python docs/pages.py`` runs every example on one worker and
-on two first, and keeps its picture and its times for the pages; that is ``make gallery``.
+They are made when the pages are built, and not committed. ``python docs/pages.py [EXAMPLE…]`` runs every example, or
+those named, on one worker and on two, and keeps picture and times for the pages; that is ``make gallery``.
 """
 
 from __future__ import annotations
@@ -60,15 +60,23 @@ def known_times() -> dict[str, dict[str, float]]:
     return found
 
 
-def run_examples() -> None:
-    """Run every example in its default setting; one that fails is left out, and said to be."""
-    times: dict[str, dict[str, float]] = {}
+def run_examples(names: list[str]) -> None:
+    """Run every example, or those named, in the default setting; one that fails is left out, and said to be."""
+    times = known_times()
+    PICTURES.mkdir(exist_ok=True)
     for source in sorted((ROOT / "examples").glob("*.py")):
-        ways = {"in one process": [sys.executable]}
+        if names and source.stem not in names:
+            continue
+        ways = {"by `python`": [sys.executable]}
         if "torchrun" in source.read_text("utf-8"):
-            ways["on two workers"] = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-            ways["on two workers"] += ["--nproc_per_node=2"]
-        took = {}
+            ways["by `torchrun` on two workers"] = [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+            ]
+            ways["by `torchrun` on two workers"] += ["--nproc_per_node=2"]
+        took: dict[str, float] = {}
         for where, command in ways.items():
             print(f"{source.stem} {where}", flush=True)
             start = time.perf_counter()
@@ -80,7 +88,6 @@ def run_examples() -> None:
         if took:
             times[source.stem] = took
             if drawn.exists():
-                PICTURES.mkdir(exist_ok=True)
                 shutil.copy(drawn, PICTURES)
     TIMES.write_text(json.dumps(times, indent=1))
 
@@ -102,4 +109,4 @@ def make() -> None:
 
 
 if __name__ == "__main__":
-    run_examples()
+    run_examples(sys.argv[1:])
