@@ -43,6 +43,14 @@ def test_reptile_is_the_displacement(kind):
     assert all(gradient is None for gradient in found.values())
 
 
+def test_a_second_derivative_of_reptile_is_refused():
+    problem = Problem("tree", "adam")
+    first = list(problem.net.parameters())
+    found = torch.autograd.grad(problem.outer(problem.run(todist.Reptile()).params), first, create_graph=True)
+    with pytest.raises(NotImplementedError, match="`Reptile` is an estimate"):
+        sum(g.sum() for g in found).backward()
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_values_are_the_same_for_all(name):
     adjoint = ALL[name]

@@ -232,6 +232,9 @@ class _Watch(TorchFunctionMode):
         self.known[id(tensor)] = tensor
 
 
+_LEAVES = (bool, int, float, str, torch.dtype, torch.device)
+
+
 class Substitute(TorchFunctionMode):
     """Puts other tensors in the places of those found."""
 
@@ -240,12 +243,17 @@ class Substitute(TorchFunctionMode):
         self.others = {id(old): new for old, new in zip(found, others, strict=True)}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        arguments: Any = [args, kwargs or {}]
-        args, kwargs = pytree.tree_map(self._replaced, arguments)
-        return func(*args, **kwargs)
+        args = [self._replaced(arg) for arg in args]
+        if kwargs:
+            return func(*args, **{name: self._replaced(arg) for name, arg in kwargs.items()})
+        return func(*args)
 
-    def _replaced(self, leaf: Any) -> Any:
-        return self.others.get(id(leaf), leaf) if isinstance(leaf, Tensor) else leaf
+    def _replaced(self, arg: Any) -> Any:
+        if isinstance(arg, Tensor):
+            return self.others.get(id(arg), arg)
+        if arg is None or isinstance(arg, _LEAVES):
+            return arg
+        return pytree.tree_map(lambda leaf: self.others.get(id(leaf), leaf), arg)
 
 
 def _closed_over(function: Any) -> Tensors:

@@ -12,10 +12,10 @@ from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from torchopt_dist.diff.adjoints._loop import Carry, Loop, Outcome
 from torchopt_dist.diff.adjoints._randomness import kept_generators
+from torchopt_dist.diff.adjoints._second_order import without_second_order
 from torchopt_dist.diff.adjoints._undeclared import watched
 from torchopt_dist.diff.zero_order import noise_of, weighted_noise
 from torchopt_dist.typing import OptionalTensor
@@ -47,7 +47,8 @@ def run_with_pairs(
     outcome = loop.run(step, loop.own(loop.first))
     count = len(outcome.losses)
     places = loop.model.moved_places
-    pairs = _Pairs(loop.without_stop(), _parts(count, part or max(1, count)), sigma)
+    what = "EvolutionStrategies" if part is None else "PersistentEvolutionStrategies"
+    pairs = _Pairs(what, loop.without_stop(), _parts(count, part or max(1, count)), sigma)
     params = list(outcome.carry.params)
     with torch.enable_grad():
         moved = [params[place] for place in places]
@@ -69,6 +70,8 @@ def _parts(steps: int, length: int) -> list[tuple[int, int]]:
 class _Pairs:
     """Seeds → numbers, of shape (seeds, parts, 2): a part of the loop, run with the noise and with its opposite."""
 
+    what: str
+    """The adjoint, for errors."""
     loop: Loop
     parts: list[tuple[int, int]]
     sigma: float
@@ -138,20 +141,22 @@ class _Estimate(torch.autograd.Function):
         return tuple(tensor.detach().clone() for tensor in tensors[: params + losses])
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: OptionalTensor) -> tuple[OptionalTensor, ...]:
-        of_params, of_losses = grads[: ctx.params], grads[ctx.params :]
         declared = ctx.pairs.loop.declared
         nothing = (None,) * (5 + ctx.params + ctx.losses)
+        detached = [None if grad is None else grad.detach() for grad in grads]
+        of_params, of_losses = detached[: ctx.params], detached[ctx.params :]
         pairs = replace(ctx.pairs, of_params=tuple(of_params), of_losses=_weights(of_losses))
         evaluate: Callable[[Tensor], Tensor] = pairs if ctx.parallel is None else ctx.parallel(pairs)
-        with kept_generators():  # a call of workers draws a seed
+        with kept_generators(), torch.no_grad():  # a call of workers draws a seed
             values = evaluate(ctx.seeds)
         # The noise of a part has moved its own steps and all that come after them.
         slopes = (values[..., 0] - values[..., 1]) / (2 * pairs.sigma * len(ctx.seeds))
         following = slopes.flip(1).cumsum(1).flip(1)
         seeds = [seed_of(seed, part) for seed in ctx.seeds.tolist() for part in range(len(pairs.parts))]
-        return (*nothing, *weighted_noise(seeds, following.reshape(-1), declared, torch.randn))
+        with torch.no_grad():
+            found = weighted_noise(seeds, following.reshape(-1), declared, torch.randn)
+        return (*nothing, *without_second_order(pairs.what, found))
 
 
 def _weights(grads: Sequence[OptionalTensor]) -> OptionalTensor:

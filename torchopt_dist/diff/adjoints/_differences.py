@@ -12,22 +12,23 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from torchopt_dist.diff.adjoints._loop import Carry, Evaluation, Loop, Outcome
 from torchopt_dist.diff.adjoints._randomness import kept_generators
+from torchopt_dist.diff.adjoints._second_order import without_second_order
 from torchopt_dist.diff.adjoints._undeclared import refuse_undeclared, watched
 from torchopt_dist.typing import OptionalTensor
 
 __all__ = ["run_with_differences"]
 
 
-def run_with_differences(loop: Loop, radius: float, *, at_the_end: bool) -> Outcome:
+def run_with_differences(loop: Loop, radius: float, what: str, *, at_the_end: bool) -> Outcome:
     """Train without a graph, and connect the last step.
 
     Args:
         loop: what to run.
         radius: the distance, in the norm of all parameters together, of the two points from that between them.
+        what: the adjoint, for errors.
         at_the_end: that is where the parameters are after the last step; otherwise, before.
 
     Returns:
@@ -47,7 +48,7 @@ def run_with_differences(loop: Loop, radius: float, *, at_the_end: bool) -> Outc
 
     def connected(carry: Carry, found: Evaluation, number: int) -> Carry:
         places = [place for place, grad in enumerate(found.grads) if grad is not None]
-        between = _Between(loop, number, radius, places, carry)
+        between = _Between(loop, number, radius, places, carry, what)
         grads = list(found.grads)
         connection = _Differences.apply(between, [grads[place] for place in places], *loop.declared)
         for place, grad in zip(places, connection, strict=True):
@@ -76,6 +77,8 @@ class _Between:
     places: list[int]
     """Of the parameters that have a gradient."""
     carry: Carry
+    what: str
+    """The adjoint, for errors."""
 
     def gradients(self, directions: list[Tensor], given: list[Tensor]) -> list[OptionalTensor]:
         """The derivative, along directions, of the loss's gradients with respect to tensors that are declared."""
@@ -83,7 +86,7 @@ class _Between:
         if not bool(length > 0):
             return [None] * len(given)
         distance = self.radius / length
-        sides = [self._side(directions, distance * sign, given) for sign in (1, -1)]
+        sides = [self._side(directions, distance * sign, given, checked=sign > 0) for sign in (1, -1)]
         return [
             None
             if ahead is None or behind is None
@@ -92,7 +95,7 @@ class _Between:
         ]
 
     def _side(
-        self, directions: list[Tensor], distance: Tensor, given: list[Tensor]
+        self, directions: list[Tensor], distance: Tensor, given: list[Tensor], *, checked: bool
     ) -> tuple[OptionalTensor, ...]:
         params = list(self.carry.params)
         for place, v in zip(self.places, directions, strict=True):
@@ -101,7 +104,8 @@ class _Between:
         carry = loop.cut(self.carry._replace(params=params))
         with torch.enable_grad(), kept_generators():
             loss, _, _ = loop.evaluate(carry.params, carry.buffers, self.number)
-            refuse_undeclared(loop, carry, self.number, loss, carry.params)
+            if checked:
+                refuse_undeclared(loop, carry, self.number, loss, carry.params)
             if not loss.requires_grad:
                 return (None,) * len(given)
             return torch.autograd.grad(loss, given, torch.ones_like(loss), allow_unused=True)
@@ -119,11 +123,12 @@ class _Differences(torch.autograd.Function):
         return tuple(grads)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *directions: Tensor) -> tuple[OptionalTensor, ...]:
         wanted = ctx.needs_input_grad[2:]
         given = [
             tensor.detach().requires_grad_(is_wanted)
             for tensor, is_wanted in zip(ctx.saved_tensors, wanted, strict=True)
         ]
-        return None, None, *ctx.between.gradients(list(directions), given)
+        with torch.no_grad():
+            found = ctx.between.gradients([direction.detach() for direction in directions], given)
+        return None, None, *without_second_order(ctx.between.what, found)

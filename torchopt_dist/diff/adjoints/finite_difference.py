@@ -53,4 +53,4 @@ class FiniteDifference(Adjoint):
     def run(self, loop: Loop) -> Outcome:
         """Run the loop; see :meth:`Adjoint.run`."""
         refuse_transforms(self)
-        return run_with_differences(loop, self.eps, at_the_end=False)
+        return run_with_differences(loop, self.eps, type(self).__name__, at_the_end=False)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torchopt_dist.diff.adjoints._loop import Loop, Outcome
+from torchopt_dist.diff.adjoints._second_order import without_second_order
 from torchopt_dist.diff.adjoints.adjoint import Adjoint
 
 __all__ = ["Reptile"]
@@ -63,4 +64,4 @@ class _Displacement(torch.autograd.Function):
         moved = tuple(
             (first - last).detach() for first, last in zip(tensors[:count], tensors[count:], strict=True)
         )
-        return (*moved, *[None] * count)
+        return (*without_second_order("Reptile", moved), *[None] * count)

@@ -56,4 +56,4 @@ class SAMA(Adjoint):
     def run(self, loop: Loop) -> Outcome:
         """Run the loop; see :meth:`Adjoint.run`."""
         refuse_transforms(self)
-        return run_with_differences(loop, self.alpha, at_the_end=True)
+        return run_with_differences(loop, self.alpha, type(self).__name__, at_the_end=True)

@@ -1,0 +1,47 @@
+"""Estimated gradients → the same; to differentiate them is an error, and no derivative is silently missing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from torchopt_dist._torch_private import transforms_are_active
+from torchopt_dist.typing import OptionalTensor
+
+__all__ = ["without_second_order"]
+
+
+def without_second_order(what: str, grads: Sequence[OptionalTensor]) -> tuple[OptionalTensor, ...]:
+    """Give what a backward pass has found a history that cannot be gone back through, where a graph is recorded.
+
+    Args:
+        what: the adjoint, for the error.
+        grads: what was found.
+
+    Returns:
+        The same values; inside ``torch.func``'s transforms, which only `Reptile` takes, as they are.
+    """
+    if not torch.is_grad_enabled() or transforms_are_active():
+        return tuple(grads)
+    there = [grad.detach().requires_grad_() for grad in grads if grad is not None]
+    made = iter(_Refused.apply(what, *there) if there else ())
+    return tuple(None if grad is None else next(made) for grad in grads)
+
+
+class _Refused(torch.autograd.Function):
+    apply: ClassVar[Any]
+
+    @staticmethod
+    def forward(ctx: Any, what: str, *grads: Tensor) -> tuple[Tensor, ...]:
+        ctx.what = what
+        return tuple(grad.view_as(grad) for grad in grads)
+
+    @staticmethod
+    def backward(ctx: Any, *bars: OptionalTensor) -> Any:
+        raise NotImplementedError(
+            f"the gradient of `{ctx.what}` is an estimate that cannot be differentiated itself: take `Recorded()`, "
+            "`Replayed()` or `Implicit()` where a second derivative is wanted, or detach the gradient"
+        )
