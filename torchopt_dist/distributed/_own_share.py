@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import ExitStack
 from typing import Any
 
 import optree
 from torch import Tensor, nn
 
+from torchopt_dist._serialized_exception import SerializedException
 from torchopt_dist._torch_private import tensor_version
 from torchopt_dist.distributed import _execute
 from torchopt_dist.distributed._device_placement import placed, receiving_device
@@ -27,7 +30,7 @@ from torchopt_dist.distributed._siblings import Siblings
 from torchopt_dist.distributed._wire_format import SMALL
 from torchopt_dist.errors import SerializationError
 
-__all__ = ["prepare"]
+__all__ = ["prepare", "run"]
 
 
 def prepare(
@@ -73,7 +76,7 @@ def prepare(
         elif not tensor.is_inference():
             shared[number] = tensor_version(tensor)
 
-    def run() -> list[Any]:
+    def work() -> list[Any]:
         values = graph.collect(anchor, here.send(graph.worker, sent, 0).result())
         changed = [
             number for number, version in shared.items() if tensor_version(sent.tensors[number]) != version
@@ -82,20 +85,43 @@ def prepare(
             _warn_of_changes(payload, [message.tensors[number] for number in changed])
         return values
 
-    return run
+    return work
+
+
+def run(
+    work: Callable[[], list[Any]], own: Future[list[Any]], busy: ExitStack, name: str | None = None
+) -> None:
+    """Run a share that is ready.
+
+    Args:
+        work: what :func:`prepare` has returned.
+        own: is given what ``work`` returns or raises.
+        busy: is left when the share has run.
+        name: this worker's, in a thread that an exit would end; then ``own`` is given that, too.
+    """
+    try:
+        with busy:
+            values = work()
+        own.set_result(values)
+    except Exception as error:
+        own.set_exception(error)
+    except BaseException as error:
+        if name is None:
+            raise
+        own.set_exception(SerializedException.of(error).to_error(name))
 
 
 def _plain(payload: Payload, *, in_a_thread: bool) -> Callable[[], list[Any]]:
     held = hold_grad_accumulators(payload.tensors()) if in_a_thread else []
 
-    def run() -> list[Any]:
+    def work() -> list[Any]:
         try:
             with current_group().recorder.span("run"):
                 return _execute.run(placed(payload))
         finally:
             held.clear()
 
-    return run
+    return work
 
 
 def _warn_of_changes(payload: Payload, changed: list[Tensor]) -> None:

@@ -213,11 +213,11 @@ class _Call:
             own = self.values[worker] = concurrent.futures.Future()
             busy = ExitStack()
             busy.enter_context(self.group.retries.own_share())
-            work = functools.partial(_within, busy, work)
             if self.seconds and self.payloads[worker][0].options.isolate_own_share:
-                self.group.threads.run(functools.partial(_settle, own, work, self.group.names[worker]))
+                name = self.group.names[worker]
+                self.group.threads.run(functools.partial(_own_share.run, work, own, busy, name))
             else:
-                _settle(own, work)
+                _own_share.run(work, own, busy)
         self.own_share.clear()
 
     def finish(self) -> Any:
@@ -230,25 +230,6 @@ class _Call:
             for index, value in zip(self.payloads[worker][1], values, strict=True):
                 results[index] = value
         return self.reduce(results, [part.size for part in self.partitions])
-
-
-def _within(context: ExitStack, work: Callable[[], list[Any]]) -> list[Any]:
-    with context:
-        return work()
-
-
-def _settle(
-    own: concurrent.futures.Future[list[Any]], work: Callable[[], list[Any]], name: str | None = None
-) -> None:
-    """Give the future what ``work`` returns or raises; in a thread, where ``name`` is this worker's, also its exit."""
-    try:
-        own.set_result(work())
-    except Exception as error:
-        own.set_exception(error)
-    except BaseException as error:
-        if name is None:
-            raise
-        own.set_exception(SerializedException.of(error).to_error(name))
 
 
 @overload
