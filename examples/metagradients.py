@@ -86,13 +86,14 @@ def trained(
     train: Images, log_rates: Tensor, steps: int, seed: int, first: Tensor, adjoint: Any
 ) -> list[Tensor]:
     """A network after training; the seed decides the order of the images."""
-    generator = torch.Generator().manual_seed(seed)
-    epochs = 1 + steps * BATCH // len(train.y)
-    order = torch.cat([torch.randperm(len(train.y), generator=generator) for _ in range(epochs)])
     parts = first.split([math.prod(shape) for shape in SHAPES])
 
     def batch(number: int) -> Images:
-        chosen = order[number * BATCH : (number + 1) * BATCH]
+        # An order for each epoch, made when it is needed: one for all steps would grow with them.
+        epoch, place = divmod(number, len(train.y) // BATCH)
+        generator = torch.Generator().manual_seed(seed * 100_000 + epoch)
+        order = torch.randperm(len(train.y), generator=generator)
+        chosen = order[place * BATCH : (place + 1) * BATCH]
         return Images(train.x[chosen], train.y[chosen])
 
     def loss(params: list[Tensor], batch: Images) -> Tensor:
