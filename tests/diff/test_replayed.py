@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchopt_dist as todist
 from tests.diff.adjoint_table import Problem, gradients
@@ -18,6 +19,7 @@ from torchopt_dist.diff.adjoints import replayed
 from torchopt_dist.diff.replay import _tape
 from torchopt_dist.diff.replay._binomial import places, split, steps_run_again
 from torchopt_dist.diff.replay._snapshots import number_of_bytes
+from torchopt_dist.transform.apply_updates import differentiable_step
 
 D = torch.float64
 
@@ -445,6 +447,38 @@ def test_a_function_with_a_loop_in_it_compiles():
 
     found = torch.autograd.grad(torch.compile(whole, backend="eager")(p), p)
     agree((found, torch.autograd.grad(whole(p), p)))
+
+
+class _Operations(TorchDispatchMode):
+    """The names of the operations on large tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        flat = todist.pytree.flatten(made)[0]
+        if any(isinstance(x, Tensor) and x.numel() >= 100 for x in flat):
+            self.names.append(func.name())
+        return made
+
+
+@pytest.mark.parametrize("make", [todist.adam, todist.adamw])
+def test_a_plain_step_with_a_tensor_for_the_rate_is_one_operation(make):
+    lr = torch.tensor(0.1, dtype=D, requires_grad=True)
+    p, grad = torch.randn(100, dtype=D), torch.randn(100, dtype=D)
+    optimizer, like = make(lr=lr), make(lr=0.1)
+    with torch.no_grad(), _Operations() as done:
+        moved, state = differentiable_step(optimizer, [p], [grad], optimizer.init([p]))
+    assert len([name for name in done.names if name.startswith("todist::")]) == 1
+    assert not any("foreach" in name or "mul" in name for name in done.names)
+    expected, expected_state = differentiable_step(like, [p], [grad], like.init([p]))
+    torch.testing.assert_close(moved, expected, rtol=0, atol=0)
+    for one, other in zip(*(todist.pytree.flatten(s)[0] for s in (state, expected_state)), strict=True):
+        assert torch.equal(one, other)
+    moved, _state = differentiable_step(optimizer, [p], [grad], optimizer.init([p]))
+    assert torch.autograd.grad(moved[0].sum(), lr)[0].any()
 
 
 def test_parameters_that_are_overwritten_before_backward_are_an_error():

@@ -35,7 +35,7 @@ class InPlaceFn(Protocol):
 class DifferentiableFn(Protocol):
     """Parameters, gradients, state → moved parameters, next state; or ``None``: the links are to run.
 
-    That is where a schedule's value has a graph, which the ops do not take.
+    That is where a schedule's value has a graph, or a learning rate that is a tensor may get a gradient.
     """
 
     def __call__(self, params: Params, grads: Updates, state: Any, /) -> tuple[Params, OptState] | None:
@@ -96,18 +96,21 @@ def fused_step(
             fields, in the order of the chain.
         state_types: the types of those links' states, ``None`` for a link left out; the other links have no state.
         options: the hyper-parameters, and whatever else both ops take; one that is ``None`` is not passed. ``lr``
-            may be a schedule, if the last link is the one that it makes.
+            may be a schedule, if the last link is the one that it makes, or a tensor of one element on the CPU: then
+            only the differentiable step is fused, and only where nothing is recorded.
 
     Returns:
-        The steps; or ``None`` if an option is a tensor or, except ``lr``, a schedule, which the ops do not take.
+        The steps; or ``None`` if another option is a tensor or a schedule, which the ops do not take.
     """
     given = {name: value for name, value in options.items() if value is not None}
-    schedule = given.pop("lr") if callable(given["lr"]) else None
+    lr = given["lr"]
+    as_tensor = isinstance(lr, Tensor) and lr.numel() == 1 and lr.device.type == "cpu"
+    schedule = given.pop("lr") if callable(lr) or as_tensor else None
     if not is_number(*given.values()):
         return None
     types = tuple(kind for kind in state_types if kind is not None)
     return FusedStep(
-        None if in_place is None else partial(_step_in_place, in_place, schedule, given),
+        None if in_place is None or as_tensor else partial(_step_in_place, in_place, schedule, given),
         None
         if differentiable is None
         else partial(_differentiable_step, differentiable, types, schedule, given),
@@ -159,13 +162,18 @@ def _leaves(field: Any) -> list[Any]:
 def _differentiable_step(
     op: Callable[..., tuple[list[Any], ...]],
     state_types: tuple[type[Any], ...],
-    schedule: Schedule | None,
+    schedule: Schedule | Tensor | None,
     options: dict[str, Any],
     params: Params,
     grads: Updates,
     state: OptState,
     /,
 ) -> tuple[Params, OptState] | None:
+    if isinstance(schedule, Tensor):
+        if torch.is_grad_enabled() or runs_in_a_loop([schedule]):
+            return None
+        with_number = {**options, "lr": schedule.item()}
+        return _differentiable_step(op, state_types, None, with_number, params, grads, state)
     if schedule is not None:
         *state, counted = state
         lr = schedule(counted.step.to(torch.float64))
