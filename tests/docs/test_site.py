@@ -49,5 +49,5 @@ def test_costs_are_drawn_from_tables_that_are_there() -> None:
     pictures = imported("pictures")
     assert "ours" in pictures.table("benchmarks.md", "A MAML step")
     assert pictures.number("4,269,981 bytes") == 4269981
-    with pytest.raises(ValueError, match="docs/benchmarks.md has no table below '## Gone'"):
+    with pytest.raises(ValueError, match=r"docs/benchmarks\.md has no table below '## Gone'"):
         pictures.table("benchmarks.md", "Gone")
