@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import torchopt_dist as todist
+from torchopt_dist import linear_solve
 
 BY_TASK = todist.dim_partitioner(exclusive=True, keepdim=False)
 ADJOINTS = {
@@ -63,6 +64,38 @@ def test_tasks_have_the_gradients_of_one_process(world, size):
                         torch.testing.assert_close(gradient, other, rtol=1e-10, atol=1e-12)
 
     world(size).on_zero(body)
+
+
+def test_tasks_with_estimated_gradients_have_those_of_one_process(world):
+    def body():
+        model, weight, lr, xs = setting()
+        ins = [*model.parameters(), weight, lr]
+        for adjoint in (
+            todist.FiniteDifference(),
+            todist.SAMA(),
+            todist.Implicit(linear_solve.solve_cg(ridge=1.0)),
+        ):
+
+            def one(model, x, adjoint=adjoint):
+                return task(model, weight, lr, x, adjoint=adjoint)
+
+            want = torch.stack([one(model, x) for x in xs]).mean()
+            expected = torch.autograd.grad(want, ins, allow_unused=True)
+            loss = todist.parallelize(BY_TASK, todist.sum_reducer)(one)(model, xs) / len(xs)
+            found = torch.autograd.grad(loss, ins, allow_unused=True)
+            torch.testing.assert_close(loss, want, rtol=1e-12, atol=0)
+            assert expected[-2].any()
+            for gradient, other in zip(found, expected, strict=True):
+                if other is None:
+                    assert gradient is None or not gradient.any()
+                else:
+                    torch.testing.assert_close(gradient, other, rtol=1e-7, atol=1e-12)
+            with pytest.raises(
+                NotImplementedError, match=f"`{type(adjoint).__name__}` does not run inside .*vmap"
+            ):
+                todist.parallelize(BY_TASK, todist.sum_reducer, vectorize=True)(one)(model, xs)
+
+    world(2).on_zero(body)
 
 
 def test_a_loss_on_workers_is_replayed_by_recording_its_steps(world):
