@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import itertools
@@ -19,6 +20,7 @@ import torchopt_dist as todist
 from tests.distributed.bare import soon
 from torchopt_dist.distributed import _membership_hub as membership_module
 from torchopt_dist.distributed._membership import START, Failure, Member, Membership
+from torchopt_dist.distributed._membership_link import Link
 
 
 class Lines:
@@ -487,6 +489,42 @@ def test_a_connection_that_is_reset_is_made_again_and_loses_nothing(behind_a_mid
     line.ends[2].fail("the root of it")
     wait_until(lambda: line.heard[0] and line.heard[1])
     assert line.heard[1] == [Failure(2, "the root of it", worker="c", host="here")]
+
+
+class Sent:
+    """A writer that keeps what is written."""
+
+    def __init__(self):
+        self.lines = []
+
+    def write(self, line):
+        self.lines.append(line)
+
+
+def test_what_comes_again_over_a_new_connection_counts_once():
+    sender, receiver, heard = Link(), Link(), []
+
+    async def hear(lines):
+        reader = asyncio.StreamReader()
+        reader.feed_data(b"".join(lines))
+        reader.feed_eof()
+
+        async def handle(message):
+            heard.append(message["text"])
+
+        assert await receiver.receive_all(reader, handle) == "died"
+
+    first, second = Sent(), Sent()
+    sender.attach(first, 0)
+    for text in "ab":
+        sender.put({"text": text})
+    known = receiver.received  # when the connection is made again, what is under way has not come yet
+    asyncio.run(hear(first.lines))
+    sender.attach(second, known)
+    sender.put({"text": "c"})
+    assert len(second.lines) == 3
+    asyncio.run(hear(second.lines))
+    assert heard == ["a", "b", "c"]
 
 
 def test_a_connection_that_is_reset_and_not_made_again_is_a_loss(behind_a_middlebox, monkeypatch):

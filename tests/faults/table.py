@@ -292,7 +292,7 @@ FAULTS = (
     Fault(
         "a C call holds Python's interpreter lock for longer than the patience",
         "nothing: it is alive, and a `timeout=` is the caller's",
-        on_rank_one(lambda: hold_the_interpreter(1.5), lambda: None),
+        on_rank_one(lambda: hold_the_interpreter(1.0), lambda: None),
         all_end_well,
         2.5,
     ),
