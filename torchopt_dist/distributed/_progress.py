@@ -50,9 +50,10 @@ class Bar:
         group.bars[self.ticket[1]] = self.told
 
     def told(self, worker: int, done: int) -> None:
-        """A worker has done so many tasks of its share."""
+        """A worker has done so many tasks of its share; those of a lost worker's, which it does as well, count there."""
+        done = min(done, self._shares.get(worker, 0))
         with self._lock:
-            if worker in self._done and done > self._done[worker]:
+            if done > self._done.get(worker, 0):
                 self._bar.update(done - self._done[worker])
                 self._done[worker] = done
 

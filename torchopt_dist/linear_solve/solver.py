@@ -20,6 +20,7 @@ from torch import Tensor
 from torchopt_dist import pytree
 from torchopt_dist.linear_solve._closure import convert
 from torchopt_dist.linear_solve._operator import BatchedOperator, LinearOperator, RidgeOperator
+from torchopt_dist.linear_solve._vector_layout import VectorLayout
 from torchopt_dist.linear_solve._vjp import Tensors, refuse_forward_mode
 from torchopt_dist.typing import Numeric, TensorTree
 
@@ -152,7 +153,7 @@ class Solver(ABC):
         start: Tensors,
     ) -> tuple[Tensors, SolverInfo]:
         """Lists of leaves → vectors → the solution's leaves; and a warning or an error if it is none."""
-        layout = _Layout(b, len(operator.batch_shape))
+        layout = VectorLayout(b, len(operator.batch_shape))
         prepared = operator.prepared(params, b)
 
         def product(vector: Tensor) -> Tensor:
@@ -182,7 +183,11 @@ class Solver(ABC):
         return 10 * elements
 
     def _preconditioner(
-        self, product: Callable[[Tensor], Tensor], layout: _Layout, spec: pytree.PyTreeSpec, batch_dims: int
+        self,
+        product: Callable[[Tensor], Tensor],
+        layout: VectorLayout,
+        spec: pytree.PyTreeSpec,
+        batch_dims: int,
     ) -> Callable[[Tensor], Tensor] | None:
         if self.M is None:
             return None
@@ -257,38 +262,6 @@ def _vector(tree: TensorTree, name: str) -> tuple[Tensors, pytree.PyTreeSpec]:
     if not leaves:
         raise ValueError(f"`{name}` must have at least one tensor, got {tree!r:.80}")
     return leaves, spec
-
-
-class _Layout:
-    """Leaves of shapes (batch…, shape…) ↔ one vector of shape (batch…, n), in the widest of their dtypes."""
-
-    def __init__(self, leaves: Tensors, batch_dims: int) -> None:
-        self.batch_shape = leaves[0].shape[:batch_dims]
-        self.shapes = [leaf.shape for leaf in leaves]
-        self.sizes = [math.prod(leaf.shape[batch_dims:]) for leaf in leaves]
-        self.elements = sum(self.sizes)
-        self.dtypes = [leaf.dtype for leaf in leaves]
-        self.devices = [leaf.device for leaf in leaves]
-        self.device = leaves[0].device
-        dtype = leaves[0].dtype
-        for other in self.dtypes:
-            dtype = torch.promote_types(dtype, other)
-        self.dtype = dtype
-        self.uniform = set(self.dtypes) == {dtype} and set(self.devices) == {self.device}
-
-    def vector(self, leaves: Sequence[Tensor]) -> Tensor:
-        flat = [leaf.reshape(*self.batch_shape, size) for leaf, size in zip(leaves, self.sizes, strict=True)]
-        if not self.uniform:
-            flat = [leaf.to(self.device, self.dtype) for leaf in flat]
-        return flat[0] if len(flat) == 1 else torch.cat(flat, dim=-1)
-
-    def leaves(self, vector: Tensor, like: Tensors | None = None) -> Tensors:
-        parts = zip(vector.split(self.sizes, dim=-1), self.shapes, strict=True)
-        leaves = [part.reshape(shape) for part, shape in parts]
-        if not self.uniform:
-            leaves = [x.to(d, t) for x, d, t in zip(leaves, self.devices, self.dtypes, strict=True)]
-        # A result has memory of its own: not views of one vector, and not an argument itself.
-        return leaves if like is None else [leaf.clone() for leaf in leaves]
 
 
 def solve_implicitly(

@@ -19,27 +19,24 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from torchopt_dist import pytree
 from torchopt_dist.nn._held_tensors import deepcopy_memo
 from torchopt_dist.nn._tensor_copier import TensorCopier
 from torchopt_dist.ops import _bias_correction as bias_correction
 from torchopt_dist.optim import _learning_rate as learning_rate
 from torchopt_dist.optim import _signatures as signatures
 from torchopt_dist.optim import _twin
-from torchopt_dist.optim._checkpoint import flatten_with_keys
-from torchopt_dist.optim._layout import COUNT, Layout, counts, fit_dtypes, is_list, layout_of, sort_of
+from torchopt_dist.optim._group_state import SHARED, gather, scatter
+from torchopt_dist.optim._layout import COUNT, Layout, counts, fit_dtypes, layout_of, sort_of
 from torchopt_dist.transform.apply_updates import step_in_place
 from torchopt_dist.transform.base import GradientTransformation
-from torchopt_dist.typing import OptState
 
 if TYPE_CHECKING:
     from typing import Self
 
 __all__ = ["Optimizer"]
 
-_SHARED = "shared_state"
 _WITHOUT = ("moment_requires_grad",)
-_NO_OPTIONS = {"params", "param_names", _SHARED, *_twin.WAYS}
+_NO_OPTIONS = {"params", "param_names", SHARED, *_twin.WAYS}
 """What may be in a group and does not change the numbers."""
 _PARAMS_TEXT = "params: tensors, named tensors, or dicts of parameter groups with options of their own."
 
@@ -139,7 +136,7 @@ class Optimizer(torch.optim.Optimizer):
         if self._impl is not None and not any(map(is_lazy, group["params"])):
             state = self._transformation_of(group).init(group["params"])
             if shared := layout_of(state).shared(state):
-                group[_SHARED] = shared  # from the start, or a checkpoint would have no place for it
+                group[SHARED] = shared  # from the start, or a checkpoint would have no place for it
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -221,7 +218,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         for index, group in enumerate(self.param_groups):
             impl = self._built_transformation(index, group)
-            self._gather(group, impl, self._layout(index, group, impl))
+            gather(self, group, impl, self._layout(index, group, impl))
             if self._counts_for_torch:
                 self._begin_counts(group["params"])
         for state in self.state.values():
@@ -263,10 +260,10 @@ class Optimizer(torch.optim.Optimizer):
         self._schedules.settle(index, group)
         impl = self._built_transformation(index, group)
         layout = self._layout(index, group, impl)
-        before = self._gather(group, impl, layout)
+        before = gather(self, group, impl, layout)
         state = step_in_place(impl, params, grads, before)
         if state is not None:
-            self._scatter(group, layout, state)
+            scatter(self, group, layout, state, overwrite=self._shares_memory)
         if self._counts_for_torch:
             self._count([p for p, grad in zip(params, grads, strict=True) if grad is not None])
         if self._schedules.rules(index, group):
@@ -340,58 +337,6 @@ class Optimizer(torch.optim.Optimizer):
             self._layouts[place] = known
             fit_dtypes(known[1], first, [self.state.get(p, {}) for p in group["params"]])
         return known[1]
-
-    def _gather(self, group: dict[str, Any], impl: GradientTransformation, layout: Layout) -> OptState:
-        """Put a group's state together; what is not there yet is as at the first step."""
-        params, own = group["params"], [key for key in layout.keys if key is not None]
-        states = [self.state[p] for p in params] if own else []
-        shared = group.get(_SHARED, {})
-        try:
-            columns = {key: [state[key] for state in states] for key in own}
-            return _together(layout, columns, shared)
-        except KeyError:
-            first = self._fill(params, impl, layout)
-            group[_SHARED] = shared = {**first, **shared}  # a fused step overwrites them
-            columns = {key: [state[key] for state in states] for key in own}
-            return _together(layout, columns, shared)
-
-    def _fill(self, params: list[Tensor], impl: GradientTransformation, layout: Layout) -> dict[str, Any]:
-        """Fill in what parameters lack of their state; return the group's own first state."""
-        state = impl.init(params)
-        first = flatten_with_keys(state, is_list)[1]
-        own = {key for key in layout.keys if key is not None}
-        for p in params if COUNT in own else ():
-            held = self.state[p]
-            lacking = sorted(own - set(held) - {COUNT})
-            if held and lacking:
-                raise ValueError(
-                    f"`state` of a parameter must have all that this {type(self).__name__} keeps, or nothing: it "
-                    f"lacks {lacking}, got {sorted(held)}"
-                )
-            if held:  # torch's SGD does not count
-                held.setdefault(COUNT, torch.ones((), dtype=torch.float32, device="cpu"))
-        for key, leaves in zip(layout.keys, first, strict=True):
-            for p, leaf in zip(params, leaves, strict=True) if key is not None else ():
-                self.state[p].setdefault(key, leaf)
-        return layout.shared(state)
-
-    def _scatter(self, group: dict[str, Any], layout: Layout, state: OptState) -> None:
-        _, leaves, _ = flatten_with_keys(state, is_list)
-        for key, leaf in zip(layout.keys, leaves, strict=True):
-            for p, value in zip(group["params"], leaf, strict=True) if key is not None else ():
-                if self._shares_memory and value is not self.state[p][key]:
-                    self.state[p][key].copy_(value)
-                else:
-                    self.state[p][key] = value
-        if shared := layout.shared(state):
-            group[_SHARED] = shared
-
-
-def _together(layout: Layout, columns: dict[str, list[Any]], shared: dict[str, Any]) -> OptState:
-    pairs = zip(layout.keys, layout.paths, strict=True)
-    return pytree.unflatten(
-        layout.spec, [shared[path] if key is None else columns[key] for key, path in pairs]
-    )
 
 
 def _is_same_option(before: Any, now: Any) -> bool:

@@ -1,0 +1,98 @@
+"""What a group's parameters and the group itself hold → the transformation's state; and back after a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchopt_dist import pytree
+from torchopt_dist.optim._checkpoint import flatten_with_keys
+from torchopt_dist.optim._layout import COUNT, Layout, is_list
+from torchopt_dist.transform.base import GradientTransformation
+from torchopt_dist.typing import OptState
+
+__all__ = ["SHARED", "gather", "scatter"]
+
+SHARED = "shared_state"
+"""Where a group has what belongs to none of its parameters."""
+
+
+def gather(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], impl: GradientTransformation, layout: Layout
+) -> OptState:
+    """Put a group's state together; what is not there yet is as at the first step.
+
+    Raises:
+        ValueError: a parameter has a part of its state only.
+    """
+    params, own = group["params"], [key for key in layout.keys if key is not None]
+    states = [optimizer.state[p] for p in params] if own else []
+    shared = group.get(SHARED, {})
+    try:
+        columns = {key: [state[key] for state in states] for key in own}
+        return _together(layout, columns, shared)
+    except KeyError:
+        first = _fill(optimizer, group, impl, layout)
+        group[SHARED] = shared = {**first, **shared}  # a fused step overwrites them
+        columns = {key: [state[key] for state in states] for key in own}
+        return _together(layout, columns, shared)
+
+
+def scatter(
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    layout: Layout,
+    state: OptState,
+    *,
+    overwrite: bool,
+) -> None:
+    """Give the parameters and the group what is theirs of a state.
+
+    Args:
+        optimizer: has the parameters' states.
+        group: one of its groups.
+        layout: of the group's state.
+        state: the transformation's.
+        overwrite: whether the parameters' tensors are written to, as other processes see them, or replaced.
+    """
+    _, leaves, _ = flatten_with_keys(state, is_list)
+    for key, leaf in zip(layout.keys, leaves, strict=True):
+        for p, value in zip(group["params"], leaf, strict=True) if key is not None else ():
+            if overwrite and value is not optimizer.state[p][key]:
+                optimizer.state[p][key].copy_(value)
+            else:
+                optimizer.state[p][key] = value
+    if shared := layout.shared(state):
+        group[SHARED] = shared
+
+
+def _fill(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], impl: GradientTransformation, layout: Layout
+) -> dict[str, Any]:
+    """Fill in what parameters lack of their state; return the group's own first state."""
+    params = group["params"]
+    state = impl.init(params)
+    first = flatten_with_keys(state, is_list)[1]
+    own = {key for key in layout.keys if key is not None}
+    for p in params if COUNT in own else ():
+        held = optimizer.state[p]
+        lacking = sorted(own - set(held) - {COUNT})
+        if held and lacking:
+            raise ValueError(
+                f"`state` of a parameter must have all that this {type(optimizer).__name__} keeps, or nothing: it "
+                f"lacks {lacking}, got {sorted(held)}"
+            )
+        if held:  # torch's SGD does not count
+            held.setdefault(COUNT, torch.ones((), dtype=torch.float32, device="cpu"))
+    for key, leaves in zip(layout.keys, first, strict=True):
+        for p, leaf in zip(params, leaves, strict=True) if key is not None else ():
+            optimizer.state[p].setdefault(key, leaf)
+    return layout.shared(state)
+
+
+def _together(layout: Layout, columns: dict[str, list[Any]], shared: dict[str, Any]) -> OptState:
+    pairs = zip(layout.keys, layout.paths, strict=True)
+    return pytree.unflatten(
+        layout.spec, [shared[path] if key is None else columns[key] for key, path in pairs]
+    )
