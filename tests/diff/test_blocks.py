@@ -129,7 +129,7 @@ def test_an_encoder_in_evaluation(masked):
 
 
 class Stack(nn.Module):
-    """Blocks between other layers, one of which is held by all blocks."""
+    """Blocks between other layers; they may hold what was computed before them."""
 
     def __init__(self, width: int = 3, depth: int = 4) -> None:
         super().__init__()
@@ -137,10 +137,10 @@ class Stack(nn.Module):
         self.layers = nn.ModuleList(Modulated(width) for _ in range(depth))
         self.after = nn.Linear(width, width)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, held: bool) -> Tensor:
         x = torch.tanh(self.before(x))
         for layer in self.layers:
-            layer.code = x.sigmoid() if layer is self.layers[0] else self.layers[0].code
+            layer.code = x.sigmoid() if held else torch.ones_like(x)
             x = layer(x)
         return self.after(x)
 
@@ -149,17 +149,19 @@ class Modulated(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.linear = nn.Linear(width, width)
-        self.code: Tensor | None = None
+        self.code = torch.ones(())
 
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.tanh(self.linear(x)) * self.code
 
 
-def test_a_block_that_holds_a_tensor_with_a_history_is_named():
+@pytest.mark.parametrize("when", [0, 2])
+def test_a_block_that_holds_a_tensor_with_a_history_is_named(when):
     net = Stack().double()
     x = torch.randn(4, 3, dtype=D)
+    agree(lambda net, _: net(x, False).square().mean(), net, [0, 1, 2], blocks=net.layers)
     with pytest.raises(ValueError, match=r"by their arguments: block 'layers\.3' uses"):
-        agree(lambda net: net(x).square().mean(), net)
+        agree(lambda net, number: net(x, number == when).square().mean(), net, [0, 1, 2], blocks=net.layers)
 
 
 def test_parameters_that_the_loss_puts_in_for_a_call():

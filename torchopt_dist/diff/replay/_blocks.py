@@ -102,6 +102,8 @@ class _Sweep:
         """Of each input of each call: which output of which call it is; ``None`` for what is none."""
         self._bars: dict[tuple[int, int], Pair] = {}
         """Gradients of the outputs of calls."""
+        self._handed: list[list[Tensor]] = []
+        """What each call has handed on and requires grad, where there are no tangents."""
         self._totals: list[OptionalTensor] = [None] * len(wanted)
 
     def run(self) -> Evaluation:
@@ -171,6 +173,8 @@ class _Sweep:
         handed |= {id(x): ((at, place), x) for place, x in enumerate(outputs) if x is not None}
         self._calls.append(call)
         self._sources.append(sources)
+        if self._tangents is None:
+            self._handed.append([x for x in outputs if x is not None])
         return made
 
     def _check_order(self, name: str, block: nn.Module, sources: Sequence[tuple[int, int] | None]) -> None:
@@ -198,13 +202,14 @@ class _Sweep:
 
     def _last_call(self) -> None:
         at, call, sources = len(self._calls) - 1, self._calls.pop(), self._sources.pop()
+        del self._handed[at:]
         bars = [self._bars.pop((at, place), None) for place in range(len(call.outputs))]
         if all(bar is None for bar in bars):
             return
         with self._level() as now, self._loop.substituted():
             leaves, made = call.again(now)
             ends = [(x, dual(bar)) for x, bar in zip(made, bars, strict=True) if bar is not None]
-            if self._number == 0:
+            if self._tangents is None:  # every step is made so once, before any is gone back through
                 self._check_closed(call, [x for x, _ in ends if x.requires_grad], leaves, now)
             found = self._part(ends, now, leaves, [])
             del leaves, made, ends
@@ -273,9 +278,9 @@ class _Sweep:
         self, call: BlockCall, outputs: Sequence[Tensor], leaves: Sequence[Tensor], now: Sequence[Tensor]
     ) -> None:
         """Demand that a block depends on parameters and activations only as its own, and by its arguments."""
-        params = {id(p) for p in self._params}
+        others = {id(x) for x in [*self._params, *(x for handed in self._handed for x in handed)]}
         nodes = nodes_between(outputs, [*leaves, *call.parameters(now)])
-        if any(id(leaf_of(node)) in params for node in nodes):
+        if any(id(leaf_of(node)) in others for node in nodes):
             raise ValueError(
                 f"`blocks` must get what depends on parameters of the model by their arguments: block {call.name!r} "
                 "uses a parameter that is not its own, or a tensor that was computed before and that it holds"
