@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import torchopt_dist as todist
 from examples.adjoints import PeakMemory
@@ -175,6 +176,18 @@ def test_parameters_that_the_loss_puts_in_for_a_call():
         return torch.func.functional_call(net, moved, (x,)).square().mean()
 
     assert agree(loss, net, meta=(shift,))[-1].any()
+
+
+class Checkpointed(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(checkpoint(super().forward, x, use_reentrant=False))
+
+
+def test_checkpoints_in_blocks_are_computed_with_the_tangents_of_the_sweep():
+    torch.manual_seed(0)
+    net = nn.Sequential(Checkpointed(3, 3), Checkpointed(3, 3)).double()
+    x = torch.randn(4, 3, dtype=D)
+    agree(lambda net: net(x).square().mean(), net)  # a warning, that a step is recorded, is an error
 
 
 def test_a_loop_around_the_loop():

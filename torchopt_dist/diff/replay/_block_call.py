@@ -146,8 +146,9 @@ class BlockCall:
         leaves = [x if leaf is None else leaf for x, leaf in zip(self._made, cut, strict=True)]
         return pytree.unflatten(self._made_spec, leaves), cut
 
-    def again(self, now: Sequence[Tensor]) -> tuple[list[Tensor], list[Any]]:
-        """Run the block again.
+    @contextmanager
+    def again(self, now: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], list[Any]]]:
+        """Run the block again; within the context it holds what it held, as ``torch.utils.checkpoint`` may call it.
 
         Args:
             now: what stands for the parameters that gradients are wanted for.
@@ -155,19 +156,20 @@ class BlockCall:
         Returns:
             Tensors in the places of ``inputs``, with no history, and in those of ``outputs`` what was made of them.
         """
-        with _autocast_as(self._autocast):
+        leaves = [leaf_of_pair(pair) for pair in self.inputs]
+
+        def parameter(x: Any) -> Any:
+            return leaves[x] if isinstance(x, _Input) else now[x] if isinstance(x, _Own) else x
+
+        held = [(container, key, parameter(x)) for container, key, x in self._held_parameters]
+        with _in_place([*held, *self._held_buffers]):
             for generator, state in self._before:
                 generator.set_state(state)
-            leaves = [leaf_of_pair(pair) for pair in self.inputs]
-            args, kwargs = self._arguments(leaves, now)
-
-            def parameter(x: Any) -> Any:
-                return leaves[x] if isinstance(x, _Input) else now[x] if isinstance(x, _Own) else x
-
-            held = [(container, key, parameter(x)) for container, key, x in self._held_parameters]
-            with _in_place([*held, *self._held_buffers]):
+            with _autocast_as(self._autocast):
+                args, kwargs = self._arguments(leaves, now)
                 made, _spec = pytree.flatten(self._forward(*args, **kwargs))
-        return leaves, made
+            del args, kwargs
+            yield leaves, made
 
     def _arguments(self, leaves: Sequence[Tensor], now: Sequence[Tensor]) -> Any:
         copies: dict[int, Tensor] = {}  # as the block may overwrite what it is given

@@ -206,8 +206,7 @@ class _Sweep:
         bars = [self._bars.pop((at, place), None) for place in range(len(call.outputs))]
         if all(bar is None for bar in bars):
             return
-        with self._level() as now, self._loop.substituted():
-            leaves, made = call.again(now)
+        with self._level() as now, self._loop.substituted(), call.again(now) as (leaves, made):
             ends = [(x, dual(bar)) for x, bar in zip(made, bars, strict=True) if bar is not None]
             if self._tangents is None:  # every step is made so once, before any is gone back through
                 self._check_closed(call, [x for x, _ in ends if x.requires_grad], leaves, now)
