@@ -19,7 +19,9 @@ import torch.distributed as dist
 import torchopt_dist as todist
 from tests.distributed.bare import soon
 from torchopt_dist.distributed import _membership_hub as membership_module
-from torchopt_dist.distributed._membership import START, Failure, Member, Membership
+from torchopt_dist.distributed._members import Failure, Member
+from torchopt_dist.distributed._membership import Membership
+from torchopt_dist.distributed._membership_hub import START
 from torchopt_dist.distributed._membership_link import Link
 
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from torchopt_dist.distributed._graph_releaser import GraphReleaser
 from torchopt_dist.distributed._kept_graphs import KeptGraphs
-from torchopt_dist.distributed._membership import Membership, OnLoss
+from torchopt_dist.distributed._members import OnLoss
+from torchopt_dist.distributed._membership import Membership
 from torchopt_dist.distributed._residents import Residents
 from torchopt_dist.distributed._retries import Retries
 from torchopt_dist.distributed._spans import Recorder

@@ -14,92 +14,24 @@ import json
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import asdict, dataclass
-from types import MappingProxyType
-from typing import Any, Literal, TypeAlias
+from dataclasses import asdict
+from typing import Any
 
 import torch.distributed as dist
 
 from torchopt_dist._liveness import Liveness
+from torchopt_dist.distributed._members import Failure, Member
 from torchopt_dist.distributed._membership_hub import HUB, JOIN_SECONDS, START, Hub
 from torchopt_dist.distributed._membership_link import DIED, UNREACHABLE, ToHub
 from torchopt_dist.distributed._stopped import StoppedProcesses
 from torchopt_dist.errors import InitializationError, PeerFailedError, WorkerLostError
 
-__all__ = ["START", "Failure", "Member", "Membership", "OnLoss"]
+__all__ = ["Membership"]
 
 END = "end"
 STOPPED = "stopped"
 MAX_REPORT = 1 << 20
 """Characters of a traceback; each is at most 12 bytes in JSON."""
-OnLoss: TypeAlias = Literal["end", "continue"]
-
-TEXTS = MappingProxyType(
-    {
-        "died": "died: the process of {who} ended without a report",
-        "unreachable": "was lost: the machine of {who} gives no answer",
-        "stopped": "was stopped: the process of {who} did not go on, and was killed",
-    }
-)
-
-
-@dataclass(frozen=True)
-class Member:
-    """A worker, as it makes itself known to the others.
-
-    Attributes:
-        rank: its rank.
-        name: its name, unique among the workers.
-        program: the path of its ``__main__``; on workers with the same path ``__main__.f`` is the same function.
-        host: the name of its machine.
-        on_loss: what it does when another worker dies; the same on all workers.
-        pid: the id of its process; 0 if nobody is to look at it.
-        process_table: see :func:`process_table`.
-    """
-
-    rank: int
-    name: str
-    program: str
-    host: str = ""
-    on_loss: OnLoss = "end"
-    pid: int = 0
-    process_table: str = ""
-
-
-@dataclass(frozen=True)
-class Failure:
-    """The failure of a rank.
-
-    Attributes:
-        rank: its rank.
-        report: its traceback; empty if the rank was lost without sending one.
-        summary: the error in one line.
-        cause: why it was lost; see :class:`WorkerLostError`.
-        worker: its name.
-        host: the name of its machine.
-    """
-
-    rank: int
-    report: str
-    summary: str = ""
-    cause: str = DIED
-    worker: str = ""
-    host: str = ""
-
-    def error(self) -> PeerFailedError | WorkerLostError:
-        """The exception to raise on the other ranks."""
-        if self.report:
-            error = PeerFailedError(f"rank {self.rank} failed:\n\n{self.report.rstrip()}")
-            error.rank, error.summary = self.rank, f"rank {self.rank} failed: {self.summary}"
-            return error
-        who = f"{self.worker or 'the rank'} on {self.host}" if self.host else self.worker or "the rank"
-        return WorkerLostError(
-            f"rank {self.rank} {TEXTS[self.cause].format(who=who)}",
-            rank=self.rank,
-            worker=self.worker,
-            host=self.host,
-            cause=self.cause,
-        )
 
 
 class Membership:

@@ -28,7 +28,9 @@ from torchopt_dist.distributed._allocator import share_one_arena
 from torchopt_dist.distributed._caller_state import ThreadSettings
 from torchopt_dist.distributed._group import Group, current_group, find_group, set_group
 from torchopt_dist.distributed._interruption import Interruption
-from torchopt_dist.distributed._membership import START, Failure, Member, Membership, OnLoss
+from torchopt_dist.distributed._members import Failure, Member, OnLoss
+from torchopt_dist.distributed._membership import Membership
+from torchopt_dist.distributed._membership_hub import START
 from torchopt_dist.distributed._parent import ParentWatch
 from torchopt_dist.distributed._parentheses import check_parentheses
 from torchopt_dist.distributed._question import ask

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 
-from torchopt_dist.distributed._membership import Member
+from torchopt_dist.distributed._members import Member
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed.transport.base import settle
 from torchopt_dist.errors import WorkerLostError
