@@ -50,7 +50,7 @@ class Bar:
         group.bars[self.ticket[1]] = self.told
 
     def told(self, worker: int, done: int) -> None:
-        """A worker has done so many tasks of its share; those of a lost worker's, which it does as well, count there."""
+        """A worker has done so many tasks of its share; those that it does for a lost worker count there."""
         done = min(done, self._shares.get(worker, 0))
         with self._lock:
             if done > self._done.get(worker, 0):
