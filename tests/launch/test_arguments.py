@@ -36,6 +36,7 @@ def test_every_option_is_an_argument_of_the_launcher(tmp_path):
         "rpc": True,
         "backend": "gloo",
         "max_restarts": 3,
+        "on_loss": "continue",
         "min_hosts": 1,
         "max_hosts": 2,
         "log_dir": "logs",

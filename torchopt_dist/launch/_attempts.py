@@ -33,6 +33,7 @@ from torchopt_dist.launch._machine import Machine
 from torchopt_dist.launch._messages import Stop
 from torchopt_dist.launch._plan import Plan
 from torchopt_dist.launch._stream import frame
+from torchopt_dist.launch.result import LaunchResult
 
 __all__ = ["Membership", "UnreachedMachine", "run_attempts"]
 
@@ -47,7 +48,7 @@ NOTICE_SECONDS = 1.0
 POLL_SECONDS = 0.05
 
 
-def run_attempts(plan: Plan, membership: Membership | None = None) -> dict[str, list[Any]]:
+def run_attempts(plan: Plan, membership: Membership | None = None) -> LaunchResult[Any]:
     """Run a task until it succeeds, or workers have failed once too often.
 
     Args:
@@ -56,7 +57,7 @@ def run_attempts(plan: Plan, membership: Membership | None = None) -> dict[str, 
             and these do not count. ``None``: those of the plan, and the loss of one is an error.
 
     Returns:
-        The values, by host.
+        The values, by host, and the ranks that were lost.
 
     Raises:
         Exception: as :meth:`~torchopt_dist.launch._job.Job.run` and :meth:`Membership.next_hosts`.
@@ -82,7 +83,8 @@ def run_attempts(plan: Plan, membership: Membership | None = None) -> dict[str, 
             failures += 1
             kind = f"{type(error).__name__}: " if isinstance(error, RemoteError) else ""
             log.warning("restart %d of %d: %s%s", failures, most, kind, safe_repr(error, str))
-    return {host.name: values[host.first_rank : host.first_rank + host.workers] for host in plan.hosts}
+    by_host = {host.name: values[host.first_rank : host.first_rank + host.workers] for host in plan.hosts}
+    return LaunchResult(by_host, job.lost_workers)
 
 
 class UnreachedMachine(Machine):

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from torchopt_dist._serialized_exception import safe_repr
-from torchopt_dist.errors import PeerFailedError, WorkerFailedError, WorkerLostError
+from torchopt_dist.errors import AgentFailedError, PeerFailedError, WorkerFailedError, WorkerLostError
 from torchopt_dist.launch._cluster import Host
 from torchopt_dist.launch._pickling import unpack_value
 from torchopt_dist.launch._stream import FrameReader, Stream
@@ -43,6 +43,7 @@ class WorkerHandle:
         running: whether its function is about to be called, or has been.
         value: what it has returned, packed.
         failed: whether there is an error that tells how it failed.
+        lost: that error, where the others go on without it.
         status: its exit code, or minus a signal, once its process has ended.
         halted: since when it has been stopped, and by which signal.
     """
@@ -57,6 +58,7 @@ class WorkerHandle:
     running: bool = False
     value: bytes | None = None
     failed: bool = False
+    lost: WorkerFailedError | AgentFailedError | None = None
     status: int | None = None
     halted: tuple[float, int] | None = None
 
@@ -70,15 +72,22 @@ class WorkerHandle:
     @property
     def decided(self) -> bool:
         """Whether it is known what came of its function."""
-        return self.failed or self.value is not None
+        return self.failed or self.has_ended_well
+
+    @property
+    def has_ended_well(self) -> bool:
+        """Whether its function has returned, or the others go on without it."""
+        return self.value is not None or self.lost is not None
 
     def take_value(self) -> Any:
-        """What it has returned; can be asked once.
+        """What it has returned, or the error of one that was lost; can be asked once.
 
         Raises:
             SerializationError: it cannot be read here.
         """
-        assert self.value is not None
+        if self.value is None:
+            assert self.lost is not None
+            return self.lost
         packed, self.value = self.value, None
         return unpack_value(packed, str(self))
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
-from torchopt_dist.errors import AgentFailedError, CallTimeoutError, InitializationError
+from torchopt_dist.errors import AgentFailedError, CallTimeoutError, InitializationError, WorkerFailedError
 from torchopt_dist.launch import _messages as messages
 from torchopt_dist.launch._cluster import Host
 from torchopt_dist.launch._handles import AgentHandle, WorkerHandle, may_be_an_echo
@@ -98,6 +98,11 @@ class Job:
             raise self._kept
         return [worker.take_value() for worker in self._workers]
 
+    @property
+    def lost_workers(self) -> dict[int, WorkerFailedError | AgentFailedError]:
+        """The ranks without which the others have gone on → how they were lost."""
+        return {worker.rank: worker.lost for worker in self._workers if worker.lost is not None}
+
     # The start.
 
     def _connect(self, host: Host) -> None:
@@ -134,7 +139,7 @@ class Job:
 
     @property
     def _all_returned(self) -> bool:
-        return all(worker.value is not None for worker in self._workers)
+        return all(worker.has_ended_well for worker in self._workers)
 
     def _turn(self, until: float = math.inf) -> None:
         """Act on what happens next, or on what is due before; return at that moment if there is neither."""
@@ -162,7 +167,7 @@ class Job:
             yield (-math.inf if all_known else moment), partial(_raise, error)
         if self._told_to_stop and not self._all_returned:
             yield -math.inf, partial(_raise, StoppedError())
-        if not all(worker.running for worker in self._workers):
+        if not all(worker.running or worker.lost for worker in self._workers):
             yield self._begun + options.start_timeout, self._refuse_late_starts
         if options.timeout is not None and not self._all_returned:
             yield self._plan.begun + options.timeout, self._refuse_late_values
@@ -178,12 +183,12 @@ class Job:
                     yield since + options.halted_timeout, fail
 
     def _refuse_late_starts(self) -> None:
-        waiting = ", ".join(str(worker) for worker in self._workers if not worker.running)
+        waiting = ", ".join(str(worker) for worker in self._workers if not (worker.running or worker.lost))
         seconds = self._options.start_timeout
         raise InitializationError(f"{waiting} did not start within `start_timeout`, {seconds:g} s")
 
     def _refuse_late_values(self) -> None:
-        waiting = ", ".join(str(worker) for worker in self._workers if worker.value is None)
+        waiting = ", ".join(str(worker) for worker in self._workers if not worker.has_ended_well)
         seconds = self._options.timeout
         raise CallTimeoutError(f"{waiting} did not return within `timeout`, {seconds:g} s")
 
@@ -197,6 +202,16 @@ class Job:
 
     def _fail_halted(self, worker: WorkerHandle, number: int, seconds: float) -> None:
         self._fail(worker.halt(number, seconds), 0.0, worker)
+
+    def _lose(self, error: WorkerFailedError | AgentFailedError, wait: float, *workers: WorkerHandle) -> None:
+        """Take note that workers have died: the others go on without them, or this is a failure."""
+        can_be_spared = workers and all(worker.rank and worker.pid for worker in workers)
+        if self._options.on_loss == "end" or not can_be_spared:
+            self._fail(error, wait, *workers)
+            return
+        log.warning("%s; the others go on", error)
+        for worker in workers:
+            worker.lost = error
 
     def _fail(self, error: Exception, wait: float, *workers: WorkerHandle) -> None:
         """Take note that workers have failed by an error, whose cause may become known in so many seconds."""
@@ -219,7 +234,7 @@ class Job:
             self._turn(until)
         late = f"but did not end within `exit_timeout`, {seconds:g} s"
         for worker in self._workers:
-            if worker.status != 0:
+            if worker.status != 0 and worker.lost is None:
                 how = late if worker.status is None else f"and then ended with status {worker.status}"
                 log.warning("%s returned its value, %s", worker, how)
 
@@ -266,7 +281,7 @@ class Job:
             worker.note_end(message.status)
             if not worker.decided:
                 error = worker.death(message.status, out_of_memory=message.out_of_memory)
-                self._fail(error, EXIT_SECONDS if message.status >= 0 else 0.0, worker)
+                self._lose(error, EXIT_SECONDS if message.status >= 0 else 0.0, worker)
 
     def _note_report(self, worker: WorkerHandle, said: Any, payload: bytes) -> None:
         if isinstance(said, messages.Running):
@@ -292,14 +307,14 @@ class Job:
         if agent.told_to_stop:
             return
         self.lost[agent.name] = f"its agent {how}"
-        if all(worker.value is not None for worker in workers):
+        if all(worker.has_ended_well for worker in workers):
             log.warning("the agent on %s %s, after its workers had returned", agent.name, how)
             return
         if any(worker.pid for worker in workers):
             what = f"{how}; {', '.join(map(str, left)) or 'no worker'} was ended with it"
         else:
             what = f"{how}, before it started a worker; what it or its forkserver said is on standard error"
-        self._fail(AgentFailedError(f"the agent on {agent.name} {what}"), 0.0, *left)
+        self._lose(AgentFailedError(f"the agent on {agent.name} {what}"), 0.0, *left)
 
     # The end.
 

@@ -28,22 +28,23 @@ __all__ = ["asked_to_exit", "in_groups", "work"]
 P = ParamSpec("P")
 T = TypeVar("T")
 
-connect_rpc: Callable[[], Callable[[Callable[..., Any]], Callable[..., Any]]] | None = None
+connect_rpc: Callable[..., Callable[[Callable[..., Any]], Callable[..., Any]]] | None = None
 """``auto_init_rpc``. The package says so, for this room knows the other only as any user of it does."""
 
 
-def in_groups(func: Callable[P, T], backend: str | None, rpc: bool) -> Callable[P, T]:
+def in_groups(func: Callable[P, T], backend: str | None, rpc: bool, on_loss: str) -> Callable[P, T]:
     """Have ``func`` called in groups.
 
     Args:
         func: any function; one that can be pickled still can.
         backend: of the default process group; ``None`` means that none is made.
         rpc: whether to connect the workers for remote calls.
+        on_loss: what those that are connected so do when one of them dies.
     """
     if backend is not None:
         func = functools.partial(_in_process_group, func, backend)
     if rpc:
-        func = functools.partial(_in_rpc_group, func)
+        func = functools.partial(_in_rpc_group, func, on_loss)
     return func
 
 
@@ -57,9 +58,9 @@ def _in_process_group(func: Callable[..., T], backend: str, /, *args: Any, **kwa
     return value
 
 
-def _in_rpc_group(func: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
+def _in_rpc_group(func: Callable[..., T], on_loss: str, /, *args: Any, **kwargs: Any) -> T:
     assert connect_rpc is not None
-    value: T = connect_rpc()(func)(*args, **kwargs)
+    value: T = connect_rpc(on_loss=on_loss)(func)(*args, **kwargs)
     return value
 
 

@@ -124,6 +124,11 @@ class Launcher(LaunchOptions):
         added = {} if self.env_file is None else read_env_file(self.env_file)
         added.update(self.env or {})
         elastic = self.min_hosts is not None or self.max_hosts is not None
+        if elastic and self.on_loss == "continue":
+            raise ValueError(
+                "`on_loss` must be 'end' with `min_hosts` or `max_hosts`, with which all workers start again when "
+                "a host is lost, got 'continue'"
+            )
         ssh = SshOptions(
             python=self.python or sys.executable,
             config=None if self.ssh_config is None else os.path.abspath(self.ssh_config),
@@ -136,7 +141,7 @@ class Launcher(LaunchOptions):
         with contextlib.ExitStack() as stack:
             stack.enter_context(ended_in_order())
             stack.enter_context(_too_many_files_told())
-            task = pack_task(in_groups(func, self.backend, self.rpc), args, kwargs)
+            task = pack_task(in_groups(func, self.backend, self.rpc, self.on_loss), args, kwargs)
             logs = WorkerLogs(
                 [TerminalHandler.of_first_workers()] if self.handlers is None else self.handlers,
                 log_folder(self.log_dir),
@@ -146,7 +151,7 @@ class Launcher(LaunchOptions):
             setup = functools.partial(self._setup, folder, added)
             plan = Plan(self, begun, hosts, setup, task, logs, uuid.uuid4().hex)
             membership = stack.enter_context(contextlib.closing(Membership(plan, reach))) if elastic else None
-            return LaunchResult(run_attempts(plan, membership))
+            return run_attempts(plan, membership)
 
     def _setup(self, folder: str, added: Mapping[str, str], machine: Machine) -> Header:
         """What workers on a machine take over."""

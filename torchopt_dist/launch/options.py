@@ -60,6 +60,11 @@ def _is_agent_timeout(name: str, seconds: float) -> None:
         )
 
 
+def _is_one_of(words: Collection[str], name: str, value: str) -> None:
+    if value not in words:
+        raise ValueError(f"`{name}` must be {' or '.join(map(repr, words))}, got {value!r}")
+
+
 def _are_handlers(name: str, handlers: Collection[object]) -> None:
     for handler in handlers:
         check_handler(name, "hold logging.Handler objects", handler)
@@ -123,6 +128,9 @@ NPROC = Kind(
 SWITCH = Kind((bool,), "True or False", {"action": "store_true"})
 BACKEND = Kind((str, NONE), "a string or None", {"metavar": "NAME"}, _is_backend)
 PYTHON = Kind((str, NONE), "a string or None", {"metavar": "FILE"})
+ON_LOSS = Kind(
+    (str,), '"end" or "continue"', {"choices": ["end", "continue"]}, partial(_is_one_of, ("end", "continue"))
+)
 RESTARTS = Kind((Integral,), "an integer", {"type": int, "metavar": "N"}, partial(_at_least, 0))
 NUMBER_OF_HOSTS = Kind(
     (Integral, NONE), "an integer or None", {"type": int, "metavar": "N"}, partial(_at_least, 1)
@@ -174,6 +182,13 @@ class LaunchOptions:
     max_restarts: Annotated[
         int, RESTARTS, "how often all workers are started again after one has failed."
     ] = 0
+    on_loss: Annotated[
+        str,
+        ON_LOSS,
+        'what happens when a worker that is not rank 0 dies before its function has returned: ``"end"`` ends all, '
+        '``"continue"`` lets the others go on, and the result tells who was lost. An exception ends all in any case. '
+        "With ``rpc`` the workers' group goes on likewise, and calls may have ``retries``.",
+    ] = "end"
     min_hosts: Annotated[
         int | None,
         NUMBER_OF_HOSTS,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from torchopt_dist.errors import AgentFailedError, WorkerFailedError
 from torchopt_dist.launch.options import check_integer
 
 __all__ = ["LaunchResult"]
@@ -18,7 +19,9 @@ class LaunchResult(Generic[T]):
 
     Attributes:
         results: host → the values of its workers, by local rank. Hosts are in the order of ``hosts``; where one is
-            given twice, the second is called ``"<name>#2"``.
+            given twice, the second is called ``"<name>#2"``. The value of a worker that was lost
+            (``on_loss="continue"``) is the error that tells how.
+        lost: the ranks of such workers → these errors.
 
     Example:
         >>> result = LaunchResult({"localhost": ["a", "b"], "localhost#2": ["c"]})
@@ -27,11 +30,13 @@ class LaunchResult(Generic[T]):
     """
 
     results: dict[str, list[T]]
+    lost: dict[int, WorkerFailedError | AgentFailedError] = field(default_factory=dict)
 
     def rank(self, i: int) -> T:
         """The value of rank ``i``.
 
         Raises:
+            WorkerFailedError: the rank was lost, as was its host if it is an :class:`AgentFailedError`.
             IndexError: there is no such rank.
             TypeError: ``i`` is no integer.
         """
@@ -39,12 +44,15 @@ class LaunchResult(Generic[T]):
         check_integer("i", i)
         if not 0 <= i < len(values):
             raise IndexError(f"`i` must be a rank, in [0, {len(values)}), got {i}")
+        if int(i) in self.lost:
+            raise self.lost[int(i)]
         return values[i]
 
     def index(self, host: str, local_rank: int) -> T:
         """The value of a host's worker.
 
         Raises:
+            WorkerFailedError: the worker was lost; see :meth:`rank`.
             KeyError: there is no such host.
             IndexError: it has no such worker.
             TypeError: ``host`` is no name, or ``local_rank`` no integer.
@@ -57,4 +65,8 @@ class LaunchResult(Generic[T]):
         values = self.results[host]
         if not 0 <= local_rank < len(values):
             raise IndexError(f"`local_rank` must be in [0, {len(values)}) on {host}, got {local_rank}")
+        value: object = values[local_rank]
+        if any(value is error for error in self.lost.values()):
+            assert isinstance(value, Exception)
+            raise value
         return values[local_rank]
