@@ -12,6 +12,7 @@ import threading
 import time
 from concurrent.futures import wait
 from dataclasses import replace
+from pathlib import Path
 
 import psutil
 import pytest
@@ -374,6 +375,23 @@ def test_with_zmq_nothing_of_torch_s_rpc_is_open(world):
     # Rank 0 has the membership's port. The store's is closed, or a worker would look for the next group there.
     assert world(2, env=TRANSPORTS["zmq"]).run(listening) == [1, 0]
     assert world(2, env=ENCRYPTED).run(listening) == [2, 1]
+
+
+def test_no_folder_stays_where_a_rank_fails(tmp_path):
+    def main():
+        rank = todist.get_rank()
+        (tmp_path / str(rank)).write_text(current_group().transport._mesh._contacts[rank].path)
+        todist.barrier()
+        if rank == 1:
+            raise KeyError("here")
+        while True:  # Python, in which an error can be raised
+            pass
+
+    endings = Bare(2, env=TRANSPORTS["zmq"]).endings(todist.auto_init_rpc()(main), timeout=60)
+    assert isinstance(endings[1].error, KeyError)
+    folders = [Path((tmp_path / rank).read_text()).parent for rank in ("0", "1")]
+    assert [folder.name.startswith("todist-") for folder in folders] == [True, True]
+    assert [folder.exists() for folder in folders] == [False, False]
 
 
 def test_strangers_at_the_port_are_refused_and_the_worker_lives(world):

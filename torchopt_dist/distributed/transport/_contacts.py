@@ -112,8 +112,11 @@ class Endpoint:
             socket.connect(f"tcp://{contact.address}")
 
     def close(self) -> None:
-        """Listen no more."""
+        """Listen no more; called in the thread that receives."""
         self.socket.close(linger=0)
+
+    def remove_folder(self) -> None:
+        """Let nobody find this worker any more."""
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -86,6 +86,7 @@ class ZMQTransport:
             contacts = self._here.meet(store, size, os.environ.get("MASTER_ADDR", "127.0.0.1"))
         except (dist.DistError, OSError, zmq.ZMQError) as error:
             self._here.close()
+            self._here.remove_folder()
             raise InitializationError(
                 f"rank {self._group.rank} of {size} cannot exchange addresses with the others: {error}"
             ) from error
@@ -98,6 +99,7 @@ class ZMQTransport:
         del in_order, code
         self._alarms.close()
         self._mesh.close_all()
+        self._here.remove_folder()  # here, as the process may end before the thread that receives does
         self._pending.fail_all(WorkerLostError("the group has ended before this worker has had an answer"))
         end = threading.Thread(target=self._context.term, daemon=True)
         end.start()
