@@ -421,10 +421,13 @@ class Middlebox:
         with contextlib.suppress(OSError):
             while True:
                 one = self._listener.accept()[0]
-                if self.closed:
+                try:
+                    if self.closed:
+                        raise ConnectionAbortedError
+                    pair = (one, socket.create_connection(self._hub))
+                except OSError:
                     one.close()
                     continue
-                pair = (one, socket.create_connection(self._hub))
                 for end in pair:
                     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 self._pairs.append(pair)
@@ -449,10 +452,11 @@ class Middlebox:
                 one.close()
 
     def close(self):
-        self.reset()
+        self.closed = True  # a worker connects again when its connection is reset
         self._listener.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         self._listener.close()
+        self.reset()
 
 
 @pytest.fixture
