@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import torchopt_dist as todist
 from tests.distributed.programs import split
 from torchopt_dist.distributed import _group
-from torchopt_dist.distributed.partition import even_share
+from torchopt_dist.distributed._spread import even_share
 
 pytestmark = pytest.mark.usefixtures("workers")
 

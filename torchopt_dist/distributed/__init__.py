@@ -2,7 +2,8 @@
 
 from torchopt_dist.distributed import autograd
 from torchopt_dist.distributed.autograd import is_available
-from torchopt_dist.distributed.init_rpc import auto_init_rpc, barrier
+from torchopt_dist.distributed.barrier import barrier
+from torchopt_dist.distributed.init_rpc import auto_init_rpc
 from torchopt_dist.distributed.map import map
 from torchopt_dist.distributed.parallelize import (
     parallelize,

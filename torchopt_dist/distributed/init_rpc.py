@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import setproctitle
@@ -26,7 +26,7 @@ from torchopt_dist._liveness import Liveness
 from torchopt_dist.distributed import _rendezvous, _shutdown
 from torchopt_dist.distributed._allocator import share_one_arena
 from torchopt_dist.distributed._caller_state import ThreadSettings
-from torchopt_dist.distributed._group import Group, current_group, find_group, set_group
+from torchopt_dist.distributed._group import Group, find_group, set_group
 from torchopt_dist.distributed._interruption import Interruption
 from torchopt_dist.distributed._members import Failure, Member, OnLoss
 from torchopt_dist.distributed._membership import Membership
@@ -40,12 +40,11 @@ from torchopt_dist.distributed.transport.choice import check_name, choose
 from torchopt_dist.distributed.world import (
     WorldInfo,
     default_worker_name_format,
-    get_worker_id,
     get_world_info,
 )
 from torchopt_dist.errors import AgentFailedError, InitializationError, PeerFailedError, WorkerLostError
 
-__all__ = ["auto_init_rpc", "barrier"]
+__all__ = ["auto_init_rpc"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -128,35 +127,6 @@ def auto_init_rpc(
         return wrapped
 
     return decorator
-
-
-def barrier(worker_names: Iterable[str] | None = None) -> None:
-    """Wait until every worker, or every named one, has called ``barrier`` with the same names.
-
-    Args:
-        worker_names: the workers to wait for, by name or rank, this one among them; ``None`` means all.
-
-    Raises:
-        NotInitializedError: there is no RPC group.
-        ValueError: a name is unknown, or this worker is not among them.
-        PeerFailedError: another rank failed meanwhile.
-        WorkerLostError: a worker that is waited for died.
-    """
-    group = current_group()
-    if isinstance(worker_names, str):
-        raise TypeError(
-            f"worker_names must be a collection of names, got one string: write [{worker_names!r}]"
-        )
-    chosen = range(len(group.names)) if worker_names is None else tuple(worker_names)
-    if None in chosen:
-        raise TypeError(f"worker_names must hold names, got None in {chosen}")
-    ranks = [get_worker_id(name) for name in chosen]
-    if group.rank not in ranks:
-        raise ValueError(
-            f"worker_names must contain the calling worker {group.names[group.rank]!r}, "
-            f"got {[group.names[rank] for rank in ranks]}"
-        )
-    group.membership.barrier(ranks)
 
 
 def _check_same(here: tuple[Any, ...], asked: tuple[Any, ...]) -> None:

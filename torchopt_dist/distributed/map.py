@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Concatenate, TypeVar, Unpack, overload
 
 from torchopt_dist.distributed._payload import ExecutionKwargs
+from torchopt_dist.distributed._spread import check_workers, ranks_of, spread
 from torchopt_dist.distributed._timeout import UNSET_TIMEOUT
 from torchopt_dist.distributed.parallelize import remote_sync_call
-from torchopt_dist.distributed.partition import Partition, check_workers, ranks_of, spread
+from torchopt_dist.distributed.partition import Partition
 from torchopt_dist.distributed.reduce import ReducerOfSizes, check_reducer
 from torchopt_dist.typing import Args, KwArgs
 
