@@ -159,10 +159,10 @@ def train(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         )
         return measured("held_out", result)
 
-    baselines = {
-        "random weights, adapted": baseline(model),
-        "ordinary training, adapted": baseline(trained_in_the_ordinary_way(train_classes, args)),
-    }
+    baselines = {}
+    if args.baselines:
+        baselines["random weights, adapted"] = baseline(model)
+        baselines["ordinary training, adapted"] = baseline(trained_in_the_ordinary_way(train_classes, args))
     for name, reached in baselines.items():
         tqdm.write(f"{name}: held-out {reached:5.1%}")
     start = time.perf_counter()
@@ -362,7 +362,7 @@ def plot_curve(
             **style,
             clip_on=False,
         )
-    for (name, reached), dashes in zip(baselines.items(), ("--", "-."), strict=True):
+    for (name, reached), dashes in zip(baselines.items(), ("--", "-."), strict=False):
         curve.axhline(reached, color="C2", linestyle=dashes, label=name)
     curve.axhline(1 / args.ways, color="0.5", linestyle=":", label="chance")
     curve.set(xlabel="meta-steps", ylabel="query accuracy", xlim=(0, args.meta_steps), ylim=(0, 1))
@@ -430,6 +430,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--chaos", type=rate, metavar="SECONDS", help="start four workers, and kill one of them so often"
+    )
+    parser.add_argument(
+        "--no-baselines", dest="baselines", action="store_false", help="leave the two baselines out"
     )
     parser.add_argument("--csv", type=Path, metavar="CSV", help="write the measured values, too")
     return parser

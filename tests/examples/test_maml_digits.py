@@ -22,7 +22,7 @@ from tests.worlds import World, free_port
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "maml_digits.py"
-SHORT = ("--meta-steps", 8, "--tasks", 5, "--test-tasks", 9, "--eval-every", 4)
+SHORT = ("--meta-steps", 8, "--tasks", 5, "--test-tasks", 9, "--eval-every", 4, "--no-baselines")
 
 
 def run_alone(*arguments: object) -> str:
@@ -110,7 +110,14 @@ def curves(folder: Path) -> None:
     parser = module.build_parser()
     for name, chaos in (("undisturbed", ""), ("chaos", "--chaos=0.1")):
         files = ("--output", folder / f"{name}.png", "--csv", folder / f"{name}.csv")
-        short = ("--meta-steps=3", "--tasks=4", "--test-tasks=3", "--eval-every=3", "--inner-steps=2")
+        short = (
+            "--meta-steps=3",
+            "--tasks=4",
+            "--test-tasks=3",
+            "--eval-every=3",
+            "--inner-steps=2",
+            "--no-baselines",
+        )
         module.train(parser.parse_args([str(each) for each in (*short, *files, chaos) if each]), parser)
 
 
@@ -135,6 +142,8 @@ def test_omniglot_is_read_from_disk(tmp_path: Path) -> None:
             image.convert("1").save(folder / f"0001_{drawing:02d}.png")
     task = ("--ways", 4, "--shots", 1, "--queries", 2, "--tasks", 2, "--meta-steps", 1, "--test-tasks", 1)
     output = run_alone("--omniglot", tmp_path, "--output", tmp_path / "curve.png", *task)
+    for baseline in ("random weights, adapted", "ordinary training, adapted"):
+        assert output.count(f"{baseline}: held-out") == 1
     assert "meta-step    1: held-out accuracy" in output
     assert (tmp_path / "curve.png").stat().st_size > 0
 
