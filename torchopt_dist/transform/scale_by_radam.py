@@ -94,10 +94,7 @@ def _formula(
     exp_avgs = foreach.interpolate(exp_avgs, grads, 1 - b1, inplace=inplace)
     exp_avg_sqs = foreach.multiply(exp_avg_sqs, b2, inplace=inplace)
     exp_avg_sqs = foreach.add_product(exp_avg_sqs, grads, grads, 1 - b2, inplace=inplace)
-    bias_correction1, bias_correction2 = (
-        bias_correction.bias_correction(b1, steps),
-        bias_correction.bias_correction(b2, steps),
-    )
+    bias_correction1, bias_correction2 = bias_correction.bias_corrections((b1, b2), steps)
     t = bias_correction.values(steps)
     plain = foreach.combine(partial(_plain, b2), t, bias_correction1, bias_correction2)
     adaptive = foreach.combine(partial(_adaptive, b2), t, bias_correction1, bias_correction2)
