@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+import threading
 import time
 from typing import ClassVar
 
@@ -76,6 +77,47 @@ def test_tasks_are_counted_while_the_call_runs(world, tmp_path):
     assert closed
     assert left == {}
     assert [value.item() for value in values] == [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
+
+
+def halved(x):
+    return x / 2
+
+
+@pytest.mark.parametrize("isolated", [True, False])
+def test_the_caller_counts_its_own_tasks(monkeypatch, isolated):
+    monkeypatch.setattr(tqdm.auto, "tqdm", Steps)
+    monkeypatch.setattr(_progress, "TELL_SECONDS", 0.0)
+    monkeypatch.setattr(Steps, "made", [])
+
+    @todist.auto_init_rpc()
+    def main():
+        return todist.map(halved, [torch.ones(1)] * 5, progress=True, isolate_own_share=isolated)
+
+    assert len(main()) == 5
+    (bar,) = Steps.made
+    assert bar.steps == [1] * 5
+    assert bar.closed
+
+
+def exits(x):
+    raise SystemExit(3)
+
+
+@pytest.mark.parametrize(
+    ("function", "item", "error"), [(halved, threading.Lock(), TypeError), (exits, 1, SystemExit)]
+)
+def test_a_call_that_is_not_made_or_left_leaves_no_bar(monkeypatch, function, item, error):
+    monkeypatch.setattr(tqdm.auto, "tqdm", Steps)
+    monkeypatch.setattr(Steps, "made", [])
+
+    @todist.auto_init_rpc()
+    def main():
+        with pytest.raises(error):
+            todist.map(function, [item], progress=True)
+        return dict(current_group().bars)
+
+    assert main() == {}
+    assert [bar.closed for bar in Steps.made] == [True]
 
 
 def fails(x):

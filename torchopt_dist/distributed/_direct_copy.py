@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import FunctionType
 from typing import Any, TypeAlias
 
@@ -19,7 +20,6 @@ from torch import nn
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._names import name_of
 from torchopt_dist.distributed._parametrized_modules import is_parametrized
-from torchopt_dist.distributed._payload import Payload
 from torchopt_dist.distributed._protocol import Backward, Call, Reply
 from torchopt_dist.distributed._sendable_tensors import Tensors
 from torchopt_dist.distributed._serialization import message_of
@@ -72,12 +72,11 @@ def packed_directly(content: Call | Backward | Reply, *, main_by_name: bool) -> 
 
 
 def _call(like: Call, function: Callable[..., Any], tasks: tuple[tuple[Args, KwArgs], ...]) -> Call:
-    payload = like.payload
-    return Call(Payload(function, tasks, payload.seeds, payload.state, payload.options), like.key, like.keep)
+    return replace(like, payload=replace(like.payload, function=function, tasks=tasks))
 
 
 def _backward(like: Backward, output_grads: tuple[torch.Tensor | None, ...]) -> Backward:
-    return Backward(like.graph, output_grads, like.wanted, like.retain_graph, like.key, like.keep)
+    return replace(like, output_grads=output_grads)
 
 
 def _reply(warning: str | None, values: list[Any]) -> Reply:

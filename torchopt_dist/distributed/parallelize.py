@@ -6,7 +6,7 @@ import concurrent.futures
 import functools
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from typing import Any, ParamSpec, TypeVar, Unpack, overload
 
@@ -89,8 +89,9 @@ def remote_sync_call(
         ValueError: the arguments cannot be split, or a worker is unknown.
     """
     call = _Call(func, args, kwargs, partitioner, reducer, timeout, ExecutionOptions(**options))
-    call.run_own_share()
-    return call.finish()
+    with call.shown:
+        call.run_own_share()
+        return call.finish()
 
 
 def remote_async_call(
@@ -120,9 +121,10 @@ def remote_async_call(
 
     def work() -> None:
         try:
-            call.run_own_share()
-            with state.applied():
-                result = call.finish()
+            with call.shown:
+                call.run_own_share()
+                with state.applied():
+                    result = call.finish()
         except Exception as error:
             future.set_exception(error)
         except BaseException as error:
@@ -170,8 +172,16 @@ class _Call:
                 "others here"
             )
         self.payloads = group_by_worker(func, self.partitions, options)
-        self.bar = self.show_progress(func) if options.progress else None
         self.me = self.group.rank
+        self.bar = self.show_progress(func) if options.progress else None
+        with ExitStack() as shown:
+            if self.bar is not None:
+                shown.enter_context(self.bar)
+            self.send(snapshot)
+            self.shown = shown.pop_all()
+
+    def send(self, snapshot: bool) -> None:
+        """Send the others their shares, and make the caller's own ready."""
         modules: PackedModules = {}
         siblings = Siblings()
         self.values = {
@@ -211,6 +221,8 @@ class _Call:
         """Run the caller's own share while the other workers run theirs; in a thread, if a time-out bounds the wait."""
         for worker, work in self.own_share.items():
             own = self.values[worker] = concurrent.futures.Future()
+            if self.bar is not None:
+                self.bar.watch({worker: own})
             busy = ExitStack()
             busy.enter_context(self.group.retries.own_share())
             if self.seconds and self.payloads[worker][0].options.isolate_own_share:
@@ -224,7 +236,7 @@ class _Call:
         """Wait for the others, and reduce."""
         results: list[Any] = [None] * len(self.partitions)
         waiting = self.group.retries.waiting(beside=self.asynchronous)
-        with self.bar or nullcontext(), self.group.recorder.span("wait"), waiting:
+        with self.group.recorder.span("wait"), waiting:
             gathered = gather(self.values, self.group.names, self.seconds, self.started)
         for worker, values in gathered.items():
             for index, value in zip(self.payloads[worker][1], values, strict=True):
