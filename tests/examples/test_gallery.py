@@ -131,7 +131,14 @@ def test_the_module_of_lightning_adapts_where_gradients_are_off() -> None:
     assert module.validation_losses[0] < before  # their mean
 
 
-@pytest.mark.skipif(importlib.util.find_spec("lightning") is not None, reason="Lightning is installed")
+WITHOUT_LIGHTNING = """
+import runpy, sys
+sys.modules["lightning"] = None
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 def test_without_lightning_the_program_says_what_it_needs(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="this example needs Lightning: pip install lightning"):
-        run("lightning_module", tmp_path)
+        run_python("-c", WITHOUT_LIGHTNING, EXAMPLES / "lightning_module.py", "--output", tmp_path / "x.png")
