@@ -8,6 +8,7 @@ import psutil
 import pytest
 
 import torchopt_dist as todist
+from tests.distributed.bare import say, watch
 from torchopt_dist.launch import Launcher
 
 
@@ -32,10 +33,14 @@ def listening(launcher_pid):
 
 
 @pytest.mark.parametrize("rpc", [False, True])
-def test_a_launch_here_listens_at_the_loopback_address_only(rpc):
+def test_a_launch_here_listens_at_the_loopback_address_only(tmp_path, rpc):
     def work(launcher_pid):
         store = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        found = listening(launcher_pid) if os.environ["RANK"] == "0" else None
+        found = None
+        if os.environ["RANK"] == "0":
+            found = listening(launcher_pid)
+            say(tmp_path / "looked")
+        assert watch(tmp_path / "looked")  # until then all processes are there
         if rpc:
             todist.barrier()
         return found, store
