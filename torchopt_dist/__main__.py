@@ -1,31 +1,69 @@
-"""``python -m torchopt_dist [--json]`` → the page to paste into a bug report, on standard output."""
+"""``torchopt-dist [COMMAND] [ARGUMENT…]``, or ``python -m torchopt_dist`` → the command's work → an exit code."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 
+from torchopt_dist import bench, compat
+from torchopt_dist.launch.__main__ import main as launch
 from torchopt_dist.report import collect, to_json, to_text
 
 __all__ = ["main"]
 
+PROGRAM = "torchopt-dist"
+
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the report.
+    """Run a command; without one, ``report``.
 
     Args:
         argv: the command line; ``None`` means that of this process.
 
     Returns:
+        The command's exit code.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM,
+        description="Distributed differentiable optimization.",
+        epilog=f"`{PROGRAM} COMMAND --help` shows a command's arguments.",
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
+    for name, (_, help_) in COMMANDS.items():
+        commands.add_parser(name, help=help_)
+    if not argv or (argv[0].startswith("-") and argv[0] not in ("-h", "--help")):
+        argv = ["report", *argv]  # as `python -m torchopt_dist --json` has it
+    command, _ = COMMANDS[parser.parse_args(argv[:1]).command]
+    return command(argv[1:])
+
+
+def report(argv: list[str]) -> int:
+    """Print the page to paste into a bug report.
+
+    Args:
+        argv: the command's arguments.
+
+    Returns:
         0: a section that cannot be made says so.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m torchopt_dist",
+        prog=f"{PROGRAM} report",
         description="Print what a bug report needs: versions, kernels, network, cores, GPUs, environment.",
     )
     parser.add_argument("--json", action="store_true", help="print it as JSON, for machines")
     print((to_json if parser.parse_args(argv).json else to_text)(collect()))
     return 0
+
+
+COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
+    "report": (report, "print what a bug report needs (the default)"),
+    "launch": (launch, "run a script on several workers"),
+    "compat": (compat.main, "run a script that was written for torchopt"),
+    "bench": (bench.main, "time an optimizer's step, an inner loop and a call, beside what torch has"),
+}
+"""Name → what runs its arguments, and what it is for."""
 
 
 if __name__ == "__main__":

@@ -86,21 +86,30 @@ def run_script(path: str, args: Sequence[str] = ()) -> None:
         sys.argv, sys.path = argv, search
 
 
-def main() -> None:
-    """``python -m torchopt_dist.compat SCRIPT [ARGUMENT…]``."""
-    if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
+def main(argv: list[str] | None = None) -> int:
+    """``python -m torchopt_dist.compat SCRIPT [ARGUMENT…]``, also as ``torchopt-dist compat``.
+
+    Args:
+        argv: script and arguments; ``None`` means those of this process.
+
+    Returns:
+        0, if the script ends without ``sys.exit``.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0].startswith("-"):
         sys.exit(
             "usage: python -m torchopt_dist.compat SCRIPT [ARGUMENT...]\n"
             "runs a script written for torchopt on torchopt_dist"
         )
     if not sys.flags.safe_path:
-        del sys.path[0]  # `python -m` has put the working directory there
+        del sys.path[0]  # `python -m` has put the working directory there, a console command its own folder
     try:
-        run_script(sys.argv[1], sys.argv[2:])
+        run_script(argv[0], argv[1:])
     except FileNotFoundError as error:
-        if os.path.exists(sys.argv[1]):
+        if os.path.exists(argv[0]):
             raise
         sys.exit(f"{sys.executable} -m torchopt_dist.compat: {error}")
+    return 0
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):

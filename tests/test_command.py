@@ -1,0 +1,101 @@
+"""``torchopt-dist`` finds its commands and hands them their arguments; ``bench`` times what gives the same numbers."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+import time
+import tomllib
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import torchopt_dist as todist
+from torchopt_dist import __main__ as program
+from torchopt_dist import bench
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_the_console_command_is_the_module() -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["scripts"]
+    module, _, name = scripts.pop("torchopt-dist").partition(":")
+    assert getattr(importlib.import_module(module), name) is program.main
+    assert not scripts
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (
+            ["launch", "--nproc-per-host", "2", "nothing.py", "--lr", "1"],
+            2,
+            "must be a file, got 'nothing.py'",
+        ),
+        (["bench", "--rounds", "0"], 2, "argument --rounds: must be a number of at least 1, got '0'"),
+        (["train.py"], 2, "invalid choice: 'train.py' (choose from"),
+        (["report", "--yaml"], 2, "unrecognized arguments: --yaml"),
+        (["--help"], 0, "time an optimizer's step"),
+    ],
+)
+def test_a_command_gets_its_arguments(
+    arguments: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ending:
+        program.main(arguments)
+    assert ending.value.code == code
+    assert said in "".join(capsys.readouterr())
+
+
+def test_compat_gets_its_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", ["/folder/of/the/command", *sys.path])
+    with pytest.raises(SystemExit, match=r"there is no script 'nothing\.py'"):
+        program.main(["compat", "nothing.py"])
+    with pytest.raises(SystemExit, match="usage: "):
+        program.main(["compat"])
+
+
+def test_bench_prints_a_ratio_a_row(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = torch.get_num_threads()
+    monkeypatch.setenv("TODIST_TRANSPORT", "zmq")  # the peer is torch's RPC
+    assert program.main(["bench", "--rounds", "1", "--workers", "1"]) == 0
+    first, *rows = capsys.readouterr().out.splitlines()
+    assert f"torch {torch.__version__}" in first
+    shown = [re.fullmatch(r"(\w.*?) +([\d.]+) ms +([\d.]+) of .* \(([\d.]+) ms\)", row) for row in rows]
+    assert [row[1].split(",")[0] for row in shown if row] == [
+        "a step of Adam",
+        "5 differentiable steps of Adam",
+        "a call without arguments",
+        "a call with 1 MiB",
+    ]
+    for row in shown:
+        assert row is not None
+        assert float(row[2]) / float(row[4]) == pytest.approx(float(row[3]), abs=0.06 * float(row[3]) + 0.02)
+    assert torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize("name", ["adam", "Adam"])
+def test_bench_times_nothing_that_is_wrong(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = getattr(todist, name)
+    monkeypatch.setattr(todist, name, lambda *args, lr: right(*args, lr=1.1 * lr))
+    with pytest.raises(RuntimeError, match=r"Adam, .*: the two differ by up to .*, so nothing is timed"):
+        list(bench.collect(rounds=1, workers=1))
+
+
+def test_medians_are_of_rounds_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, order = SimpleNamespace(now=0.0), []
+    monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
+    taken = {"one": iter([90, 1, 3, 2]), "two": iter([90, 7, 5, 9])}
+
+    def timed(name: str) -> None:
+        order.append(name)
+        clock.now += next(taken[name])
+
+    functions = {name: lambda name=name: timed(name) for name in taken}
+    assert bench.interleaved(functions, rounds=3, warmups=1) == {"one": 2, "two": 7}
+    assert order == ["one", "two"] * 4
