@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torchopt_dist.errors import InitializationError
@@ -11,6 +12,9 @@ from torchopt_dist.errors import InitializationError
 __all__ = ["Liveness"]
 
 VARIABLE = "TODIST_LIVENESS"
+SIGNS_IN_PATIENCE = 4
+"""How many signs of life fit into the patience at least, so that one that comes late is no loss."""
+LONGEST_SILENCE = 3600.0
 
 
 @dataclass(frozen=True)
@@ -38,18 +42,35 @@ class Liveness:
         if self.patience < self.interval:
             raise ValueError(f"patience must be at least interval={self.interval:g}, got {self.patience:g}")
 
+    def __str__(self) -> str:
+        return f"interval={self.interval:g},patience={self.patience:g}"
+
+    @property
+    def between_signs(self) -> float:
+        """Seconds between two signs of life: ``interval``, or less if the patience is as short."""
+        return min(self.interval, self.patience / SIGNS_IN_PATIENCE, LONGEST_SILENCE)
+
     @classmethod
-    def from_environment(cls) -> Liveness:
-        """The policy that ``TODIST_LIVENESS`` asks for, as in ``interval=1,patience=30``; either may be left out.
+    def parse(cls, text: str) -> Liveness:
+        """The policy that a text asks for, as in ``interval=1,patience=30``; either may be left out.
 
         Raises:
-            InitializationError: the variable holds anything else.
+            ValueError: the text is anything else.
         """
-        text = os.environ.get(VARIABLE, "")
         try:
             fields = dict(part.split("=") for part in text.split(",") if part.strip())
             return cls(**{name.strip(): float(seconds) for name, seconds in fields.items()})
         except (ValueError, TypeError) as error:
-            raise InitializationError(
-                f"the environment variable {VARIABLE} must be as in 'interval=1,patience=10', got {text!r}: {error}"
-            ) from None
+            raise ValueError(f"must be as in 'interval=1,patience=10', got {text!r}: {error}") from None
+
+    @classmethod
+    def from_environment(cls, env: Mapping[str, str] = os.environ) -> Liveness:
+        """The policy that the variable ``TODIST_LIVENESS`` of an environment asks for, as :meth:`parse` reads it.
+
+        Raises:
+            InitializationError: the variable holds anything else.
+        """
+        try:
+            return cls.parse(env.get(VARIABLE, ""))
+        except ValueError as error:
+            raise InitializationError(f"the environment variable {VARIABLE} {error}") from None

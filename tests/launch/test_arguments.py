@@ -12,6 +12,7 @@ import pytest
 import tyro
 
 from tests.launch.families import start_program
+from torchopt_dist import Liveness
 from torchopt_dist.launch import Launcher, add_launcher_args
 from torchopt_dist.launch.__main__ import main
 
@@ -48,9 +49,8 @@ def test_every_option_is_an_argument_of_the_launcher(tmp_path):
         "timeout": 60.0,
         "start_timeout": 5.0,
         "stop_timeout": 0.5,
-        "agent_timeout": 2.5,
         "exit_timeout": 1.5,
-        "halted_timeout": 4.5,
+        "liveness": Liveness(0.5, 2.5),
     }
     line = []
     for name, value in given.items():
@@ -65,7 +65,7 @@ def test_every_option_is_an_argument_of_the_launcher(tmp_path):
         assert parser().parse_args(["--nproc-per-host", text]).nproc_per_host == text
     for text in ("auto", "slurm"):
         assert parser().parse_args(["--hosts", text]).hosts == text
-    assert parser().parse_args(["--halted-timeout", "none"]).halted_timeout is None
+    assert parser().parse_args(["--timeout", "none"]).timeout is None
 
 
 def test_a_parser_made_of_dataclasses_takes_a_launcher(tmp_path):

@@ -41,8 +41,12 @@ def my_rank():
         ({"hosts": ["no where"]}, ValueError, r"`hosts` must hold names of the form .* got 'no where'"),
         ({"backend": "glue"}, ValueError, "`backend` must be made of .*gloo.*, got 'glue'"),
         ({"backend": 1}, TypeError, "`backend` must be a string or None, got int 1"),
-        ({"agent_timeout": 0}, ValueError, "`agent_timeout` must be a positive, finite number .* got 0"),
-        ({"agent_timeout": 1}, ValueError, "`agent_timeout` must be at least 2 s, .* got 1"),
+        ({"liveness": 3}, TypeError, "`liveness` must be a todist.Liveness or None, got int 3"),
+        (
+            {"env": {"TODIST_LIVENESS": "soon"}},
+            todist.InitializationError,
+            "variable TODIST_LIVENESS must be as in 'interval=1,patience=10', got 'soon'",
+        ),
         ({"min_hosts": 0}, ValueError, "`min_hosts` must be at least 1, got 0"),
         ({"max_hosts": "2"}, TypeError, "`max_hosts` must be an integer or None, got str '2'"),
         (
@@ -50,11 +54,7 @@ def my_rank():
             ValueError,
             "`min_hosts` must be at most the number of hosts that take part, 1, got 2",
         ),
-        (
-            {"halted_timeout": "x"},
-            TypeError,
-            "`halted_timeout` must be a number of seconds, or None, got str 'x'",
-        ),
+        ({"timeout": "x"}, TypeError, "`timeout` must be a number of seconds, or None, got str 'x'"),
         ({"hosts": [3]}, TypeError, "`hosts` must hold names, got int 3"),
         ({"max_restarts": -1}, ValueError, "`max_restarts` must be at least 0, got -1"),
         ({"max_restarts": "1"}, TypeError, "`max_restarts` must be an integer, got str '1'"),

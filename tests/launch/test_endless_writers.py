@@ -46,7 +46,7 @@ def leave_a_writer(folder, die):
 def test_a_program_that_writes_on_does_not_hold_up_the_error_of_its_worker(tmp_path, name):
     die, how = DEATHS[name]
     with pytest.raises(todist.WorkerFailedError, match=f"rank 0 on localhost {how}") as caught:
-        todist.Launcher(nproc_per_host=2, handlers=[], log_dir=None, halted_timeout=0.1).run(
+        todist.Launcher(nproc_per_host=2, handlers=[], log_dir=None, liveness=todist.Liveness(0.2, 1.0)).run(
             leave_a_writer, tmp_path, die
         )
     writer, then = (tmp_path / "died").read_text().split()
@@ -98,7 +98,10 @@ def test_a_worker_elsewhere_is_not_lost_since_its_lines_are_taken_slowly(launche
         return "done"
 
     start = time.monotonic()
-    assert launcher(handlers=[Slow()], log_dir=None, agent_timeout=2).run(work).rank(0) == "done"
+    assert (
+        launcher(handlers=[Slow()], log_dir=None, liveness=todist.Liveness(patience=2)).run(work).rank(0)
+        == "done"
+    )
     assert time.monotonic() - start > 6.0
 
 

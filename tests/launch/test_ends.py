@@ -299,7 +299,7 @@ def test_a_worker_that_is_stopped_is_an_error_unless_it_goes_on_in_time(tmp_path
     with pytest.raises(
         todist.WorkerFailedError, match="rank 1 on localhost was stopped by SIGSTOP and did not go"
     ) as caught:
-        Launcher(nproc_per_host=2, handlers=[], halted_timeout=1).run(work)
+        Launcher(nproc_per_host=2, handlers=[], liveness=todist.Liveness(patience=1)).run(work)
     assert time.monotonic() - start < 15
     assert (caught.value.rank, caught.value.signal, caught.value.exit_code) == (1, "SIGSTOP", None)
     assert caught.value.log == ("before",)
@@ -316,7 +316,10 @@ def test_a_worker_that_is_stopped_is_an_error_unless_it_goes_on_in_time(tmp_path
         (tmp_path / name).unlink()
     thread = threading.Thread(target=wake)
     thread.start()
-    assert Launcher(nproc_per_host=2, handlers=[], halted_timeout=30).run(work).rank(1) == "went on"
+    assert (
+        Launcher(nproc_per_host=2, handlers=[], liveness=todist.Liveness(patience=30)).run(work).rank(1)
+        == "went on"
+    )
     thread.join()
 
 
@@ -332,7 +335,7 @@ def test_an_agent_that_gives_no_sign_of_life_is_killed_and_named(tmp_path):
     )
     start = time.monotonic()
     with pytest.raises(todist.AgentFailedError, match=message):
-        Launcher(nproc_per_host=2, handlers=[], agent_timeout=2).run(work)
+        Launcher(nproc_per_host=2, handlers=[], liveness=todist.Liveness(patience=2)).run(work)
     assert time.monotonic() - start < 15
     assert_gone(family_of(tmp_path))
 
@@ -342,17 +345,18 @@ def test_a_launcher_that_is_stopped_for_a_while_finds_its_workers_at_work(tmp_pa
     code = (
         "import os, sys, time\n"
         "from torchopt_dist.launch import Launcher\n"
+        "os.environ['TODIST_LIVENESS'] = 'patience=2'\n"
         "def work():\n"
         "    open(sys.argv[1] + '/up', 'w').close()\n"
         "    while not os.path.exists(sys.argv[1] + '/down'): time.sleep(0.01)\n"
         "    return 1\n"
-        "print(Launcher(nproc_per_host=1, agent_timeout=2).run(work).rank(0))\n"
+        "print(Launcher(nproc_per_host=1).run(work).rank(0))\n"
     )
     program = start_program(code, tmp_path)
     try:
         assert watch(tmp_path / "up")
         program.send_signal(signal.SIGSTOP)
-        time.sleep(3)  # longer than `agent_timeout`
+        time.sleep(3)  # longer than the patience
         program.send_signal(signal.SIGCONT)
         time.sleep(0.3)
         say(tmp_path / "down")

@@ -135,8 +135,16 @@ def test_what_a_handler_raises_at_the_end_is_raised_unless_there_is_an_error_alr
 
 @pytest.mark.parametrize("seconds", [3e6, 1e20])
 def test_times_that_are_longer_than_the_kernel_can_wait_are_as_good_as_others(seconds):
-    names = ("timeout", "start_timeout", "stop_timeout", "exit_timeout", "agent_timeout", "halted_timeout")
-    launcher = Launcher(nproc_per_host=2, handlers=[], log_dir=None, **dict.fromkeys(names, seconds))
+    names = ("timeout", "start_timeout", "stop_timeout", "exit_timeout")
+    liveness = todist.Liveness(seconds, seconds)
+    options = {
+        "handlers": [],
+        "log_dir": None,
+        "rpc": True,
+        "liveness": liveness,
+        **dict.fromkeys(names, seconds),
+    }
+    launcher = Launcher(nproc_per_host=2, **options)
     assert launcher.run(int).results == {"localhost": [0, 0]}
 
     def work():

@@ -118,10 +118,10 @@ def test_zero_is_a_good_end_as_under_torchrun(rpc):
     def main():
         if os.environ["RANK"] == "1":
             sys.exit(0)
-        return os.environ["TODIST_LIVENESS"]
+        return todist.Liveness.from_environment()
 
     options = {"log_dir": None, "handlers": [], "rpc": rpc}
-    result = launch(main, nproc_per_host=2, agent_timeout=30, **options)
-    assert result.results == {"localhost": ["patience=30", None]}  # no less patient than the launcher
+    result = launch(main, nproc_per_host=2, liveness=todist.Liveness(2, 30), **options)
+    assert result.results == {"localhost": [todist.Liveness(2, 30), None]}  # one policy for all
     result = launch(main, nproc_per_host=2, env={"TODIST_LIVENESS": "interval=2"}, **options)
-    assert result.rank(0) == "interval=2"
+    assert result.rank(0) == todist.Liveness(2, 10)

@@ -8,6 +8,7 @@ import threading
 import pytest
 
 import torchopt_dist as todist
+from torchopt_dist import Liveness
 from torchopt_dist.launch import _remote as remote
 from torchopt_dist.launch._attempts import UnreachedMachine
 from torchopt_dist.launch._machine import Machine
@@ -57,7 +58,7 @@ def started(monkeypatch):
 
 
 def connect(*names, otherwise=None, **env):
-    return remote.connect(names, remote.SshOptions("python3", None, 5.0, env), 5.0, otherwise)
+    return remote.connect(names, remote.SshOptions("python3", None, Liveness(), env), 5.0, otherwise)
 
 
 def test_hosts_are_reached_at_the_same_time_and_stay(started):

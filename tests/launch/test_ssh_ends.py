@@ -114,7 +114,7 @@ def test_an_agent_there_that_is_stopped_is_killed_and_named(launcher, tmp_path):
     thread.start()
     message = "the agent on node2 gave no sign of life for 2 s, and was killed; rank 1 on node2 was ended"
     with pytest.raises(todist.AgentFailedError, match=message):
-        launcher(["node1", "node2"], agent_timeout=2).run(crash, wait, tmp_path)
+        launcher(["node1", "node2"], liveness=todist.Liveness(patience=2)).run(crash, wait, tmp_path)
     thread.join()
     assert_gone([int(pid) for pid in (tmp_path / "family1").read_text().split()])
 
@@ -138,7 +138,7 @@ def test_an_ssh_server_that_is_stopped_is_a_lost_host(sshd, launcher, tmp_path):
             todist.AgentFailedError,
             match="node2 was lost: there was no sign of life for 2 s; rank 1 on node2",
         ):
-            launcher(["node1", "node2"], agent_timeout=2).run(crash, wait, tmp_path)
+            launcher(["node1", "node2"], liveness=todist.Liveness(patience=2)).run(crash, wait, tmp_path)
         thread.join()
         assert_gone([int(pid) for pid in (tmp_path / "family1").read_text().split()], 10.0)
     finally:

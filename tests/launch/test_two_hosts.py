@@ -43,7 +43,7 @@ pytestmark = [pytest.mark.timeout(120), NEEDS_SSHD]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "maml_digits.py"
 NAMES = ("alpha", "beta", "gamma")
 ADDRESSES = {"alpha": "10.77.0.1", "beta": "10.77.0.2", "gamma": "10.78.0.2"}
-AGENT_TIMEOUT = 3
+LIVENESS = todist.Liveness(patience=3)
 """One for all launches, so that they have connections in common."""
 CLONE_NEWNET = 0x40000000
 
@@ -172,7 +172,7 @@ def launch(elsewhere, config):
 
     def run(function, *args, hosts=NAMES[:2], **options):
         options = {"hosts": list(hosts), "nproc_per_host": 1, "ssh_config": config, "handlers": [], **options}
-        options = {"log_dir": None, "agent_timeout": AGENT_TIMEOUT, **options}
+        options = {"log_dir": None, "liveness": LIVENESS, **options}
         return elsewhere.submit(run_there, options, function, *args).result()
 
     return run
@@ -290,7 +290,7 @@ def train_there(options, words):
 def test_the_digits_are_learned_on_two_hosts(elsewhere, config, alone, tmp_path):
     path = tmp_path / "curve"
     options = {"hosts": ["alpha", "beta"], "nproc_per_host": 1, "ssh_config": config, "log_dir": tmp_path}
-    options.update(agent_timeout=AGENT_TIMEOUT)
+    options.update(liveness=LIVENESS)
     results = elsewhere.submit(train_there, options, arguments(path)).result()
     assert results == {"alpha": [None], "beta": [None]}
     assert "on 2 worker(s)" in (tmp_path / "rank0.log").read_text()
@@ -324,7 +324,7 @@ def test_a_host_that_is_cut_off_is_named_and_nothing_is_left_there(
 ):
     launch(places)  # so that the forkservers of another launch are there, too
     options = {"hosts": ["alpha", "beta"], "nproc_per_host": 1, "ssh_config": config, "handlers": []}
-    options.update(agent_timeout=AGENT_TIMEOUT, log_dir=None)
+    options.update(liveness=LIVENESS, log_dir=None)
     future = elsewhere.submit(run_there, options, wait_with_a_family, tmp_path)
     try:
         family = family_of(tmp_path)
@@ -349,9 +349,7 @@ def test_an_elastic_launch_goes_on_without_a_host_that_is_cut_off_and_takes_it_b
     network, elsewhere, config, tmp_path
 ):
     options = {"hosts": ["alpha", "beta"], "nproc_per_host": 1, "ssh_config": config, "handlers": []}
-    options.update(
-        agent_timeout=AGENT_TIMEOUT, stop_timeout=1, min_hosts=1, rpc=True, log_dir=None, timeout=80
-    )
+    options.update(liveness=LIVENESS, stop_timeout=1, min_hosts=1, rpc=True, log_dir=None, timeout=80)
     future = elsewhere.submit(run_there, options, call_the_other, tmp_path)
     try:
         lost = world_of(tmp_path, 0, 2)[1]

@@ -25,8 +25,8 @@ __all__ = ["DIED", "MAX_LINE", "RESET", "UNREACHABLE", "Link", "ToHub", "keep_al
 DIED, UNREACHABLE, RESET = "died", "unreachable", "reset"
 """How a connection ended; the first two are causes of a loss."""
 MAX_LINE = 1 << 24
-MAX_PROBES = 127
-"""The most that Linux takes for TCP_KEEPCNT."""
+MAX_PROBES, MAX_SECONDS, MAX_MILLISECONDS = 127, 32767, 2**31 - 1
+"""The most that Linux takes for TCP_KEEPCNT, for the times between probes, and for TCP_USER_TIMEOUT."""
 NO_ANSWER = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)
 DRAIN_SECONDS = 1.0
 AGAIN_SECONDS = 0.05
@@ -206,12 +206,12 @@ def keep_alive(writer: asyncio.StreamWriter, liveness: Liveness) -> None:
     The two processes take no part in that, so a worker that computes for long is not taken for a dead one. What is sent
     while the network is cut arrives when it is back.
     """
-    seconds = math.ceil(liveness.interval)
+    seconds = min(math.ceil(liveness.interval), MAX_SECONDS)
     options = (
         ("TCP_KEEPIDLE", seconds),
         ("TCP_KEEPINTVL", seconds),
         ("TCP_KEEPCNT", min(max(1, math.ceil(liveness.patience / seconds)), MAX_PROBES)),
-        ("TCP_USER_TIMEOUT", math.ceil(1000 * liveness.patience)),  # milliseconds
+        ("TCP_USER_TIMEOUT", min(math.ceil(1000 * liveness.patience), MAX_MILLISECONDS)),
     )
     connection = writer.get_extra_info("socket")
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

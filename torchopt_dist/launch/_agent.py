@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import functools
+import math
 import os
 import selectors
 import signal
@@ -34,6 +35,7 @@ __all__ = ["Agent"]
 
 CHUNK = 1 << 16
 ALIVE_SECONDS = 1.0
+"""Between two signs of life, until the launcher has said otherwise."""
 KILL_SECONDS = 3.0
 """For killed processes to end; one that the kernel holds, in a broken file system say, may not."""
 KILL_AGAIN_SECONDS = 0.002
@@ -83,7 +85,8 @@ class Agent:
         self._grace: float | None = None
         """Seconds for the workers to end, once they are to."""
         self._kills_before = processes.out_of_memory_kills()
-        self._spoke_at = -ALIVE_SECONDS
+        self._between_signs = ALIVE_SECONDS
+        self._spoke_at = -math.inf
 
     def run(self) -> None:
         """Work until the launcher says that it is over, or ends."""
@@ -96,7 +99,7 @@ class Agent:
             self._watch(descriptor, self._lose_launcher)
         self._watch(self._pipes.fileno(), self._read_pipes)
         while self._grace is None and not self._launcher_has_ended:
-            self._turn(ALIVE_SECONDS)
+            self._turn(self._between_signs)
         self._end(ORPHANED_GRACE if self._grace is None else self._grace)
 
     # The loop.
@@ -107,7 +110,7 @@ class Agent:
     def _turn(self, seconds: float) -> None:
         """Do what there is to do, or wait so long for it."""
         now = time.monotonic()
-        if now - self._spoke_at >= ALIVE_SECONDS and not self._stream.waits_to_send:
+        if now - self._spoke_at >= self._between_signs and not self._stream.waits_to_send:
             self._spoke_at = now
             self._tell(messages.Alive(os.getpid()))
         if not self._launcher_has_ended:
@@ -139,6 +142,8 @@ class Agent:
         for message, payload in heard or ():
             if isinstance(message, messages.StartWorkers):
                 self._start(message, payload)
+            elif isinstance(message, messages.Speak):
+                self._between_signs = message.seconds
             elif isinstance(message, messages.Stop):
                 self._grace = message.grace
             elif isinstance(message, messages.Listen):
@@ -316,7 +321,7 @@ class Agent:
         begun = time.monotonic()
         while self._running and time.monotonic() < begun + grace:
             launcher_waits = not self._launcher_has_ended
-            self._turn(min(ALIVE_SECONDS, begun + grace - time.monotonic()))
+            self._turn(min(self._between_signs, begun + grace - time.monotonic()))
             if launcher_waits and self._launcher_has_ended:
                 grace = min(grace, time.monotonic() - begun + ORPHANED_GRACE)
         begun = time.monotonic()

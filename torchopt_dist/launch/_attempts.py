@@ -296,7 +296,7 @@ class Membership:
             InitializationError: the machine cannot be reached.
             AgentFailedError: the machine does not start an agent.
         """
-        machine, seconds = host.machine, self._plan.options.agent_timeout
+        machine, seconds = host.machine, min(self._plan.liveness.patience, LONGEST_WAIT)
         if machine.why_lost() is not None:
             return self._reach([machine.name])[machine.name]
         with machine.connect(self._plan.setup(machine).env) as agent, contextlib.suppress(ConnectionError):

@@ -111,6 +111,7 @@ class Job:
         self._agents.append(agent)
         self._workers += agent.workers.values()
         self._selector.register(agent.stream, selectors.EVENT_READ, partial(self._hear, agent))
+        agent.tell(messages.Speak(self._plan.liveness.between_signs))
 
     def _ask(self, agents: Sequence[AgentHandle], question: object) -> list[Any]:
         """The answers of agents to a question."""
@@ -160,7 +161,7 @@ class Job:
 
     def _deadlines(self) -> Iterator[tuple[float, Callable[[], object]]]:
         """Moments, by ``time.monotonic``, and what is to be done when they have come."""
-        options = self._options
+        options, patience = self._options, self._plan.liveness.patience
         if self._failures:
             _, moment, error = min(self._failures, key=lambda failure: failure[0])  # of equals, the first
             all_known = all(worker.decided for worker in self._workers)
@@ -173,14 +174,12 @@ class Job:
             yield self._plan.begun + options.timeout, self._refuse_late_values
         for agent in self._agents:
             if not agent.ended:
-                seconds = options.agent_timeout * (1.0 if agent.machine.here else SILENT_THERE)
+                seconds = patience * (1.0 if agent.machine.here else SILENT_THERE)
                 yield agent.heard + seconds, partial(self._give_up_agent, agent)
-        if options.halted_timeout is not None:
-            for worker in self._workers:
-                if worker.halted is not None and not worker.decided:
-                    since, number = worker.halted
-                    fail = partial(self._fail_halted, worker, number, options.halted_timeout)
-                    yield since + options.halted_timeout, fail
+        for worker in self._workers:
+            if worker.halted is not None and not worker.decided:
+                since, number = worker.halted
+                yield since + patience, partial(self._fail_halted, worker, number, patience)
 
     def _refuse_late_starts(self) -> None:
         waiting = ", ".join(str(worker) for worker in self._workers if not (worker.running or worker.lost))
@@ -197,7 +196,7 @@ class Job:
         if not agent.stream.waits_to_be_read:
             if agent.pid is not None:
                 agent.machine.kill_agent(agent.pid)
-            seconds = self._options.agent_timeout
+            seconds = self._plan.liveness.patience
             self._agent_ended(agent, f"gave no sign of life for {seconds:g} s, and was killed")
 
     def _fail_halted(self, worker: WorkerHandle, number: int, seconds: float) -> None:

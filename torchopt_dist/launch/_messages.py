@@ -22,6 +22,7 @@ __all__ = [
     "Reached",
     "Returned",
     "Running",
+    "Speak",
     "StartWorkers",
     "Started",
     "Stop",
@@ -114,8 +115,16 @@ class Started:
 
 
 @dataclass(frozen=True)
+class Speak:
+    """Launcher → agent: how often to give a sign of life."""
+
+    seconds: float
+    """Between two of them."""
+
+
+@dataclass(frozen=True)
 class Alive:
-    """Agent → launcher, every second if it has nothing else to say: it is at work."""
+    """Agent → launcher, as often as :class:`Speak` says, and every second before: it is at work."""
 
     pid: int
 

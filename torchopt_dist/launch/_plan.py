@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from torchopt_dist._liveness import Liveness
 from torchopt_dist.launch._cluster import Host
 from torchopt_dist.launch._machine import Machine
 from torchopt_dist.launch._messages import Header
@@ -21,6 +22,7 @@ class Plan:
     Attributes:
         options: those that the launcher was given.
         begun: when the launch has begun, by ``time.monotonic``.
+        liveness: when a host or a worker is lost that has not ended.
         hosts: where, and how many workers.
         setup: machine → what its workers take over.
         task: the packed function and its arguments.
@@ -30,6 +32,7 @@ class Plan:
 
     options: LaunchOptions
     begun: float
+    liveness: Liveness
     hosts: list[Host]
     setup: Callable[[Machine], Header]
     task: bytes

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchopt_dist._liveness import Liveness
 from torchopt_dist.errors import InitializationError
 from torchopt_dist.launch._environment import chosen_by, import_path
 from torchopt_dist.launch._forkserver import MARK, PROGRAM, read_on_import, versions
@@ -31,7 +32,7 @@ COPY_ON_START = ("LD_LIBRARY_PATH", "PYTHON*")
 COMMAND_NOT_FOUND = 127
 LAST_LINES = 30
 CLOSE_SECONDS = 2.0
-ALIVE_SECONDS = 1.0
+A_DAY = 86400.0
 
 
 @dataclass(frozen=True)
@@ -41,13 +42,13 @@ class SshOptions:
     Attributes:
         python: the interpreter there.
         config: SSH's configuration file; ``None`` means ``~/.ssh/config``.
-        patience: seconds without a sign of life after which a host counts as lost, for both sides.
+        liveness: how often signs of life are given, and when a host counts as lost without them, for both sides.
         env: variables that workers there will have, besides those that programs there have.
     """
 
     python: str
     config: str | None
-    patience: float
+    liveness: Liveness
     env: Mapping[str, str] = field(compare=False)
 
 
@@ -85,7 +86,7 @@ class RemoteMachine(Machine):
             InitializationError: it cannot be reached, or lacks what a launch needs.
         """
         until = asyncio.get_running_loop().time() + seconds
-        connection = await log_in(name, options.config, options.patience, seconds)
+        connection = await log_in(name, options.config, options.liveness.patience, seconds)
         try:
             async with asyncio.timeout_at(until):
                 command = f"exec {shlex.quote(options.python)} -u -c {shlex.quote(PROGRAM)}"
@@ -110,7 +111,7 @@ class RemoteMachine(Machine):
             "path": [os.path.abspath(entry) for entry in import_path()],
             "folder": os.getcwd(),
             "launcher": f"{socket.gethostname()}:{os.getpid()}",
-            "patience": self._options.patience,
+            "patience": min(self._options.liveness.patience, A_DAY),  # more than a selector can wait for
         }
         with contextlib.suppress(OSError):  # it has ended: its greeting will be missed
             self._process.stdin.write(json.dumps(start).encode() + b"\n")
@@ -153,7 +154,7 @@ class RemoteMachine(Machine):
             while not ended.done():
                 with contextlib.suppress(OSError):
                     self._process.stdin.write(b"\0")
-                await asyncio.wait([ended], timeout=ALIVE_SECONDS)
+                await asyncio.wait([ended], timeout=self._options.liveness.between_signs)
             self._why_lost = await self._how_it_ended()
         finally:
             self._why_lost = self._why_lost or "it was closed"
@@ -176,7 +177,7 @@ class RemoteMachine(Machine):
                 await self._listener
         except Exception as error:
             if "keepalive" in str(error):
-                why = f"there was no sign of life for {self._options.patience:g} s"
+                why = f"there was no sign of life for {self._options.liveness.patience:g} s"
         if self._process.exit_signal:
             why = f"its forkserver was ended by SIG{self._process.exit_signal[0]}"
         elif self._process.exit_status is not None:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, fields
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
-from torchopt_dist._liveness import Liveness
+from torchopt_dist._liveness import VARIABLE, Liveness
 from torchopt_dist.errors import RemoteError
 from torchopt_dist.launch._attempts import Membership, UnreachedMachine, run_attempts
 from torchopt_dist.launch._cluster import find_hosts
@@ -42,8 +42,6 @@ from torchopt_dist.launch.result import LaunchResult
 __all__ = ["Launcher", "ended_in_order", "launch"]
 
 TOO_MANY_FILES = "too many open files: raise `ulimit -n`, or lower `nproc_per_host`"
-
-A_DAY = 86400.0
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -110,7 +108,8 @@ class Launcher(LaunchOptions):
             WorkerFailedError: a worker was killed, crashed or exited before its function returned.
             AgentFailedError: the process that looks after the workers died.
             CallTimeoutError: ``timeout`` has passed.
-            InitializationError: ``start_timeout`` has passed, or ``master_port`` is taken.
+            InitializationError: ``start_timeout`` has passed, ``master_port`` is taken, or ``TODIST_LIVENESS`` is no
+                policy.
             SerializationError: ``func``, an argument or a result cannot be sent.
             ValueError: ``hosts`` or ``nproc_per_host`` ask for what is not there.
             OSError: this system lacks what a launch needs, or the working folder has been deleted.
@@ -123,6 +122,7 @@ class Launcher(LaunchOptions):
         allow_many_files()
         added = {} if self.env_file is None else read_env_file(self.env_file)
         added.update(self.env or {})
+        liveness = self.liveness or Liveness.from_environment({**os.environ, **added})
         elastic = self.min_hosts is not None or self.max_hosts is not None
         if elastic and self.on_loss == "continue":
             raise ValueError(
@@ -132,7 +132,7 @@ class Launcher(LaunchOptions):
         ssh = SshOptions(
             python=self.python or sys.executable,
             config=None if self.ssh_config is None else os.path.abspath(self.ssh_config),
-            patience=self.agent_timeout,
+            liveness=liveness,
             env={**chosen_by(self.copy_env, os.environ), **added},
         )
         reach = functools.partial(connect, options=ssh, seconds=self.start_timeout)
@@ -148,8 +148,8 @@ class Launcher(LaunchOptions):
                 range(sum(host.workers for host in hosts)),
             )
             stack.callback(logs.close)
-            setup = functools.partial(self._setup, folder, added)
-            plan = Plan(self, begun, hosts, setup, task, logs, uuid.uuid4().hex)
+            setup = functools.partial(self._setup, folder, {**added, VARIABLE: str(liveness)})
+            plan = Plan(self, begun, liveness, hosts, setup, task, logs, uuid.uuid4().hex)
             membership = stack.enter_context(contextlib.closing(Membership(plan, reach))) if elastic else None
             return run_attempts(plan, membership)
 
@@ -161,17 +161,11 @@ class Launcher(LaunchOptions):
             env = {**machine.env, **chosen_by(self.copy_env, os.environ), **added}
             ours = [os.path.abspath(entry) for entry in import_path()]  # that of the script is the first
             path = list(dict.fromkeys([*ours[:1], *machine.path, *ours]))
-        env.setdefault("TODIST_LIVENESS", f"patience={self._patience():g}")
         # Code that is in no file, such as a notebook's cells, has entries without a time of change.
         sources = {
             name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None
         }
         return Header(env, path, list(sys.argv), folder, sources)
-
-    def _patience(self) -> float:
-        """How patient the workers are with each other: no less than the launcher with a host, or a stopped worker."""
-        halted = A_DAY if self.halted_timeout is None else self.halted_timeout
-        return max(Liveness().patience, self.agent_timeout, halted)
 
 
 Launcher.__doc__ = re.sub(r"OPTIONS: .*", args_section, Launcher.__doc__ or "")

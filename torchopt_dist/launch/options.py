@@ -20,11 +20,11 @@ from typing import Annotated, Any, get_type_hints
 
 import torch.distributed as dist
 
+from torchopt_dist._liveness import Liveness
 from torchopt_dist.launch._environment import COPIED, check_variables
 
 __all__ = ["LaunchOptions", "add_launcher_args", "args_section", "check_handler", "check_integer"]
 
-LEAST_AGENT_TIMEOUT = 2.0
 NONE = type(None)
 PATHS = (str, os.PathLike)
 
@@ -50,14 +50,6 @@ def _is_positive(name: str, seconds: float) -> None:
 def _is_positive_or_zero(name: str, seconds: float) -> None:
     if seconds != 0:
         _is_positive(name, seconds)
-
-
-def _is_agent_timeout(name: str, seconds: float) -> None:
-    _is_positive(name, seconds)
-    if seconds < LEAST_AGENT_TIMEOUT:
-        raise ValueError(
-            f"`{name}` must be at least {LEAST_AGENT_TIMEOUT:g} s, since signs of life come every second, got {seconds}"
-        )
 
 
 def _is_one_of(words: Collection[str], name: str, value: str) -> None:
@@ -143,12 +135,16 @@ VARIABLES = Kind((Mapping, NONE), "a dictionary or None", None, check_variables)
 PATTERNS = Kind((Collection,), "a list of patterns", {"nargs": "+", "metavar": "PATTERN"}, _are_patterns)
 SECONDS = Kind((Real,), "a number of seconds", {"type": float, "metavar": "SECONDS"}, _is_positive)
 SECONDS_OR_ZERO = replace(SECONDS, check=_is_positive_or_zero)
-AGENT_SECONDS = replace(SECONDS, check=_is_agent_timeout)
 SECONDS_OR_NEVER = Kind(
     (Real, NONE),
     "a number of seconds, or None",
     {"type": _seconds_or_none, "metavar": "SECONDS"},
     _is_positive,
+)
+LIVENESS = Kind(
+    (Liveness, NONE),
+    "a todist.Liveness or None",
+    {"type": Liveness.parse, "metavar": "interval=1,patience=10"},
 )
 
 
@@ -257,17 +253,13 @@ class LaunchOptions:
         SECONDS,
         "seconds for processes to end when all functions have returned, before they are killed.",
     ] = 10.0
-    agent_timeout: Annotated[
-        float,
-        AGENT_SECONDS,
-        "seconds without a sign of life of a host, before it counts as lost. If it is the launcher that is not heard "
-        "of, its workers on other hosts are ended.",
-    ] = 5.0
-    halted_timeout: Annotated[
-        float | None,
-        SECONDS_OR_NEVER,
-        "seconds for a worker that a signal such as SIGSTOP has stopped to go on. ``None``: as long as it takes.",
-    ] = 5.0
+    liveness: Annotated[
+        Liveness | None,
+        LIVENESS,
+        "how often launcher, hosts and workers give signs of life, and after how many seconds one counts as lost that "
+        "gives none: a host that is silent, a launcher that a host does not hear of, a worker that a signal such as "
+        "SIGSTOP has stopped. ``None``: what ``TODIST_LIVENESS`` says, by default 10 s.",
+    ] = None
 
     def __post_init__(self) -> None:
         """Validate the options.

@@ -128,7 +128,7 @@ def test_a_host_that_gives_no_sign_of_life_is_lost(tmp_path, reachability, caplo
         say(tmp_path / "end")
 
     with Aside(halt), caplog.at_level(logging.WARNING, "torchopt_dist.launch"):
-        assert launch(in_worlds, tmp_path, agent_timeout=2.0) == {"localhost": [(1, 0, 1)]}
+        assert launch(in_worlds, tmp_path, patience=2.0) == {"localhost": [(1, 0, 1)]}
     (line,) = messages(caplog)
     assert line.endswith("the reason: its agent gave no sign of life for 2 s, and was killed")
 

@@ -53,7 +53,7 @@ def test_a_worker_that_is_stopped_and_does_not_go_on_is_named():
         time.sleep(60)
 
     with pytest.raises(todist.errors.WorkerFailedError, match=r"^rank 1 on .* did not go on for 1 s"):
-        launch(main, halted_timeout=1.0)
+        launch(main, patience=1.0)
 
 
 @pytest.mark.parametrize("death", DEATHS)

@@ -8,6 +8,7 @@ import signal
 import threading
 
 from tests.distributed.bare import say, watch
+from torchopt_dist import Liveness
 from torchopt_dist.launch import Launcher
 
 
@@ -26,9 +27,8 @@ def launch(
     start_timeout=20.0,
     stop_timeout=1.0,
     exit_timeout=10.0,
-    agent_timeout=5.0,
+    patience=5.0,
     port=0,
-    halted_timeout=5.0,
 ):
     launcher = Launcher(
         hosts=hosts,
@@ -44,9 +44,8 @@ def launch(
         start_timeout=start_timeout,
         stop_timeout=stop_timeout,
         exit_timeout=exit_timeout,
-        agent_timeout=agent_timeout,
         master_port=port,
-        halted_timeout=halted_timeout,
+        liveness=Liveness(patience=patience),
     )
     return launcher.run(func, *args).results
 
