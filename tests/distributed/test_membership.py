@@ -23,13 +23,14 @@ from torchopt_dist.distributed._members import Failure, Member
 from torchopt_dist.distributed._membership import Membership
 from torchopt_dist.distributed._membership_hub import START
 from torchopt_dist.distributed._membership_link import Link
+from torchopt_dist.distributed._sealed_store import SealedStore
 
 
 class Lines:
     """The memberships of several ranks, all in this process."""
 
     def __init__(self, names, on_loss):
-        self.store = dist.HashStore()
+        self.store = SealedStore(dist.HashStore())
         self.heard = [[] for _ in names]
         self.ends = [
             Membership(Member(rank, name, "program.py", "here", on_loss), len(names), self.heard[rank].append)
@@ -47,8 +48,7 @@ class Lines:
         return self.threads.submit(self.ends[rank].barrier, ranks, **options)
 
     def hub(self):
-        self.store.wait(["membership"])
-        return json.loads(self.store.get("membership"))
+        return json.loads(self.store.told("membership")[0])
 
     def close(self):
         for end in reversed(self.ends):
@@ -118,11 +118,12 @@ def test_a_hub_that_is_not_there_is_named(lines):
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
-    line.store.set("membership", json.dumps({"host": "127.0.0.1", "port": port, "token": "x"}))
+    line.store.tell("membership", json.dumps({"host": "127.0.0.1", "port": port}))
+    line.store.make_token("membership")
     with pytest.raises(todist.InitializationError, match=rf"rank 1 cannot reach .*127\.0\.0\.1:{port}"):
         line.ends[1].join(line.store, "127.0.0.1", 1.0)
     # So that the fixture can close it as any other.
-    line.store.delete_key("membership")
+    line.store.plain.delete_key("membership")
     for future in line.join():
         future.result()
 
@@ -159,7 +160,7 @@ def test_a_connection_without_the_token_is_refused_and_logged_and_does_no_harm(l
         assert talk(line.hub(), data) == b""
         wait_until(lambda: "refused a connection without the token" in caplog.text)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert line.hub()["token"] not in caplog.text
+    assert line.ends[0]._hub.token not in caplog.text
     for future in [line.barrier(rank, [0, 1]) for rank in range(2)]:
         future.result()
     assert line.heard == [[], []]
@@ -194,7 +195,7 @@ def test_the_hub_listens_at_the_given_address_only(lines):
 
 
 def test_every_run_has_a_token_of_its_own(lines):
-    tokens = {lines("a").hub()["token"] for _ in range(3)}
+    tokens = {lines("a").ends[0]._hub.token for _ in range(3)}
     assert len(tokens) == 3
     assert all(len(token) == 32 for token in tokens)
 
@@ -409,10 +410,10 @@ class Middlebox:
     """Something between the workers and the hub that passes on what they say, and can reset all connections."""
 
     def __init__(self, store):
-        address = json.loads(store.get("membership"))
+        address = json.loads(store.told("membership")[0])
         self._hub = (address["host"], address["port"])
         self._listener = socket.create_server(("127.0.0.1", 0))
-        store.set("membership", json.dumps({**address, "port": self._listener.getsockname()[1]}))
+        store.tell("membership", json.dumps({**address, "port": self._listener.getsockname()[1]}))
         self._pairs, self.accepted, self.closed = [], 0, False
         self._thread = threading.Thread(target=self._accept, daemon=True)
         self._thread.start()
@@ -466,7 +467,6 @@ def behind_a_middlebox(lines):
     def make(*names, **options):
         line = lines(*names, joined=False, **options)
         joining = line.join(ranks=[0])
-        line.store.wait(["membership"])
         made.append(Middlebox(line.store))
         for future in joining + line.join(ranks=range(1, len(names))):
             future.result()

@@ -47,6 +47,15 @@ def test_every_variable_of_torchrun_is_set_as_torchrun_sets_it(tmp_path):
         for name in differing - {"PYTHONPATH"}:
             assert ours[rank][name]
     assert ours[0]["MASTER_PORT"] == ours[1]["MASTER_PORT"]
+    assert ours[0]["TODIST_SECRET"] == ours[1]["TODIST_SECRET"]
+
+
+def test_each_launch_has_a_secret_unless_one_is_given():
+    secrets = {
+        Launcher(nproc_per_host=1, handlers=[], env=env).run(os.getenv, "TODIST_SECRET").rank(0)
+        for env in ({}, {}, {"TODIST_SECRET": "given to the launcher"})
+    }
+    assert sorted(len(secret) for secret in secrets) == [21, 64, 64]
 
 
 def test_what_torch_records_of_an_exception_has_a_file_that_nobody_need_remove(capfd):

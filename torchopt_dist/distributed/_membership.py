@@ -23,6 +23,7 @@ from torchopt_dist._liveness import Liveness
 from torchopt_dist.distributed._members import Failure, Member
 from torchopt_dist.distributed._membership_hub import HUB, JOIN_SECONDS, START, Hub
 from torchopt_dist.distributed._membership_link import DIED, UNREACHABLE, ToHub
+from torchopt_dist.distributed._sealed_store import SealedStore
 from torchopt_dist.distributed._stopped import StoppedProcesses
 from torchopt_dist.errors import InitializationError, PeerFailedError, WorkerLostError
 
@@ -93,11 +94,11 @@ class Membership:
         """Whether the group goes on if that rank is lost."""
         return self.me.on_loss == "continue" and self._started and rank != HUB
 
-    def join(self, store: dist.Store, host: str, timeout: float) -> tuple[Member, ...]:
+    def join(self, store: SealedStore, host: str, timeout: float) -> tuple[Member, ...]:
         """Connect with all the others.
 
         Args:
-            store: where rank 0 tells its address and this run's token.
+            store: where rank 0 tells its address.
             host: the address at which the others reach this machine; rank 0 listens at no other one.
             timeout: seconds to wait for the others.
 
@@ -110,15 +111,16 @@ class Membership:
         """
         if self._hub is not None:
             port = self._run(self._hub.listen(host))
-            store.set("membership", json.dumps({"host": host, "port": port, "token": self._hub.token}))
+            self._hub.token = store.make_token("membership")
+            store.tell("membership", json.dumps({"host": host, "port": port}))
             self._run(self._hub.handle({"join": asdict(self.me)}))
         else:
             where = "rank 0"
             try:
-                hub = json.loads(store.get("membership"))
+                hub = json.loads(store.told("membership")[0])
                 where = f"rank 0's membership hub at {hub['host']}:{hub['port']}"
                 self._to_hub = ToHub(self.me.rank, self._liveness, self._receive, self._hub_ended)
-                self._run(self._to_hub.connect(**hub))
+                self._run(self._to_hub.connect(**hub, token=store.token("membership")))
                 self._hub_gone.clear()
                 self._send({"join": asdict(self.me)})
             except (OSError, dist.DistError) as error:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import hmac
 import logging
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -43,7 +42,12 @@ class Hub:
         skips_dead: whether barriers are opened without the ranks that have died.
         liveness: when a connection without an answer ends.
         to_self: takes the messages to rank 0.
+
+    Attributes:
+        token: what a connection must begin with; set before the hub listens.
     """
+
+    token: str
 
     def __init__(
         self,
@@ -52,7 +56,6 @@ class Hub:
         liveness: Liveness,
         to_self: Callable[[dict[str, Any]], None],
     ) -> None:
-        self.token = secrets.token_hex(16)
         self.world_size = world_size
         self._skips_dead = skips_dead
         self._liveness = liveness

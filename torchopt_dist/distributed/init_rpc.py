@@ -35,10 +35,12 @@ from torchopt_dist.distributed._parent import ParentWatch
 from torchopt_dist.distributed._parentheses import check_parentheses
 from torchopt_dist.distributed._question import ask
 from torchopt_dist.distributed._report import one_line, report, tell_torchrun, tell_user
+from torchopt_dist.distributed._sealed_store import given_secret, open_store
 from torchopt_dist.distributed._stopped import process_table
 from torchopt_dist.distributed.transport.choice import check_name, choose
 from torchopt_dist.distributed.world import (
     WorldInfo,
+    all_on_one_machine,
     default_worker_name_format,
     get_world_info,
 )
@@ -156,6 +158,7 @@ class _RunningGroup:
         self.world = _named(get_world_info(), worker_name_format)
         self.chosen = choose(transport, backend, rpc_backend_options, self.world.local_world_size)
         self.on_loss = on_loss
+        given_secret()  # to refuse a bad one before the others are met
         self.liveness = liveness or Liveness.from_environment()
         self.parent_watch = ParentWatch(min(self.liveness.interval, 0.5), self._orphaned)
         self.group: Group | None = None
@@ -175,7 +178,7 @@ class _RunningGroup:
         _network.choose_interface(host)
         if world.world_size > 1:
             share_one_arena()
-        store = _rendezvous.rendezvous(world.rank, world.world_size, chosen.init_method)[1]
+        nonce, plain = _rendezvous.rendezvous(world.rank, world.world_size, chosen.init_method)
         me = Member(
             world.rank,
             world.worker_name,
@@ -187,7 +190,8 @@ class _RunningGroup:
         )
         self.membership = Membership(me, world.world_size, self._peer_failed, self.liveness)
         try:
-            self.membership.join(store, _network.local_address(host), _rendezvous.init_timeout())
+            with open_store(plain, nonce, world.rank, all_on_one_machine()) as store:
+                self.membership.join(store, _network.local_address(host), _rendezvous.init_timeout())
             self.group = Group(self.membership, self.settings, chosen.call_timeout, chosen.make, ask)
             set_group(self.group)  # before the transport has started, after which others may send requests
             self.group.transport.start(store, _rendezvous.init_timeout())

@@ -102,6 +102,12 @@ def get_world_info() -> WorldInfo:
     return WorldInfo(world_size, world_rank, local_world_size, local_rank, name)
 
 
+def all_on_one_machine() -> bool:
+    """Whether the environment says that all of several workers are on this machine; if it is silent, it does not."""
+    world = get_world_info()
+    return 1 < world.world_size == world.local_world_size and "LOCAL_WORLD_SIZE" in os.environ
+
+
 def alive() -> tuple[int, ...]:
     """The ranks of the group that have not been lost, this one among them.
 

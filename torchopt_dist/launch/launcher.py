@@ -13,6 +13,7 @@ import functools
 import linecache
 import os
 import re
+import secrets
 import signal
 import sys
 import threading
@@ -148,7 +149,8 @@ class Launcher(LaunchOptions):
                 range(sum(host.workers for host in hosts)),
             )
             stack.callback(logs.close)
-            setup = functools.partial(self._setup, folder, {**added, VARIABLE: str(liveness)})
+            own = {VARIABLE: str(liveness), "TODIST_SECRET": added.get("TODIST_SECRET", secrets.token_hex())}
+            setup = functools.partial(self._setup, folder, {**added, **own})
             plan = Plan(self, begun, liveness, hosts, setup, task, logs, uuid.uuid4().hex)
             membership = stack.enter_context(contextlib.closing(Membership(plan, reach))) if elastic else None
             return run_attempts(plan, membership)

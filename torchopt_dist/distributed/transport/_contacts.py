@@ -2,8 +2,8 @@
 
 Workers of one user on one machine meet at Unix sockets in folders that only this user can enter, whose other end the
 kernel vouches for. Workers of several machines speak TCP with CURVE: each has a pair of keys for this run, tells the
-others the public one through the store, and refuses whoever connects without one of theirs; all that they send is
-encrypted. The secret keys leave no process.
+others the public one through the store, in a sealed note, and refuses whoever connects without one of theirs; all that
+they send is encrypted. The secret keys leave no process.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch.distributed as dist
 import zmq
 from zmq.utils import z85
 
 from torchopt_dist import _network
+from torchopt_dist.distributed._sealed_store import SealedStore
 
 __all__ = ["IPC_VARIABLE", "Contact", "Endpoint", "configure"]
 
@@ -78,7 +78,7 @@ class Endpoint:
         self.socket = context.socket(zmq.PULL)
         configure(self.socket)
 
-    def meet(self, store: dist.Store, size: int, host: str) -> list[Contact]:
+    def meet(self, store: SealedStore, size: int, host: str) -> list[Contact]:
         """Listen, and tell the others where.
 
         Args:
@@ -95,9 +95,9 @@ class Endpoint:
         if len({contact.machine for contact in contacts}) > 1:
             contacts = self._exchange(store, "address", self._listen_at(host, here), size)
             self._admit({z85.decode(contact.key) for contact in contacts})
-        store.set(f"met/{self.rank}", "")
+        store.plain.set(f"met/{self.rank}", "")
         if self.rank == 0:  # it holds the server, from which the others have read now
-            store.wait([f"met/{rank}" for rank in range(size)])
+            store.plain.wait([f"met/{rank}" for rank in range(size)])
         return contacts
 
     def connect(self, socket: zmq.Socket[bytes], contact: Contact) -> None:
@@ -120,9 +120,9 @@ class Endpoint:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _exchange(self, store: dist.Store, what: str, mine: Contact, size: int) -> list[Contact]:
-        store.set(f"{what}/{self.rank}", json.dumps(asdict(mine)))
-        told = store.multi_get([f"{what}/{rank}" for rank in range(size)])
+    def _exchange(self, store: SealedStore, what: str, mine: Contact, size: int) -> list[Contact]:
+        store.tell(f"{what}/{self.rank}", json.dumps(asdict(mine)))
+        told = store.told(*(f"{what}/{rank}" for rank in range(size)))
         return [Contact(**json.loads(text)) for text in told]
 
     def _listen_at_path(self) -> Contact:

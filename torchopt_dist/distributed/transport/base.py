@@ -6,9 +6,8 @@ import contextlib
 from concurrent.futures import Future, InvalidStateError
 from typing import Protocol
 
-import torch.distributed as dist
-
 from torchopt_dist.distributed._message import Message
+from torchopt_dist.distributed._sealed_store import SealedStore
 
 __all__ = ["Sender", "Transport", "settle"]
 
@@ -37,7 +36,7 @@ class Sender(Protocol):
 class Transport(Sender, Protocol):
     """The connections of a group's workers. Every implementation passes ``tests/distributed/test_transports.py``."""
 
-    def start(self, store: dist.Store, timeout: float) -> None:
+    def start(self, store: SealedStore, timeout: float) -> None:
         """Connect with the other workers, whose requests are answered from now on.
 
         Args:

@@ -9,7 +9,6 @@ from concurrent.futures import Future
 from typing import Any, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch.distributed import rpc
 
 from torchopt_dist._torch_private import set_default_rpc_timeout
@@ -17,6 +16,7 @@ from torchopt_dist.distributed import _rendezvous, _shutdown
 from torchopt_dist.distributed._group import Group, answering_group
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._request_handler import error_reply, handle_request
+from torchopt_dist.distributed._sealed_store import SealedStore
 from torchopt_dist.distributed._wire_format import (
     MissingStructureError,
     Structures,
@@ -55,7 +55,7 @@ class RPCTransport:
         self._received = Structures()
         self._pending = Pending()
 
-    def start(self, store: dist.Store, timeout: float) -> None:
+    def start(self, store: SealedStore, timeout: float) -> None:
         """See :class:`~torchopt_dist.distributed.transport.base.Transport`."""
         # The options' time-out bounds the waits of the start as well, and 0 would end these at once.
         options, asked = self._options, (self._options.init_method, self._options.rpc_timeout)
@@ -63,7 +63,7 @@ class RPCTransport:
         names, rank = self._group.names, self._group.rank
         try:
             with (
-                _rendezvous.init_url(uuid.uuid4().hex, store) as options.init_method,
+                _rendezvous.init_url(uuid.uuid4().hex, store.plain) as options.init_method,
                 warnings.catch_warnings(),
             ):
                 warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)  # torch's own doing

@@ -19,6 +19,7 @@ from torchopt_dist._torch_private import init_distributed_autograd
 from torchopt_dist.distributed._group import Group
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._request_handler import error_reply, handle_request
+from torchopt_dist.distributed._sealed_store import SealedStore
 from torchopt_dist.distributed._wire_format import (
     MissingStructureError,
     Structures,
@@ -74,7 +75,7 @@ class ZMQTransport:
         self._here = Endpoint(group.rank)
         self._mesh = Mesh(self._context, self._here, ())
 
-    def start(self, store: dist.Store, timeout: float) -> None:
+    def start(self, store: SealedStore, timeout: float) -> None:
         """See :class:`~torchopt_dist.distributed.transport.base.Transport`; the time-out is the store's own."""
         del timeout
         size = len(self._group.names)
