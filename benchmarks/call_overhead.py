@@ -11,6 +11,7 @@ from workers import interleaved, start_workers
 
 import torchopt_dist as todist
 from torchopt_dist.distributed._group import current_group
+from torchopt_dist.distributed._sealed_store import SealedStore
 from torchopt_dist.distributed.transport.base import Transport
 from torchopt_dist.distributed.transport.zmq import ZMQTransport
 
@@ -30,7 +31,7 @@ def started(store: dist.Store, ipc: str) -> ZMQTransport:
     """ZeroMQ beside torch's RPC, so that both can be timed in turn."""
     os.environ[BY_TCP] = ipc
     transport = ZMQTransport(current_group())
-    transport.start(dist.PrefixStore(f"ipc {ipc}", store), 60.0)
+    transport.start(SealedStore(dist.PrefixStore(f"ipc {ipc}", store)), 60.0)
     return transport
 
 
