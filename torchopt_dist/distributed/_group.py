@@ -5,6 +5,7 @@ It all ends with the group. The one global is which group that is; ``init_rpc.py
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 from collections.abc import Callable, Mapping
@@ -20,7 +21,7 @@ from torchopt_dist.distributed._retries import Retries
 from torchopt_dist.distributed._spans import Recorder
 from torchopt_dist.distributed._thread_pool import ThreadPool
 from torchopt_dist.distributed.transport.base import Transport
-from torchopt_dist.errors import NotInitializedError, WorkerLostError
+from torchopt_dist.errors import NotInitializedError, PeerFailedError, WorkerLostError
 
 __all__ = ["Group", "answering_group", "current_group", "find_group", "set_group"]
 
@@ -74,6 +75,7 @@ class Group:
         self.releaser = GraphReleaser()
         self.ending = False
         self.transport = transport(self)
+        membership.links.on_cut = self._cut
         self.retries = Retries(membership, self.threads, self.releaser, self.transport)
 
     @property
@@ -85,6 +87,17 @@ class Group:
     def lost(self) -> Mapping[int, WorkerLostError]:
         """The ranks that were lost, in the order in which they were, with the error that says how."""
         return self.membership.lost
+
+    def _cut(self, worker: int, error: WorkerLostError) -> None:
+        """Nothing passes between this worker and another one: calls to it fail."""
+
+        def work() -> None:
+            if self.transport.unanswered():
+                with contextlib.suppress(WorkerLostError, PeerFailedError):  # the group ends
+                    self.membership.note_unanswered()
+                self.transport.worker_lost(worker, error)
+
+        self.threads.run(work)
 
     def same_program(self, rank: int) -> bool:
         """Whether ``__main__`` of that worker is this worker's, so that its functions can be sent by name."""

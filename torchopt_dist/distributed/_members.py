@@ -34,6 +34,7 @@ class Member:
         on_loss: what it does when another worker dies; the same on all workers.
         pid: the id of its process; 0 if nobody is to look at it.
         process_table: see :func:`process_table`.
+        link: where the network to it is watched; see :class:`DirectLinks`.
     """
 
     rank: int
@@ -43,6 +44,7 @@ class Member:
     on_loss: OnLoss = "end"
     pid: int = 0
     process_table: str = ""
+    link: str = ""
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,13 @@ import json
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch.distributed as dist
 
 from torchopt_dist._liveness import Liveness
+from torchopt_dist.distributed._direct_links import DirectLinks
 from torchopt_dist.distributed._members import Failure, Member
 from torchopt_dist.distributed._membership_hub import HUB, JOIN_SECONDS, START, Hub
 from torchopt_dist.distributed._membership_link import DIED, UNREACHABLE, ToHub
@@ -49,6 +50,7 @@ class Membership:
 
     Attributes:
         members: all workers, by rank, once they have joined.
+        links: the networks between this worker and those that it calls.
         failures: the ranks that have failed or were lost, in this order; what went wrong first is the first.
     """
 
@@ -80,6 +82,7 @@ class Membership:
             Hub(world_size, me.on_loss == "continue", liveness, self._receive) if me.rank == HUB else None
         )
         self._to_hub: ToHub | None = None
+        self.links = DirectLinks(liveness)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="todist-membership", daemon=True)
         self._thread.start()
@@ -109,6 +112,8 @@ class Membership:
             InitializationError: a worker is missing, or two have one name.
             PeerFailedError: another rank failed meanwhile.
         """
+        if self.world_size > 2:
+            self.me = replace(self.me, link=self._run(self.links.listen(host)))
         if self._hub is not None:
             port = self._run(self._hub.listen(host))
             self._hub.token = store.make_token("membership")
@@ -185,7 +190,7 @@ class Membership:
             Whether all ranks have.
         """
         if not all_answered:
-            self._send({"unanswered": self.me.rank})  # reaches the others before they are released
+            self.note_unanswered()  # reaches the others before they are released
         self.barrier(range(self.world_size), "leave", timeout)
         return self._all_answered
 
@@ -211,6 +216,15 @@ class Membership:
         self._wait_for_others(
             lambda: not thread.is_alive() or bool(self.lost), timeout, "the others to shut down RPC"
         )
+
+    def watch(self, rank: int) -> None:
+        """See to it that :attr:`links` tells if the network to a worker is cut; rank 0 has its own connections."""
+        if HUB not in (rank, self.me.rank) and self.members[rank].link and not self._closing:
+            self._loop.call_soon_threadsafe(self.links.watch, self.members, self.me.rank, rank)
+
+    def note_unanswered(self) -> None:
+        """Tell all that this rank has given up a request, so that the transport cannot end in order."""
+        self._send({"unanswered": self.me.rank})
 
     def wait_for_hub(self, timeout: float) -> None:
         """Wait until rank 0 has left the group, ``timeout`` seconds at most; not if it has failed, or is this rank."""
@@ -340,6 +354,7 @@ class Membership:
         return Failure(failed, report, summary, cause, of.name, of.host)
 
     async def _shut(self) -> None:
+        await self.links.close()
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)

@@ -38,6 +38,8 @@ def shut_down_in_order(membership: Membership) -> None:
     if not membership.lost:
         handshake.start()
         membership.wait_for(handshake, 2 * SHUTDOWN_SECONDS)
+        # The store of the handshake is rank 0's: that rank ends only when all have read in it.
+        membership.barrier(range(membership.world_size), "shut down", SHUTDOWN_SECONDS)
     if membership.lost:
         shut_down_at_once(None)
 

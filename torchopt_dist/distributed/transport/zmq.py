@@ -109,6 +109,7 @@ class ZMQTransport:
     def send(self, worker: int, request: Message, timeout: float) -> Future[Message]:
         """See :class:`~torchopt_dist.distributed.transport.base.Sender`."""
         future = self._pending.add(worker)
+        self._group.membership.watch(worker)
         failure = self._group.membership.failures.get(worker)
         if failure is not None:
             self.worker_lost(worker, failure.error())

@@ -1,0 +1,134 @@
+"""Workers of other machines that this one calls → a word when nothing passes between the two of them any more.
+
+Rank 0 hears of all workers, but a network can be cut between two that both reach rank 0: their calls would wait for
+ever. So the first call to a worker of another machine opens a connection over which nothing is said: the kernels of the
+two machines probe it, whatever the processes do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import ipaddress
+import secrets
+import time
+from collections.abc import Callable, Sequence
+
+from torchopt_dist._liveness import Liveness
+from torchopt_dist.distributed._members import Member
+from torchopt_dist.distributed._membership_link import AGAIN_SECONDS, NO_ANSWER, keep_alive
+from torchopt_dist.errors import WorkerLostError
+
+__all__ = ["DirectLinks"]
+
+TOKEN_SECONDS = 10.0
+
+
+class DirectLinks:
+    """This worker's connections to those that it calls; used in one thread, which runs the event loop.
+
+    Args:
+        liveness: how long nothing may pass.
+
+    Attributes:
+        on_cut: called with a rank, and the error that says between whom the network is cut.
+    """
+
+    def __init__(self, liveness: Liveness) -> None:
+        self.on_cut: Callable[[int, WorkerLostError], None] = lambda rank, error: None
+        self._liveness = liveness
+        self._token = secrets.token_hex(16)
+        self._server: asyncio.Server | None = None
+        self._tasks: dict[object, asyncio.Task[None]] = {}
+
+    async def listen(self, host: str) -> str:
+        """Let others connect; returns where, as text; empty if ``host`` is only for this machine."""
+        if ipaddress.ip_address(host.partition("%")[0]).is_loopback:
+            return ""
+        self._server = await asyncio.start_server(self._accept, host, 0)
+        return f"{host} {self._server.sockets[0].getsockname()[1]} {self._token}"
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Hold a connection until the other end, which says no more than the token, is gone."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks[writer] = task
+        try:
+            with contextlib.suppress(OSError, ValueError, TimeoutError, asyncio.CancelledError):
+                line = await asyncio.wait_for(reader.readline(), TOKEN_SECONDS)
+                if hmac.compare_digest(line.strip(), self._token.encode()):
+                    keep_alive(writer, self._liveness)
+                    await reader.read(1)
+        finally:
+            writer.close()
+            self._tasks.pop(writer, None)
+
+    def watch(self, members: Sequence[Member], here: int, there: int) -> None:
+        """Watch the network between two workers, unless that is done already, or rank 0's connections tell."""
+        member = members[there]
+        if there in self._tasks or not member.link or member.process_table == members[here].process_table:
+            return
+        self._tasks[there] = asyncio.ensure_future(self._watch(members[here], member))
+
+    async def _watch(self, here: Member, there: Member) -> None:
+        try:
+            cut = await self._is_cut(there)
+        except OSError:  # that worker has ended, which rank 0 tells
+            return
+        finally:
+            del self._tasks[there.rank]
+        if cut:
+            seconds = self._liveness.patience
+            error = WorkerLostError(
+                f"the network between {here.name} on {here.host} and {there.name} on {there.host} is cut: nothing has "
+                f"passed for {seconds:g} s, though rank 0 reaches both",
+                rank=there.rank,
+                worker=there.name,
+                host=there.host,
+                cause="unreachable",
+            )
+            self.on_cut(there.rank, error)
+
+    async def _is_cut(self, there: Member) -> bool:
+        """Wait until nothing has passed for the patience, or the other worker is gone.
+
+        Raises:
+            OSError: it is gone.
+        """
+        host, port, token = there.link.split()
+        until = time.monotonic() + self._liveness.patience
+        while (left := until - time.monotonic()) > 0:
+            try:
+                reader, writer = await asyncio.wait_for(asyncio.open_connection(host, int(port)), left)
+            except TimeoutError:
+                break
+            except OSError as error:
+                if error.errno not in NO_ANSWER:
+                    raise
+                await asyncio.sleep(AGAIN_SECONDS)
+                continue
+            try:
+                keep_alive(writer, self._liveness)
+                writer.write(f"{token}\n".encode())
+                await reader.read(1)
+                return False
+            except OSError as error:
+                if error.errno in NO_ANSWER:
+                    return True
+                until = (
+                    time.monotonic() + self._liveness.patience
+                )  # it was reset: perhaps by something between
+                await asyncio.sleep(AGAIN_SECONDS)
+            finally:
+                writer.close()
+        return True
+
+    async def close(self) -> None:
+        """End the connections."""
+        if self._server is not None:
+            self._server.close()
+        tasks = tuple(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
