@@ -114,6 +114,22 @@ def test_every_gradient_counts_as_needed_where_the_engine_does_not_say(
     assert answers == [[True, hide], [True, hide], [hide, True], [True, True]]
 
 
+@pytest.mark.parametrize("hide", [False, True])
+def test_a_gradient_that_was_asked_for_by_name_is_told_from_an_accumulated_one(
+    monkeypatch: pytest.MonkeyPatch, hide: bool
+) -> None:
+    if hide:
+        monkeypatch.setattr(torch._C, "_will_engine_execute_node", None)
+    x = torch.ones((), requires_grad=True)
+    product, answers = x * 2, []
+    product.register_hook(
+        lambda _: answers.append(private.engine_captures_leaf(product.grad_fn.next_functions[0][0]))
+    )
+    torch.autograd.grad(product, x, retain_graph=True)
+    product.backward()
+    assert answers == [not hide, False]
+
+
 def test_changes_in_place_go_unnoticed_without_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.zeros(2)
     before = private.tensor_version(x)

@@ -31,6 +31,7 @@ __all__ = [
     "batched",
     "buffers_of",
     "children_of",
+    "engine_captures_leaf",
     "engine_keeps_graph",
     "engine_needs_node",
     "engine_run",
@@ -128,6 +129,21 @@ def engine_needs_node(node: Any) -> bool:
         return bool(executes(node))
     except RuntimeError:  # torch does not say it of a leaf that was asked for
         return True
+
+
+def engine_captures_leaf(node: Any) -> bool:
+    """Whether the backward that runs in this thread is a ``torch.autograd.grad`` that was asked for this leaf.
+
+    Without the name the answer is always no: such a gradient is then missing instead of an error.
+    """
+    executes = _find("_C._will_engine_execute_node")
+    if executes is None or node is None:
+        return False
+    try:
+        executes(node)
+    except RuntimeError:
+        return True
+    return False
 
 
 def engine_run() -> int:

@@ -27,6 +27,7 @@ from torchopt_dist.distributed.profile import Profile, profile
 from torchopt_dist.distributed.put import put
 from torchopt_dist.distributed.reduce import concatenate_reducer, mean_reducer, stack_reducer, sum_reducer
 from torchopt_dist.distributed.remote_call import remote_call
+from torchopt_dist.distributed.replica import Replica, replica
 from torchopt_dist.distributed.resident import Resident, Shards
 from torchopt_dist.distributed.status import Status, WorkerStatus, status
 from torchopt_dist.distributed.world import (
@@ -52,6 +53,7 @@ __all__ = [
     "PartitionFunction",
     "Partitioner",
     "Profile",
+    "Replica",
     "Resident",
     "Shards",
     "Status",
@@ -90,6 +92,7 @@ __all__ = [
     "remote_async_call",
     "remote_call",
     "remote_sync_call",
+    "replica",
     "replicated",
     "stack_reducer",
     "status",

@@ -23,6 +23,7 @@ from torchopt_dist.distributed._parametrized_modules import is_parametrized
 from torchopt_dist.distributed._protocol import Backward, Call, Reply
 from torchopt_dist.distributed._sendable_tensors import Tensors
 from torchopt_dist.distributed._serialization import message_of
+from torchopt_dist.distributed._staying import StayingModule
 from torchopt_dist.typing import Args, KwArgs
 
 __all__ = ["packed_directly"]
@@ -115,6 +116,9 @@ class _Planner:
             return self._tensor(obj)
         if kind is tuple:
             return _tuple(obj, [self.of(part) for part in obj])
+        if isinstance(obj, StayingModule):
+            self._tensors.mark_staying(obj)
+            return self.of(obj.module)
         number = id(obj)
         if number in self._known:
             return lambda tensors, made: made[number]

@@ -16,6 +16,7 @@ from torchopt_dist.distributed._graph_releaser import GraphReleaser
 from torchopt_dist.distributed._kept_graphs import KeptGraphs
 from torchopt_dist.distributed._members import OnLoss
 from torchopt_dist.distributed._membership import Membership
+from torchopt_dist.distributed._replicas import Replicas
 from torchopt_dist.distributed._residents import Residents
 from torchopt_dist.distributed._retries import Retries
 from torchopt_dist.distributed._spans import Recorder
@@ -43,6 +44,7 @@ class Group:
         releaser: tells other workers to forget the graphs of calls that this worker has made.
         threads: run what must not wait for a thread.
         residents: values that stay on this worker.
+        replicas: modules that this worker holds as others do, each with its optimizer.
         bars: by number, what is called with a worker and how many of its tasks are done, for calls that show that.
         recorder: keeps what this worker does for calls, while a profile is on.
         retries: who does the shares of workers that are lost.
@@ -70,6 +72,7 @@ class Group:
         self.kept_graphs = KeptGraphs()
         self.threads = ThreadPool()
         self.residents = Residents()
+        self.replicas = Replicas()
         self.bars: dict[int, Callable[[int, int], None]] = {}
         self.recorder = Recorder(self.rank)
         self.releaser = GraphReleaser()
@@ -121,6 +124,7 @@ class Group:
         self.ending = True
         self.kept_graphs.clear()
         self.residents.clear()
+        self.replicas.clear()
         self.releaser.close(seconds)
         self.threads.close(seconds)
 

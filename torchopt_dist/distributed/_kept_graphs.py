@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from torchopt_dist.distributed._protocol import BACKWARD_TWICE, Key
+from torchopt_dist.distributed._replicas import Home
 
 __all__ = ["KeptGraph", "KeptGraphs"]
 
@@ -24,6 +25,7 @@ class KeptGraph:
             must then retain the nodes for the other, whatever its caller asks; the nodes are freed when both graphs are
             forgotten.
         end: a number after those of its nodes.
+        homes: for the places of inputs whose gradients stay on this worker, where.
         lock: held while a backward uses the ``.grad`` of the inputs.
     """
 
@@ -31,6 +33,7 @@ class KeptGraph:
     outputs: list[Any]
     shared: bool = False
     end: int = 0
+    homes: dict[int, Home] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 

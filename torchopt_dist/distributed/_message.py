@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchopt_dist.distributed._staying import Staying
+
 __all__ = ["Message"]
 
 
@@ -29,6 +31,7 @@ class Message:
             of those on the memory of numpy arrays.
         holes: where long ``bytes`` are left out of the skeleton, and the numbers of the tensors that lie on them.
         references: the ``torch.distributed.rpc.RRef``s that the skeleton mentions.
+        staying: the tensors that a transport leaves out, since the receiver has them.
         rebuild: of a message that stays in this process, makes of its tensors what it says, in the skeleton's stead.
     """
 
@@ -43,15 +46,16 @@ class Message:
     buffers: frozenset[int] = frozenset()
     holes: tuple[tuple[int, int], ...] = ()
     references: list[Any] = field(default_factory=list)
+    staying: tuple[Staying, ...] = ()
     rebuild: Callable[[list[torch.Tensor]], Any] | None = None
 
     def detached(self) -> Message:
         """The message as it travels."""
-        return self._with([tensor.detach() for tensor in self.tensors])
+        return self.with_tensors([tensor.detach() for tensor in self.tensors])
 
     def received(self, device: torch.device | None = None) -> Message:
         """The message as it is used: its tensors are leaves, on ``device``, that require grad where the sender's do."""
-        return self._with(
+        return self.with_tensors(
             [
                 nn.Parameter(tensor.to(device), requires_grad)
                 if is_parameter
@@ -62,7 +66,7 @@ class Message:
             ]
         )
 
-    def _with(self, tensors: list[torch.Tensor]) -> Message:
+    def with_tensors(self, tensors: list[torch.Tensor]) -> Message:
         """The same with other tensors."""
         other = object.__new__(
             Message
@@ -74,7 +78,22 @@ class Message:
         """The tensors that gradients are wanted for."""
         return [tensor for tensor in self.tensors if tensor.requires_grad]
 
+    def staying_inputs(self) -> dict[int, tuple[tuple[int, int], int]]:
+        """For the place of an input that is not sent, among :meth:`inputs`, the replica's key and the place there."""
+        places: dict[int, int] = {}
+        for number, wanted in enumerate(self.requires_grad):
+            if wanted:
+                places[number] = len(places)
+        return {
+            places[number]: (each.key, place)
+            for each in self.staying
+            for number, place in each.places.items()
+            if number in places
+        }
+
     def nbytes(self) -> int:
         """How many bytes the message has, as far as the network carries them: pickles and tensors."""
         pickles = len(self.skeleton) + sum(map(len, self.structures.values()))
-        return pickles + sum(tensor.nbytes for tensor in self.tensors)
+        tensors = sum(tensor.nbytes for tensor in self.tensors)
+        left_out = sum(self.tensors[number].nbytes for each in self.staying for number in each.places)
+        return pickles + tensors - left_out

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from torchopt_dist._torch_private import engine_needs_node, set_sequence_number
+from torchopt_dist._torch_private import engine_captures_leaf, engine_needs_node, set_sequence_number
 from torchopt_dist.distributed._grad_accumulators import hold_grad_accumulators
 from torchopt_dist.distributed._versions import Versioned, versioned
 
@@ -27,10 +27,12 @@ class Graph(Protocol):
     Attributes:
         turn: the sequence number of *dispatch*, ``HERE`` or ``LAST``.
         inputs: the inputs of *dispatch*, which sets them.
+        staying: the places of those whose gradients stay on the worker.
     """
 
     turn: int
     inputs: list[Versioned]
+    staying: Collection[int]
 
     def start_backward(self, output_grads: tuple[Tensor | None, ...], wanted: tuple[bool, ...]) -> int:
         """Send the results' gradients; returns a ticket."""
@@ -82,6 +84,11 @@ class _Collect(torch.autograd.Function):
     def backward(ctx: Any, *output_grads: Tensor | None) -> tuple[Tensor | None, ...]:
         ((dispatch, _),) = ctx.next_functions
         wanted = tuple(engine_needs_node(node) for node, _ in dispatch.next_functions)
+        if any(engine_captures_leaf(dispatch.next_functions[place][0]) for place in ctx.graph.staying):
+            raise RuntimeError(
+                "torch.autograd.grad was asked for gradients of a replica's parameters, which stay on the workers: "
+                "call backward() of the loss, or pass the module itself instead of its replica"
+            )
         if not any(wanted):  # the engine of torch.distributed.autograd does not say
             wanted = (True,) * len(wanted)
         ticket = ctx.graph.start_backward(output_grads, wanted)

@@ -19,6 +19,7 @@ These nodes are used inside the contexts of ``torch.distributed.autograd`` too: 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Collection
 from concurrent.futures import Future
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -142,6 +143,7 @@ class RemoteGraph:
         self.key: Key = (group.rank, next(group.numbers))
         self.under_way: dict[int, _Ticket] = {}
         self.inputs: list[Versioned] = []  # with versions; empty once every result is used up
+        self.staying: Collection[int] = ()  # the places of inputs whose gradients stay on the worker
         self.unused: set[int] = set()  # the results that no backward has used up
         self._main_by_name = group.same_program(worker)
 
@@ -226,6 +228,11 @@ class RemoteGraph:
             raise SerializationError(
                 f"`{function}` and its arguments cannot be sent to {self.worker_name}: {error}"
             ) from error
+        if message.staying and self.options.outlives_workers:
+            raise ValueError(
+                f"`{function}` is called with a replica, whose gradients stay on the worker that computes them: "
+                "leave out retries and hedge_after"
+            )
         message.device = payload.options.device
         inputs = message.inputs() if payload.state.grad_enabled else []
         if inputs and transforms_are_active():
@@ -234,6 +241,7 @@ class RemoteGraph:
                 f"torch.func transform, which the graph of a call to {self.worker_name} cannot be a part of: detach "
                 "them, or call it outside of `grad` and `vmap`"
             )
+        self.staying = message.staying_inputs() if message.staying else ()
         anchor = dispatch(self, inputs) if inputs else None
         # The worker is assumed to keep its graph until the reply says so: a reply may come too late to be heard.
         self.kept = anchor is not None
@@ -343,7 +351,9 @@ class RemoteGraph:
         anchor = None
         if torch.is_grad_enabled():
             check_versions(inputs)
-            anchor = dispatch(graph, [*message.inputs(), *tensors])
+            own = message.inputs()
+            graph.staying = [len(own) + place for place in self.staying]
+            anchor = dispatch(graph, [*own, *tensors])
         grads = graph.collect(anchor, graph.wait_for(reply))
         # A worker may have computed on its GPU what came from a CPU.
         return [g if g is None else g.to(x.device) for g, x in zip(grads, tensors, strict=True)]

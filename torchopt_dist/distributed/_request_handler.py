@@ -25,6 +25,7 @@ from torchopt_dist.distributed._lost_gradients import code_of, description_of_lo
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._protocol import Backward, Call, Release, Reply
 from torchopt_dist.distributed._reentrant_checkpoint import gradients_by_backward, has_reentrant_checkpoint
+from torchopt_dist.distributed._replicas import Home, keep_grads
 from torchopt_dist.distributed._serialization import pack, unpack
 from torchopt_dist.distributed._spans import Recorder
 from torchopt_dist.errors import SerializationError
@@ -80,13 +81,20 @@ def answer(
         here: whether the reply stays in this process.
     """
     began = time.perf_counter()
-    request = request.received(device)
+    homes: dict[int, Home] = {}
+    if request.staying and not here:
+        replicas = answering_group().replicas
+        request = replicas.fill(request).received(device)
+        homes = replicas.homes(request)
+    else:
+        request = request.received(device)
     content = unpack(request)
     if isinstance(content, Release):
         for key in content.graphs:
             kept_graphs.release(key)
         for key in content.residents:
             answering_group().residents.forget(key)
+            answering_group().replicas.forget(key)
         return pack(Reply(), main_by_name=True)
     span = functools.partial(recorder.span, call=content.key, peer=content.key[0])
     recorder.add("receive", began, content.key, content.key[0])
@@ -96,14 +104,20 @@ def answer(
         warning = _lost_gradients(content, values, request.tensors, kept_graphs)
         with span("reply") as packed:
             return packed.made(
-                _reply(values, request.inputs(), content, kept_graphs, warning=warning, here=here)
+                _reply(
+                    values, request.inputs(), content, kept_graphs, homes=homes, warning=warning, here=here
+                )
             )
     graph = kept_graphs.find(content.graph)
     with span("backward"):
         input_grads, outputs = _differentiate(content, graph, kept_graphs)
-    inputs = [*request.inputs(), *graph.inputs]
+    own = request.inputs()
+    inputs = [*own, *graph.inputs]
+    homes = {len(own) + place: home for place, home in graph.homes.items()}
     with span("reply") as packed:
-        reply = packed.made(_reply(input_grads, inputs, content, kept_graphs, shared=content.keep, here=here))
+        reply = packed.made(
+            _reply(input_grads, inputs, content, kept_graphs, homes=homes, shared=content.keep, here=here)
+        )
     reply.used_up = graph, outputs
     return reply
 
@@ -137,7 +151,8 @@ def _differentiate(
             allow_unused=True,
         )
     grads = iter(found)
-    return [next(grads) if is_wanted else None for is_wanted in content.wanted], outputs
+    all_grads = (next(grads) if is_wanted else None for is_wanted in content.wanted)
+    return keep_grads(content.key, graph.homes, all_grads), outputs
 
 
 def _lost_gradients(
@@ -165,6 +180,7 @@ def _reply(
     request: Call | Backward,
     kept_graphs: KeptGraphs,
     *,
+    homes: dict[int, Home],
     shared: bool = False,
     warning: str | None = None,
     here: bool = False,
@@ -183,7 +199,7 @@ def _reply(
             if tensor.requires_grad and (tensor.grad_fn is not None or id(tensor) in leaves)
         }
         if outputs:
-            kept = KeptGraph(inputs, list(outputs.values()), shared, next_sequence_number())
+            kept = KeptGraph(inputs, list(outputs.values()), shared, next_sequence_number(), homes)
             kept_graphs.keep(request.key, kept)
             reply.connected = tuple(outputs)
     # A value that depends on this worker's own parameters alone would be a leaf at the caller, without any gradient.

@@ -10,6 +10,7 @@ from torch.autograd import forward_ad
 
 from torchopt_dist._torch_private import forward_mode_is_active, is_batched_gradient, is_functorch_tensor
 from torchopt_dist.distributed._names import name_of
+from torchopt_dist.distributed._staying import Staying, StayingModule
 from torchopt_dist.errors import SerializationError
 
 __all__ = ["Tensors", "check_sendable"]
@@ -48,6 +49,7 @@ class Tensors:
         self.all: list[torch.Tensor] = []
         self.buffers: set[int] = set()
         self.references: list[Any] = []
+        self.staying: list[Staying] = []
         self._numbers: dict[int, int] = {}
 
     def number(self, tensor: torch.Tensor) -> int:
@@ -63,12 +65,18 @@ class Tensors:
             self._numbers[id(t)] for t in held if not (t.requires_grad or isinstance(t, nn.Parameter))
         )
 
-    def mark(self) -> tuple[int, int]:
-        return len(self.all), len(self.references)
+    def mark_staying(self, module: StayingModule) -> None:
+        """Note the tensors that the receiver has."""
+        key, version, tensors = module.staying()
+        places = {self.number(tensor): place for place, tensor in enumerate(tensors)}
+        self.staying.append(Staying(key, version, places))
 
-    def forget_since(self, marks: tuple[int, int]) -> None:
-        mark, references = marks
+    def mark(self) -> tuple[int, int, int]:
+        return len(self.all), len(self.references), len(self.staying)
+
+    def forget_since(self, marks: tuple[int, int, int]) -> None:
+        mark, references, staying = marks
         for tensor in self.all[mark:]:
             del self._numbers[id(tensor)]
-        del self.all[mark:], self.references[references:]
+        del self.all[mark:], self.references[references:], self.staying[staying:]
         self.buffers = {number for number in self.buffers if number < mark}

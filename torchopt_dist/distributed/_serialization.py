@@ -29,6 +29,7 @@ from torchopt_dist.distributed._names import find, name_of
 from torchopt_dist.distributed._parametrized_modules import is_parametrized, reduced
 from torchopt_dist.distributed._sendable_tensors import Tensors
 from torchopt_dist.distributed._shared_objects import rebinds, some_can_change
+from torchopt_dist.distributed._staying import StayingModule
 from torchopt_dist.errors import SerializationError, TodistError
 
 __all__ = ["PackedModules", "message_of", "pack", "unpack"]
@@ -90,6 +91,7 @@ def message_of(
         buffers=frozenset(tensors.buffers),
         holes=holes,
         references=tensors.references,
+        staying=tuple(tensors.staying),
     )
 
 
@@ -166,6 +168,9 @@ class _OutOfBandPickler(pickle.Pickler):
         """Called for all but the plainest objects; a ``persistent_id`` would be called for these, too."""
         if isinstance(obj, torch.Tensor):
             return _tensor, (self._tensors.number(obj),)
+        if isinstance(obj, StayingModule):
+            self._tensors.mark_staying(obj)
+            return _itself, (obj.module,)
         if self._structures is not None and isinstance(obj, nn.Module):
             return _module, (self._modules.get(id(obj)) or self._take_out(obj, self._structures))
         if (
@@ -312,6 +317,11 @@ class _Modules:
             tensors = [self._tensors[number] for number in numbers]
             self._modules[which] = _Unpickler(io.BytesIO(self._structures[digest]), tensors, {}).load()
         return self._modules[which]
+
+
+def _itself(module: nn.Module) -> nn.Module:
+    """In a pickle: the module for which another one stands."""
+    return module
 
 
 def _tensor(number: int) -> torch.Tensor:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchopt_dist.distributed._message import Message
+from torchopt_dist.distributed._staying import Staying
 
 __all__ = ["MissingStructureError", "Place", "Structures", "WireMessage", "from_wire", "to_wire"]
 
@@ -35,9 +36,9 @@ class WireMessage(NamedTuple):
 
     Attributes:
         skeleton: as the message's; so are ``requires_grad``, ``is_parameter``, ``connected``, ``device``,
-            ``holes`` and ``references``.
+            ``holes``, ``references`` and ``staying``.
         buffers: tensors of their own, and flat tensors in which small ones lie one after another.
-        places: for each tensor its buffer, its shape, and whether it was on a GPU.
+        places: for each tensor that is sent its buffer, its shape, and whether it was on a GPU.
         shared: which buffers are flat ones.
         structures: digests, with the structure where the receiver may not have it.
     """
@@ -53,6 +54,7 @@ class WireMessage(NamedTuple):
     device: str | None
     holes: tuple[tuple[int, int], ...] = ()
     references: Sequence[Any] = ()
+    staying: tuple[Staying, ...] = ()
 
 
 class MissingStructureError(Exception):
@@ -116,7 +118,10 @@ def to_wire(
     places: list[Place] = []
     shared: list[bool] = []
     open_buffers: dict[tuple[type, torch.dtype], tuple[int, list[torch.Tensor]]] = {}
-    for tensor in message.tensors:
+    staying = {number for each in message.staying for number in each.places}
+    for number, tensor in enumerate(message.tensors):
+        if number in staying:
+            continue
         flat = tensor.detach().resolve_conj().resolve_neg()
         if not direct:
             flat = _on_cpu(flat)
@@ -154,6 +159,7 @@ def to_wire(
         message.device,
         message.holes,
         message.references,
+        message.staying,
     )
 
 
@@ -189,13 +195,18 @@ def from_wire(wire: WireMessage, seen: Structures) -> Message:
         for number, (buffer, shared) in enumerate(zip(wire.buffers, wire.shared, strict=True))
         if shared
     }
-    tensors = []
+    received: list[torch.Tensor] = []
     for place in wire.places:
         part = next(parts[place.buffer]) if place.buffer in parts else wire.buffers[place.buffer]
         # A copy, so that whoever keeps one tensor of a buffer, or saves it, does not keep the others with it.
         tensor = part.view(place.shape).clone() if place.buffer in parts else part
         staged = place.on_gpu and not tensor.is_cuda and torch.cuda.is_available()
-        tensors.append(tensor.cuda() if staged else tensor)
+        received.append(tensor.cuda() if staged else tensor)
+    staying = {number for each in wire.staying for number in each.places}
+    tensors = received
+    if staying:
+        sent, absent = iter(received), torch.empty(0)
+        tensors = [absent if n in staying else next(sent) for n in range(len(wire.requires_grad))]
     return Message(
         wire.skeleton,
         tensors,
@@ -206,4 +217,5 @@ def from_wire(wire: WireMessage, seen: Structures) -> Message:
         wire.device,
         holes=wire.holes,
         references=list(wire.references),
+        staying=wire.staying,
     )

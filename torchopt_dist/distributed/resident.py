@@ -17,6 +17,7 @@ from torchopt_dist.distributed._containers import flatten
 from torchopt_dist.distributed._group import Group, answering_group, current_group, find_group
 from torchopt_dist.distributed._payload import Payload
 from torchopt_dist.distributed._protocol import Key
+from torchopt_dist.distributed._staying import StayingModule
 from torchopt_dist.errors import ResidentError
 
 __all__ = ["Resident", "Shards", "resolved"]
@@ -139,17 +140,23 @@ def resolved(payload: Payload, device: torch.device | None) -> Payload:
         payload: the work of this worker.
         device: where the values' tensors are put; ``None`` leaves them where they are.
     """
-    if not answering_group().residents.in_use:
+    group = answering_group()
+    if not (group.residents.in_use or len(group.replicas)):
         return payload
     flat = flatten(payload.tasks, is_leaf=_is_whole)
-    if not any(isinstance(leaf, Resident) for leaf in flat.leaves):
+    if not any(isinstance(leaf, (Resident, StayingModule)) for leaf in flat.leaves):
         return payload
     found: dict[Key, Any] = {}
     for leaf in flat.leaves:
         if isinstance(leaf, Resident) and leaf._key not in found:
             found[leaf._key] = leaf.on(device)
-    leaves = (found[leaf._key] if isinstance(leaf, Resident) else leaf for leaf in flat.leaves)
-    return replace(payload, tasks=flat.rebuild(leaves))
+
+    def value_of(leaf: Any) -> Any:
+        if isinstance(leaf, Resident):
+            return found[leaf._key]
+        return leaf.module if isinstance(leaf, StayingModule) else leaf
+
+    return replace(payload, tasks=flat.rebuild(map(value_of, flat.leaves)))
 
 
 def _is_whole(leaf: Any) -> bool:

@@ -31,7 +31,7 @@ class WorkerStatus:
         process: the id of its process.
         requests: how many requests it has sent that wait for their reply; that of ``status`` is not counted.
         kept_graphs: how many graphs of calls it keeps for backward.
-        residents: how many values of :func:`put` are there.
+        residents: how many values of :func:`put`, and of :func:`replica`, are there.
         resident_bytes: of their tensors.
         memory: bytes of memory that its process occupies.
         gpu_memory: bytes of tensors on its current GPU; 0 where no GPU is in use.
@@ -131,8 +131,8 @@ def _own(group: Group) -> dict[str, int]:
         "process": os.getpid(),
         "requests": group.transport.unanswered(),
         "kept_graphs": len(group.kept_graphs),
-        "residents": len(group.residents),
-        "resident_bytes": group.residents.nbytes(),
+        "residents": len(group.residents) + len(group.replicas),
+        "resident_bytes": group.residents.nbytes() + group.replicas.nbytes(),
         "memory": _memory(),
         "gpu_memory": torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0,
     }

@@ -1,0 +1,288 @@
+"""Key → a module and its optimizer that this worker holds as others do, and gradients yet to be summed.
+
+A call's message mentions the module's tensors by their places, and a worker puts its own there. In a backward the
+gradients of these stay, by the number of the backward, and are added up in the order of these numbers: the last bit of
+a sum does not depend on threads.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torchopt_dist._torch_private import tensor_version
+from torchopt_dist.distributed._message import Message
+from torchopt_dist.distributed._protocol import Key
+from torchopt_dist.distributed._serialization import pack
+from torchopt_dist.errors import ResidentError
+
+__all__ = ["Before", "Held", "Home", "Options", "Replicas", "keep_grads"]
+
+Options: TypeAlias = Sequence[dict[str, Any]]
+"""For each group of an optimizer's parameters, what of its options has changed."""
+Before: TypeAlias = Callable[[nn.Module], object]
+"""Done with a module before a step."""
+
+
+Home: TypeAlias = "tuple[Held, int]"
+"""A replica, and the place of a tensor there."""
+
+
+class Held:
+    """A worker's copy of a replica; where it was made, the original.
+
+    Args:
+        module: the module.
+        optimizer: of some of the module's parameters.
+
+    Attributes:
+        tensors: all that the module holds, in one order on all workers.
+        version: how often they have been stepped or sent anew.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.module = module
+        self.optimizer = optimizer
+        self.tensors = pack(module, main_by_name=True).tensors
+        self.version = 0
+        self.group: dist.ProcessGroup | None = None
+        self._backend = "gloo"
+        self._grads: dict[Key, dict[int, Tensor]] = {}
+        self._lock = threading.Lock()
+        self.note()
+
+    def note(self) -> None:
+        """Take the tensors as they are for what all workers have."""
+        self._states = [_state(tensor) for tensor in self.tensors]
+
+    def changed(self) -> str | None:
+        """Which tensor has been changed since, if one has."""
+        for tensor, state in zip(self.tensors, self._states, strict=True):
+            if _state(tensor) != state:
+                kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+                return f"a {kind} of shape {tuple(tensor.shape)}"
+        return None
+
+    def problem(self, version: int) -> ResidentError | None:
+        """The error that this copy is not what the replica is in that version; ``None`` if it is."""
+        changed = self.changed()
+        if changed is not None:
+            return ResidentError(
+                f"{changed} of this worker's copy of a replica was changed in place: let functions work on "
+                "`todist.module_clone(module)`, and call `sync()` of the replica"
+            )
+        if version != self.version:
+            return ResidentError(
+                f"this worker's copy of a replica is of version {self.version}, and a call wants version {version}: "
+                "call `sync()` of the replica"
+            )
+        return None
+
+    def connect(self, store: dist.Store, rank: int, size: int, backend: str, seconds: float) -> None:
+        """Enter a process group of all that hold the replica."""
+        made: Any  # torch's stubs do not say that the two are process groups
+        if backend == "nccl":
+            made = dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
+        else:
+            made = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=seconds))
+        self.group, self._backend = made, backend
+        self._store = store  # NCCL meets there in the first all-reduce
+
+    def adopt(self, earlier: Held) -> None:
+        """Take the place of an earlier copy of the same replica."""
+        self.version = earlier.version + 1
+        if earlier.group is not None:
+            self.group, self._backend, self._store = earlier.group, earlier._backend, earlier._store
+
+    def accumulate(self, backward: Key, grads: dict[int, Tensor]) -> None:
+        """Keep a backward's gradients until the step."""
+        with self._lock:
+            self._grads[backward] = grads
+
+    def fold(self) -> None:
+        """Add up what earlier backwards have left; a call begins, so none of them is under way in a plain program."""
+        with self._lock:
+            if len(self._grads) > 1:
+                self._grads = {min(self._grads): self._sums()}
+
+    def drop(self) -> None:
+        """Forget the gradients."""
+        with self._lock:
+            self._grads.clear()
+
+    def _sums(self) -> dict[int, Tensor]:
+        sums: dict[int, Tensor] = {}
+        for backward in sorted(self._grads):
+            for place, grad in self._grads[backward].items():
+                sums[place] = sums[place] + grad if place in sums else grad
+        return sums
+
+    def trained(self) -> list[int]:
+        """The places of the parameters that require grad here."""
+        return [
+            place
+            for place, tensor in enumerate(self.tensors)
+            if isinstance(tensor, nn.Parameter) and tensor.requires_grad
+        ]
+
+    @torch.no_grad()
+    def reduce(self, trained: Sequence[int], *, problem: bool = False) -> None:
+        """Sum the gradients over all workers into ``.grad`` of the parameters: one all-reduce for each dtype.
+
+        Args:
+            trained: the places of the parameters to do it for, the same on all workers.
+            problem: this worker cannot take the step, so that no worker does.
+
+        Raises:
+            ResidentError: another worker has a problem.
+            ValueError: a gradient is sparse.
+        """
+        with self._lock:
+            grads, self._grads = self._sums(), {}
+        for place in trained:
+            own = self.tensors[place].grad
+            if own is not None:
+                grads[place] = own + grads[place] if place in grads else own
+        sparse = any(grad.layout is not torch.strided for grad in grads.values())
+        refused = False
+        for dtype in sorted({self.tensors[place].dtype for place in trained}, key=str):
+            places = [place for place in trained if self.tensors[place].dtype == dtype]
+            refused |= self._reduce(places, {} if sparse else grads, problem or sparse)
+        if sparse:
+            raise ValueError("a replica takes no sparse gradients: give the embedding sparse=False")
+        if refused and not problem:
+            raise ResidentError("another worker could not take the step, so no worker has taken it")
+
+    def _reduce(self, places: list[int], grads: dict[int, Tensor], problem: bool) -> bool:
+        """Of one dtype; a flag for a problem and one for each parameter that has a gradient go before the gradients."""
+        parameters = [self.tensors[place] for place in places]
+        device = parameters[0].device if self.group is not None and self._backend == "nccl" else None
+        flags = [float(problem), *(float(place in grads) for place in places)]
+        parts = [torch.tensor(flags, dtype=parameters[0].dtype)]
+        for place, parameter in zip(places, parameters, strict=True):
+            grad = grads.get(place)
+            if grad is None:
+                grad = torch.zeros(parameter.numel(), dtype=parameter.dtype)
+            parts.append(grad.reshape(-1))
+        flat = torch.cat([part.detach().to(device or "cpu") for part in parts])
+        if self.group is not None:
+            self.group.allreduce([torch.view_as_real(flat) if flat.is_complex() else flat]).wait()
+        sizes = [len(flags), *(parameter.numel() for parameter in parameters)]
+        head, *sums = flat.split(sizes)
+        problems, *has_grad = head.tolist()
+        for parameter, found, total in zip(parameters, has_grad, sums, strict=True):
+            if not found:
+                parameter.grad = None
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter, memory_format=torch.preserve_format)
+            parameter.grad.copy_(total.view_as(parameter))
+        return bool(problems)
+
+    def step(self, options: Options, before: Before | None = None) -> None:
+        """Take the step, after :meth:`reduce`.
+
+        Args:
+            options: of the optimizer, which have changed where the replica was made.
+            before: called with the module before the step.
+        """
+        if before is not None:
+            before(self.module)
+        for group, changed in zip(self.optimizer.param_groups, options, strict=True):
+            group.update(changed)
+        self.optimizer.step()
+        self.version += 1
+        self.note()
+
+
+class Replicas:
+    """The replicas of a worker; they end with its group."""
+
+    def __init__(self) -> None:
+        self._held: dict[Key, Held] = {}
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def nbytes(self) -> int:
+        """How many bytes the modules' tensors have."""
+        return sum(tensor.nbytes for held in [*self._held.values()] for tensor in held.tensors)
+
+    def put(self, key: Key, held: Held) -> None:
+        """Hold a replica."""
+        self._held[key] = held
+
+    def find(self, key: Key) -> Held:
+        """A replica that is here.
+
+        Raises:
+            ResidentError: it is not.
+        """
+        held = self._held.get(key)
+        if held is None:
+            raise ResidentError(
+                "a replica was used after its end, or where it is not: make a new `todist.replica`"
+            )
+        return held
+
+    def forget(self, key: Key) -> None:
+        """Let go of a replica, if it is here."""
+        self._held.pop(key, None)
+
+    def clear(self) -> None:
+        """Let go of all."""
+        self._held.clear()
+
+    def fill(self, message: Message) -> Message:
+        """Put this worker's tensors in the places of those that were not sent.
+
+        They lie in the replica's memory; buffers are copies, as a call's own are.
+
+        Raises:
+            ResidentError: a task has changed this worker's copy in place.
+        """
+        tensors = [*message.tensors]
+        for key, version, places in message.staying:
+            held = self.find(key)
+            problem = held.problem(version)
+            if problem is not None:
+                raise problem
+            held.fold()
+            for number, place in places.items():
+                kept = held.tensors[place].detach()
+                tensors[number] = kept if message.is_parameter[number] else kept.clone()
+        return message.with_tensors(tensors)
+
+    def homes(self, message: Message) -> dict[int, Home]:
+        """For the inputs of a request whose gradients stay, by their places among its inputs, where."""
+        return {number: (self.find(key), place) for number, (key, place) in message.staying_inputs().items()}
+
+
+def keep_grads(backward: Key, homes: dict[int, Home], grads: Iterable[Tensor | None]) -> list[Tensor | None]:
+    """Let gradients that stay be accumulated; returns the others.
+
+    Args:
+        backward: its key.
+        homes: for the place of a gradient, where it stays.
+        grads: of all inputs.
+    """
+    sent: list[Tensor | None] = [*grads]
+    staying: dict[int, tuple[Held, dict[int, Tensor]]] = {}
+    for number, (held, place) in homes.items():
+        grad = sent[number]
+        if grad is not None:
+            staying.setdefault(id(held), (held, {}))[1][place] = grad.detach()
+            sent[number] = None
+    for held, found in staying.values():
+        held.accumulate(backward, found)
+    return sent
+
+
+def _state(tensor: Tensor) -> tuple[int | None, int]:
+    return None if tensor.is_inference() else tensor_version(tensor), tensor.data_ptr()

@@ -1,0 +1,330 @@
+"""A module, its optimizer → a module that all workers hold, and whose steps they take themselves.
+
+What a call sends the workers no longer grows with the module, nor does what comes back: the gradients of its parameters
+stay where they are computed, and one all-reduce sums them.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torchopt_dist import _network
+from torchopt_dist.distributed._gather import gather
+from torchopt_dist.distributed._group import Group, answering_group, current_group, find_group
+from torchopt_dist.distributed._protocol import Key
+from torchopt_dist.distributed._replicas import Before, Held, Options
+from torchopt_dist.distributed._staying import StayingModule
+from torchopt_dist.errors import ResidentError
+
+__all__ = ["Replica", "replica"]
+
+
+def replica(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    backend: str | None = None,
+    timeout: float = 300.0,
+) -> Replica:
+    """Let all workers hold a module and its optimizer: no parameters and no gradients travel from here or to here.
+
+    The replica stands where the module stood in calls: the function gets this worker's copy of the module. The
+    gradients of its parameters stay on the workers that compute them, and :meth:`Replica.step` sums them with one
+    all-reduce, with those that the parameters have here, too; then every worker takes the step.
+
+    Args:
+        module: the module, as it is to be on all workers; its hooks, its mode and its frozen parameters are those that
+            it has here when it is called.
+        optimizer: of parameters of the module, and of no others; from ``torch.optim``, or one of this package. Options
+            of its groups that change here, as by a learning rate's schedule, go with the next step.
+        backend: of torch's process group: ``"gloo"``, ``"nccl"``, or ``None`` for NCCL if all parameters are on GPUs.
+        timeout: seconds that a worker waits for the others in the all-reduce. The loss of a worker ends the wait here.
+
+    Returns:
+        The replica, a module whose ``forward`` is the module's.
+
+    Raises:
+        TypeError: an argument is of the wrong kind.
+        ValueError: the optimizer has a parameter that is not the module's, or ``backend`` or ``timeout`` is wrong.
+        SerializationError: the module or the optimizer cannot be sent.
+        NotInitializedError: there is no RPC group.
+        InitializationError: the workers cannot reach each other.
+
+    Example::
+
+        meta = todist.replica(net, torch.optim.Adam(net.parameters()))
+        for tasks in batches:
+            loss = task_loss(meta, tasks)  # @todist.parallelize; the workers use their copies
+            meta.zero_grad()
+            loss.backward()
+            meta.step()
+    """
+    if not isinstance(module, nn.Module) or isinstance(module, StayingModule):
+        raise TypeError(f"replica takes a module, got {type(module).__name__} {module!r:.80}")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"replica takes the module's optimizer, a torch.optim.Optimizer, got {type(optimizer).__name__}"
+        )
+    own = {id(parameter) for parameter in module.parameters()}
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) not in own:
+                raise ValueError(
+                    f"param_groups[{index}] of the optimizer has a tensor of shape {tuple(parameter.shape)} that is no "
+                    "parameter of the module, so workers have no gradient of it: make it one, as in an "
+                    "nn.ParameterDict, or give it an optimizer of its own"
+                )
+    if backend not in ("gloo", "nccl", None):
+        raise ValueError(f'backend must be "gloo", "nccl" or None, got {backend!r}')
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout <= 1e6:
+        raise ValueError(f"timeout must be a positive number of seconds, up to a million, got {timeout!r}")
+    if backend is None:
+        on_gpus = all(parameter.is_cuda for parameter in module.parameters()) and bool(own)
+        backend = "nccl" if on_gpus and dist.is_nccl_available() else "gloo"
+    made = Replica(module, optimizer)
+    made._start(backend, float(timeout))
+    return made
+
+
+class Replica(StayingModule):
+    """A module that all workers hold, with its optimizer; made by :func:`replica`.
+
+    Only ``loss.backward()`` gives gradients of its parameters, not ``torch.autograd.grad``: they stay on the workers.
+    Forward and backward of any order inside a function are as ever.
+
+    After a change in place other than by :meth:`step`, such as a ``load_state_dict``, call :meth:`sync`.
+
+    Attributes:
+        module: the module, as this process holds it; it has taken all steps, too.
+        optimizer: its optimizer. ``module`` and ``optimizer`` are what a checkpoint saves.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__()
+        self.module = module
+        self.optimizer = optimizer
+        self._group: Group = current_group()
+        self._key: Key = (self._group.rank, next(self._group.numbers))
+        self._held = Held(module, optimizer)
+        self._others = [
+            rank
+            for rank in range(len(self._group.names))
+            if rank != self._group.rank and rank not in self._group.lost
+        ]
+        self._failed: str | None = None
+        self._called = False
+        self._options: list[dict[str, Any]] = []
+        self._changed_options()
+        self._release = weakref.finalize(self, _let_go, self._group, self._key, self._others)
+        self._release.atexit = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module returns, computed here."""
+        return self.module(*args, **kwargs)
+
+    def step(self, before: Before | None = None) -> None:
+        """Sum the gradients over all workers, and let every worker take the optimizer's step.
+
+        Here ``.grad`` of the parameters is the sum afterwards, until it is zeroed; on other workers it is dropped.
+
+        Args:
+            before: called with the module on every worker when the gradients are summed, before the step: to clip
+                them, for instance. It must do the same everywhere.
+
+        Raises:
+            ResidentError: the module was changed in place; the replica has ended, or a step of it has failed.
+            WorkerLostError: a worker was lost.
+            Exception: what ``before`` or the optimizer raises.
+        """
+        if before is not None and not callable(before):
+            raise TypeError(f"before must be a function of the module, got {type(before).__name__}")
+        self._check()
+        trained, options = self._held.trained(), self._changed_options()
+        self._failed = "the module here has not taken it"
+        replies = self._ask(_step, self._key, self._held.version, trained, options, before)
+        own = self._beside(lambda: self._held.reduce(trained))
+        _wait(own, replies)
+        if own.done() and isinstance(own.exception(), (ResidentError, ValueError)):
+            self._failed, self._options = None, []  # all workers know of it, and none has taken the step
+        if not own.done() or own.exception() is not None:
+            gather({**replies, self._group.rank: own}, self._group.names)
+        self._held.step([{} for _ in options], before)
+        self._failed = "the module here has taken it"
+        gather(replies, self._group.names)
+        self._failed, self._called = None, False
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients here and on all workers."""
+        self.module.zero_grad(set_to_none)
+        if self._called and self._end() is None:
+            gather(self._ask(_drop, self._key), self._group.names)
+            self._held.drop()
+            self._called = False
+
+    def sync(self) -> None:
+        """Send the module and the optimizer anew, as they are here; gradients on the workers are dropped.
+
+        Raises:
+            ResidentError: the replica has ended, or a step of it has failed.
+            WorkerLostError: a worker was lost.
+            SerializationError: the module or the optimizer cannot be sent.
+        """
+        self._check(unchanged=False)
+        held = Held(self.module, self.optimizer)
+        held.adopt(self._held)
+        self._changed_options()
+        gather(self._ask(_hold, self._key, self.module, self.optimizer, held.version), self._group.names)
+        self._held = held
+        self._group.replicas.put(self._key, held)
+        self._called = False
+
+    def close(self) -> None:
+        """Let all workers let go of their copies. The module and the optimizer here stay as they are."""
+        self._release()
+
+    def staying(self) -> tuple[Key, int, Sequence[Tensor]]:
+        """Which tensors a call leaves out.
+
+        Raises:
+            ResidentError: the workers do not have them as they are here.
+        """
+        self._check()
+        self._called |= torch.is_grad_enabled()
+        return self._key, self._held.version, self._held.tensors
+
+    def _start(self, backend: str, seconds: float) -> None:
+        """Let the others hold the module, and connect all."""
+        group = self._group
+        gather(self._ask(_hold, self._key, self.module, self.optimizer, 0), group.names)
+        group.replicas.put(self._key, self._held)
+        if not self._others:
+            return
+        host = _network.local_address(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+        limit = timedelta(seconds=seconds)
+        store = dist.TCPStore(host, 0, None, is_master=True, wait_for_workers=False, timeout=limit)
+        ranks = sorted([group.rank, *self._others])
+        where = (host, store.port, ranks, backend, seconds)
+        replies = self._ask(_connect, self._key, *where)
+        own = self._beside(
+            lambda: self._held.connect(store, ranks.index(group.rank), len(ranks), backend, seconds)
+        )
+        gather({**replies, group.rank: own}, group.names)
+
+    def _ask(self, function: Callable[..., None], *args: Any) -> dict[int, Future[list[Any]]]:
+        return {rank: self._group.ask(rank, function, *args) for rank in self._others}
+
+    def _beside(self, work: Callable[[], None]) -> Future[list[Any]]:
+        """Do what waits in C++ for workers, which may be lost meanwhile, in another thread."""
+        future: Future[list[Any]] = Future()
+
+        def settle() -> None:
+            try:
+                work()
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result([])
+
+        if self._others:
+            self._group.threads.run(settle)
+        else:
+            settle()
+        return future
+
+    def _end(self) -> Exception | None:
+        """Why the replica cannot be used any more, if so."""
+        if find_group() is not self._group or not self._release.alive:
+            return ResidentError("a replica was used after its end: make a new `todist.replica`")
+        for rank in self._others:
+            if rank in self._group.lost:
+                return self._group.lost[rank]
+        if self._failed is not None:
+            return ResidentError(
+                f"a step of this replica has failed: {self._failed}. Make a new `todist.replica`"
+            )
+        return None
+
+    def _check(self, *, unchanged: bool = True) -> None:
+        end = self._end()
+        if end is not None:
+            raise end
+        changed = self._held.changed() if unchanged else None
+        if changed is not None:
+            raise ResidentError(
+                f"the module of a replica, {changed}, was changed in place here, so workers have what it was before: "
+                "call `sync()` of the replica after a change, such as loading a checkpoint"
+            )
+
+    def _changed_options(self) -> list[dict[str, Any]]:
+        """What has changed in the options of the optimizer's groups."""
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        before, self._options = self._options or [{} for _ in groups], groups
+        return [
+            {k: v for k, v in now.items() if k not in old or not _same(v, old[k])}
+            for now, old in zip(groups, before, strict=True)
+        ]
+
+
+def _wait(own: Future[list[Any]], replies: dict[int, Future[list[Any]]]) -> None:
+    """Until this worker's part is done, or another one has failed."""
+    waiting = {own, *replies.values()}
+    while not own.done():
+        done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+        if any(future.exception() is not None for future in done):
+            return
+
+
+def _same(one: Any, other: Any) -> bool:
+    if one is other:
+        return not isinstance(one, Tensor)  # which may have been changed in place
+    try:
+        return type(one) is type(other) and bool(one == other)
+    except (ValueError, RuntimeError):  # arrays, which have no one truth value
+        return False
+
+
+def _let_go(group: Group, key: Key, others: list[int]) -> None:
+    group.replicas.forget(key)
+    for worker in others:
+        group.releaser.release_resident(group.transport, worker, key)
+
+
+# What the other workers do.
+
+
+def _hold(key: Key, module: nn.Module, optimizer: torch.optim.Optimizer, version: int) -> None:
+    replicas, held = answering_group().replicas, Held(module, optimizer)
+    if version:
+        held.adopt(replicas.find(key))
+    replicas.put(key, held)
+
+
+def _connect(key: Key, host: str, port: int, ranks: list[int], backend: str, seconds: float) -> None:
+    group = answering_group()
+    limit = timedelta(seconds=seconds)
+    store = dist.TCPStore(host, port, None, is_master=False, wait_for_workers=False, timeout=limit)
+    group.replicas.find(key).connect(store, ranks.index(group.rank), len(ranks), backend, seconds)
+
+
+def _drop(key: Key) -> None:
+    answering_group().replicas.find(key).drop()
+
+
+def _step(key: Key, version: int, trained: list[int], options: Options, before: Before | None) -> None:
+    held = answering_group().replicas.find(key)
+    problem = held.problem(version)
+    held.reduce(trained, problem=problem is not None)
+    if problem is not None:
+        raise problem
+    held.step(options, before)
+    for tensor in held.tensors:
+        tensor.grad = None
