@@ -243,6 +243,27 @@ def test_an_inner_loop_inside_vmap_is_refused_where_vmap_cannot_be_told(
     assert levels[-1] == []
 
 
+def test_a_replayed_loop_inside_vmap_is_recorded_where_vmap_cannot_be_entered_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def adapt(x: torch.Tensor) -> torch.Tensor:
+        found.append(private.vmap_randomness())
+        made: torch.Tensor = todist.inner_loop(
+            lambda w: ((w - x) ** 4).sum(), todist.sgd(lr=0.1), p, 2, adjoint=todist.Replayed()
+        ).params
+        return made
+
+    found: list[list[str] | None] = []
+    p, x = torch.ones(2, requires_grad=True), torch.linspace(0, 1, 6).reshape(3, 2)
+    (expected,) = torch.autograd.grad(torch.vmap(adapt, randomness="same")(x).sum(), p)
+    assert found == [["same"]]
+    monkeypatch.delattr(torch._C._functorch, "CVmapInterpreterPtr")
+    with pytest.warns(UserWarning, match="records all steps inside of torch.func's transforms"):
+        (recorded,) = torch.autograd.grad(torch.vmap(adapt)(x).sum(), p)
+    assert found[1] is None
+    torch.testing.assert_close(recorded, expected)
+
+
 def test_values_of_a_batch_are_found_and_put_back() -> None:
     def look(x: torch.Tensor) -> torch.Tensor:
         ((level, _),) = private.vmaps()

@@ -60,6 +60,7 @@ __all__ = [
     "transform_level",
     "transforms_are_active",
     "transforms_are_only",
+    "vmap_randomness",
     "vmaps",
 ]
 
@@ -319,6 +320,24 @@ def vmaps() -> list[tuple[int, int]]:
             break
         found.append((interpreter.level(), as_vmap(interpreter).batchSize()))
     return found[::-1]
+
+
+def vmap_randomness() -> list[str] | None:
+    """The argument ``randomness`` of each ``vmap`` of :func:`vmaps`.
+
+    ``None`` without the name, or without that of :func:`outside_of_transforms`: inner loops inside ``vmap`` then record
+    all steps, where they could replay them.
+    """
+    functorch, clear = (
+        _find("_C._functorch"),
+        _find("_functorch.pyfunctorch.temporarily_clear_interpreter_stack"),
+    )
+    as_vmap = getattr(functorch, "CVmapInterpreterPtr", None)
+    found = vmaps()
+    if clear is None or as_vmap is None or not hasattr(as_vmap, "randomness"):
+        return None
+    inside = functorch.get_interpreter_stack()[-len(found) :] if found else ()
+    return [as_vmap(interpreter).randomness().name.lower() for interpreter in inside]
 
 
 def batch_of(tensor: Tensor, level: int) -> tuple[Tensor, int] | None:

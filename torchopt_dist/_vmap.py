@@ -8,14 +8,34 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from torchopt_dist._torch_private import batch_of, batched, outside_of_transforms, transform_level, vmaps
+from torchopt_dist._torch_private import (
+    batch_of,
+    batched,
+    outside_of_transforms,
+    transform_level,
+    vmap_randomness,
+    vmaps,
+)
 
-__all__ = ["Values", "detach_", "detached", "for_each_sample", "has_history", "leaf", "values_of"]
+__all__ = [
+    "Values",
+    "Vmaps",
+    "detach_",
+    "detached",
+    "for_each_sample",
+    "has_history",
+    "leaf",
+    "values_of",
+    "vmaps_to_enter_again",
+]
+
+T = TypeVar("T")
 
 
 class Values(NamedTuple):
@@ -109,3 +129,36 @@ def detached(tensor: Tensor, *, requires_grad: bool | None = None, copy: bool = 
         values = held.values.detach()
         values = (values.clone() if copy else values).requires_grad_(wanted)
     return held.tensor(values)
+
+
+class Vmaps(NamedTuple):
+    """Every ``vmap`` that was active, the outermost first, to be entered again after it has ended."""
+
+    sizes: tuple[int, ...]
+    """How many samples each has."""
+    randomness: tuple[str, ...]
+    """``vmap``'s argument of this name."""
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Outside of all transforms: call a function inside of these, where their tensors are what they were."""
+        made: list[T] = []
+        self._enter(lambda: made.append(function()), 0, torch.empty(0, device="cpu"))
+        return made[0]
+
+    def _enter(self, function: Callable[[], None], depth: int, sample: Tensor) -> Tensor:
+        if depth == len(self.sizes):
+            function()
+        else:
+            inside = partial(self._enter, function, depth + 1)
+            torch.vmap(inside, randomness=self.randomness[depth])(
+                torch.empty(self.sizes[depth], device="cpu")
+            )
+        return sample
+
+
+def vmaps_to_enter_again() -> Vmaps | None:
+    """Every ``vmap`` that is active; ``None`` inside of another transformation, too, or of none."""
+    levels, randomness = vmaps(), vmap_randomness()
+    if randomness is None or not levels or len(levels) < transform_level():
+        return None
+    return Vmaps(tuple(size for _, size in levels), tuple(randomness))

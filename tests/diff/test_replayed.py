@@ -420,21 +420,6 @@ def test_a_budget_below_one_snapshot_says_what_it_takes():
     assert number_of_bytes("1.5 kB") == 1500
 
 
-def test_inside_of_vmap_all_steps_are_recorded_and_that_is_said():
-    lr = torch.tensor(0.1, dtype=D, requires_grad=True)
-    p = torch.ones(3, dtype=D, requires_grad=True)
-    xs = torch.randn(4, 3, dtype=D)
-
-    def task(x):
-        return todist.inner_loop(
-            lambda p: ((p - x) ** 4).sum(), todist.sgd(lr=lr), p, 3, adjoint=todist.Replayed()
-        ).params.sum()
-
-    with pytest.warns(UserWarning, match=r"records all steps inside of torch\.func"):
-        found = torch.autograd.grad(torch.func.vmap(task)(xs).sum(), (p, lr))
-    agree((found, torch.autograd.grad(sum(map(task, xs)), (p, lr))))
-
-
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch's compiler itself
 def test_a_function_with_a_loop_in_it_compiles():
     p = torch.ones(3, dtype=D, requires_grad=True)

@@ -76,6 +76,11 @@ class Loop:
         return self.others is not None or _substituting.get()
 
     @property
+    def samples(self) -> tuple[int, ...]:
+        """The shape of a loss: of one element, where the loop is not run for many samples at a time."""
+        return ()
+
+    @property
     def tensors(self) -> list[Tensor]:
         """All for which there may be a gradient: first parameters, first state, then ``declared``; each once."""
         first = [self.first.params[place] for place in self.model.moved_places]
@@ -195,15 +200,15 @@ class Loop:
             if record:
                 loss, aux, buffers = self.evaluate(self._tied(leaves), carry.buffers, number)
                 self.model.leave()
-                found = gradients(loss, wanted, create_graph=True)
+                found = gradients(loss.sum() if self.samples else loss, wanted, create_graph=True)
             else:
                 look = _nothing if self.watch is None else partial(self.watch, carry, number)
                 loss, aux, found, buffers = self.swept(
                     self._tied(leaves), carry.buffers, number, wanted, look
                 )
                 if all(grad is None for grad in found):
-                    gradients(loss, wanted, create_graph=False)  # says what is wrong
-            loss = loss.reshape(())
+                    gradients(loss.sum(), wanted, create_graph=False)  # says what is wrong
+            loss = loss.reshape(self.samples)
         if not record:
             loss, buffers = loss.detach(), [buffer.detach() for buffer in buffers]
             aux = None if aux is None else pytree.map_tensors(Tensor.detach, aux)
@@ -252,7 +257,7 @@ class Loop:
         look([loss], wanted, after)
         found: Sequence[OptionalTensor] = [None] * len(wanted)
         if loss.requires_grad:
-            found = torch.autograd.grad(loss, wanted, allow_unused=True)
+            found = torch.autograd.grad(loss, wanted, torch.ones_like(loss), allow_unused=True)
         return Evaluation(loss, aux, list(found), after)
 
     def evaluate(

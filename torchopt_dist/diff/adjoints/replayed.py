@@ -10,12 +10,14 @@ from typing import Literal
 from torch import nn
 
 from torchopt_dist import pytree
-from torchopt_dist._torch_private import transforms_are_active
+from torchopt_dist._torch_private import outside_of_transforms, transforms_are_active
+from torchopt_dist._vmap import vmaps_to_enter_again
 from torchopt_dist.diff.adjoints._loop import Loop, Outcome
 from torchopt_dist.diff.adjoints.adjoint import Adjoint
 from torchopt_dist.diff.replay._blockwise import by_blocks
 from torchopt_dist.diff.replay._snapshots import Store, bytes_of, number_of_bytes
 from torchopt_dist.diff.replay._tape import Tape, connected
+from torchopt_dist.diff.replay._vmapped import outcome_of_samples, over_samples
 from torchopt_dist.transform._attention import attention_by_formula
 
 __all__ = ["Replayed"]
@@ -30,7 +32,8 @@ class Replayed(Adjoint):
     is one sweep of forward over reverse mode, so no graph of a graph is made (Kemaev et al., 2025); where an operation
     of the loss has no forward mode, the step is recorded by itself, and a warning says so. The gradient can be
     differentiated itself; then all steps are recorded. ``meta`` must list every tensor that the loss uses from outside
-    and that requires grad. Inside of ``torch.func``'s transforms, such as ``vmap``, all steps are recorded, too.
+    and that requires grad. Inside of ``vmap`` the loops of all samples are replayed as one; inside of other transforms
+    of ``torch.func`` all steps are recorded.
 
     Args:
         memory: for the snapshots together: a number of bytes, or a string such as ``'2GiB'``.
@@ -85,16 +88,31 @@ class Replayed(Adjoint):
 
     def run(self, loop: Loop) -> Outcome:
         """Run the loop; see :meth:`Adjoint.run`."""
+        around = vmaps_to_enter_again()
+        if around is not None:
+            if self.blocks is not None:
+                warnings.warn(
+                    "`blocks` of todist.Replayed() are not gone through one by one inside of vmap: a step's graph is "
+                    "that of the whole loss, for all samples",
+                    stacklevel=4,
+                )
+            loop_of_samples = over_samples(loop, around)
+            with outside_of_transforms():
+                outcome = self._replayed(loop_of_samples)
+            return outcome_of_samples(loop_of_samples, outcome)
         if transforms_are_active():
             warnings.warn(
-                "todist.Replayed() records all steps inside of torch.func's transforms, such as vmap: the gradient is "
-                "the same, memory is that of todist.Recorded()",
+                "todist.Replayed() records all steps inside of torch.func's transforms other than vmap, such as grad: "
+                "the gradient is the same, memory is that of todist.Recorded()",
                 stacklevel=4,
             )
             with attention_by_formula():
                 return loop.run(loop.recorded_step, loop.first)
         if self.blocks is not None:
             loop = by_blocks(loop, self.blocks)
+        return self._replayed(loop)
+
+    def _replayed(self, loop: Loop) -> Outcome:
         count, with_gradients = self._room(loop)
         return connected(Tape(loop, count, with_gradients, Store(self.store), self.check))
 

@@ -39,12 +39,7 @@ class Tangents:
     of: dict[int, Tensor]
     """``id`` of a parameter → its tangent."""
     loss_bar: OptionalTensor
-    """How many times the gradient itself is added, 0-d."""
-
-    def sum(self, found: Pair) -> OptionalTensor:
-        """What is wanted of a gradient and its tangent."""
-        primal, tangent = found
-        return plus(tangent, None if self.loss_bar is None else primal * self.loss_bar.to(primal))
+    """How many times the gradient itself is added, of the shape of the loss."""
 
 
 def sweep(
@@ -115,12 +110,18 @@ class _Sweep:
             self._after = after
             if self._number == 0:
                 self._check_complete()
-            self._part([(loss, None)], now, [], list(handed.values()))
+            self._part([(loss, self._seed(loss))], now, [], list(handed.values()))
             loss, _ = pair_of(loss)
             del handed
         while self._calls:
             self._last_call()
         return Evaluation(loss, aux, self._totals, after)
+
+    def _seed(self, loss: Tensor) -> Tensor:
+        """The gradient of the loss: ones, and as their tangents how many times the gradient itself is added."""
+        ones = torch.ones_like(pair_of(loss)[0])
+        bar = None if self._tangents is None else self._tangents.loss_bar
+        return dual((ones, None if bar is None else bar.to(ones).reshape(ones.shape)))
 
     @contextmanager
     def _level(self) -> Iterator[list[Tensor]]:
@@ -250,7 +251,7 @@ class _Sweep:
         """Go back through a part of the graph.
 
         Args:
-            ends: of the part, with their gradients, ``None`` for 1.
+            ends: of the part, with their gradients.
             now: what stands for what is wanted; its gradients are added up.
             leaves: tensors whose gradients are returned.
             handed: outputs of calls, which are also added up.
@@ -266,7 +267,7 @@ class _Sweep:
         count, more = len(leaves), len(leaves) + len(now)
         for place, pair in enumerate(pairs[count:more]):
             if pair is not None:
-                one = pair[0] if self._tangents is None else self._tangents.sum(pair)
+                one = pair[self._tangents is not None]
                 self._totals[place] = plus(self._totals[place], one)
         for (source, _), pair in zip(handed, pairs[more:], strict=True):
             if pair is not None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
-from torchopt_dist._torch_private import engine_keeps_graph
+from torchopt_dist._torch_private import engine_keeps_graph, outside_of_transforms
 from torchopt_dist.diff.adjoints._declared import differentiable
 from torchopt_dist.diff.adjoints._loop import Carry, Evaluation, Loop, Outcome
 from torchopt_dist.diff.adjoints._randomness import kept_generators
@@ -129,6 +129,8 @@ class Tape:
         kept = list(self.kept) if keep else self.kept
         self.run_again = 0
         with ExitStack() as stack:
+            if self.loop.samples:
+                stack.enter_context(outside_of_transforms())
             stack.enter_context(kept_generators())
             stack.enter_context(attention_by_formula())
             for device, dtype in self._autocast:
@@ -168,6 +170,8 @@ class Tape:
         inputs = self.inputs
         own = {id(tensor): tensor for tensor in differentiable(inputs)}
         with ExitStack() as stack:
+            if self.loop.samples:
+                stack.enter_context(outside_of_transforms())
             stack.enter_context(attention_by_formula())
             for device, dtype in self._autocast:
                 stack.enter_context(torch.autocast(device, dtype))

@@ -1,0 +1,192 @@
+"""A loop inside of ``vmap`` → the same loop on the values of all samples, which runs outside of it and in backward.
+
+Inside ``vmap`` only the values of all samples have a graph, and when the graph is gone back through, the ``vmap`` is
+over. So the loop's parameters and state are such values here, with a dimension in front for each ``vmap``; the loss and
+the optimizer are called inside of a ``vmap`` of the same levels and sizes, where what they close over is what it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchopt_dist import pytree
+from torchopt_dist._torch_private import vmaps
+from torchopt_dist._vmap import Values, Vmaps, for_each_sample, values_of
+from torchopt_dist.diff.adjoints._loop import Carry, Evaluation, Loop, Outcome
+from torchopt_dist.transform.base import GradientTransformation
+from torchopt_dist.typing import OptionalTensor
+
+__all__ = ["VmappedLoop", "outcome_of_samples", "over_samples"]
+
+
+def _entry(values: Tensor) -> Tensor:
+    """Inside: the tensor that has these values, a dimension in front for each ``vmap``."""
+    return Values(values, (0,) * len(vmaps())).tensor()
+
+
+def _values(tensor: Tensor) -> Tensor:
+    """Inside: the values of a tensor, with a dimension in front for each ``vmap``."""
+    values, dims = values_of(for_each_sample(tensor))
+    # A dimension is counted among those of the tensor that the next ``vmap`` further out sees.
+    for depth, dim in enumerate(dims):
+        assert dim is not None
+        values = values.movedim(depth + dim, depth)
+    return values
+
+
+def _dense_values(tensor: Tensor) -> Tensor:
+    """As :func:`_values`, each entry in memory of its own, as duals of forward mode must have it."""
+    return _values(tensor).contiguous()
+
+
+def _is_same_for_all(leaf: Any) -> bool:
+    return not isinstance(leaf, Tensor) or all(dim is None for dim in values_of(leaf).dims)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VmappedLoop(Loop):
+    """A loop for many samples at a time. Its tensors have a dimension in front for each ``vmap``, but for some."""
+
+    around: Vmaps
+    """What the loop was inside of."""
+    within: Loop
+    """The loop as it is inside."""
+    stand_ins: tuple[tuple[int, tuple[int | None, ...]], ...]
+    """For each tensor that ``within`` declares: which of ``declared`` has its values, and which of their dimensions
+    counts samples, for each ``vmap``."""
+    same_params: frozenset[int]
+    """Places of the parameters that are the same for all samples: frozen ones."""
+    same_state: frozenset[int]
+    """Places of the leaves of the state that are: counts of steps."""
+
+    @property
+    def samples(self) -> tuple[int, ...]:
+        return self.around.sizes
+
+    @property
+    def trains_in_place(self) -> bool:
+        return False
+
+    def evaluate(
+        self, leaves: Sequence[Tensor], buffers: Sequence[Tensor], number: int
+    ) -> tuple[Tensor, Any, list[Tensor]]:
+        """As :meth:`Loop.evaluate`, with a loss a sample."""
+
+        def inside() -> tuple[Tensor, Any, list[Tensor]]:
+            given = _each(_entry, leaves, self.same_params)
+            loss, aux, after = self._inside().evaluate(given, list(map(_entry, buffers)), number)
+            if self.has_aux:
+                aux = pytree.map_tensors(_values, aux)
+            return _values(loss.reshape(())), aux, list(map(_values, after))
+
+        return self.around.call(inside)
+
+    def moved(self, carry: Carry, found: Evaluation, *, record: bool) -> Carry:
+        """As :meth:`Loop.moved`, for each sample by itself."""
+
+        def inside() -> Carry:
+            given = self.inside(carry._replace(buffers=[]))
+            grads = [None if grad is None else _entry(grad) for grad in found.grads]
+            after = self._inside().moved(given, Evaluation(found.loss, None, grads, []), record=record)
+            with torch.set_grad_enabled(record):
+                params = _each(_values, after.params, self.same_params)
+                return Carry(self._tied(params), self._state(_values, after.state), found.buffers)
+
+        return self.around.call(inside)
+
+    def inside(self, carry: Carry) -> Carry:
+        """Inside: what there is of a carry for a sample."""
+        params = self._tied(_each(_entry, carry.params, self.same_params))
+        return Carry(params, self._state(_entry, carry.state), list(map(_entry, carry.buffers)))
+
+    def _state(self, function: Callable[[Tensor], Tensor], state: Any) -> Any:
+        leaves, spec = pytree.flatten(state)
+        return pytree.unflatten(spec, _each(function, leaves, self.same_state))
+
+    def _inside(self) -> Loop:
+        if self.others is None:
+            return self.within
+        others = (Values(self.others[place], dims).tensor() for place, dims in self.stand_ins)
+        return replace(self.within, others=tuple(others))
+
+
+def _each(function: Callable[[Tensor], Tensor], leaves: Sequence[Any], but: frozenset[int]) -> list[Any]:
+    return [
+        function(leaf) if isinstance(leaf, Tensor) and place not in but else leaf
+        for place, leaf in enumerate(leaves)
+    ]
+
+
+def over_samples(loop: Loop, around: Vmaps) -> VmappedLoop:
+    """Inside of ``vmap``: make a loop on the values of all samples, which is to be run outside.
+
+    Args:
+        loop: the loop as it is inside.
+        around: what it is inside of.
+    """
+    settings: dict[str, Any] = {field.name: getattr(loop, field.name) for field in fields(Loop)}
+    first, model, stop = loop.first, loop.model, loop.stop
+    moved = {place for place, origin in enumerate(model.first_places) if origin in model.moved_places}
+    same_params = frozenset(
+        place for place, leaf in enumerate(first.params) if place not in moved and _is_same_for_all(leaf)
+    )
+    same_state = _same_state(loop)
+    leaves, spec = pytree.flatten(first.state)
+    params = _each(_dense_values, first.params, same_params)
+    held = [(tensor, values_of(tensor)) for tensor in loop.declared]
+    held = [(tensor, found) for tensor, found in held if found.values.requires_grad]
+    declared = list({id(found.values): found.values for _, found in held}.values())
+    places = {id(values): place for place, values in enumerate(declared)}
+
+    def stop_inside(number: int, loss: Tensor) -> Any:
+        assert stop is not None
+        return around.call(lambda: stop(number, _entry(loss)))
+
+    settings |= {
+        "first": Carry(
+            [params[place] for place in model.first_places],
+            pytree.unflatten(spec, _each(_dense_values, leaves, same_state)),
+            list(map(_dense_values, first.buffers)),
+        ),
+        "declared": tuple(declared),
+        # Steps are made inside; as a transformation and no chain, none of its formulas is taken for one of values.
+        "optimizer": GradientTransformation(loop.optimizer.init, loop.optimizer.update),
+        "stop": None if stop is None else stop_inside,
+    }
+    return VmappedLoop(
+        **settings,
+        around=around,
+        within=replace(loop, declared=tuple(tensor for tensor, _ in held)),
+        stand_ins=tuple((places[id(found.values)], found.dims) for _, found in held),
+        same_params=same_params,
+        same_state=same_state,
+    )
+
+
+def _same_state(loop: Loop) -> frozenset[int]:
+    """The leaves of the optimizer's state that stay the same for all samples, when gradients differ."""
+    leaves, spec = pytree.flatten(loop.first.state)
+    params = _each(for_each_sample, loop.first.params, frozenset())
+    grads: list[OptionalTensor] = [None] * len(params)
+    for place in loop.model.moved_places:
+        grads[place] = params[place]
+    found = Evaluation(params[0], None, grads, [])
+    same = frozenset(place for place, leaf in enumerate(leaves) if _is_same_for_all(leaf))
+    while True:
+        state = pytree.unflatten(spec, _each(for_each_sample, leaves, same))
+        after = pytree.flatten(loop.moved(Carry(params, state, []), found, record=False).state)[0]
+        still = frozenset(place for place in same if _is_same_for_all(after[place]))
+        if still == same:
+            return same
+        same = still
+
+
+def outcome_of_samples(loop: VmappedLoop, outcome: Outcome) -> Outcome:
+    """Inside of ``vmap`` again: what such a loop came to."""
+    aux = [None if found is None else pytree.map_tensors(_entry, found) for found in outcome.aux]
+    return Outcome(loop.inside(outcome.carry), list(map(_entry, outcome.losses)), aux)
