@@ -100,6 +100,8 @@ def call(
         sent.tensors = [tensor.clone() for tensor in sent.tensors]
     with graph.span("send"):
         reply = graph.ask(sent, movable=movable and group.retries.is_lost(worker))
+    if graph.siblings.log is not None:
+        graph.siblings.log.watch(sent, reply)
     reply.add_done_callback(arrived)
     return future
 

@@ -6,6 +6,7 @@ import threading
 from concurrent.futures import Future
 
 from torchopt_dist._torch_private import engine_run
+from torchopt_dist.distributed._call_log import CallLog
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._protocol import Reply
 from torchopt_dist.distributed._serialization import unpack
@@ -18,9 +19,13 @@ class Siblings:
 
     The autograd engine adds to a leaf's ``.grad`` as soon as it has the leaf's gradient. So a share whose backward is
     done waits for the others before it gives its inputs their gradients.
+
+    Attributes:
+        log: of the call, while it is told to somebody.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, log: CallLog | None = None) -> None:
+        self.log = log
         self._replies: list[tuple[int, Future[Message], str]] = []
         self._lock = threading.Lock()
 

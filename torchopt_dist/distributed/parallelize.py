@@ -14,6 +14,7 @@ from torch.futures import Future
 
 from torchopt_dist._serialized_exception import SerializedException
 from torchopt_dist.distributed import _own_share, _remote_graph
+from torchopt_dist.distributed._call_log import call_log
 from torchopt_dist.distributed._caller_state import CallerState
 from torchopt_dist.distributed._gather import gather
 from torchopt_dist.distributed._group import current_group
@@ -175,6 +176,7 @@ class _Call:
         self.me = self.group.rank
         self.bar = self.show_progress(func) if options.progress else None
         with ExitStack() as shown:
+            self.siblings = Siblings(shown.enter_context(call_log(func, self.payloads, self.group)))
             if self.bar is not None:
                 shown.enter_context(self.bar)
             self.send(snapshot)
@@ -183,7 +185,6 @@ class _Call:
     def send(self, snapshot: bool) -> None:
         """Send the others their shares, and make the caller's own ready."""
         modules: PackedModules = {}
-        siblings = Siblings()
         self.values = {
             worker: _remote_graph.call(
                 worker,
@@ -191,7 +192,7 @@ class _Call:
                 self.seconds,
                 snapshot=snapshot,
                 modules=modules,
-                siblings=siblings,
+                siblings=self.siblings,
                 movable=all(self.partitions[index].movable for index in indices),
             )
             for worker, (payload, indices) in sorted(
@@ -202,7 +203,7 @@ class _Call:
         if self.bar is not None:
             self.bar.watch(self.values)
         self.own_share = {
-            worker: _own_share.prepare(payload, snapshot=snapshot, modules=modules, siblings=siblings)
+            worker: _own_share.prepare(payload, snapshot=snapshot, modules=modules, siblings=self.siblings)
             for worker, (payload, _) in self.payloads.items()
             if worker == self.me
         }

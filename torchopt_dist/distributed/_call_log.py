@@ -1,0 +1,75 @@
+"""A call → one line of the log, at DEBUG: its function, tasks and workers, the bytes each way, the seconds."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import nullcontext
+from types import TracebackType
+from typing import Any, Self
+
+from torchopt_dist.distributed._group import Group
+from torchopt_dist.distributed._message import Message
+from torchopt_dist.distributed._payload import Payload
+from torchopt_dist.distributed._table import bytes_text, seconds_text
+
+__all__ = ["CallLog", "call_log"]
+
+log = logging.getLogger("torchopt_dist.distributed.calls")
+
+
+class CallLog:
+    """Context manager around a call, whose end is told.
+
+    Args:
+        function: that the tasks call.
+        tasks: worker → how many tasks it has.
+        group: that of the workers.
+    """
+
+    def __init__(self, function: Callable[..., Any], tasks: Mapping[int, int], group: Group) -> None:
+        self._function = getattr(function, "__qualname__", type(function).__qualname__)
+        self._workers = ", ".join(
+            f"{count} on {group.names[worker]}{' (here)' if worker == group.rank else ''}"
+            for worker, count in sorted(tasks.items())
+        )
+        self._sent: list[int] = []
+        self._received: list[int] = []
+
+    def watch(self, sent: Message, reply: Future[Message]) -> None:
+        """Count the bytes of a request, and of the reply to come."""
+
+        def arrived(done: Future[Message]) -> None:
+            if done.exception() is None:
+                self._received.append(done.result().nbytes())
+
+        self._sent.append(sent.nbytes())
+        reply.add_done_callback(arrived)
+
+    def __enter__(self) -> Self:
+        self._started = time.perf_counter()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        log.debug(
+            "%s: tasks %s; %s out, %s in, %s%s",
+            self._function,
+            self._workers,
+            bytes_text(sum(self._sent)),
+            bytes_text(sum(self._received)),
+            seconds_text(time.perf_counter() - self._started),
+            f"; failed with {kind.__name__}" if kind else "",
+        )
+
+
+def call_log(
+    function: Callable[..., Any], payloads: Mapping[int, tuple[Payload, list[int]]], group: Group
+) -> CallLog | nullcontext[None]:
+    """The log of a call, if anybody wants to read of calls; else a context manager that gives ``None``."""
+    if not log.isEnabledFor(logging.DEBUG):
+        return nullcontext()
+    return CallLog(function, {worker: len(indices) for worker, (_, indices) in payloads.items()}, group)
