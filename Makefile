@@ -3,6 +3,7 @@
 #   make demo TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"   another build of torch
 #   make test ARGS="tests/ops -k fuzz"          some of the tests
 #   make test JOBS=4                            on more than two cores
+#   make wheel TORCHES="2.13.0"                 the packages, tried with this torch only
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -11,6 +12,7 @@ JOBS ?= 2
 ARGS ?=
 PROGRAMS ?= 2000
 LOSSES ?= 50
+TORCHES ?= 2.11.0 2.13.0 newest
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -22,7 +24,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick fuzz losses examples lint types docs gallery clean
+.PHONY: help demo test quick fuzz losses examples lint types docs gallery wheel clean
 
 help: ## show these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -68,6 +70,9 @@ docs: $(STAMP) ## the documentation, into docs/_build
 gallery: $(STAMP) ## run every example on one worker and on two, for the documentation's pictures; then the documentation
 	$(BIN)/python docs/pages.py
 	$(MAKE) docs
+
+wheel: $(STAMP) ## wheel and source distribution into dist, tried outside the tree: TORCHES="2.11.0 2.13.0 newest"
+	$(BIN)/python -m tests.packaging.release $(TORCHES)
 
 clean: ## remove what was built, but not .venv
 	rm -rf build dist *.egg-info docs/_build docs/_pictures docs/_site outputs .pytest_cache .mypy_cache .ruff_cache .hypothesis

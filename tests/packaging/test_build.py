@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 import setuptools
 
-from tests.packaging.trees import OP, ROOT, TIMEOUT, copy_tree
+from tests.packaging.stable import assert_stable
+from tests.packaging.trees import OP, ROOT, TIMEOUT, copy_repository, copy_tree
 from tests.warm_python import WarmPython
 from torchopt_dist import ops
 
@@ -151,14 +152,11 @@ def test_a_build_apart_as_pip_makes_it_finds_the_torch_of_the_environment(tree, 
 @pytest.fixture(scope="module")
 def sdist(warm: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> tuple[set[str], dict[str, str]]:
     """The files that git knows, and an sdist made of them alone: name → text."""
-    found = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
-    if found.returncode:
-        pytest.skip("this tree is no clone")
     tree, dist = tmp_path_factory.mktemp("clone"), tmp_path_factory.mktemp("dist")
-    files = {name for name in found.stdout.splitlines() if (ROOT / name).is_file()}
-    for name in files:
-        (tree / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, tree / name)
+    try:
+        files = copy_repository(tree)
+    except RuntimeError as error:
+        pytest.skip(str(error))
     done = warm.run("setup.py", "-q", "sdist", "-d", dist, cwd=tree, env=environment(), timeout=TIMEOUT)
     assert done.returncode == 0, done.stderr
     (archive,) = dist.iterdir()
@@ -241,23 +239,6 @@ def test_wheel_without_compiler_is_pure_and_carries_the_reason(tree, tmp_path):
     archive = zipfile.ZipFile(wheel)
     assert b"there is no C++ compiler" in archive.read("torchopt_dist/_build_note.txt")
     assert not [name for name in archive.namelist() if "_C." in name]
-
-
-def assert_stable(library: Path) -> None:
-    """No symbol of torch but those of the C shim; none newer than torch 2.10, if torch-abi-audit is there."""
-    if shutil.which("nm"):
-        listing = subprocess.run(
-            ["nm", "-D", "--undefined-only", library], capture_output=True, text=True, check=True
-        )
-        symbols = [line.split()[-1] for line in listing.stdout.splitlines()]
-        assert [symbol for symbol in symbols if symbol.startswith("aoti_torch_")]
-        assert not [symbol for symbol in symbols if re.match(r"_ZN?K?(2at|3c10|5torch|5caffe)|Py", symbol)]
-    if shutil.which("torch-abi-audit", path=str(Path(sys.executable).parent)):
-        audit = Path(sys.executable).with_name("torch-abi-audit")
-        report = subprocess.run([audit, "--json", library], capture_output=True, text=True, check=True)
-        (found,) = json.loads(report.stdout)["bundled_libs"]
-        assert found["torch"]["stable"], found["torch"]["unstable_symbols"]
-        assert found["torch"]["min_torch_version"] == "2.10.0", found["torch"]["version_defining_symbols"]
 
 
 def test_the_package_does_not_import_the_compiler() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,6 +29,22 @@ def copy_tree(to: Path, cuda_kernels: tuple[str, ...] = ()) -> Path:
     _replace(to / "csrc/schemas.cpp", ", library) {", f", library) {{\n  {SCHEMA}")
     _replace(to / "torchopt_dist/ops/library.py", "OPS = (", f"OPS = (\n    {OP!r},")
     return to
+
+
+def copy_repository(to: Path) -> set[str]:
+    """Copy the files that git knows, and no others; their names, relative to the repository.
+
+    Raises:
+        RuntimeError: this tree is no clone.
+    """
+    found = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if found.returncode:
+        raise RuntimeError(f"{ROOT} is no clone: {found.stderr.strip()}")
+    files = {name for name in found.stdout.splitlines() if (ROOT / name).is_file()}
+    for name in files:
+        (to / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, to / name)
+    return files
 
 
 def _replace(path: Path, old: str, new: str) -> None:
