@@ -78,6 +78,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--output", type=Path, default=Path("outputs/learning_to_reweight.png"), help="picture to draw"
     )
+    parser.add_argument("--tensorboard", type=Path, metavar="FOLDER", help="write the curves there, too")
     return parser.parse_args()
 
 
@@ -144,7 +145,7 @@ def noisy_digits(noise: float, clean: int, generator: torch.Generator) -> Data:
 
 
 @todist.rank_zero_only
-def compare(args: argparse.Namespace) -> None:
+def compare(args: argparse.Namespace, write: todist.WriteScalars) -> None:
     start = time.perf_counter()
     curves: dict[str, list[list[float]]] = {}
     weights, wrong = [], []
@@ -161,6 +162,8 @@ def compare(args: argparse.Namespace) -> None:
         ):
             accuracies, mean_weights = train(model, images, clean, data.test, args, seed)
             curves.setdefault(name, []).append(accuracies)
+            for point, accuracy in enumerate(accuracies, start=1):
+                write(point * args.steps // len(accuracies), {f"test accuracy, seed {seed}/{name}": accuracy})
             if clean is not None:
                 weights.append(mean_weights)
                 wrong.append(data.wrong)
@@ -202,7 +205,9 @@ def draw(means: dict[str, Tensor], weight: Tensor, wrong: Tensor, args: argparse
 
 @todist.auto_init_rpc(lambda: torch.set_num_threads(1))
 def main() -> None:
-    compare(parse_arguments())
+    args = parse_arguments()
+    with todist.scalar_writer(args.tensorboard) as write:
+        compare(args, write)
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ def anticipated(players: Players, look_ahead: float) -> Tensor:
 
 
 @todist.rank_zero_only
-def train(args: argparse.Namespace) -> None:
+def train(args: argparse.Namespace, write: todist.WriteScalars) -> None:
     histories, learned = {}, {}
     for name, look_ahead in (("naive", 0.0), ("LOLA", args.look_ahead)):
         draw_policy = torch.Generator().manual_seed(args.seed)
@@ -81,9 +81,10 @@ def train(args: argparse.Namespace) -> None:
         )
         optimizer = todist.SGD(players, lr=args.lr, maximize=True)
         history = []
-        for _ in range(args.steps):
+        for step in range(args.steps):
             with torch.no_grad():
                 history.append((1 - DISCOUNT) * torch.vmap(payoffs)(*players).mean(dim=1))
+            write(step, {f"payoff a round/{name}": history[-1].mean()})
             optimizer.zero_grad()
             expected: Tensor = anticipated(players, look_ahead)
             expected.backward()
@@ -127,12 +128,15 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, default=0, help="random seed (default: %(default)s)")
     parser.add_argument("--output", type=Path, default=Path("outputs/lola.png"), help="picture to draw")
+    parser.add_argument("--tensorboard", type=Path, metavar="FOLDER", help="write the curves there, too")
     return parser.parse_args()
 
 
 @todist.auto_init_rpc(lambda: torch.set_num_threads(1))
 def main() -> None:
-    train(parse_arguments())
+    args = parse_arguments()
+    with todist.scalar_writer(args.tensorboard) as write:
+        train(args, write)
 
 
 if __name__ == "__main__":

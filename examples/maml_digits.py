@@ -125,7 +125,7 @@ def accuracy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 @todist.rank_zero_only
-def train(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+def train(args: argparse.Namespace, parser: argparse.ArgumentParser, write: todist.WriteScalars) -> None:
     train_classes, test_classes = (
         omniglot_classes(args.omniglot, parser) if args.omniglot else digit_classes(args.noise)
     )
@@ -197,6 +197,7 @@ def train(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         progress.set_postfix(loss=f"{result.loss:.3f}", accuracy=f"{result.accuracy_after:.1%}")
         if step % args.eval_every == 0 or step == args.meta_steps:
             history[-1] |= evaluate(step)
+        write(step, {name: value for name, value in history[-1].items() if name != "meta_step"})
         if checkpointer:
             checkpointer.save(step, state)
 
@@ -435,6 +436,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--no-baselines", dest="baselines", action="store_false", help="leave the two baselines out"
     )
     parser.add_argument("--csv", type=Path, metavar="CSV", help="write the measured values, too")
+    parser.add_argument(
+        "--tensorboard", type=Path, metavar="FOLDER", help="write the measured values there, too"
+    )
     return parser
 
 
@@ -505,7 +509,8 @@ def start_workers(count: int) -> None:
 
 @todist.auto_init_rpc(worker_init_fn, on_loss="continue")
 def main(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    train(args, parser)
+    with todist.scalar_writer(args.tensorboard) as write:
+        train(args, parser, write)
 
 
 if __name__ == "__main__":

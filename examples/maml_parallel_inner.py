@@ -43,6 +43,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--output", type=Path, default=Path("outputs/maml_parallel_inner.png"), help="picture of the curve"
     )
+    parser.add_argument("--tensorboard", type=Path, metavar="FOLDER", help="write the curves there, too")
     return parser.parse_args()
 
 
@@ -70,7 +71,7 @@ def adapt(params: Params, log_lrs: Params, x: Tensor, y: Tensor, steps: int) -> 
 
 
 @todist.rank_zero_only
-def train(args: argparse.Namespace) -> None:
+def train(args: argparse.Namespace, write: todist.WriteScalars) -> None:
     torch.manual_seed(args.seed)
     digits = load_digits()
     order = torch.randperm(len(digits.target))
@@ -104,8 +105,10 @@ def train(args: argparse.Namespace) -> None:
         outer_loss.backward()
         optimizer.step()
         losses.append(outer_loss.item())
+        write(step + 1, {"loss after adaptation": losses[-1]})
         if step % 10 == 9 or step == args.meta_steps - 1:
             accuracies.append((step + 1, held_out_accuracy(log_lrs)))
+            write(step + 1, {"held-out accuracy": accuracies[-1][1]})
     print(f"outer loss: {losses[0]:.4f} at first, {losses[-1]:.4f} after {args.meta_steps} meta-steps")
     print("learned rates: " + ", ".join(f"{k} {v.exp().item():.3f}" for k, v in log_lrs.items()))
     print(f"held-out accuracy after {args.inner_steps} steps: {accuracies[-1][1]:.1%}")
@@ -132,7 +135,9 @@ def draw(losses: list[float], accuracies: list[tuple[int, float]], baseline: flo
 
 @todist.auto_init_rpc(lambda: torch.set_num_threads(1))
 def main() -> None:
-    train(parse_arguments())
+    args = parse_arguments()
+    with todist.scalar_writer(args.tensorboard) as write:
+        train(args, write)
 
 
 if __name__ == "__main__":

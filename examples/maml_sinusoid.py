@@ -70,18 +70,19 @@ def adapted_loss(model: nn.Module, task: Sines, lr: float, steps: int) -> Tensor
 
 
 @todist.rank_zero_only
-def train(args: argparse.Namespace) -> None:
+def train(args: argparse.Namespace, write: todist.WriteScalars) -> None:
     models = {}
     for name, inner_steps in (("MAML", args.inner_steps), ("ordinary training", 0)):
         torch.manual_seed(args.seed)
         generator = torch.Generator().manual_seed(args.seed)
         model = models[name] = network()
         optimizer = todist.Adam(model.parameters(), lr=2e-3)
-        for _ in range(args.meta_steps):
+        for step in range(args.meta_steps):
             loss: Tensor = adapted_loss(model, sines(args.tasks, generator), args.inner_lr, inner_steps)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+            write(step, {f"loss/{name}": loss})
 
     held_out = sines(100, torch.Generator().manual_seed(args.seed + 1))
     steps = (0, 1, 2, 5, 10)
@@ -147,12 +148,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--output", type=Path, default=Path("outputs/maml_sinusoid.png"), help="picture to draw"
     )
+    parser.add_argument("--tensorboard", type=Path, metavar="FOLDER", help="write the curves there, too")
     return parser.parse_args()
 
 
 @todist.auto_init_rpc(lambda: torch.set_num_threads(1))
 def main() -> None:
-    train(parse_arguments())
+    args = parse_arguments()
+    with todist.scalar_writer(args.tensorboard) as write:
+        train(args, write)
 
 
 if __name__ == "__main__":

@@ -108,7 +108,7 @@ def sample_tasks(files: list[Tensor], tasks: int, generator: torch.Generator) ->
 
 
 @todist.rank_zero_only
-def train(args: argparse.Namespace) -> None:
+def train(args: argparse.Namespace, write: todist.WriteScalars) -> None:
     files = library()
     order = torch.randperm(len(files), generator=torch.Generator().manual_seed(0)).tolist()
     held_out = sample_tasks([files[i] for i in order[:30]], args.test_tasks, torch.Generator().manual_seed(1))
@@ -127,13 +127,14 @@ def train(args: argparse.Namespace) -> None:
         optimizer = todist.Adam(learned, lr=args.lr)
         losses = []
         start = time.perf_counter()
-        for _ in range(args.meta_steps):
+        for step in range(args.meta_steps):
             rates = {key: rate.exp() for key, rate in log_rates.items()}
             loss: Tensor = adapted_loss(model, rates, sample_tasks(files, args.tasks, generator), inner_steps)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
+            write(step, {f"bits a character/{name}": losses[-1]})
         seconds = time.perf_counter() - start
 
         def tested(
@@ -175,12 +176,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--output", type=Path, default=Path("outputs/transformer_meta.png"), help="picture to draw"
     )
+    parser.add_argument("--tensorboard", type=Path, metavar="FOLDER", help="write the curves there, too")
     return parser.parse_args()
 
 
 @todist.auto_init_rpc(lambda: torch.set_num_threads(1))
 def main() -> None:
-    train(parse_arguments())
+    args = parse_arguments()
+    with todist.scalar_writer(args.tensorboard) as write:
+        train(args, write)
 
 
 if __name__ == "__main__":

@@ -44,6 +44,7 @@ MAY_IMPORT = {
     "visual": GROUND | {"nn"},
     "distributed": GROUND | {"nn", "nn.module_state"},
     "checkpoint": GROUND | {"distributed.world"},
+    "scalars": {"distributed.world"},
     "launch": {"_liveness", "_network", "_serialized_exception", "_torch_private", "errors"},
 }
 """Room → what it may import beside itself; a dotted name is a part of a room, a plain one the whole of it.

@@ -151,6 +151,7 @@ from torchopt_dist.optim import (
     rmsprop,
     sgd,
 )
+from torchopt_dist.scalars import WriteScalars, scalar_writer
 from torchopt_dist.transform import (
     ChainedGradientTransformation,
     EmptyState,
@@ -243,6 +244,7 @@ __all__ = [
     "WorkerLostError",
     "WorkerStatus",
     "WorldInfo",
+    "WriteScalars",
     "__version__",
     "accelerated_op_available",
     "adadelta",
@@ -313,6 +315,7 @@ __all__ = [
     "replica",
     "replicated",
     "rmsprop",
+    "scalar_writer",
     "schedule",
     "sgd",
     "stack_reducer",

@@ -7,6 +7,7 @@ import importlib.util
 import shutil
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 
@@ -108,6 +109,11 @@ def curves(folder: Path) -> None:
     sys.modules[module.__name__] = module  # where the workers look for its functions
     todist.barrier()
     parser = module.build_parser()
+    written: list[dict[str, float]] = []
+
+    def write(step: int, numbers: Mapping[str, float]) -> None:
+        written.append({"meta_step": step, **numbers})
+
     for name, chaos in (("undisturbed", ""), ("chaos", "--chaos=0.1")):
         files = ("--output", folder / f"{name}.png", "--csv", folder / f"{name}.csv")
         short = (
@@ -118,7 +124,12 @@ def curves(folder: Path) -> None:
             "--inner-steps=2",
             "--no-baselines",
         )
-        module.train(parser.parse_args([str(each) for each in (*short, *files, chaos) if each]), parser)
+        written.clear()
+        module.train(
+            parser.parse_args([str(each) for each in (*short, *files, chaos) if each]), parser, write
+        )
+        if todist.get_rank() == 0:  # all but row 0, which is measured before the first step
+            assert rows(folder / f"{name}.csv")[1:] == written
 
 
 def test_workers_that_are_killed_change_no_point_of_the_curve(world: type[World], tmp_path: Path) -> None:

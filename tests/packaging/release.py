@@ -82,7 +82,7 @@ def try_out(torch: str, packages: tuple[Path, Path]) -> list[str]:
             shutil.copy(ROOT / needed, outside)
         for package in packages:
             started = time.monotonic()
-            run(*pip, "--force-reinstall", "--no-deps", package, cwd=folder)
+            run(python, "-m", "pip", "uninstall", "-q", "-y", "torchopt_dist", cwd=folder)
             run(*pip, f"torchopt_dist[zmq] @ {package.as_uri()}", cwd=folder)
             report = json.loads(run(folder / "venv/bin/torchopt-dist", "report", "--json", cwd=outside))
             check(report, folder)
