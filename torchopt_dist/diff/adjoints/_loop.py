@@ -151,9 +151,13 @@ class Loop:
         if not self.trains_in_place:
             return self.plain_step(carry, number)
         found = self.gradient(carry, number, record=False)
+        return self.trained(carry, found), found.loss, found.aux
+
+    def trained(self, carry: Carry, found: Evaluation) -> Carry:
+        """As :meth:`moved`, on what :meth:`own` or an earlier such step has returned, which it overwrites."""
         with self.substituted():
             params, state = moved_in_place(self.optimizer, self.model, carry.params, found.grads, carry.state)
-        return Carry(params, state, found.buffers), found.loss, found.aux
+        return Carry(params, state, found.buffers)
 
     def own(self, carry: Carry) -> Carry:
         """The same numbers, without history, in memory that :meth:`training_step` may overwrite."""

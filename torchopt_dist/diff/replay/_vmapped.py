@@ -99,6 +99,10 @@ class VmappedLoop(Loop):
 
         return self.around.call(inside)
 
+    def trained(self, carry: Carry, found: Evaluation) -> Carry:
+        """As :meth:`moved`, with nothing recorded: what a ``vmap`` makes is new memory."""
+        return self.moved(carry, found, record=False)
+
     def inside(self, carry: Carry) -> Carry:
         """Inside: what there is of a carry for a sample."""
         params = self._tied(_each(_entry, carry.params, self.same_params))
