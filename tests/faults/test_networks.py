@@ -17,7 +17,7 @@ from tests.hosts import Hosts
 
 pytestmark = pytest.mark.timeout(120)
 
-PATIENCE = 1.0
+PATIENCE = 3.0
 LIVENESS = f"interval=0.5,patience={PATIENCE}"
 
 
