@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
 import torchopt_dist as todist
 from tests.distributed.bare import say, soon, watch
 from tests.hosts import Hosts
+from tests.launch.families import assert_gone
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -133,3 +138,44 @@ def test_a_network_that_stays_cut_ends_both_sides_within_the_patience(tmp_path):
         assert (ending.error.rank, ending.error.cause) == (1 - rank, "unreachable")
         assert f"rank {1 - rank} was lost: the machine of worker{1 - rank} on" in str(ending.error)
         assert ending.exitcode == 1
+
+
+@pytest.mark.parametrize("what", ["worker", "machine"])
+def test_a_worker_that_is_stopped_alone_on_its_machine_is_noticed(tmp_path, what):
+    """No other worker sees its process. Before that it holds the interpreter's lock for longer, and is alive."""
+    patience = 2.0
+
+    def main():
+        if todist.get_rank() == 1 and what == "worker":
+            ctypes.PyDLL(None).usleep(int(1.5 * patience * 1e6))
+        todist.barrier()
+        if todist.get_rank() == 1:
+            (watchdog,) = psutil.Process().children()
+            say(tmp_path / "pids", f"{os.getpid()} {watchdog.pid}")
+            say(tmp_path / "stopped", str(time.monotonic()))
+            if what == "machine":  # as when a container is frozen
+                watchdog.suspend()
+            psutil.Process().suspend()
+        try:
+            todist.barrier()
+        finally:
+            say(tmp_path / f"ended{todist.get_rank()}", str(time.monotonic()))
+
+    def pids() -> list[int]:
+        return [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+
+    def go_on() -> None:
+        for pid in pids():
+            psutil.Process(pid).resume()
+
+    with Hosts(2) as hosts:
+        world = hosts.world(TODIST_LIVENESS=f"interval=0.5,patience={patience}")
+        with when(tmp_path / "ended0", go_on if what == "machine" else lambda: None):
+            endings = world.endings(main, timeout=60)
+    error = endings[0].error
+    assert isinstance(error, todist.WorkerLostError), endings[0].trace
+    assert (error.rank, error.cause) == (1, "stopped")
+    took = float((tmp_path / "ended0").read_text()) - float((tmp_path / "stopped").read_text())
+    assert patience < took < soon(patience + 1.0)
+    assert_gone(pids())
+    assert endings[1].exitcode == (1 if what == "machine" else -signal.SIGKILL)

@@ -23,15 +23,15 @@ from torchopt_dist._liveness import Liveness
 from torchopt_dist.distributed._direct_links import DirectLinks
 from torchopt_dist.distributed._members import Failure, Member
 from torchopt_dist.distributed._membership_hub import HUB, JOIN_SECONDS, START, Hub
-from torchopt_dist.distributed._membership_link import DIED, UNREACHABLE, ToHub
+from torchopt_dist.distributed._membership_link import DIED, STOPPED, UNREACHABLE, ToHub
 from torchopt_dist.distributed._sealed_store import SealedStore
 from torchopt_dist.distributed._stopped import StoppedProcesses
+from torchopt_dist.distributed._watchdog import Watchdog
 from torchopt_dist.errors import InitializationError, PeerFailedError, WorkerLostError
 
 __all__ = ["Membership"]
 
 END = "end"
-STOPPED = "stopped"
 MAX_REPORT = 1 << 20
 """Characters of a traceback; each is at most 12 bytes in JSON."""
 
@@ -68,6 +68,7 @@ class Membership:
         self._on_failure = on_failure
         self._liveness = liveness = liveness or Liveness()
         self._stopped: StoppedProcesses | None = None
+        self._watchdog: Watchdog | None = None
         self._watching: asyncio.Future[None] | None = None
         self._started = False
         self._released: set[str] = set()
@@ -331,12 +332,15 @@ class Membership:
             self._on_failure(failure)
 
     async def _watch_processes(self) -> None:
-        """Tell of the workers of this machine that are stopped."""
+        """Tell of the workers of this machine that are stopped; where there are no others, have this one watched."""
         pids = {
             member.rank: member.pid
             for member in self.members
             if member.pid and member.process_table == self.me.process_table and member != self.me
         }
+        if self.me.pid and not pids and len(self.members) > 1 and Watchdog.can_be:
+            hub = None if self._to_hub is None else self._to_hub.where({"watchdog": True})
+            self._watchdog = Watchdog(self._liveness, hub)
         self._stopped = stopped = StoppedProcesses(pids, self._liveness)
         while pids:
             await asyncio.sleep(self._liveness.interval)
@@ -355,6 +359,8 @@ class Membership:
 
     async def _shut(self) -> None:
         await self.links.close()
+        if self._watchdog is not None:
+            self._watchdog.close()
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)

@@ -15,11 +15,13 @@ from torchopt_dist.distributed._membership_link import (
     DIED,
     MAX_LINE,
     RESET,
+    STOPPED,
     Link,
     keep_alive,
     read_line,
 )
 from torchopt_dist.distributed._stopped import is_running, process_table
+from torchopt_dist.distributed._watchdog import is_heard
 
 __all__ = ["HUB", "JOIN_SECONDS", "START", "Hub"]
 
@@ -108,6 +110,9 @@ class Hub:
         if rank in self._dead:
             writer.write(b'{"refused": true}\n')
             return
+        if "watchdog" in hello:
+            await self._hear_watchdog(rank, reader, writer)
+            return
         link = self._links.setdefault(rank, Link())
         writer.write(b'{"received": %d}\n' % link.received)
         link.attach(writer, hello["received"])
@@ -122,6 +127,15 @@ class Hub:
             link.turn == turn and self._links.get(rank) is link
         ):  # it has not come again, nor said that it left
             await self.handle({"failed": rank, "report": "", "cause": cause})
+
+    async def _hear_watchdog(
+        self, rank: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        if not await is_heard(reader, writer, self._liveness):
+            link = self._links.get(rank)
+            await self.handle({"failed": rank, "report": "", "cause": STOPPED})
+            if link is not None and link.writer is not None:
+                link.writer.close()  # if it goes on, it sees that the others have gone on without it
 
     async def _may_come_again(self, rank: int, has_come: Callable[[], bool]) -> None:
         """Wait until a worker whose connection was reset has connected again, or it is plain that it will not."""

@@ -20,10 +20,10 @@ from typing import Any, TypeAlias
 
 from torchopt_dist._liveness import Liveness
 
-__all__ = ["DIED", "MAX_LINE", "RESET", "UNREACHABLE", "Link", "ToHub", "keep_alive", "read_line"]
+__all__ = ["DIED", "MAX_LINE", "RESET", "STOPPED", "UNREACHABLE", "Link", "ToHub", "keep_alive", "read_line"]
 
-DIED, UNREACHABLE, RESET = "died", "unreachable", "reset"
-"""How a connection ended; the first two are causes of a loss."""
+DIED, UNREACHABLE, STOPPED, RESET = "died", "unreachable", "stopped", "reset"
+"""The causes of a loss, and how else a connection ends."""
 MAX_LINE = 1 << 24
 MAX_PROBES, MAX_SECONDS, MAX_MILLISECONDS = 127, 32767, 2**31 - 1
 """The most that Linux takes for TCP_KEEPCNT, for the times between probes, and for TCP_USER_TIMEOUT."""
@@ -143,6 +143,11 @@ class ToHub:
             self.link.writer.close()
             waits.append(self.link.writer.wait_closed())
         await asyncio.gather(*waits, return_exceptions=True)
+
+    def where(self, hello: _Message) -> tuple[str, int, str]:
+        """Host and port of the hub, and what a connection begins with that says this."""
+        host, port, token = self._where
+        return host, port, f"{token}\n{json.dumps({'rank': self._rank, **hello})}\n"
 
     async def _open(self) -> asyncio.StreamReader:
         host, port, token = self._where
