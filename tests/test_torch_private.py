@@ -277,6 +277,30 @@ def test_values_of_a_batch_are_found_and_put_back() -> None:
     assert torch.equal(torch.vmap(look, in_dims=1, out_dims=1)(x), 2 * x)
 
 
+def test_differences_are_the_same_where_hooks_and_numbers_of_nodes_cannot_be_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def of_scale() -> Tensor:
+        w = torch.ones(2, requires_grad=True)
+        adapted = todist.inner_loop(
+            lambda w: scale * (w**3).sum(), todist.sgd(lr=0.1), w, 2, meta=scale, adjoint=todist.SAMA()
+        ).params
+        return torch.autograd.grad(adapted.sum(), scale)[0]
+
+    scale = torch.tensor(0.5, requires_grad=True)
+    assert not private.has_hooks(scale)
+    assert private.sequence_number((scale * 2).grad_fn) < 2**63
+    expected = of_scale()
+    monkeypatch.setattr("torchopt_dist.diff.adjoints._differences.has_hooks", lambda _: True)
+    torch.testing.assert_close(of_scale(), expected)
+    hidden: Any = SimpleNamespace()
+    assert private.has_hooks(hidden)
+    assert private.sequence_number(hidden) == 2**64 - 1
+    handle = scale.register_hook(lambda grad: grad)
+    assert private.has_hooks(scale)
+    handle.remove()
+
+
 @pytest.mark.parametrize(
     ("name", "read"),
     [

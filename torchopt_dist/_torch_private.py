@@ -40,6 +40,7 @@ __all__ = [
     "forward_mode_is_active",
     "frame_of",
     "fused_step",
+    "has_hooks",
     "has_kernel",
     "init_distributed_autograd",
     "interpreter_flags",
@@ -51,6 +52,7 @@ __all__ = [
     "outside_of_transforms",
     "parameters_of",
     "profiler_is_on",
+    "sequence_number",
     "set_default_rpc_timeout",
     "set_parameters",
     "set_sequence_number",
@@ -93,6 +95,16 @@ def next_sequence_number() -> int:
     """
     peek = _find("_C._autograd._get_sequence_nr")
     return 0 if peek is None else int(peek())
+
+
+def sequence_number(node: Any) -> int:
+    """The number that a node has, in the order in which its thread made them; that of a leaf is the highest there is.
+
+    Without the name it is that, too: an inner loop by differences then takes what was computed from a meta tensor
+    before the loop for a part of its loss.
+    """
+    number = getattr(node, "_sequence_nr", None)
+    return 2**64 - 1 if number is None else int(number())
 
 
 def advance_sequence_numbers(number: int) -> None:
@@ -162,6 +174,15 @@ def tensor_version(tensor: Tensor) -> int | None:
     Without the name the answer is ``None``: changes in place between forward and backward go unnoticed.
     """
     return getattr(tensor, "_version", None)
+
+
+def has_hooks(tensor: Tensor) -> bool:
+    """Whether a hook is called with each gradient of a tensor.
+
+    Without the name the answer is always yes: differences of gradients are taken at copies of meta tensors, which takes
+    longer.
+    """
+    return bool(getattr(tensor, "_backward_hooks", True))
 
 
 def memory_is_shared(tensor: Tensor) -> bool:

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import torchopt_dist as todist
-from tests.diff.adjoint_table import ADJOINTS, ALL, OPTIMIZERS, STEPS, Problem, gradients
+from tests.diff.adjoint_table import ADJOINTS, ALL, ESTIMATORS, OPTIMIZERS, STEPS, Problem, gradients
 
 KINDS = ["tree", "module"]
 
@@ -290,28 +290,43 @@ def test_batches_that_end_early():
         _run(batches=_EndsEarly())
 
 
-@pytest.mark.parametrize("name", ["recorded", "truncated", "first order", "reptile"])
+@pytest.mark.parametrize("name", ["recorded", "truncated", "first order", "reptile", *ESTIMATORS])
 def test_tasks_in_vmap_have_the_gradients_of_tasks_in_a_loop(name):
-    adjoint = ADJOINTS[name].adjoint if name in ADJOINTS else todist.Reptile()
+    damped = todist.linear_solve.solve_cg(ridge=5.0, rtol=1e-13)  # the network is not convex
+    adjoint = todist.Implicit(damped) if name == "implicit" else ALL[name]
     problem = Problem("module", "adam")
     xs = torch.stack(problem.xs).detach()
     ys = torch.randn(4, 5, 1, dtype=torch.float64)
-    ins = [*problem.net.parameters(), problem.weights, problem.lr]
+    scales = (0.5 + torch.rand(4, dtype=torch.float64)).requires_grad_()
+    shifts = torch.rand(2, 4, dtype=torch.float64, requires_grad=True) * 1.0
+    ins = [*problem.net.parameters(), problem.weights, problem.lr, scales, shifts]
 
-    def task(x, y):
+    def task(x, y, scale, shift):
         def loss(net):
-            return (problem.weights * (net(x) - y).squeeze(1) ** 2).mean()
+            return (problem.weights * (net(x) - y).squeeze(1) ** 2).mean() * scale + shift @ net[0].weight[
+                :2, 0
+            ]
 
         adapted = todist.inner_loop(
-            loss, problem.optimizer, problem.net, 3, meta=problem.weights, adjoint=adjoint
+            loss,
+            problem.optimizer,
+            problem.net,
+            3,
+            meta=(problem.weights, scale, shift),
+            adjoint=adjoint,
+            seed=0,
         )
-        return (adapted.params(x) - y).square().mean()
+        outer = (adapted.params(x) - y).square().mean()
+        return outer + adapted.losses[1:].sum() if "evolution" in name else outer
 
-    one_by_one = torch.stack([task(x, y) for x, y in zip(xs, ys, strict=True)])
-    at_once = torch.func.vmap(task)(xs, ys)
+    torch.manual_seed(0)  # directions of tasks in `vmap` are drawn in the order of the tasks
+    one_by_one = torch.stack([task(*one) for one in zip(xs, ys, scales, shifts.T, strict=True)])
+    torch.manual_seed(0)
+    at_once = torch.func.vmap(task, in_dims=(0, 0, 0, 1))(xs, ys, scales, shifts)
     torch.testing.assert_close(at_once, one_by_one, rtol=0, atol=1e-12)
-    expected = torch.autograd.grad(one_by_one.sum(), ins, allow_unused=True)
-    found = torch.autograd.grad(at_once.sum(), ins, allow_unused=True)
+    expected = torch.autograd.grad((one_by_one**2).sum(), ins, allow_unused=True)
+    found = torch.autograd.grad((at_once**2).sum(), ins, allow_unused=True)
+    assert any(grad is not None and grad.any() for grad in expected)
     for one, other in zip(found, expected, strict=True):
         if one is None or other is None:
             assert one is None or not one.any()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -325,16 +326,67 @@ def spread_over(workers: list[int]) -> tuple[list[Any], list[tuple[int, ...]]]:
     return found, shapes
 
 
-def spread() -> list[Any]:
-    return [spread_over(workers) for workers in ([0], [0, 1], [0, 1, 2])]
+def tasks_over(workers: list[int], *, vectorize: bool) -> list[Any]:
+    """The gradients of a call whose tasks have inner loops; the pairs of a task are spread once more."""
+    torch.manual_seed(5)
+    double = {"dtype": torch.float64}
+    xs, first = torch.randn(4, 5, 2, **double), torch.randn(2, **double, requires_grad=True)
+    weights, lr = torch.rand(5, **double, requires_grad=True), torch.tensor(0.1, **double, requires_grad=True)
+    pairs = todist.parallelize(TensorDimensionPartitioner(0), todist.concatenate_reducer)
+    parallel = None if vectorize else pairs
+    adjoints = {
+        "implicit": todist.Implicit(todist.linear_solve.solve_cg(rtol=1e-13)),
+        **FINITE,
+        "ES": todist.EvolutionStrategies(2, 0.1, parallel),
+        "PES": todist.PersistentEvolutionStrategies(2, 0.1, parallel, unroll=2),
+    }
+
+    def task(x, weights, lr, first, name):
+        def loss(w):
+            return (weights * (x @ w - 1) ** 2).mean() + w.square().sum()
+
+        adapted = todist.inner_loop(
+            loss, todist.adam(lr=lr), first, 3, meta=weights, adjoint=adjoints[name]
+        ).params
+        return adapted.square().sum()
+
+    found = []
+    for name in list(adjoints)[: 3 if vectorize else None]:
+        call = todist.parallelize(
+            TensorDimensionPartitioner(0, exclusive=True, workers=workers or None),
+            todist.stack_reducer,
+            vectorize=vectorize,
+        )(task)
+        torch.manual_seed(6)
+        if workers:
+            values = call(xs, *map(todist.replicated, (weights, lr, first)), name)
+        else:
+            values = torch.stack([task(x, weights, lr, first, name) for x in xs])
+        grads = torch.autograd.grad(values.square().sum(), (weights, lr), allow_unused=True)
+        found += [
+            (torch.zeros_like(of).detach() if grad is None else grad).numpy()
+            for of, grad in zip((weights, lr), grads, strict=True)
+        ]
+    return found
+
+
+def spread() -> tuple[list[Any], list[Any]]:
+    tasks = [tasks_over(workers, vectorize=False) for workers in ([0], [0, 1, 2])]
+    tasks.append(tasks_over([0, 1, 2], vectorize=True))
+    return [spread_over(workers) for workers in ([0], [0, 1], [0, 1, 2])], tasks
 
 
 def test_the_same_estimates_on_any_number_of_workers():
     here, _ = spread_over([])
-    for found, shapes in World(3).on_zero(spread):
+    over_workers, tasks = World(3).on_zero(spread)
+    for found, shapes in over_workers:
         for one, like in zip(found, here, strict=True):
             torch.testing.assert_close(torch.from_numpy(one), torch.from_numpy(like), rtol=1e-12, atol=1e-13)
         assert shapes == [(4, 1, 2), (4, 2, 2)]  # two numbers a pair and unroll
+    on_one, on_three, vectorized = ([torch.as_tensor(one) for one in found] for found in tasks)
+    by_loop = [torch.as_tensor(one) for one in tasks_over([], vectorize=True)]
+    for found, like in ((on_three, on_one), (vectorized, by_loop), (on_one[:6], by_loop)):
+        torch.testing.assert_close(found, like, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
@@ -379,15 +431,75 @@ def test_a_loss_may_make_leaves_of_its_own(name):
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_vmap_is_refused_by_name(name):
-    with pytest.raises(NotImplementedError, match=f"`{type(ESTIMATORS[name]).__name__}` does not run inside"):
-        torch.vmap(
-            lambda w: (
-                todist.inner_loop(
-                    lambda w: w.sum(), todist.sgd(lr=0.1), w, 1, adjoint=ESTIMATORS[name]
-                ).params
-            )
-        )(torch.ones(2, 2, requires_grad=True))
+def test_in_nested_vmap_each_task_has_its_own_gradient_and_nothing_is_lost(name):
+    problem = Regression()
+    scales = (0.5 + torch.rand(3, 2, dtype=torch.float64)).requires_grad_()
+    firsts = problem.first + torch.rand(2, 3, dtype=torch.float64)
+
+    def adapted(meta, adjoint=ESTIMATORS[name]):
+        return lambda first, scale: (
+            todist.inner_loop(
+                lambda w: problem.loss(w) * scale,
+                todist.sgd(lr=0.1),
+                first,
+                2,
+                meta=meta(scale),
+                adjoint=adjoint,
+                seed=0,
+            ).params
+        )
+
+    task = adapted(lambda scale: (problem.weights, scale))
+    torch.manual_seed(0)
+    one_by_one = torch.stack(
+        [
+            torch.stack([task(first, scale) for scale in row])
+            for first, row in zip(firsts, scales.T, strict=True)
+        ]
+    )
+    torch.manual_seed(0)
+    at_once = torch.vmap(torch.vmap(task, in_dims=(None, 0)), in_dims=(0, 1))(firsts, scales)
+    ins = (problem.weights, scales)
+    found = torch.autograd.grad((at_once**2).sum(), ins, create_graph=True)
+    expected = torch.autograd.grad((one_by_one**2).sum(), ins)
+    torch.testing.assert_close(found, expected, rtol=1e-6 if name == "implicit" else 1e-10, atol=1e-12)
+    if name != "implicit":
+        with pytest.raises(NotImplementedError, match="is an estimate that cannot be differentiated itself"):
+            (found[0].sum() + scales.sum()).backward()
+    with pytest.raises(ValueError, match=r"`meta` must list every .* lacks 1, of shape \(6,\)"):
+        torch.vmap(adapted(lambda scale: scale))(firsts, scales[0])
+    with pytest.raises(
+        NotImplementedError, match=r"does not run inside `torch.func.grad`.*outside of `vmap`"
+    ):
+        torch.func.grad(lambda scale: task(firsts[0], scale).sum())(scales[0, 0].detach())
+    if "evolution" in name:
+        spread = adapted(lambda scale: ins, dataclasses.replace(ESTIMATORS[name], parallel=lambda f: f))
+        with pytest.raises(
+            NotImplementedError, match=r"`.*\(parallel=...\)` does not .*: leave `parallel` out"
+        ):
+            torch.vmap(spread)(firsts, scales[0])
+
+
+@pytest.mark.parametrize("name", FINITE)
+def test_differences_in_vmap_draw_what_the_step_of_the_task_has_drawn(name):
+    scale = torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
+    xs = torch.rand(3, 4, dtype=torch.float64)
+
+    def task(x):
+        def loss(w):
+            mask = torch.rand(4, dtype=torch.float64)
+            return (mask * x * scale * w).sum(), mask
+
+        first = torch.zeros_like(x) + x
+        made = todist.inner_loop(
+            loss, todist.sgd(lr=0.1), first, 2, meta=scale, adjoint=FINITE[name], has_aux=True
+        )
+        return made.params.sum(), made.aux[-1]
+
+    adapted, masks = torch.vmap(task, randomness="different")(xs)
+    assert len(masks.unique()) == 12
+    found = torch.autograd.grad(adapted @ torch.arange(3.0).double(), scale)[0]
+    torch.testing.assert_close(found, -0.1 * (masks * xs).sum(1) @ torch.arange(3.0).double())
 
 
 @pytest.mark.parametrize("outer", [lambda w: (w**2).sum(), lambda w: w.sum()], ids=["square", "linear"])

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
 
+from torchopt_dist._vmap import Values
+from torchopt_dist.diff.adjoints._autocast import Autocast, current_autocast
 from torchopt_dist.diff.adjoints._loop import Carry, Loop, Outcome
 from torchopt_dist.diff.adjoints._randomness import kept_generators
 from torchopt_dist.diff.adjoints._second_order import without_second_order
+from torchopt_dist.diff.adjoints._tasks import Tasks
 from torchopt_dist.diff.adjoints._undeclared import watched
 from torchopt_dist.diff.zero_order import noise_of, weighted_noise
 from torchopt_dist.typing import OptionalTensor
@@ -27,7 +31,7 @@ Parallel: TypeAlias = Callable[[Callable[[Tensor], Tensor]], Callable[[Tensor], 
 
 
 def run_with_pairs(
-    loop: Loop, samples: int, sigma: float, part: int | None, parallel: Parallel | None
+    loop: Loop, samples: int, sigma: float, part: int | None, parallel: Parallel | None, tasks: Tasks
 ) -> Outcome:
     """Train without a graph, and connect the parameters and the losses.
 
@@ -37,9 +41,20 @@ def run_with_pairs(
         sigma: the noise's standard deviation.
         part: after how many steps a pair gets new noise; never, if not given.
         parallel: how pairs are spread.
+        tasks: what the loop runs in. Each task has pairs of its own, whose seeds are drawn in the order of the tasks.
+
+    Raises:
+        NotImplementedError: pairs are to be spread inside ``vmap``.
     """
-    seeds = torch.randint(2**62, (samples,))
-    seen = watched(loop)
+    what = "EvolutionStrategies" if part is None else "PersistentEvolutionStrategies"
+    if tasks.levels and parallel is not None:
+        raise NotImplementedError(
+            f"`{what}(parallel=...)` does not run inside `torch.vmap`: leave `parallel` out there, where all tasks run "
+            "a pair at once, or map over the tasks with `parallelize` without `vectorize=True`"
+        )
+    with tasks.outside():
+        seeds = torch.randint(2**62, (*tasks.sizes, samples))
+    seen = watched(loop, tasks)
 
     def step(carry: Carry, number: int) -> tuple[Carry, Tensor, Any]:
         return (seen if number == 0 else loop).training_step(carry, number)
@@ -47,18 +62,29 @@ def run_with_pairs(
     outcome = loop.run(step, loop.own(loop.first))
     count = len(outcome.losses)
     places = loop.model.moved_places
-    what = "EvolutionStrategies" if part is None else "PersistentEvolutionStrategies"
-    pairs = _Pairs(what, loop.without_stop(), _parts(count, part or max(1, count)), sigma)
     params = list(outcome.carry.params)
-    with torch.enable_grad():
-        moved = [params[place] for place in places]
+    made = tasks.values_of_each([*(params[place] for place in places), *outcome.losses])
+    declared = list(loop.declared)
+    if loop.is_substituted:  # a view is of what a loop around this one has put in the places of these
+        declared = [tensor.view_as(tensor) for tensor in declared]
+    given = tasks.values(declared)
+    pairs = _Pairs(
+        what,
+        loop.without_stop(),
+        _parts(count, part or max(1, count)),
+        sigma,
+        tasks,
+        current_autocast(),
+    )
+    with torch.enable_grad(), tasks.outside():
         connected = _Estimate.apply(
-            pairs, seeds, parallel, len(moved), count, *moved, *outcome.losses, *loop.declared
+            pairs, seeds, parallel, made, given, *(one.values for one in (*made, *given))
         )
-    for place, leaf in zip(places, connected[: len(places)], strict=True):
+    tensors = [one.tensor(values) for one, values in zip(made, connected, strict=True)]
+    for place, leaf in zip(places, tensors[: len(places)], strict=True):
         params[place] = leaf
     carry = outcome.carry._replace(params=[params[place] for place in loop.model.first_places])
-    return outcome._replace(carry=carry, losses=list(connected[len(places) :]))
+    return outcome._replace(carry=carry, losses=tensors[len(places) :])
 
 
 def _parts(steps: int, length: int) -> list[tuple[int, int]]:
@@ -75,45 +101,62 @@ class _Pairs:
     loop: Loop
     parts: list[tuple[int, int]]
     sigma: float
-    of_params: tuple[OptionalTensor, ...] = ()
-    """The outer gradient of each parameter that is moved."""
-    of_losses: OptionalTensor = None
-    """Of shape (steps,)."""
+    tasks: Tasks
+    """Inside ``vmap`` seeds and numbers have the tasks' dimensions after the first one, too."""
+    autocast: Autocast
+    weights: tuple[Values | None, ...] = ()
+    """The outer gradient of each parameter that is moved, and of each loss."""
 
     def __call__(self, seeds: Tensor) -> Tensor:
-        return torch.stack([self._pair(seed) for seed in seeds.tolist()])
+        with self.autocast.again():
+            return torch.stack([self._pair(seed) for seed in seeds])
 
-    def _pair(self, seed: int) -> Tensor:
-        both = torch.stack([self._run(seed, sign) for sign in (1.0, -1.0)], dim=-1)
-        return both.cpu()
+    def _pair(self, seeds: Tensor) -> Tensor:
+        sides = [self.tasks.again(partial(self._run, seeds, sign))[0] for sign in (1.0, -1.0)]
+        return torch.stack(sides, dim=-1).cpu()
 
-    def _run(self, seed: int, sign: float) -> Tensor:
+    def _run(self, seeds: Tensor, sign: float) -> list[Tensor]:
         carry, numbers = None, []
+        zero = torch.zeros((), dtype=torch.float64, device=self.loop.first.params[0].device)
+        weights = [None if one is None else one.tensor() for one in self.weights]
+        places = self.loop.model.moved_places
         for part, (start, end) in enumerate(self.parts):
-            noise = noise_of([seed_of(seed, part)], self.loop.declared, torch.randn)
             new = {
-                id(tensor): tensor.detach() + sign * self.sigma * z[0]
-                for tensor, z in zip(self.loop.declared, noise, strict=True)
+                id(tensor): tensor.detach() + sign * self.sigma * z
+                for tensor, z in zip(self.loop.declared, self._noise(seeds, part), strict=True)
             }
             loop = self.loop.with_tensors([new.get(id(tensor), tensor) for tensor in self.loop.tensors])
             outcome = loop.run(
                 loop.training_step, loop.own(loop.first) if carry is None else carry, start, end
             )
             carry = outcome.carry
-            numbers.append(self._amount(outcome, start, end))
+            numbers.append(zero + _amount(outcome.losses, weights[len(places) :][start:end]))
         assert carry is not None
-        last = [carry.params[place] for place in self.loop.model.moved_places]
-        for leaf, weight in zip(last, self.of_params, strict=True):
-            if weight is not None:
-                numbers[-1] = numbers[-1] + (leaf.double() * weight.double()).sum()
-        return torch.stack(numbers)
+        last = [carry.params[place] for place in places]
+        numbers[-1] = numbers[-1] + _amount(last, weights[: len(places)])
+        return [torch.stack(numbers)]
 
-    def _amount(self, outcome: Outcome, start: int, end: int) -> Tensor:
-        zero = torch.zeros((), dtype=torch.float64, device=self.loop.first.params[0].device)
-        if self.of_losses is None or start == end:
-            return zero
-        losses = torch.stack(outcome.losses).double()
-        return losses @ self.of_losses[start:end].double()
+    def _noise(self, seeds: Tensor, part: int) -> list[Tensor]:
+        """A tensor for each that is declared; inside ``vmap`` each task's is of its own seed."""
+        sizes, own = self.tasks.sizes, [seed_of(seed, part) for seed in seeds.reshape(-1).tolist()]
+        with self.tasks.outside():
+            drawn = noise_of(own, _alike(self.loop.declared), torch.randn)
+            held = [self.tasks.stacked(z.reshape((*sizes, *z.shape[1:]))) for z in drawn]
+        return [one.tensor() for one in held]
+
+
+def _alike(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors outside of ``vmap`` that have the shapes, types and devices of those given, and no values."""
+    return [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in tensors]
+
+
+def _amount(tensors: Sequence[Tensor], weights: Sequence[OptionalTensor]) -> Tensor | int:
+    """The sum of all products, 0-d."""
+    return sum(
+        (tensor.double() * weight.double()).sum()
+        for tensor, weight in zip(tensors, weights, strict=True)
+        if weight is not None
+    )
 
 
 def seed_of(seed: int, part: int) -> int:
@@ -132,35 +175,55 @@ class _Estimate(torch.autograd.Function):
         pairs: _Pairs,
         seeds: Tensor,
         parallel: Parallel | None,
-        params: int,
-        losses: int,
+        made: list[Values],
+        given: list[Values],
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.pairs, ctx.seeds, ctx.parallel, ctx.params, ctx.losses = pairs, seeds, parallel, params, losses
+        ctx.pairs, ctx.seeds, ctx.parallel, ctx.made, ctx.given = pairs, seeds, parallel, made, given
         ctx.set_materialize_grads(False)
-        return tuple(tensor.detach().clone() for tensor in tensors[: params + losses])
+        return tuple(tensor.detach().clone() for tensor in tensors[: len(made)])
 
     @staticmethod
     def backward(ctx: Any, *grads: OptionalTensor) -> tuple[OptionalTensor, ...]:
-        declared = ctx.pairs.loop.declared
-        nothing = (None,) * (5 + ctx.params + ctx.losses)
-        detached = [None if grad is None else grad.detach() for grad in grads]
-        of_params, of_losses = detached[: ctx.params], detached[ctx.params :]
-        pairs = replace(ctx.pairs, of_params=tuple(of_params), of_losses=_weights(of_losses))
+        weights = tuple(
+            None if grad is None else Values(grad.detach(), one.dims)
+            for one, grad in zip(ctx.made, grads, strict=True)
+        )
+        pairs, count = replace(ctx.pairs, weights=weights), len(ctx.seeds[..., 0].reshape(-1))
         evaluate: Callable[[Tensor], Tensor] = pairs if ctx.parallel is None else ctx.parallel(pairs)
         with kept_generators(), torch.no_grad():  # a call of workers draws a seed
-            values = evaluate(ctx.seeds)
+            values = evaluate(ctx.seeds.movedim(-1, 0))
+        values = values.reshape(len(values), count, len(pairs.parts), 2)
         # The noise of a part has moved its own steps and all that come after them.
-        slopes = (values[..., 0] - values[..., 1]) / (2 * pairs.sigma * len(ctx.seeds))
-        following = slopes.flip(1).cumsum(1).flip(1)
-        seeds = [seed_of(seed, part) for seed in ctx.seeds.tolist() for part in range(len(pairs.parts))]
+        slopes = (values[..., 0] - values[..., 1]) / (2 * pairs.sigma * len(values))
+        following = slopes.flip(-1).cumsum(-1).flip(-1)
         with torch.no_grad():
-            found = weighted_noise(seeds, following.reshape(-1), declared, torch.randn)
+            of_each = [
+                weighted_noise(
+                    [seed_of(seed, part) for seed in own.tolist() for part in range(len(pairs.parts))],
+                    following[:, task].reshape(-1),
+                    _alike(pairs.loop.declared),
+                    torch.randn,
+                )
+                for task, own in enumerate(ctx.seeds.reshape(count, -1))
+            ]
+            found = [
+                _of_values(torch.stack(one), held, pairs.tasks)
+                for held, one in zip(ctx.given, zip(*of_each, strict=True), strict=True)
+            ]
+        nothing = (None,) * (5 + len(ctx.made))
         return (*nothing, *without_second_order(pairs.what, found))
 
 
-def _weights(grads: Sequence[OptionalTensor]) -> OptionalTensor:
-    some = next((grad for grad in grads if grad is not None), None)
-    if some is None:
-        return None
-    return torch.stack([torch.zeros_like(some) if grad is None else grad for grad in grads])
+def _of_values(found: Tensor, held: Values, tasks: Tasks) -> Tensor:
+    """Gradients of all tasks, one after another → that of the values that the tasks have, or share."""
+    found = found.reshape((*tasks.sizes, *found.shape[1:]))
+    shared = [place for place, dim in enumerate(held.dims) if dim is None]
+    if shared:
+        found = found.sum(shared)
+    # Dimensions were taken out from the innermost `vmap` to the outermost, and are put back the other way round.
+    count = len(held.dims) - len(shared)
+    own = [dim for dim in held.dims if dim is not None]
+    for place in reversed(range(count)):
+        found = found.movedim(place, place + own[place])
+    return found

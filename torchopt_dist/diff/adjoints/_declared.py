@@ -11,9 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from torchopt_dist import pytree
-from torchopt_dist._torch_private import is_functorch_tensor, transforms_are_active
+from torchopt_dist._torch_private import is_functorch_tensor, sequence_number, transforms_are_active
 
-__all__ = ["differentiable", "leaf_of", "nodes_between", "tensors_of_meta", "tensors_within"]
+__all__ = [
+    "depends_on_others",
+    "differentiable",
+    "leaf_of",
+    "nodes_between",
+    "tensors_of_meta",
+    "tensors_within",
+]
 
 
 def differentiable(tensors: Iterable[Any]) -> list[Tensor]:
@@ -59,6 +66,8 @@ def tensors_within(thing: Any) -> list[Tensor]:
     waiting = [thing]
     while waiting:
         one = waiting.pop()
+        if type(one) in _PLAIN:
+            continue
         if isinstance(one, Tensor):
             found.append(one)
         elif id(one) not in visited and not isinstance(one, _WHOLE):
@@ -67,6 +76,7 @@ def tensors_within(thing: Any) -> list[Tensor]:
     return differentiable(found)
 
 
+_PLAIN = frozenset((float, int, bool, str, type(None), torch.dtype))
 _WHOLE = (str, bytes, type, nn.Module, numbers.Number, type(None))
 
 
@@ -118,3 +128,26 @@ def leaf_of(node: Any) -> Tensor | None:
     """The leaf whose gradient a node accumulates, if it is such a node."""
     variable = getattr(node, "variable", None)
     return variable if isinstance(variable, Tensor) else None
+
+
+def depends_on_others(output: Tensor, inputs: Iterable[Tensor], since: int) -> bool:
+    """Whether a tensor may depend on a leaf other than by what was done with the inputs since then.
+
+    Args:
+        output: the tensor.
+        inputs: leaves.
+        since: the number of the node that was made next then.
+    """
+    known = {id(tensor) for tensor in inputs}
+    visited: set[Any] = set()
+    waiting = [output.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in visited:
+            continue
+        visited.add(node)
+        leaf = leaf_of(node)
+        if sequence_number(node) < since or (leaf is not None and id(leaf) not in known):
+            return True
+        waiting += [following for following, _ in node.next_functions]
+    return output.grad_fn is None and output.requires_grad and id(output) not in known

@@ -7,40 +7,49 @@ first-order gradients. No second-order graph is made.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from torchopt_dist._torch_private import has_hooks, transforms_are_active
+from torchopt_dist._vmap import Values
+from torchopt_dist.diff.adjoints._autocast import Autocast, current_autocast
 from torchopt_dist.diff.adjoints._loop import Carry, Evaluation, Loop, Outcome
 from torchopt_dist.diff.adjoints._randomness import kept_generators
 from torchopt_dist.diff.adjoints._second_order import without_second_order
-from torchopt_dist.diff.adjoints._undeclared import refuse_undeclared, watched
+from torchopt_dist.diff.adjoints._tasks import Tasks
+from torchopt_dist.diff.adjoints._undeclared import watched, watched_as_it_is
 from torchopt_dist.typing import OptionalTensor
 
 __all__ = ["run_with_differences"]
 
 
-def run_with_differences(loop: Loop, radius: float, what: str, *, at_the_end: bool) -> Outcome:
+def run_with_differences(loop: Loop, radius: float, what: str, tasks: Tasks, *, at_the_end: bool) -> Outcome:
     """Train without a graph, and connect the last step.
 
     Args:
         loop: what to run.
         radius: the distance, in the norm of all parameters together, of the two points from that between them.
         what: the adjoint, for errors.
-        at_the_end: that is where the parameters are after the last step; otherwise, before.
+        tasks: what the loop runs in; each task has a distance of its own.
+        at_the_end: the point between is where the parameters are after the last step; otherwise, before.
 
     Returns:
         The outcome. Its parameters and its state are connected with what the loop has declared.
     """
-    seen = watched(loop)
+    as_they_are = not (loop.is_substituted or tasks.levels) and all(
+        tensor.is_leaf and not has_hooks(tensor) for tensor in loop.declared
+    )
+    seen = watched_as_it_is(loop) if as_they_are else watched(loop, tasks)
     last: list[tuple[Carry, Evaluation, int]] = []
 
     def step(carry: Carry, number: int) -> tuple[Carry, Tensor, Any]:
         if loop.stop is None and number < loop.steps - 1:
-            return (seen if number == 0 else loop).training_step(carry, number)
-        found = (seen if number == 0 else loop).gradient(carry, number, record=False)
+            return loop.training_step(carry, number)
+        found = seen.gradient(carry, number, record=False)
         last[:] = [(carry, found, number)]
         if number == loop.steps - 1:
             return connected(carry, found, number), found.loss, found.aux
@@ -48,17 +57,28 @@ def run_with_differences(loop: Loop, radius: float, what: str, *, at_the_end: bo
 
     def connected(carry: Carry, found: Evaluation, number: int) -> Carry:
         places = [place for place, grad in enumerate(found.grads) if grad is not None]
-        between = _Between(loop, number, radius, places, carry, what)
         grads = list(found.grads)
-        connection = _Differences.apply(between, [grads[place] for place in places], *loop.declared)
-        for place, grad in zip(places, connection, strict=True):
-            grads[place] = grad
+        held = tasks.values_of_each([grad for grad in grads if grad is not None])
+        declared = list(loop.declared)
+        if loop.is_substituted:  # a view is of what a loop around this one has put in the places of these
+            declared = [tensor.view_as(tensor) for tensor in declared]
+        given = tasks.values(declared)
+        between = _Between(
+            loop, number, radius, places, carry, tasks, held, given, current_autocast(), what, as_they_are
+        )
+        with tasks.outside():
+            connection = _Differences.apply(
+                between, [one.values for one in held], *[one.values for one in given]
+            )
+        for place, one, grad in zip(places, held, connection, strict=True):
+            grads[place] = one.tensor(grad)
         still = list(carry.params)
         for place in loop.model.moved_places:
             still[place] = still[place].detach()
         moved = loop.moved(carry._replace(params=still), found._replace(grads=grads), record=True)
         if at_the_end:
-            between.carry = loop.cut(moved)
+            between.carry = moved
+        between.carry = Carry([leaf.detach() for leaf in between.carry.params], (), between.carry.buffers)
         return moved
 
     outcome = loop.run(step, loop.own(loop.first))
@@ -77,38 +97,79 @@ class _Between:
     places: list[int]
     """Of the parameters that have a gradient."""
     carry: Carry
+    """The point, without history and without a state."""
+    tasks: Tasks
+    grads: list[Values]
+    """Gradients of the step; a direction has the shape of its gradient."""
+    declared: list[Values]
+    autocast: Autocast
     what: str
     """The adjoint, for errors."""
+    as_they_are: bool
+    """Whether gradients are taken for the declared tensors themselves, with nothing in their places."""
 
-    def gradients(self, directions: list[Tensor], given: list[Tensor]) -> list[OptionalTensor]:
+    def gradients(
+        self, directions: Sequence[Tensor], given: list[Tensor], loop: Loop
+    ) -> list[OptionalTensor]:
         """The derivative, along directions, of the loss's gradients with respect to tensors that are declared."""
-        length = torch.stack([v.double().square().sum() for v in directions]).sum().sqrt()
-        if not bool(length > 0):
-            return [None] * len(given)
-        distance = self.radius / length
-        sides = [self._side(directions, distance * sign, given, checked=sign > 0) for sign in (1, -1)]
+        (length,) = self.tasks.again(lambda: [_norm(self._directions(directions))])
+        distance = self.radius / torch.where(length > 0, length, 1.0)
+        with kept_generators(), self.autocast.again():
+            sides = [self._side(directions, distance * sign, length, given, loop) for sign in (1.0, -1.0)]
         return [
-            None
-            if ahead is None or behind is None
-            else (ahead - behind) / (2 * distance).to(device=ahead.device, dtype=ahead.dtype)
+            None if ahead is None or behind is None else ahead - behind
             for ahead, behind in zip(*sides, strict=True)
         ]
 
+    def _directions(self, values: Sequence[Tensor]) -> list[Tensor]:
+        return [one.tensor(direction) for one, direction in zip(self.grads, values, strict=True)]
+
     def _side(
-        self, directions: list[Tensor], distance: Tensor, given: list[Tensor], *, checked: bool
-    ) -> tuple[OptionalTensor, ...]:
+        self,
+        directions: Sequence[Tensor],
+        distance: Tensor,
+        length: Tensor,
+        given: list[Tensor],
+        loop: Loop,
+    ) -> Sequence[OptionalTensor]:
+        """The gradient at a distance from the point, divided by twice the radius and times the directions' length."""
+
+        def evaluate() -> list[Tensor]:
+            return [
+                self._loss(self._directions(directions), self.tasks.stacked(distance).tensor(), given, loop)
+            ]
+
+        with torch.enable_grad():
+            (loss,) = self.tasks.again(evaluate)
+        if not loss.requires_grad:
+            return [None] * len(given)
+        weight = (length / (2 * self.radius)).to(device=loss.device, dtype=loss.dtype)
+        wanted = [tensor for tensor in given if tensor.requires_grad]
+        found = iter(torch.autograd.grad(loss, wanted, weight, allow_unused=True))
+        return [next(found) if tensor.requires_grad else None for tensor in given]
+
+    def _loss(
+        self, directions: Sequence[Tensor], distance: Tensor, given: Sequence[Tensor], loop: Loop
+    ) -> Tensor:
+        if loop.others is not None:
+            others = tuple(one.tensor(values) for one, values in zip(self.declared, given, strict=True))
+            loop = replace(loop, others=others)
         params = list(self.carry.params)
-        for place, v in zip(self.places, directions, strict=True):
-            params[place] = params[place] + distance.to(device=v.device, dtype=v.dtype) * v
-        loop = replace(self.loop, others=tuple(given))
-        carry = loop.cut(self.carry._replace(params=params))
-        with torch.enable_grad(), kept_generators():
-            loss, _, _ = loop.evaluate(carry.params, carry.buffers, self.number)
-            if checked:
-                refuse_undeclared(loop, carry, self.number, loss, carry.params)
-            if not loss.requires_grad:
-                return (None,) * len(given)
-            return torch.autograd.grad(loss, given, torch.ones_like(loss), allow_unused=True)
+        with torch.no_grad():
+            for place, v in zip(self.places, directions, strict=True):
+                params[place] = params[place] + distance.to(device=v.device, dtype=v.dtype) * v
+        for place in loop.model.moved_places:
+            params[place] = params[place].detach()
+            if not transforms_are_active():
+                params[place].requires_grad_()
+        tied = [params[place] for place in loop.model.first_places]
+        return loop.evaluate(tied, self.carry.buffers, self.number)[0].reshape(())
+
+
+def _norm(tensors: Sequence[Tensor]) -> Tensor:
+    """Of all together, 0-d."""
+    norms = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensors]
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 
 class _Differences(torch.autograd.Function):
@@ -124,11 +185,11 @@ class _Differences(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *directions: Tensor) -> tuple[OptionalTensor, ...]:
-        wanted = ctx.needs_input_grad[2:]
-        given = [
-            tensor.detach().requires_grad_(is_wanted)
-            for tensor, is_wanted in zip(ctx.saved_tensors, wanted, strict=True)
-        ]
+        between, saved = ctx.between, ctx.saved_tensors  # an error of torch's where one was overwritten
+        given, loop = list(between.loop.declared), between.loop
+        if not between.as_they_are:
+            given = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in saved]
+            loop = replace(loop, others=tuple(given))
         with torch.no_grad():
-            found = ctx.between.gradients([direction.detach() for direction in directions], given)
-        return None, None, *without_second_order(ctx.between.what, found)
+            found = between.gradients([direction.detach() for direction in directions], given, loop)
+        return None, None, *without_second_order(between.what, found)

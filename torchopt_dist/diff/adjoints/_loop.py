@@ -18,6 +18,7 @@ from torch import Tensor
 
 from torchopt_dist import pytree
 from torchopt_dist._torch_private import transforms_are_active
+from torchopt_dist.diff.adjoints._autocast import forget_casts
 from torchopt_dist.diff.adjoints._carry import (
     Batches,
     Carry,
@@ -127,6 +128,7 @@ class Loop:
                 carry, loss, more = step(carry, number)
                 losses.append(loss)
                 aux.append(more)
+                forget_casts()
                 if self.stop is not None and self.stop(number, loss.detach()):
                     break
         return Outcome(carry, losses, aux)

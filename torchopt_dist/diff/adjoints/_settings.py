@@ -6,9 +6,7 @@ import math
 import numbers
 from typing import Any
 
-from torchopt_dist._torch_private import transforms_are_active
-
-__all__ = ["check_above_zero", "check_count", "refuse_transforms"]
+__all__ = ["check_above_zero", "check_count"]
 
 
 def check_above_zero(name: str, value: Any) -> None:
@@ -35,16 +33,3 @@ def check_count(name: str, value: Any) -> None:
         raise TypeError(f"`{name}` must be an integer, got {type(value).__name__}")
     if value < 1:
         raise ValueError(f"`{name}` must be at least 1, got {value}")
-
-
-def refuse_transforms(adjoint: object) -> None:
-    """Say that an adjoint does not run in ``vmap`` or ``torch.func.grad``.
-
-    Raises:
-        NotImplementedError: a transform is active.
-    """
-    if transforms_are_active():
-        raise NotImplementedError(
-            f"`{type(adjoint).__name__}` does not run inside `torch.vmap` or `torch.func.grad`: run the tasks in a "
-            "loop, or under `parallelize` without `vectorize=True`, or take `Recorded()` or `Truncated(1)` there"
-        )

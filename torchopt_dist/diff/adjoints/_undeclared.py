@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from torchopt_dist.diff.adjoints._declared import leaf_of, nodes_between
+from torchopt_dist._torch_private import next_sequence_number
+from torchopt_dist.diff.adjoints._declared import depends_on_others, leaf_of, nodes_between
 from torchopt_dist.diff.adjoints._loop import Carry, Loop
+from torchopt_dist.diff.adjoints._randomness import kept_generators
+from torchopt_dist.diff.adjoints._tasks import Tasks
 from torchopt_dist.diff.replay._step import refuse
 
-__all__ = ["refuse_undeclared", "watched"]
+__all__ = ["refuse_undeclared", "watched", "watched_as_it_is"]
 
 
-def watched(loop: Loop) -> Loop:
-    """The same loop to run one step of: other tensors stand in the places of those declared, and it is looked at.
+def watched(loop: Loop, tasks: Tasks) -> Loop:
+    """The same loop to run steps of that are looked at.
 
-    An adjoint that exchanges tensors in a backward pass needs it: whatever else the loss depends on would have no
-    gradient, and nobody would be told.
+    An adjoint that takes the gradient of declared tensors only needs it: whatever else the loss depends on would have
+    no gradient, and nobody would be told.
+
+    Args:
+        loop: the loop.
+        tasks: what it runs in. Inside ``vmap`` steps have no graph to look at, so the first step's loss is called once
+            more.
 
     Raises:
         ValueError: in a step, the loss depends on another leaf that requires grad.
     """
+    if tasks.levels:
+        _look_once(loop, tasks)
+        return loop
     exchanged = replace(loop, others=tuple(tensor.detach().requires_grad_() for tensor in loop.declared))
 
     def watch(
@@ -33,31 +44,70 @@ def watched(loop: Loop) -> Loop:
         leaves: Sequence[Tensor],
         buffers: Sequence[Tensor],
     ) -> None:
-        refuse_undeclared(exchanged, carry, number, outputs[0], leaves)
+        refuse_undeclared(
+            outputs,
+            [*leaves, *(exchanged.others or ())],
+            lambda: [exchanged.evaluate(carry.params, carry.buffers, number)[0]],
+        )
 
     return replace(exchanged, watch=watch)
 
 
-def refuse_undeclared(loop: Loop, carry: Carry, number: int, loss: Tensor, leaves: Sequence[Tensor]) -> None:
+def watched_as_it_is(loop: Loop) -> Loop:
+    """As :func:`watched`, for a loop that has declared leaves only, and in less time: nothing is put in their places.
+
+    Where the loss may depend on others, it is looked at as there.
+    """
+    since = next_sequence_number()
+    exchanged = watched(loop, Tasks())
+
+    def watch(
+        carry: Carry,
+        number: int,
+        outputs: Sequence[Tensor],
+        leaves: Sequence[Tensor],
+        buffers: Sequence[Tensor],
+    ) -> None:
+        if depends_on_others(outputs[0], [*leaves, *loop.declared], since):
+            exchanged.gradient(carry, number, record=False)
+
+    return replace(loop, watch=watch)
+
+
+def _look_once(loop: Loop, tasks: Tasks) -> None:
+    if loop.steps == 0:
+        return
+    held = tasks.values(loop.declared)
+
+    def call() -> list[Tensor]:
+        others = tuple(one.tensor(values) for one, values in zip(held, given, strict=True))
+        cut = loop.cut(loop.first)
+        return [replace(loop, others=others).evaluate(cut.params, cut.buffers, 0)[0]]
+
+    with tasks.outside(), torch.enable_grad(), kept_generators():
+        given = [one.values.detach().requires_grad_() for one in held]
+        refuse_undeclared(tasks.again(call), given, lambda: tasks.again(call))
+
+
+def refuse_undeclared(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], again: Callable[[], Sequence[Tensor]]
+) -> None:
     """Demand that a step's loss depends on no leaves but by way of the parameters and of what is declared.
 
     Args:
-        loop: one in which other tensors stand in the places of those declared.
-        carry: what the step starts from.
-        number: of the step.
-        loss: as it was evaluated.
-        leaves: parameters it was evaluated at.
+        outputs: the loss, as it was evaluated.
+        inputs: the parameters, and what stood in the places of what is declared.
+        again: evaluates the loss once more.
 
     Raises:
         ValueError: it depends on another leaf that requires grad.
     """
-    found = _leaves(loss, [*leaves, *(loop.others or ())])
+    found = _leaves(outputs, inputs)
     if found:  # unless the loss has made them, which makes others each time
         with torch.enable_grad():
-            again, _, _ = loop.evaluate(carry.params, carry.buffers, number)
-        still = {id(leaf) for leaf in _leaves(again, [])}
+            still = {id(leaf) for leaf in _leaves(again(), ())}
         refuse([leaf for leaf in found if id(leaf) in still])
 
 
-def _leaves(output: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
-    return [leaf for node in nodes_between([output], inputs) if (leaf := leaf_of(node)) is not None]
+def _leaves(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    return [leaf for node in nodes_between(outputs, inputs) if (leaf := leaf_of(node)) is not None]

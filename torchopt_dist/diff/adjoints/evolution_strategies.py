@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from torchopt_dist.diff.adjoints._antithetic import Parallel, run_with_pairs
 from torchopt_dist.diff.adjoints._loop import Loop, Outcome
-from torchopt_dist.diff.adjoints._settings import check_above_zero, check_count, refuse_transforms
+from torchopt_dist.diff.adjoints._settings import check_above_zero, check_count
+from torchopt_dist.diff.adjoints._tasks import current_tasks
 from torchopt_dist.diff.adjoints.adjoint import Adjoint
 
 __all__ = ["EvolutionStrategies"]
@@ -27,7 +28,8 @@ class EvolutionStrategies(Adjoint):
 
     Nothing is kept; a backward pass runs the loop ``2·samples`` times. Both loops of a pair draw the random numbers of
     the loop itself. The first parameters and the first state get no gradient, unless ``meta`` lists them. There are no
-    second derivatives, and no ``vmap``.
+    second derivatives. Inside ``vmap`` each task has pairs of its own; their seeds are drawn from torch's generator in
+    the order of the tasks, as by a loop over the tasks with ``seed`` given.
 
     Args:
         samples: how many pairs.
@@ -40,7 +42,8 @@ class EvolutionStrategies(Adjoint):
         TypeError: a setting is of another type.
         ValueError: ``samples`` is below 1, or ``sigma`` not finite and above 0; or, in a call, the loss depends on a
             leaf that ``meta`` does not list.
-        NotImplementedError: in a call, inside ``torch.func``'s transforms.
+        NotImplementedError: in a call, inside another transform of ``torch.func`` than ``vmap``, or inside that with
+            ``parallel``.
 
     Example:
         >>> import torch, torchopt_dist as todist
@@ -66,5 +69,4 @@ class EvolutionStrategies(Adjoint):
 
     def run(self, loop: Loop) -> Outcome:
         """Run the loop; see :meth:`Adjoint.run`."""
-        refuse_transforms(self)
-        return run_with_pairs(loop, self.samples, self.sigma, None, self.parallel)
+        return run_with_pairs(loop, self.samples, self.sigma, None, self.parallel, current_tasks(self))

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from torchopt_dist.diff.adjoints._differences import run_with_differences
 from torchopt_dist.diff.adjoints._loop import Loop, Outcome
-from torchopt_dist.diff.adjoints._settings import check_above_zero, refuse_transforms
+from torchopt_dist.diff.adjoints._settings import check_above_zero
+from torchopt_dist.diff.adjoints._tasks import current_tasks
 from torchopt_dist.diff.adjoints.adjoint import Adjoint
 
 __all__ = ["FiniteDifference"]
@@ -25,7 +26,7 @@ class FiniteDifference(Adjoint):
     SGD and ``J`` its negative learning rate. The error falls with ``eps²``, until rounding takes over. Tensor
     hyper-parameters get the exact gradient of the last step. The first parameters and the first state get none; losses
     are not connected. Beside plain training two copies of the parameters and of the state are kept. There are no second
-    derivatives, and no ``vmap``.
+    derivatives.
 
     Args:
         eps: the length of ``r·v``, in the norm of all parameters together.
@@ -33,7 +34,7 @@ class FiniteDifference(Adjoint):
     Raises:
         TypeError: ``eps`` is no number.
         ValueError: it is not finite and above 0; or, in a call, the loss depends on a leaf that ``meta`` does not list.
-        NotImplementedError: in a call, inside ``torch.func``'s transforms.
+        NotImplementedError: in a call, inside another transform of ``torch.func`` than ``vmap``.
 
     Example:
         >>> import torch, torchopt_dist as todist
@@ -52,5 +53,6 @@ class FiniteDifference(Adjoint):
 
     def run(self, loop: Loop) -> Outcome:
         """Run the loop; see :meth:`Adjoint.run`."""
-        refuse_transforms(self)
-        return run_with_differences(loop, self.eps, type(self).__name__, at_the_end=False)
+        return run_with_differences(
+            loop, self.eps, type(self).__name__, current_tasks(self), at_the_end=False
+        )

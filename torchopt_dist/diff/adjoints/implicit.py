@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torchopt_dist._torch_private import transforms_are_active
+from torchopt_dist.diff.adjoints._autocast import Autocast, current_autocast
 from torchopt_dist.diff.adjoints._loop import Carry, Loop, Outcome
 from torchopt_dist.diff.adjoints._randomness import kept_generators
-from torchopt_dist.diff.adjoints._settings import check_count, refuse_transforms
+from torchopt_dist.diff.adjoints._settings import check_count
+from torchopt_dist.diff.adjoints._tasks import current_tasks
 from torchopt_dist.diff.adjoints._undeclared import refuse_undeclared, watched
 from torchopt_dist.diff.adjoints.adjoint import Adjoint
 from torchopt_dist.diff.implicit import attach
@@ -43,7 +47,7 @@ class Implicit(Adjoint):
     Raises:
         TypeError: ``solver`` is no function, or ``batches`` no integer.
         ValueError: ``batches`` is below 1; or, in a call, the loss depends on a leaf that ``meta`` does not list.
-        NotImplementedError: in a call, inside ``torch.func``'s transforms.
+        NotImplementedError: in a call, inside another transform of ``torch.func`` than ``vmap``.
 
     Example:
         >>> import torch, torchopt_dist as todist
@@ -64,8 +68,8 @@ class Implicit(Adjoint):
 
     def run(self, loop: Loop) -> Outcome:
         """Run the loop; see :meth:`Adjoint.run`."""
-        refuse_transforms(self)
-        seen = watched(loop)
+        tasks = current_tasks(self)
+        seen = watched(loop, tasks)
 
         def step(carry: Carry, number: int) -> tuple[Carry, Tensor, Any]:
             return (seen if number == 0 else loop).training_step(carry, number)
@@ -74,7 +78,9 @@ class Implicit(Adjoint):
         count = len(outcome.losses)
         if count == 0:
             return outcome
-        gradient = _Gradient(loop, outcome.carry, range(max(0, count - self.batches), count))
+        gradient = _Gradient(
+            loop, outcome.carry, range(max(0, count - self.batches), count), current_autocast()
+        )
         places = loop.model.moved_places
         params = list(outcome.carry.params)
         solver = solve_cg() if self.solver is None else as_solver(self.solver)
@@ -94,6 +100,7 @@ class _Gradient:
     loop: Loop
     last: Carry
     numbers: range
+    autocast: Autocast
 
     def __call__(self, point: Tensors, declared: Tensors) -> Any:
         places = self.loop.model.moved_places
@@ -103,10 +110,15 @@ class _Gradient:
             params[place] = leaf
         carry = self.last._replace(params=[params[place] for place in loop.model.first_places])
         total = [torch.zeros_like(leaf) for leaf in point]
-        with kept_generators():
+        with kept_generators(), self.autocast.again():
             for number in self.numbers:
                 found = loop.gradient(carry, number, record=True)
-                refuse_undeclared(loop, carry, number, found.loss, carry.params)
+                if not transforms_are_active():  # where there is no graph to look at
+                    again = partial(self._loss, loop, carry, number)
+                    refuse_undeclared([found.loss], [*carry.params, *declared], again)
                 grads = [found.grads[place] for place in places]
                 total = [t if g is None else t + g for t, g in zip(total, grads, strict=True)]
         return [t / len(self.numbers) for t in total]
+
+    def _loss(self, loop: Loop, carry: Carry, number: int) -> Tensors:
+        return [loop.evaluate(carry.params, carry.buffers, number)[0]]

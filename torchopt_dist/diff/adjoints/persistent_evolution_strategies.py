@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from torchopt_dist.diff.adjoints._antithetic import run_with_pairs
 from torchopt_dist.diff.adjoints._loop import Loop, Outcome
-from torchopt_dist.diff.adjoints._settings import check_count, refuse_transforms
+from torchopt_dist.diff.adjoints._settings import check_count
+from torchopt_dist.diff.adjoints._tasks import current_tasks
 from torchopt_dist.diff.adjoints.evolution_strategies import EvolutionStrategies
 
 __all__ = ["PersistentEvolutionStrategies"]
@@ -35,7 +36,8 @@ class PersistentEvolutionStrategies(EvolutionStrategies):
     Raises:
         TypeError: as in :class:`EvolutionStrategies`; ``unroll`` is no integer.
         ValueError: likewise; ``unroll`` is below 1.
-        NotImplementedError: in a call, inside ``torch.func``'s transforms.
+        NotImplementedError: in a call, inside another transform of ``torch.func`` than ``vmap``, or inside that with
+            ``parallel``.
 
     Example:
         >>> import torch, torchopt_dist as todist
@@ -57,5 +59,4 @@ class PersistentEvolutionStrategies(EvolutionStrategies):
 
     def run(self, loop: Loop) -> Outcome:
         """Run the loop; see :meth:`Adjoint.run`."""
-        refuse_transforms(self)
-        return run_with_pairs(loop, self.samples, self.sigma, self.unroll, self.parallel)
+        return run_with_pairs(loop, self.samples, self.sigma, self.unroll, self.parallel, current_tasks(self))

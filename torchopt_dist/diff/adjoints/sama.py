@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from torchopt_dist.diff.adjoints._differences import run_with_differences
 from torchopt_dist.diff.adjoints._loop import Loop, Outcome
-from torchopt_dist.diff.adjoints._settings import check_above_zero, refuse_transforms
+from torchopt_dist.diff.adjoints._settings import check_above_zero
+from torchopt_dist.diff.adjoints._tasks import current_tasks
 from torchopt_dist.diff.adjoints.adjoint import Adjoint
 
 __all__ = ["SAMA"]
@@ -25,7 +26,7 @@ class SAMA(Adjoint):
     derivative of the optimizer's step by autograd, so it is that of any transformation; where a chain mixes the
     elements, as clipping by a norm does, it is the whole transposed Jacobian. Tensor hyper-parameters get the exact
     gradient of the last step. The first parameters and the first state get none; losses are not connected. Beside plain
-    training a copy of the parameters and of the state is kept. There are no second derivatives, and no ``vmap``.
+    training a copy of the parameters and of the state is kept. There are no second derivatives.
 
     The result stands for the last parameters as a function of the meta tensors where training goes on beside
     meta-learning, a few steps at a time, each loop from the last one's parameters and state.
@@ -36,7 +37,7 @@ class SAMA(Adjoint):
     Raises:
         TypeError: ``alpha`` is no number.
         ValueError: it is not finite and above 0; or, in a call, the loss depends on a leaf that ``meta`` does not list.
-        NotImplementedError: in a call, inside ``torch.func``'s transforms.
+        NotImplementedError: in a call, inside another transform of ``torch.func`` than ``vmap``.
 
     Example:
         >>> import torch, torchopt_dist as todist
@@ -55,5 +56,6 @@ class SAMA(Adjoint):
 
     def run(self, loop: Loop) -> Outcome:
         """Run the loop; see :meth:`Adjoint.run`."""
-        refuse_transforms(self)
-        return run_with_differences(loop, self.alpha, type(self).__name__, at_the_end=True)
+        return run_with_differences(
+            loop, self.alpha, type(self).__name__, current_tasks(self), at_the_end=True
+        )

@@ -1,0 +1,48 @@
+"""The caller's autocast → the same in a backward pass, where steps are run again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["Autocast", "current_autocast", "forget_casts"]
+
+_DEVICES = ("cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class Autocast:
+    """What autocast did at a time."""
+
+    states: tuple[tuple[str, bool, torch.dtype], ...]
+    """Type of device, whether it was on, and to which dtype."""
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """A context in which autocast is as it was."""
+        if current_autocast() == self:
+            yield
+            return
+        with ExitStack() as stack:
+            for device, is_on, dtype in self.states:
+                stack.enter_context(torch.autocast(device, dtype, enabled=is_on))
+            yield
+
+
+def current_autocast() -> Autocast:
+    """What autocast does now."""
+    return Autocast(
+        tuple(
+            (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+            for device in _DEVICES
+        )
+    )
+
+
+def forget_casts() -> None:
+    """Let go of the casts of the parameters of a step: autocast keeps one for each leaf until its context ends."""
+    if any(map(torch.is_autocast_enabled, _DEVICES)):
+        torch.clear_autocast_cache()
