@@ -245,7 +245,7 @@ def test_the_formulas_of_evolution_strategies(monkeypatch, unroll):
     problem, sigma = Regression(), 0.3
     seen = []
 
-    def noise_of(seeds, tensors, draw):
+    def noise_of(seeds, tensors, draw=None):
         seen.extend(torch.Generator().manual_seed(seed) for seed in seeds)
         found = torch.stack(
             [

@@ -224,32 +224,57 @@ class _Samples:
 _drawing = threading.Lock()
 
 
-def noise_of(seeds: Sequence[int], tensors: Sequence[Tensor], draw: Callable[[Size], Any]) -> list[Tensor]:
+def noise_of(
+    seeds: Sequence[int], tensors: Sequence[Tensor], draw: Callable[[Size], Any] | None = None
+) -> list[Tensor]:
     """For each tensor the noise that belongs to the seeds, stacked; the same on every machine.
 
-    The generator is left as it was.
+    Torch's generators are left as they were.
+
+    Args:
+        seeds: one a sample.
+        tensors: what has the shapes, types and devices of the noise.
+        draw: shape → noise, from torch's generators; if not given, the noise is normal, and from a generator of its
+            own, with which threads of a worker cannot interfere.
     """
+    drawn = [_normal(seed, tensors) for seed in seeds] if draw is None else _drawn(seeds, tensors, draw)
+    return [
+        torch.stack(samples).to(tensor)
+        for samples, tensor in zip(zip(*drawn, strict=True), tensors, strict=True)
+    ]
+
+
+def _normal(seed: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(tensor.shape, generator=generator, device="cpu") for tensor in tensors]
+
+
+def _drawn(
+    seeds: Sequence[int], tensors: Sequence[Tensor], draw: Callable[[Size], Any]
+) -> list[list[Tensor]]:
     gpus = sorted({tensor.device.index for tensor in tensors if tensor.is_cuda})
-    drawn: list[list[Tensor]] = [[] for _ in tensors]
+    drawn: list[list[Tensor]] = []
     # A process has one generator, and a worker may evaluate several tasks in threads.
     with _drawing, torch.random.fork_rng(gpus):
         for seed in seeds:
             torch.default_generator.manual_seed(seed)
             for gpu in gpus:
                 torch.cuda.default_generators[gpu].manual_seed(seed)
-            for samples, tensor in zip(drawn, tensors, strict=True):
-                sample = torch.as_tensor(draw(tensor.shape))
-                if sample.shape != tensor.shape:
-                    raise ValueError(
-                        "`distribution` must give samples of the shape that it is asked for, "
-                        f"{tuple(tensor.shape)}, got {tuple(sample.shape)}"
-                    )
-                samples.append(sample)
-    return [torch.stack(samples).to(tensor) for samples, tensor in zip(drawn, tensors, strict=True)]
+            drawn.append([torch.as_tensor(draw(tensor.shape)) for tensor in tensors])
+    for sample, tensor in zip(drawn[0], tensors, strict=True):
+        if sample.shape != tensor.shape:
+            raise ValueError(
+                "`distribution` must give samples of the shape that it is asked for, "
+                f"{tuple(tensor.shape)}, got {tuple(sample.shape)}"
+            )
+    return drawn
 
 
 def weighted_noise(
-    seeds: Sequence[int], weights: Tensor, tensors: Sequence[Tensor], draw: Callable[[Size], Any]
+    seeds: Sequence[int],
+    weights: Tensor,
+    tensors: Sequence[Tensor],
+    draw: Callable[[Size], Any] | None = None,
 ) -> list[Tensor]:
     """For each tensor the sum of the seeds' noise, each times its weight."""
     totals = [torch.zeros_like(tensor) for tensor in tensors]

@@ -140,7 +140,7 @@ class _Pairs:
         """A tensor for each that is declared; inside ``vmap`` each task's is of its own seed."""
         sizes, own = self.tasks.sizes, [seed_of(seed, part) for seed in seeds.reshape(-1).tolist()]
         with self.tasks.outside():
-            drawn = noise_of(own, _alike(self.loop.declared), torch.randn)
+            drawn = noise_of(own, _alike(self.loop.declared))
             held = [self.tasks.stacked(z.reshape((*sizes, *z.shape[1:]))) for z in drawn]
         return [one.tensor() for one in held]
 
@@ -203,7 +203,6 @@ class _Estimate(torch.autograd.Function):
                     [seed_of(seed, part) for seed in own.tolist() for part in range(len(pairs.parts))],
                     following[:, task].reshape(-1),
                     _alike(pairs.loop.declared),
-                    torch.randn,
                 )
                 for task, own in enumerate(ctx.seeds.reshape(count, -1))
             ]
