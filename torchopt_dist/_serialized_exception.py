@@ -11,7 +11,7 @@ import cloudpickle
 from torchopt_dist._tracebacks import format_error
 from torchopt_dist.errors import RemoteError, attributes_of, builtin_base
 
-__all__ = ["SerializedException", "safe_repr"]
+__all__ = ["PassedOnError", "SerializedException", "safe_repr"]
 
 
 def safe_repr(value: Any, by: Callable[[Any], str] = repr) -> str:
@@ -37,6 +37,7 @@ class SerializedException:
         args: its arguments; here and in ``init_args`` those that cannot be sent are replaced by their ``repr``.
         attributes: its other attributes that can be sent.
         traceback: the traceback on the worker, as text, with the frames of the user's functions.
+        worker: the name of the worker that raised it, where another one sends it.
     """
 
     kind: type[Exception]
@@ -44,10 +45,13 @@ class SerializedException:
     args: tuple[Any, ...]
     attributes: dict[str, Any]
     traceback: str
+    worker: str = ""
 
     @classmethod
     def of(cls, error: BaseException) -> SerializedException:
         """Describe ``error``."""
+        if isinstance(error, PassedOnError):
+            return error.exception
         text = _traceback(error)
         if isinstance(error, Exception):  # `sys.exit()` in a function must not end its caller
             try:
@@ -77,15 +81,28 @@ class SerializedException:
     def to_error(self, worker: str) -> Exception:
         """The exception to raise in the caller: a :class:`RemoteError` that is also of the worker's class."""
         return RemoteError.revive(
-            self.kind, self.init_args, self.args, self.attributes, worker, self.traceback
+            self.kind, self.init_args, self.args, self.attributes, self.worker or worker, self.traceback
         )
 
     def as_text(self) -> SerializedException:
         """The same with the ``repr`` of each object in the object's place, where one turns out not to be picklable."""
         if issubclass(self.kind, BaseExceptionGroup):
             words = (safe_repr(self.args),)
-            return SerializedException(RemoteError, words, words, {}, self.traceback)
+            return SerializedException(RemoteError, words, words, {}, self.traceback, self.worker)
         return replace(self, init_args=_as_text(self.init_args), args=_as_text(self.args), attributes={})
+
+
+class PassedOnError(Exception):
+    """An exception of another worker, which this one only passes on to its caller.
+
+    Args:
+        exception: as it has come.
+        worker: the name of who has sent it.
+    """
+
+    def __init__(self, exception: SerializedException, worker: str) -> None:
+        super().__init__(f"{exception.kind.__qualname__} on {exception.worker or worker}")
+        self.exception = replace(exception, worker=exception.worker or worker)
 
 
 def _traceback(error: BaseException) -> str:

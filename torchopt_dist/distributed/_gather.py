@@ -40,9 +40,11 @@ def gather(
     else:
         for future in futures.values():  # to wait for one future so costs less
             future.exception()
-    errors = {
-        worker: error for worker, future in futures.items() if future.done() and (error := future.exception())
-    }
+    errors: dict[int, BaseException] = {}
+    for worker, future in futures.items():
+        error = future.exception() if future.done() else None
+        if error is not None and not any(error is other for other in errors.values()):
+            errors[worker] = error  # one that ends the calls of several workers is told once
     if errors:
         # An error of this worker's own share has its frames, which a debugger can enter.
         first = next(

@@ -20,6 +20,7 @@ from torchopt_dist.distributed._replicas import Replicas
 from torchopt_dist.distributed._residents import Residents
 from torchopt_dist.distributed._retries import Retries
 from torchopt_dist.distributed._spans import Recorder
+from torchopt_dist.distributed._streams import Streams
 from torchopt_dist.distributed._thread_pool import ThreadPool
 from torchopt_dist.distributed.transport.base import Transport
 from torchopt_dist.errors import NotInitializedError, PeerFailedError, WorkerLostError
@@ -45,6 +46,7 @@ class Group:
         threads: run what must not wait for a thread.
         residents: values that stay on this worker.
         replicas: modules that this worker holds as others do, each with its optimizer.
+        streams: tensors that come to this worker in chunks.
         bars: by number, what is called with a worker and how many of its tasks are done, for calls that show that.
         recorder: keeps what this worker does for calls, while a profile is on.
         retries: who does the shares of workers that are lost.
@@ -73,6 +75,7 @@ class Group:
         self.threads = ThreadPool()
         self.residents = Residents()
         self.replicas = Replicas()
+        self.streams = Streams()
         self.bars: dict[int, Callable[[int, int], None]] = {}
         self.recorder = Recorder(self.rank)
         self.releaser = GraphReleaser()
@@ -125,6 +128,7 @@ class Group:
         self.kept_graphs.clear()
         self.residents.clear()
         self.replicas.clear()
+        self.streams.clear()
         self.releaser.close(seconds)
         self.threads.close(seconds)
 

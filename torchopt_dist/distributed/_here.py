@@ -12,9 +12,10 @@ from torchopt_dist.distributed._group import Group
 from torchopt_dist.distributed._kept_graphs import KeptGraphs
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._request_handler import answer
+from torchopt_dist.distributed._spans import WorkRecorder
 from torchopt_dist.distributed._wire_format import Structures, from_wire, to_wire
 
-__all__ = ["Beside", "Here"]
+__all__ = ["Beside", "Here", "Inside"]
 
 
 class Here:
@@ -35,6 +36,7 @@ class Here:
         self._device = device
         self._group = group
         self.kept_graphs = KeptGraphs(group.kept_graphs.known)
+        self._recorder = group.recorder
 
     def send(self, worker: int, request: Message, timeout: float) -> Future[Message]:
         """See :class:`~torchopt_dist.distributed.transport.base.Sender`; errors are raised as they are."""
@@ -43,9 +45,7 @@ class Here:
 
     def _answer(self, request: Message) -> Message:
         with torch.enable_grad():  # as in the thread of a worker; a call then applies its caller's state
-            return answer(
-                request, self._device, self.kept_graphs, self._group.recorder, here=not self.pickles
-            )
+            return answer(request, self._device, self.kept_graphs, self._recorder, here=not self.pickles)
 
 
 class Beside(Here):
@@ -75,6 +75,16 @@ class Beside(Here):
 
         self._group.threads.run(work)
         return future
+
+
+class Inside(Here):
+    """The transport to this process for a share that came with others: the reply is pickled, since it travels on."""
+
+    pickles = True
+
+    def __init__(self, device: torch.device | None, group: Group) -> None:
+        super().__init__(device, group)
+        self._recorder = WorkRecorder(group.recorder)
 
 
 class _Answer(Future[Message]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 import optree
 from torch import Tensor, nn
@@ -82,6 +82,8 @@ class ExecutionOptions:
         retries: how often a share whose worker is lost runs again, elsewhere.
         hedge_after: seconds after which a share that is late is begun by another worker, too; ``None`` means never.
         progress: whether the caller shows how many tasks are done.
+        fan_out: how many workers a worker hands on to what all of them share; ``None``: the caller sends it to each;
+            ``"auto"``: as the size of it and the number of workers say.
     """
 
     vectorize: bool = False
@@ -92,6 +94,7 @@ class ExecutionOptions:
     retries: int = 0
     hedge_after: float | None = None
     progress: bool = False
+    fan_out: int | Literal["auto"] | None = "auto"
 
     def __post_init__(self) -> None:
         """Check the settings."""
@@ -114,6 +117,13 @@ class ExecutionOptions:
         ):
             raise ValueError(f"hedge_after must be a number of seconds, 0 or more, or None, got {late!r}")
 
+        fan_out = self.fan_out
+        whole = isinstance(fan_out, int) and not isinstance(fan_out, bool) and fan_out >= 1
+        if not whole and fan_out not in ("auto", None):
+            raise ValueError(
+                f'fan_out must be a whole number of workers, 1 or more, "auto" or None, got {fan_out!r}'
+            )
+
     @property
     def outlives_workers(self) -> bool:
         """Whether more than one worker may be asked for a share."""
@@ -131,6 +141,7 @@ class ExecutionKwargs(TypedDict, total=False):
     retries: int
     hedge_after: float | None
     progress: bool
+    fan_out: int | Literal["auto"] | None
 
 
 def group_by_worker(

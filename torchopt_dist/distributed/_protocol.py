@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -9,9 +10,10 @@ from typing import Any, TypeAlias
 import torch
 
 from torchopt_dist._serialized_exception import SerializedException
+from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._payload import Payload
 
-__all__ = ["Backward", "Call", "Key", "Release", "Reply", "Request"]
+__all__ = ["Backward", "Call", "Errand", "Key", "Release", "Reply"]
 
 Key: TypeAlias = tuple[int, int]
 """Names a graph that a worker keeps: the caller's rank and a number that the caller never uses again."""
@@ -40,6 +42,27 @@ def _call(*plain: Any) -> Call:
     """In a pickle: a call of the values that its ``__reduce__`` has given."""
     *payload, key, keep = plain
     return Call(Payload.of_plain(*payload), key, keep)
+
+
+@dataclass(frozen=True)
+class Errand(ABC):
+    """Do something of this package's own, which knows itself how that is done.
+
+    Attributes:
+        key: names the request, and the graph from the message's tensors to the values, if that is kept.
+        keep: whether to keep the graph.
+    """
+
+    key: Key
+    keep: bool
+
+    @abstractmethod
+    def run(self, request: Message) -> list[Any]:
+        """Do it; returns the values of the reply.
+
+        Args:
+            request: the message that the errand is made of, as it is used.
+        """
 
 
 BACKWARD_TWICE = (
@@ -84,9 +107,6 @@ class Release:
 
     graphs: tuple[Key, ...] = ()
     residents: tuple[Key, ...] = ()
-
-
-Request: TypeAlias = Call | Backward | Release
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 from torchopt_dist.distributed._caller_state import CallerState
 from torchopt_dist.distributed._payload import ExecutionOptions, Payload
-from torchopt_dist.distributed._remote_graph import call
+from torchopt_dist.distributed._unicast import call
 
 __all__ = ["ask"]
 

@@ -1,4 +1,4 @@
-"""The caller's side: ``worker, Payload`` → ``Future[values]``, connected for backward to any order.
+"""The caller's side of a call: payload → message, anchor; reply → values, connected for backward to any order.
 
 A call is two nodes of the caller's autograd graph::
 
@@ -34,12 +34,12 @@ from torchopt_dist._torch_private import (
 from torchopt_dist.distributed._ask import Ask, Sent
 from torchopt_dist.distributed._device_placement import receiving_device
 from torchopt_dist.distributed._direct_copy import packed_directly
-from torchopt_dist.distributed._group import Group, current_group, find_group
+from torchopt_dist.distributed._group import Group, find_group
 from torchopt_dist.distributed._here import Beside, Here
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._nodes import HERE, LAST, collect, dispatch
 from torchopt_dist.distributed._payload import ExecutionOptions, Payload
-from torchopt_dist.distributed._protocol import BACKWARD_TWICE, Backward, Call, Key, Release, Reply, Request
+from torchopt_dist.distributed._protocol import BACKWARD_TWICE, Backward, Call, Key, Reply
 from torchopt_dist.distributed._serialization import PackedModules, pack, unpack
 from torchopt_dist.distributed._siblings import Siblings
 from torchopt_dist.distributed._spans import Phase, Spanned
@@ -47,63 +47,7 @@ from torchopt_dist.distributed._versions import Versioned, check_versions
 from torchopt_dist.distributed.transport.base import Sender
 from torchopt_dist.errors import NotInitializedError, SerializationError
 
-__all__ = ["RemoteGraph", "call"]
-
-
-def call(
-    worker: int,
-    payload: Payload,
-    timeout: float,
-    transport: Sender | None = None,
-    *,
-    snapshot: bool = False,
-    modules: PackedModules | None = None,
-    movable: bool = False,
-    siblings: Siblings | None = None,
-) -> Future[list[Any]]:
-    """Run a payload on another worker.
-
-    Args:
-        worker: the worker's rank.
-        payload: the work of that worker.
-        timeout: seconds after which the future, and likewise a backward through its values, fails with
-            :class:`~torchopt_dist.errors.CallTimeoutError`; 0 means never.
-        transport: carries the messages; ``None`` means the RPC group's transport.
-        modules: those that the same call has packed for other workers.
-        snapshot: send copies, so that tensors may be changed in place as soon as this returns.
-        movable: whether another worker is to run the payload if this one is known to be lost.
-        siblings: of the same call.
-
-    Returns:
-        A future of the tasks' values; it fails with what a task raised. Tensors among the values are connected to those
-        of the payload, if its state has grad mode on and any of these requires grad.
-
-    Raises:
-        SerializationError: the payload cannot be sent.
-    """
-    group = current_group()
-    group.check_process()
-    graph = RemoteGraph(
-        group, worker, transport or group.transport, timeout, options=payload.options, siblings=siblings
-    )
-    message, anchor = graph.start(payload, modules)
-    future: Future[list[Any]] = Future()
-
-    def arrived(done: Future[Message]) -> None:
-        try:
-            future.set_result(graph.collect(anchor, done.result()))
-        except Exception as error:
-            future.set_exception(error)
-
-    sent = message.detached()
-    if snapshot:
-        sent.tensors = [tensor.clone() for tensor in sent.tensors]
-    with graph.span("send"):
-        reply = graph.ask(sent, movable=movable and group.retries.is_lost(worker))
-    if graph.siblings.log is not None:
-        graph.siblings.log.watch(sent, reply)
-    reply.add_done_callback(arrived)
-    return future
+__all__ = ["RemoteGraph"]
 
 
 class _Ticket(NamedTuple):
@@ -207,10 +151,10 @@ class RemoteGraph:
         """See :meth:`Recorder.span`."""
         return self.group.recorder.span(phase, self.key, self.worker)
 
-    def pack(self, request: Request, modules: PackedModules | None = None) -> Message:
+    def pack(self, request: Call | Backward, modules: PackedModules | None = None) -> Message:
         stays = isinstance(self.transport, Here) and not self.transport.pickles
         message = None
-        if stays and not (modules or self.options.outlives_workers or isinstance(request, Release)):
+        if stays and not (modules or self.options.outlives_workers):
             message = packed_directly(request, main_by_name=self._main_by_name)
         return message or pack(request, main_by_name=self._main_by_name, modules=modules)
 
@@ -220,12 +164,20 @@ class RemoteGraph:
         Raises:
             SerializationError: the payload cannot be sent.
         """
+        with self.span("pack") as span:
+            message = span.made(self.packed(payload, modules))
+        return message, self.connect(message, keep=payload.state.grad_enabled)
+
+    def packed(self, payload: Payload, modules: PackedModules | None) -> Message:
+        """The message that asks for a call.
+
+        Raises:
+            SerializationError: the payload cannot be sent, or not from inside a transform.
+        """
         function = getattr(payload.function, "__qualname__", repr(payload.function))
         request = Call(payload, self.key, keep=payload.state.grad_enabled)
         try:
-            with self.span("pack") as span:
-                message = self.pack(request, modules)
-                span.made(message)
+            message = self.pack(request, modules)
         except SerializationError as error:
             raise SerializationError(
                 f"`{function}` and its arguments cannot be sent to {self.worker_name}: {error}"
@@ -236,25 +188,30 @@ class RemoteGraph:
                 "leave out retries and hedge_after"
             )
         message.device = payload.options.device
-        inputs = message.inputs() if payload.state.grad_enabled else []
-        if inputs and transforms_are_active():
+        if request.keep and transforms_are_active() and message.inputs():
             raise SerializationError(
                 f"`{function}` takes tensors that require grad, such as a module's parameters, and is called inside a "
                 f"torch.func transform, which the graph of a call to {self.worker_name} cannot be a part of: detach "
                 "them, or call it outside of `grad` and `vmap`"
             )
+        return message
+
+    def connect(self, message: Message, *, keep: bool) -> Tensor | None:
+        """The anchor, if gradients are wanted."""
+        inputs = message.inputs() if keep else []
         self.staying = message.staying_inputs() if message.staying else ()
         anchor = dispatch(self, inputs) if inputs else None
         # The worker is assumed to keep its graph until the reply says so: a reply may come too late to be heard.
         self.kept = anchor is not None
-        return message, anchor
+        return anchor
 
     def collect(self, anchor: Tensor | None, message: Message) -> list[Any]:
         """The node next to the results; returns the reply's values, connected to the anchor."""
         with self.span("unpack"):
-            return self._collected(anchor, message.received())
+            return self.values_of(self.connected(anchor, message.received()))
 
-    def _collected(self, anchor: Tensor | None, message: Message) -> list[Any]:
+    def connected(self, anchor: Tensor | None, message: Message) -> Message:
+        """The node next to the results; returns the reply, whose tensors are connected to the anchor."""
         self.kept = anchor is not None and bool(message.connected)
         if self.kept and self.requests:
             self.requests[-1].connected = message.connected
@@ -266,6 +223,10 @@ class RemoteGraph:
             connected = collect(self, anchor, outputs)
             for number, output in zip(message.connected, connected, strict=True):
                 message.tensors[number] = output
+        return message
+
+    def values_of(self, message: Message) -> list[Any]:
+        """The values of a reply."""
         try:
             reply: Reply = unpack(message)
         except SerializationError as error:
@@ -273,7 +234,7 @@ class RemoteGraph:
                 f"the result of {self.worker_name} cannot be rebuilt here: {error}"
             ) from error
         if reply.exception is not None:
-            raise reply.exception.to_error(self.worker_name)
+            raise self.siblings.error_of(reply.exception, self.worker_name)
         if reply.warning is not None:
             warnings.warn(f"{reply.warning}; strict=True makes this an error", stacklevel=1)
         return reply.values

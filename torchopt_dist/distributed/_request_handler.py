@@ -23,7 +23,7 @@ from torchopt_dist.distributed._group import answering_group
 from torchopt_dist.distributed._kept_graphs import KeptGraph, KeptGraphs
 from torchopt_dist.distributed._lost_gradients import code_of, description_of_losses
 from torchopt_dist.distributed._message import Message
-from torchopt_dist.distributed._protocol import Backward, Call, Release, Reply
+from torchopt_dist.distributed._protocol import Backward, Call, Errand, Release, Reply
 from torchopt_dist.distributed._reentrant_checkpoint import gradients_by_backward, has_reentrant_checkpoint
 from torchopt_dist.distributed._replicas import Home, keep_grads
 from torchopt_dist.distributed._serialization import pack, unpack
@@ -92,6 +92,7 @@ def answer(
     if isinstance(content, Release):
         for key in content.graphs:
             kept_graphs.release(key)
+            answering_group().streams.forget(key)
         for key in content.residents:
             answering_group().residents.forget(key)
             answering_group().replicas.forget(key)
@@ -108,6 +109,10 @@ def answer(
                     values, request.inputs(), content, kept_graphs, homes=homes, warning=warning, here=here
                 )
             )
+    if isinstance(content, Errand):
+        values = content.run(request)
+        with span("reply") as packed:
+            return packed.made(_reply(values, request.inputs(), content, kept_graphs))
     graph = kept_graphs.find(content.graph)
     with span("backward"):
         input_grads, outputs = _differentiate(content, graph, kept_graphs)
@@ -177,7 +182,7 @@ def _lost_gradients(
 def _reply(
     values: list[Any],
     inputs: list[torch.Tensor],
-    request: Call | Backward,
+    request: Call | Errand | Backward,
     kept_graphs: KeptGraphs,
     *,
     homes: dict[int, Home],

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 
+from torchopt_dist._serialized_exception import SerializedException
 from torchopt_dist._torch_private import engine_run
 from torchopt_dist.distributed._call_log import CallLog
 from torchopt_dist.distributed._message import Message
@@ -20,12 +22,22 @@ class Siblings:
     The autograd engine adds to a leaf's ``.grad`` as soon as it has the leaf's gradient. So a share whose backward is
     done waits for the others before it gives its inputs their gradients.
 
+    Args:
+        log: see ``log``.
+        error_of: the error to raise for an exception of one of the shares and the name of its worker.
+
     Attributes:
         log: of the call, while it is told to somebody.
+        error_of: as given.
     """
 
-    def __init__(self, log: CallLog | None = None) -> None:
+    def __init__(
+        self,
+        log: CallLog | None = None,
+        error_of: Callable[[SerializedException, str], Exception] = SerializedException.to_error,
+    ) -> None:
         self.log = log
+        self.error_of = error_of
         self._replies: list[tuple[int, Future[Message], str]] = []
         self._lock = threading.Lock()
 
@@ -51,4 +63,4 @@ class Siblings:
                 continue
             content: Reply = unpack(message)  # a gradient is a tensor, so this may be an error
             if content.exception is not None:
-                raise content.exception.to_error(worker)
+                raise self.error_of(content.exception, worker)

@@ -29,7 +29,7 @@ from torch.profiler import record_function
 from torchopt_dist import _torch_private
 from torchopt_dist.distributed._message import Message
 
-__all__ = ["PHASES", "Phase", "Recorder", "Span", "Spanned"]
+__all__ = ["PHASES", "Phase", "Recorder", "Span", "Spanned", "WorkRecorder"]
 
 Phase: TypeAlias = Literal[
     "pack", "send", "wait", "unpack", "wait back", "receive", "run", "backward", "reply"
@@ -128,6 +128,22 @@ class Recorder:
         if self.on:
             end, thread = time.perf_counter(), threading.get_native_id()
             self._spans.append(Span(self.worker, phase, start, end, thread, call, peer, size))
+
+
+class WorkRecorder(Recorder):
+    """Records what a share of this worker does, but no message: those that were sent are recorded by another recorder.
+
+    Args:
+        recorder: of this worker.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__(recorder.worker)
+        self._recorder = recorder
+
+    def span(self, phase: Phase, call: tuple[int, int] | None = None, peer: int | None = None) -> Spanned:
+        """See :meth:`Recorder.span`."""
+        return self._recorder.span(phase, call, peer) if phase in ("run", "backward") else self._off
 
 
 class _Recorded(Spanned):

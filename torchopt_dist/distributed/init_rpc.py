@@ -296,6 +296,7 @@ class _RunningGroup:
             threading.Thread(target=self._end, args=(failure.error(),), daemon=True).start()
         elif self.group is not None:
             self.group.kept_graphs.forget_caller(failure.rank)
+            self.group.streams.forget_sender(failure.rank)
             # No transport notices each cut of the network.
             self.group.transport.worker_lost(failure.rank, failure.error())
 

@@ -13,7 +13,7 @@ from typing import Any, ParamSpec, TypeVar, Unpack, overload
 from torch.futures import Future
 
 from torchopt_dist._serialized_exception import SerializedException
-from torchopt_dist.distributed import _own_share, _remote_graph
+from torchopt_dist.distributed import _multicast, _own_share
 from torchopt_dist.distributed._call_log import call_log
 from torchopt_dist.distributed._caller_state import CallerState
 from torchopt_dist.distributed._gather import gather
@@ -75,6 +75,9 @@ def remote_sync_call(
         hedge_after: seconds after which a share that is late, or a backward, is begun on a free worker, too. The first
             answer counts.
         progress: whether a bar shows, in a terminal or a notebook, how many tasks are done; needs tqdm.
+        fan_out: how many workers a worker, the caller included, hands on to what all of them share. ``None``: the
+            caller sends it to each. ``"auto"``: 3 from 4 other workers and 1 MiB on, else ``None``. With ``retries``
+            or ``hedge_after`` always ``None``.
 
     Returns:
         What the reducer returns, or the list of results.
@@ -185,21 +188,19 @@ class _Call:
     def send(self, snapshot: bool) -> None:
         """Send the others their shares, and make the caller's own ready."""
         modules: PackedModules = {}
-        self.values = {
-            worker: _remote_graph.call(
-                worker,
-                payload,
-                self.seconds,
-                snapshot=snapshot,
-                modules=modules,
-                siblings=self.siblings,
-                movable=all(self.partitions[index].movable for index in indices),
-            )
-            for worker, (payload, indices) in sorted(
-                self.payloads.items(), key=lambda item: self.group.retries.is_lost(item[0])
-            )
-            if worker != self.me
-        }
+        others = [worker for worker in self.payloads if worker != self.me]
+        others.sort(key=self.group.retries.is_lost)
+        self.values = _multicast.calls(
+            {worker: self.payloads[worker][0] for worker in others},
+            self.seconds,
+            movable={
+                worker: all(self.partitions[index].movable for index in self.payloads[worker][1])
+                for worker in others
+            },
+            modules=modules,
+            siblings=self.siblings,
+            snapshot=snapshot,
+        )
         if self.bar is not None:
             self.bar.watch(self.values)
         self.own_share = {

@@ -119,8 +119,7 @@ class ZMQTransport:
         self._asked[number] = _Asked(future, worker, request, wire)
         future.add_done_callback(lambda _: self._asked.pop(number, None))
         if timeout:
-            late = CallTimeoutError(f"{self._group.names[worker]} took longer than timeout={timeout:g} s")
-            self._alarms.set(timeout, number, lambda: settle(future, late))
+            self._alarms.set(timeout, number, lambda: self._late(number, timeout))
         try:
             self._send(worker, REQUEST, number, wire)
         except (OSError, zmq.ZMQError) as error:
@@ -140,6 +139,13 @@ class ZMQTransport:
     def wait_for_replies(self, timeout: float) -> set[int]:
         """See :class:`~torchopt_dist.distributed.transport.base.Transport`."""
         return self._pending.wait(timeout)
+
+    def _late(self, number: int, timeout: float) -> None:
+        """Give up a request; it is found by its number, or its alarm would keep its reply and the graph until then."""
+        asked = self._asked.get(number)
+        if asked is not None:
+            name = self._group.names[asked.worker]
+            settle(asked.future, CallTimeoutError(f"{name} took longer than timeout={timeout:g} s"))
 
     def _send(self, worker: int, kind: int, number: int, wire: WireMessage | None) -> None:
         first, *rest = [b""] if wire is None else to_frames(wire)

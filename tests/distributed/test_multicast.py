@@ -1,0 +1,348 @@
+"""What all workers share goes down a tree, and its gradient comes up as sums: ``parallelize(fan_out=...)``."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd import gradcheck, gradgradcheck
+
+import torchopt_dist as todist
+from tests.distributed.programs import kept_on
+from torchopt_dist.distributed import _relay
+from torchopt_dist.distributed._group import current_group
+from torchopt_dist.distributed._streams import CHUNK, Streams, chunks_of
+from torchopt_dist.distributed._tree import tree
+from torchopt_dist.errors import CallTimeoutError, WorkerLostError
+
+RPC, ZMQ = {"TODIST_TRANSPORT": "rpc"}, {"TODIST_TRANSPORT": "zmq"}
+
+
+# ------------------------------------------------------------------------------------------------ trees and chunks
+
+
+def edges(twigs, parent=0):
+    for twig in twigs:
+        yield parent, twig.worker
+        yield from edges(twig.twigs, twig.worker)
+
+
+@pytest.mark.parametrize("fan_out", [1, 2, 3, 8])
+@pytest.mark.parametrize("machines", [1, 3, 16])
+def test_each_worker_has_one_parent_and_few_children_and_a_machine_is_entered_once(fan_out, machines):
+    for size in (2, 3, 9, 33):
+        hosts = [f"host{rank % machines}" for rank in range(size)]
+        found = list(edges(tree(0, range(1, size), hosts, fan_out)))
+        assert sorted(child for _, child in found) == list(range(1, size))
+        parents = [parent for parent, _ in found]
+        assert max(map(parents.count, parents)) <= fan_out
+        entered = [hosts[child] for parent, child in found if hosts[parent] != hosts[child]]
+        assert sorted(entered) == sorted({*hosts} - {hosts[0]})
+
+
+def test_a_tree_is_done_after_as_many_rounds_as_its_workers_allow():
+    """With three children those that have it after a round are 1 + the sum of the three rounds before."""
+
+    def rounds(twigs, start=0):
+        return max((rounds(twig.twigs, start + nth) for nth, twig in enumerate(twigs, 1)), default=start)
+
+    reached = [1, 2, 4]
+    while reached[-1] < 1024:
+        reached.append(1 + sum(reached[-3:]))
+    for after, size in enumerate(reached):
+        assert rounds(tree(0, range(1, size), ["host"] * size, 3)) == after
+    assert rounds(tree(0, range(1, 1024), ["host"] * 1024, 1024)) == 10
+
+
+def test_chunks_put_together_are_the_tensors():
+    tensors = [
+        torch.arange(CHUNK // 8 + 5, dtype=torch.float64),
+        torch.randn(3, 7),
+        torch.zeros(0),
+        torch.arange(CHUNK, dtype=torch.int16).reshape(2, -1),
+    ]
+    chunks = chunks_of(tensors)
+    sizes = [sum(piece.values.nbytes for piece in chunk) for chunk in chunks]
+    assert all(CHUNK - 8 < size <= CHUNK for size in sizes[:-1])
+    again = [torch.full_like(tensor, -1) for tensor in tensors]
+    for chunk in reversed(chunks):
+        for number, start, values in chunk:
+            again[number].view(-1)[start : start + len(values)] = values
+    assert all(map(torch.equal, again, tensors))
+
+
+def test_chunks_that_nobody_wants_or_nobody_sends_are_let_go_of():
+    streams, chunk = Streams(), chunks_of([torch.ones(3)])[0]
+    key, other = (1, 0), (2, 0)
+    streams.put(key, chunk)  # before the request
+    with streams.opened(key, 3, 10) as arriving:
+        assert next(arriving) is chunk
+    streams.put(key, chunk)
+    assert vars(streams)["_unwanted"] == {key: 1}
+    streams.put(key, chunk)
+    for ended, error in ((streams.forget_sender, WorkerLostError), (None, CallTimeoutError)):
+        with streams.opened(key, 1, 10 if ended else 0.01) as arriving:
+            if ended:
+                threading.Thread(target=ended, args=(key[0],)).start()
+            with pytest.raises(error):
+                next(arriving)
+        streams.forget_sender(key[0])
+    with streams.opened(other, 1, 10) as arriving:
+        streams.forget(other)
+        with pytest.raises(WorkerLostError):
+            next(arriving)
+    streams.put(other, chunk)
+    assert not vars(streams)["_unwanted"]
+    assert not vars(streams)["_queues"]
+
+
+@pytest.mark.parametrize("fan_out", [0, -1, True, 2.0, "all"])
+def test_a_fan_out_that_is_no_number_of_workers_is_an_error(fan_out):
+    with pytest.raises(ValueError, match="fan_out must be a whole number of workers, 1 or more"):
+        todist.parallelize(fan_out=fan_out)
+
+
+# ------------------------------------------------------------------------------------------------------ derivatives
+
+
+def to_each(size):
+    """All arguments to the first ranks, and to each one number."""
+
+    def partitioner(*shared):
+        return [(rank, (*shared, rank), {}) for rank in range(size)]
+
+    return partitioner
+
+
+def wave(x, scales, rank):
+    return ((1 + rank) * x).sin() * scales.prod() + (x * scales[rank % 2]) ** 2
+
+
+def gradients_are_those_of_finite_differences():
+    torch.manual_seed(0)
+    x = torch.randn(1, dtype=torch.float64, requires_grad=True)
+    scales = torch.randn(2, dtype=torch.float64, requires_grad=True)
+    for size, fan_out in ((3, 1), (8, 2)):
+        call = todist.parallelize(to_each(size), todist.sum_reducer, fan_out=fan_out)(wave)
+        assert gradcheck(call, (x, scales))
+        assert gradgradcheck(call, (x, scales))
+
+
+class Model(nn.Module):
+    """With buffers and dropout; one parameter travels in chunks, the others in messages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Tanh(), nn.Linear(9, 1))
+        self.wide = nn.Parameter(torch.linspace(0, 1, CHUNK // 4).reshape(2, -1))
+        self.double()
+
+    def forward(self, x, y):
+        return F.mse_loss(F.dropout(self.net(x), 0.2), y) + (self.wide * x.mean()).square().sum()
+
+    def nbytes(self):
+        return sum(tensor.nbytes for tensor in self.state_dict().values())
+
+
+def loss_of(model, x, y):
+    return model(x, y)
+
+
+def derivatives(fan_out, model):
+    torch.manual_seed(3)
+    x, y = torch.randn(19, 6, dtype=torch.float64), torch.randn(19, 1, dtype=torch.float64)
+    call = todist.parallelize(todist.batch_partitioner, todist.mean_reducer, fan_out=fan_out)(loss_of)
+    leaves = [*model.parameters()]
+    with todist.profile() as profile:
+        value = call(model, x, y)
+        first = torch.autograd.grad(value, leaves, create_graph=True)
+    second = torch.autograd.grad(sum(g.square().sum() for g in first), leaves)
+    return [value.detach(), *(g.detach() for g in first), *second], profile
+
+
+def values_are_those_of_a_star():
+    """19 samples on 8 workers; and the caller sends and gets as much as it has children."""
+    model = Model()
+    expected, _ = derivatives(None, model)
+    for fan_out in (1, 2, 3):
+        found, profile = derivatives(fan_out, model)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+        again, _ = derivatives(fan_out, model)
+        assert all(map(torch.equal, found, again)), "two runs of one tree differ"
+        sent = [span.size for span in profile.spans if 0 == span.worker != span.peer and span.phase == "pack"]
+        came = [
+            span.size for span in profile.spans if 0 == span.peer != span.worker and span.phase == "reply"
+        ]
+        for size in (sum(sent), sum(came)):
+            assert 0.99 < size / (fan_out * model.nbytes()) < 1.01
+    asynchronous = todist.parallelize_async(to_each(8), todist.sum_reducer, fan_out=2)(shifted)
+    buffer = torch.ones(CHUNK // 8 + 1, dtype=torch.float64)
+    small = torch.ones(3)
+    future = asynchronous(buffer, small)
+    buffer.zero_()
+    small.zero_()
+    assert future.wait() == 8 * (len(buffer) + 3) + 28
+
+
+def shifted(buffer, small, rank):
+    total = float(buffer.sum() + small.sum()) + rank
+    buffer.add_(1)  # of this worker alone
+    small.add_(1)
+    return total
+
+
+def nested(x, rank):
+    inner = todist.parallelize(to_each(4), todist.sum_reducer, fan_out=1)(power)
+    return inner(x * (1 + rank))
+
+
+def power(x, rank):
+    return (x ** (rank + 1)).sum()
+
+
+def calls_nest_in_relays():
+    x = torch.tensor([0.3, -0.2], dtype=torch.float64, requires_grad=True)
+    here = sum(power(x * (1 + rank), inner) for rank in range(5) for inner in range(4))
+    there = todist.parallelize(to_each(5), todist.sum_reducer, fan_out=2)(nested)(x)
+    for _ in range(3):
+        torch.testing.assert_close(there, here)
+        (here,), (there,) = (torch.autograd.grad(y.sum(), x, create_graph=True) for y in (here, there))
+
+
+class _Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, rank, failing):
+        ctx.fails = rank == failing
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.fails:
+            raise ArithmeticError("in backward")
+        return grad, None, None
+
+
+def raising(x, failing, when, rank):
+    if when == "forward" and rank == failing:
+        raise ArithmeticError("in forward")
+    return _Raises.apply(x, rank, failing).sum()
+
+
+def errors_name_the_worker_that_has_raised():
+    """Also where that is three relays down; and no gradient is half added up."""
+    x = torch.ones(2, requires_grad=True)
+    for when, failing in (("forward", 1), ("forward", 5), ("backward", 1), ("backward", 6)):
+        call = todist.parallelize(to_each(8), todist.sum_reducer, fan_out=2)(raising)
+        with pytest.raises(ArithmeticError, match=f"in {when}") as raised:
+            call(x, failing, when).backward()
+        assert raised.value.worker == current_group().names[failing]
+        assert x.grad is None, (when, failing, x.grad)
+        assert not getattr(raised.value, "__notes__", [])
+
+
+def no_graph_is_left(workers):
+    for worker in workers:  # an error may hold one until then
+        todist.remote_call(worker, gc.collect)
+    assert not any(kept_on(worker) for worker in workers)
+
+
+def test_derivatives_values_and_errors_through_trees(world):
+    def body():
+        gradients_are_those_of_finite_differences()
+        values_are_those_of_a_star()
+        calls_nest_in_relays()
+        errors_name_the_worker_that_has_raised()
+        no_graph_is_left(range(8))
+
+    world(8, env=ZMQ).on_zero(body)
+
+
+def test_trees_over_rpc(world):
+    def body():
+        model = Model()
+        expected, _ = derivatives(None, model)
+        for fan_out in (1, 2):
+            found, _ = derivatives(fan_out, model)
+            for one, other in zip(found, expected, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+    world(4, env=RPC).on_zero(body)
+
+
+# ------------------------------------------------------------------------------------------------------- lost relays
+
+
+def kill_when(moment):
+    """On a worker: let it die when it is asked to hand on the next call, or has handed on a part of it."""
+
+    def die(*_, **__):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if moment == "before":
+        _relay.Children.__init__ = die
+    elif moment == "while":
+        _relay.Children.hand_on = die
+
+
+class _Dies(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, dies):
+        ctx.dies = dies
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return grad, None
+
+
+def doomed(x, victim, moment, rank):
+    if (rank, moment) == (victim, "after"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return _Dies.apply(x, (rank, moment) == (victim, "backward")).mean()
+
+
+@pytest.mark.parametrize("transport", ["zmq", "rpc"])
+def test_a_relay_that_dies_fails_the_call_by_name_and_the_others_go_on(world, transport):
+    moments = ("before", "while", "after", "backward") if transport == "zmq" else ("while", "backward")
+    size = len(moments) + 3
+
+    def body():
+        x = torch.ones(CHUNK // 4, requires_grad=True)
+        alive = list(range(size))
+        for moment in moments:
+            # a chain: the second one hands on to the rest
+            call = todist.parallelize(
+                lambda *shared: [(rank, (*shared, rank), {}) for rank in alive],
+                todist.sum_reducer,
+                timeout=60,
+                fan_out=1,
+            )(doomed)
+            assert call(x, -1, "") == len(alive)
+            victim = alive[1 if moment == "before" else 2]
+            todist.remote_call(victim, kill_when, moment)
+            with pytest.raises(WorkerLostError, match=f"rank {victim} died"):
+                call(x, victim, moment).backward()
+            assert x.grad is None
+            alive.remove(victim)
+        assert call(x, -1, "") == len(alive)
+        no_graph_is_left(alive)
+
+    def main():
+        return body() if todist.get_rank() == 0 else None
+
+    endings = world(size, env={"TODIST_TRANSPORT": transport}).endings(main, timeout=100, on_loss="continue")
+    if endings[0].error is not None:
+        raise endings[0].error
+    codes = [ending.exitcode for ending in endings]
+    assert codes.count(-signal.SIGKILL) == len(moments)
+    assert codes.count(0) == 3

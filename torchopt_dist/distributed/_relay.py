@@ -1,0 +1,294 @@
+"""A share, and those of the workers below in the tree → on a worker: hand on the others, run the own, reply with all.
+
+Such a request is a call of calls, as if a function had called the workers below: the worker's graph leads from the
+tensors that have come through its own share, and through the *dispatch* and *collect* of each child. So what the shares
+have in common is sent to a child once, the gradients of it are summed on the way back, and each order is as exact as
+that of nested calls. Shares and results stay the messages that they are: a worker on the way rebuilds none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, as_completed
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torchopt_dist._serialized_exception import PassedOnError
+from torchopt_dist.distributed._device_placement import receiving_device
+from torchopt_dist.distributed._group import Group, answering_group
+from torchopt_dist.distributed._here import Inside
+from torchopt_dist.distributed._message import Message
+from torchopt_dist.distributed._nodes import HERE
+from torchopt_dist.distributed._protocol import Errand, Key, Reply
+from torchopt_dist.distributed._remote_graph import RemoteGraph
+from torchopt_dist.distributed._serialization import pack, unpack
+from torchopt_dist.distributed._siblings import Siblings
+from torchopt_dist.distributed._streams import Chunk
+from torchopt_dist.distributed.transport.base import settle
+
+__all__ = ["Branch", "Children", "Parcel"]
+
+
+class Parcel(NamedTuple):
+    """A message inside another one.
+
+    Attributes:
+        worker: the rank of the worker that it is for, or from.
+        key: of the call.
+        skeleton: as the message's; so are ``holes`` and ``device``.
+        tensors: the message's, which are the other one's, too.
+        structures: the message's, by digest; in a request the structures themselves are in the other message.
+    """
+
+    worker: int
+    key: Key
+    skeleton: bytes
+    tensors: tuple[Tensor, ...]
+    structures: dict[bytes, bytes]
+    holes: tuple[tuple[int, int], ...]
+    device: str | None
+
+    @classmethod
+    def of(cls, worker: int, key: Key, message: Message, structures: dict[bytes, bytes]) -> Parcel:
+        """The parcel of a message."""
+        return cls(
+            worker, key, message.skeleton, tuple(message.tensors), structures, message.holes, message.device
+        )
+
+    def message(self, structures: Mapping[bytes, bytes]) -> Message:
+        """The message again."""
+        return Message(
+            self.skeleton,
+            list(self.tensors),
+            [tensor.requires_grad for tensor in self.tensors],
+            [isinstance(tensor, nn.Parameter) for tensor in self.tensors],
+            {digest: structures[digest] for digest in self.structures},
+            holes=self.holes,
+            device=self.device,
+        )
+
+
+class Branch(NamedTuple):
+    """A worker's share, and those of the workers below it."""
+
+    parcel: Parcel
+    branches: tuple[Branch, ...]
+
+    def parcels(self) -> list[Parcel]:
+        """All shares, the worker's own first."""
+        return [self.parcel, *(parcel for branch in self.branches for parcel in branch.parcels())]
+
+
+class Children:
+    """The workers to which a worker hands on what it has.
+
+    Args:
+        group: the group.
+        branches: their shares.
+        structures: of the modules in these, by digest.
+        hoisted: tensors of all shares, which go to the children in chunks.
+        chunks: how many chunks there are.
+        seconds: how long a call may take; 0: for ever.
+        keep: whether to keep graphs.
+        siblings: of these calls.
+        prepare: makes of a tensor the one to be sent.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        branches: Sequence[Branch],
+        structures: Mapping[bytes, bytes],
+        hoisted: Sequence[Tensor],
+        chunks: int,
+        seconds: float,
+        *,
+        keep: bool,
+        siblings: Siblings,
+        prepare: Callable[[Tensor], Tensor] = Tensor.detach,
+    ) -> None:
+        self._group = group
+        self._children = [_Child(group, branch, seconds, siblings) for branch in branches]
+        for child in self._children:
+            child.start(structures, hoisted, chunks, keep, prepare)
+
+    def hand_on(self, chunk: Chunk) -> None:
+        """Send the children a part of the hoisted tensors."""
+        for child in self._children:
+            child.send(chunk)
+
+    def replies(self) -> dict[Future[Message], Callable[[Message], list[Parcel]]]:
+        """For each child the reply to come, and what makes of it the workers' own replies."""
+        return {child.reply: child.collect for child in self._children}
+
+    def parcels(self) -> list[Parcel]:
+        """Wait for the replies of all workers; raises the first error that comes."""
+        replies, found = self.replies(), {}
+        for reply in as_completed(replies):
+            found[reply] = replies[reply](reply.result())
+        return [parcel for reply in replies for parcel in found[reply]]
+
+
+class _Child:
+    def __init__(self, group: Group, branch: Branch, seconds: float, siblings: Siblings) -> None:
+        self._transport = group.transport
+        self._branch = branch
+        self._seconds = seconds
+        self._graph = RemoteGraph(group, branch.parcel.worker, group.transport, seconds, siblings=siblings)
+        self._anchor: Tensor | None = None
+        self.reply: Future[Message] = Future()
+
+    def start(
+        self,
+        structures: Mapping[bytes, bytes],
+        hoisted: Sequence[Tensor],
+        chunks: int,
+        keep: bool,
+        prepare: Callable[[Tensor], Tensor],
+    ) -> None:
+        """Send all but the hoisted tensors."""
+        graph, branch = self._graph, self._branch
+        shapes = tuple(tuple(tensor.shape) for tensor in hoisted)
+        relay = Relay(graph.key, keep, tuple(hoisted), shapes, chunks, self._seconds, branch)
+        with graph.span("pack") as span:
+            message = span.made(pack(relay, main_by_name=True))
+        message.structures = {
+            digest: structures[digest] for parcel in branch.parcels() for digest in parcel.structures
+        }
+        self._anchor = graph.connect(message, keep=keep)
+        sent = message.detached()
+        sent.tensors = [
+            tensor.new_empty(0) if number < len(hoisted) else prepare(tensor)
+            for number, tensor in enumerate(sent.tensors)
+        ]
+        with graph.span("send"):
+            self.reply = self._transport.send(graph.worker, sent, self._seconds)
+        if graph.siblings.log is not None:
+            graph.siblings.log.watch(message, self.reply)
+
+    def send(self, chunk: Chunk) -> None:
+        """Send a part of the hoisted tensors."""
+        graph = self._graph
+        with graph.span("send"):
+            message = pack(Chunks(graph.key, False, chunk), main_by_name=True).detached()
+            self._transport.send(graph.worker, message, self._seconds).add_done_callback(self._check)
+
+    def _check(self, sent: Future[Message]) -> None:
+        """Let the call fail if a chunk has not arrived, as for a lack of memory."""
+        error = sent.exception()
+        if error is None:
+            reply: Reply = unpack(sent.result())
+            if reply.exception is None:
+                return
+            error = reply.exception.to_error(self._graph.worker_name)
+        if isinstance(error, Exception):
+            settle(self.reply, error)
+            self._graph.release()
+
+    def collect(self, message: Message) -> list[Parcel]:
+        """The replies of the workers on this branch, connected to what was sent."""
+        return self._graph.collect(self._anchor, message)
+
+
+@dataclass(frozen=True)
+class Chunks(Errand):
+    """Take a part of the tensors that another request, of the same key, needs.
+
+    Attributes:
+        chunk: the part.
+    """
+
+    chunk: Chunk
+
+    def __reduce__(self) -> tuple[type[Chunks], tuple[Any, ...]]:
+        """Its fields, without their names."""
+        return Chunks, (self.key, self.keep, self.chunk)
+
+    def run(self, request: Message) -> list[Any]:
+        """See :class:`Errand`."""
+        del request
+        answering_group().streams.put(self.key, self.chunk)
+        return []
+
+
+@dataclass(frozen=True)
+class Relay(Errand):
+    """Run a share, and let others run theirs.
+
+    Attributes:
+        hoisted: the tensors that come in chunks; they are the first tensors of the message, which has them empty.
+        shapes: of these.
+        chunks: how many chunks come.
+        seconds: how long to wait for these, and how long a call of a child may take; 0: for ever.
+        branch: the shares.
+    """
+
+    hoisted: tuple[Tensor, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    chunks: int
+    seconds: float
+    branch: Branch
+
+    def __reduce__(self) -> tuple[Callable[..., Relay], tuple[Any, ...]]:
+        """Its fields, the tensors first, so that they have the first numbers."""
+        return _relay, (
+            self.hoisted,
+            self.key,
+            self.keep,
+            self.shapes,
+            self.chunks,
+            self.seconds,
+            self.branch,
+        )
+
+    def run(self, request: Message) -> list[Parcel]:
+        """See :class:`Errand`."""
+        group = answering_group()
+        flat: list[Tensor] = []
+        for leaf, shape in zip(self.hoisted, self.shapes, strict=True):
+            leaf.data = torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
+            flat.append(leaf.data.view(-1))  # has a version counter of its own
+        with group.streams.opened(self.key, self.chunks, self.seconds) as arriving:
+            lost = group.lost.get(self.key[0])
+            if lost is not None:
+                raise lost
+            children = Children(
+                group,
+                self.branch.branches,
+                request.structures,
+                self.hoisted,
+                self.chunks,
+                self.seconds,
+                keep=self.keep,
+                siblings=Siblings(error_of=PassedOnError),
+            )
+            for chunk in arriving:
+                children.hand_on(chunk)
+                for number, start, values in chunk:
+                    flat[number][start : start + len(values)].copy_(values)
+        return [self._run_own(group, request.structures), *children.parcels()]
+
+    def _run_own(self, group: Group, structures: Mapping[bytes, bytes]) -> Parcel:
+        """Run the share of this worker."""
+        parcel = self.branch.parcel
+        message = parcel.message(structures)
+        here = Inside(receiving_device(message.device), group)
+        graph = RemoteGraph(group, group.rank, here, 0, turn=HERE)
+        graph.key = parcel.key
+        anchor = graph.connect(message, keep=self.keep)
+        sent = message.detached()
+        on_the_way = {id(tensor) for other in self.branch.parcels()[1:] for tensor in other.tensors}
+        on_the_way -= {id(tensor) for tensor in self.hoisted}  # of these the chunks are on the way
+        for number, tensor in enumerate(parcel.tensors):
+            if id(tensor) in on_the_way:
+                sent.tensors[number] = tensor.detach().clone()
+        reply = graph.connected(anchor, here.send(group.rank, sent, 0).result().received())
+        return Parcel.of(group.rank, parcel.key, reply, reply.structures)
+
+
+def _relay(hoisted: tuple[Tensor, ...], key: Key, keep: bool, *rest: Any) -> Relay:
+    """In a pickle: a relay of the values that its ``__reduce__`` has given."""
+    return Relay(key, keep, hoisted, *rest)

@@ -1,0 +1,146 @@
+"""Large tensors → chunks, each a request of its own → on the worker a queue of them, by the key of the call.
+
+A chunk may arrive before the request that says what it is a part of, since several threads receive; so it waits.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from torchopt_dist.distributed._protocol import Key
+from torchopt_dist.errors import CallTimeoutError, WorkerLostError
+
+__all__ = ["Chunk", "Piece", "Streams", "chunks_of"]
+
+CHUNK = 1 << 19
+"""Bytes of a chunk: few enough that a tree soon passes the first on, and enough that a request more costs little."""
+
+
+class Piece(NamedTuple):
+    """A part of a tensor.
+
+    Attributes:
+        number: which tensor.
+        start: the index of its first element, as if the tensor were flat.
+        values: the elements.
+    """
+
+    number: int
+    start: int
+    values: torch.Tensor
+
+
+Chunk: TypeAlias = tuple[Piece, ...]
+
+
+def chunks_of(tensors: Sequence[torch.Tensor]) -> list[Chunk]:
+    """Cut contiguous tensors into chunks of equal size, but for the last one; no element is copied."""
+    chunks: list[list[Piece]] = [[]]
+    room = CHUNK
+    for number, tensor in enumerate(tensors):
+        flat, start = tensor.detach().view(-1), 0
+        while start < len(flat):
+            count = max(1, room // flat.itemsize)
+            part = flat[start : start + count]
+            chunks[-1].append(Piece(number, start, part))
+            start, room = start + len(part), room - part.nbytes
+            if room < flat.itemsize:
+                chunks.append([])
+                room = CHUNK
+    return [tuple(chunk) for chunk in chunks if chunk]
+
+
+class Streams:
+    """The chunks that have come to a worker, and that a request has not yet taken."""
+
+    def __init__(self) -> None:
+        self._queues: defaultdict[Key, queue.SimpleQueue[Chunk | None]] = defaultdict(queue.SimpleQueue)
+        self._unwanted: dict[Key, int] = {}
+        self._lock = threading.Lock()
+
+    def put(self, key: Key, chunk: Chunk) -> None:
+        """A chunk has come; that of a request that has ended is dropped."""
+        with self._lock:
+            if key not in self._unwanted:
+                self._queues[key].put(chunk)
+                return
+            self._unwanted[key] -= 1
+            if not self._unwanted[key]:
+                del self._unwanted[key]
+
+    @contextmanager
+    def opened(self, key: Key, count: int, seconds: float) -> Iterator[Iterator[Chunk]]:
+        """Yield the chunks, in the order in which they come; those that have not come at the end are dropped.
+
+        Args:
+            key: of the request that they are for.
+            count: how many there are.
+            seconds: how long to wait for all; 0: for ever.
+
+        Raises:
+            CallTimeoutError: they have not come in time.
+            WorkerLostError: they will not come, since who sends them is gone or does not want them any more.
+        """
+        taken, lost = 0, False
+
+        def take() -> Iterator[Chunk]:
+            nonlocal taken, lost
+            until = time.monotonic() + seconds if seconds else None
+            while taken < count:
+                try:
+                    left = None if until is None else max(0.0, until - time.monotonic())
+                    chunk = arrived.get(timeout=left)
+                except queue.Empty:
+                    raise CallTimeoutError(
+                        f"the tensors of a call have not come within timeout={seconds:g} s"
+                    ) from None
+                if not chunk:
+                    lost = chunk is None
+                    raise WorkerLostError("the rest of the tensors of a call will not come", rank=key[0])
+                taken += 1
+                yield chunk
+
+        with self._lock:
+            arrived = self._queues[key]
+        try:
+            yield take()
+        finally:
+            with self._lock:
+                self._queues.pop(key, None)
+                with suppress(queue.Empty):
+                    while arrived.get_nowait():
+                        taken += 1
+                if taken < count and not lost:
+                    self._unwanted[key] = count - taken
+
+    def forget(self, key: Key) -> None:
+        """No more chunks come for a request."""
+        with self._lock:
+            if key in self._queues:
+                self._queues[key].put(())
+
+    def forget_sender(self, rank: int) -> None:
+        """No more chunks come from a worker, which is lost."""
+        with self._lock:
+            for key in [key for key in self._unwanted if key[0] == rank]:
+                del self._unwanted[key]
+            waiting = [self._queues.pop(key) for key in [*self._queues] if key[0] == rank]
+        for each in waiting:
+            each.put(None)
+
+    def clear(self) -> None:
+        """Let go of all, and of those who wait."""
+        with self._lock:
+            waiting = list(self._queues.values())
+            self._queues.clear()
+            self._unwanted.clear()
+        for each in waiting:
+            each.put(None)

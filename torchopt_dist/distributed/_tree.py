@@ -1,0 +1,74 @@
+"""Workers, their machines, ``fan_out`` → who hands on to whom: a tree of at most ``fan_out`` children each.
+
+Who has a message hands it on to one child after another, and so do the children that have it by then. So in each round
+everybody who has it and has room for a child gets one, and the first child of a worker has the most workers below it.
+Without ``fan_out`` this is the binomial tree, which is done after log2 of the workers rounds; with it there are a few
+rounds more, and nobody sends more than ``fan_out`` times the message.
+
+A machine is entered once: the tree first reaches one worker of each machine, and from there the machine's others.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+__all__ = ["Twig", "tree"]
+
+
+class Twig(NamedTuple):
+    """A worker in a tree.
+
+    Attributes:
+        worker: its rank.
+        twigs: those that it hands on to, in this order.
+    """
+
+    worker: int
+    twigs: tuple[Twig, ...]
+
+    def workers(self) -> list[int]:
+        """The ranks of this worker and of all below it."""
+        return [self.worker, *(worker for twig in self.twigs for worker in twig.workers())]
+
+
+def tree(root: int, workers: Iterable[int], hosts: Sequence[str], fan_out: int) -> tuple[Twig, ...]:
+    """The children of ``root``.
+
+    Args:
+        root: the rank of the worker that has the message.
+        workers: the ranks of those that are to have it.
+        hosts: by rank, the name of a worker's machine.
+        fan_out: how many children a worker may have, the root included.
+    """
+    machines: dict[str, list[int]] = {hosts[root]: [root]}
+    for worker in workers:
+        machines.setdefault(hosts[worker], []).append(worker)
+    children: dict[int, list[int]] = {root: []}
+    if fan_out == 1:  # a chain has no room for a machine's others beside the next machine
+        _grow(children, [root], [rank for ranks in machines.values() for rank in ranks][1:], lambda _: 1)
+    else:
+        first = [ranks[0] for ranks in machines.values()]
+        alone = {ranks[0] for ranks in machines.values() if len(ranks) == 1}
+        _grow(children, [root], first[1:], lambda rank: fan_out - (rank not in alone))
+        for head, *rest in machines.values():
+            _grow(children, [head], rest, lambda _: fan_out)
+
+    def twigs(of: int) -> tuple[Twig, ...]:
+        return tuple(Twig(worker, twigs(worker)) for worker in children[of])
+
+    return twigs(root)
+
+
+def _grow(
+    children: dict[int, list[int]], having: list[int], without: Sequence[int], room: Callable[[int], int]
+) -> None:
+    left = deque(without)
+    while left:
+        for worker in having[:]:
+            if left and len(children[worker]) < room(worker):
+                child = left.popleft()
+                children[worker].append(child)
+                children[child] = []
+                having.append(child)
