@@ -112,7 +112,7 @@ def answer(
     if isinstance(content, Errand):
         values = content.run(request)
         with span("reply") as packed:
-            return packed.made(_reply(values, request.inputs(), content, kept_graphs))
+            return packed.made(_reply(values, request.inputs(), content, kept_graphs, homes={}))
     graph = kept_graphs.find(content.graph)
     with span("backward"):
         input_grads, outputs = _differentiate(content, graph, kept_graphs)

@@ -89,6 +89,7 @@ def map(
         retries: how often the tasks of a worker that is lost run elsewhere; see :func:`remote_sync_call`.
         hedge_after: seconds after which tasks that are late are begun on another worker, too.
         progress: whether a bar shows how many tasks are done; needs tqdm.
+        fan_out: how many workers a worker hands on to what all of them share; see :func:`remote_sync_call`.
 
     Returns:
         The list of results in the items' order, ``[]`` if there is no item; or what the reducer makes of the list.
