@@ -10,6 +10,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -459,6 +460,27 @@ def test_many_gradients_at_a_time_are_told_apart() -> None:
     torch.autograd.grad(y, x, torch.eye(2), is_grads_batched=True, retain_graph=True)
     torch.autograd.grad(y, x, torch.ones(2))
     assert seen == [True, False]
+
+
+@pytest.mark.parametrize("hide", [False, True])
+def test_warnings_of_cpp_code_stay_where_their_level_cannot_be_set(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], hide: bool
+) -> None:
+    def warn() -> str:
+        with pytest.raises(RuntimeError):  # nobody listens at port 1, of which torch's C++ code warns
+            torch.distributed.TCPStore("127.0.0.1", 1, timeout=timedelta(milliseconds=300))
+        return capfd.readouterr().err
+
+    if hide:
+        monkeypatch.setattr(private, "CPP_LIBRARY", "none")
+    before = private.set_cpp_log_level(2)
+    try:
+        assert (before is None) is hide
+        assert ("[W" in warn()) is hide
+    finally:
+        if before is not None:
+            assert private.set_cpp_log_level(before) == 2
+    assert "[W" in warn()
 
 
 @pytest.mark.parametrize("hide", [False, True])

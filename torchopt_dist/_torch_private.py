@@ -7,6 +7,7 @@ name is missing; ``tests/test_torch_private.py`` hides each name and tests that.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import functools
 import sys
 import threading
@@ -14,6 +15,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from multiprocessing import util
+from pathlib import Path
 from types import FrameType
 from typing import Any, cast
 
@@ -53,6 +55,7 @@ __all__ = [
     "parameters_of",
     "profiler_is_on",
     "sequence_number",
+    "set_cpp_log_level",
     "set_default_rpc_timeout",
     "set_parameters",
     "set_sequence_number",
@@ -65,6 +68,8 @@ __all__ = [
     "vmap_randomness",
     "vmaps",
 ]
+
+CPP_LIBRARY = "libc10.dylib" if sys.platform == "darwin" else "libc10.so"
 
 
 def _find(path: str) -> Any:
@@ -421,6 +426,22 @@ def _dictionary(module: nn.Module, name: str) -> Any:
 
 
 # Remote procedure calls.
+
+
+def set_cpp_log_level(level: int) -> int | None:
+    """Have torch's C++ code print messages of that level and above: 0 information, 1 warnings, 2 errors.
+
+    Returns:
+        The level before; ``None`` where it is not to be seen: then nothing changes.
+    """
+    try:
+        # Private: torch reads TORCH_CPP_LOG_LEVEL when it is imported, and never again. Without: warnings are printed.
+        library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / CPP_LIBRARY))
+        found = ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")
+    except (OSError, ValueError):
+        return None
+    before, found.value = found.value, level
+    return before
 
 
 def set_default_rpc_timeout(seconds: float) -> None:

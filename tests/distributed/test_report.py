@@ -111,7 +111,9 @@ def test_under_torchrun_a_failure_is_printed_once_and_is_the_root_cause(tmp_path
 def test_of_four_ranks_one_prints_a_traceback_and_the_others_a_line(tmp_path):
     told, (rank, _) = failures(tmp_path, "in main", size=4)
     assert rank == 0
-    ours = [[line for line in each.splitlines() if not line.startswith("[W")] for each in told]  # torch's own
+    ours = [[line for line in each.splitlines() if not line.startswith("[W")] for each in told]
+    # torch's C++ code warns of each end of a connection that comes before the report of the failure.
+    assert "".join(told).count("\n[W") + sum(each.startswith("[W") for each in told) < 6
     assert ours[0][0] == HEAD
     assert len(ours[0]) <= 10
     assert [len(each) for each in ours[1:]] == [1, 1, 1]  # so that of 8 ranks there are less than 30 lines

@@ -9,10 +9,32 @@ import sys
 import time
 from pathlib import Path
 
+from torchopt_dist._torch_private import set_cpp_log_level
 from torchopt_dist._tracebacks import format_error, show_user_frames, summary
 from torchopt_dist.errors import PeerFailedError, WorkerLostError
 
-__all__ = ["one_line", "report", "tell_torchrun", "tell_user"]
+__all__ = ["CppWarnings", "one_line", "report", "tell_torchrun", "tell_user"]
+
+
+ERRORS_ONLY = 2
+
+
+class CppWarnings:
+    """The warnings that torch's C++ code prints: while a group ends by a failure, one for each connection that ends."""
+
+    def __init__(self) -> None:
+        self._before: int | None = None
+
+    def silence(self) -> None:
+        """Have none printed, unless the user has said by ``TORCH_CPP_LOG_LEVEL`` what is to be."""
+        if self._before is None and "TORCH_CPP_LOG_LEVEL" not in os.environ:
+            self._before = set_cpp_log_level(ERRORS_ONLY)
+
+    def restore(self) -> None:
+        """Have them printed again."""
+        if self._before is not None:
+            set_cpp_log_level(self._before)
+            self._before = None
 
 
 def report(error: BaseException) -> tuple[str, str]:

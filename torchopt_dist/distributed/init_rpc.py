@@ -34,7 +34,13 @@ from torchopt_dist.distributed._membership_hub import START
 from torchopt_dist.distributed._parent import ParentWatch
 from torchopt_dist.distributed._parentheses import check_parentheses
 from torchopt_dist.distributed._question import ask
-from torchopt_dist.distributed._report import one_line, report, tell_torchrun, tell_user
+from torchopt_dist.distributed._report import (
+    CppWarnings,
+    one_line,
+    report,
+    tell_torchrun,
+    tell_user,
+)
 from torchopt_dist.distributed._sealed_store import given_secret, open_store
 from torchopt_dist.distributed._stopped import process_table
 from torchopt_dist.distributed.transport.choice import check_name, choose
@@ -164,6 +170,7 @@ class _RunningGroup:
         self.group: Group | None = None
         self.interruption = Interruption()
         self._unwound = threading.Event()
+        self._warnings = CppWarnings()
 
     def __enter__(self) -> Group:
         world, chosen = self.world, self.chosen
@@ -252,6 +259,7 @@ class _RunningGroup:
     def _abandon(self, error: BaseException) -> None:
         """End this rank, which has failed: report to the others, unless another rank has, and wait for none of them."""
         self._stop_calls()
+        self._warnings.silence()
         self._unwound.set()
         tell_user(error)
         try:
@@ -265,6 +273,7 @@ class _RunningGroup:
         with contextlib.suppress(Exception):  # the hub is gone
             self.membership.close()
         self._forget()
+        self._warnings.restore()
 
     def _is_known_to_all(self, error: BaseException) -> bool:
         """Whether the other ranks end anyway, for the reason for which this one does."""
@@ -293,6 +302,7 @@ class _RunningGroup:
     def _peer_failed(self, failure: Failure) -> None:
         """In the membership's thread: another rank has failed or was lost. This rank ends as well, or goes on."""
         if self._ends_all(failure):
+            self._warnings.silence()
             threading.Thread(target=self._end, args=(failure.error(),), daemon=True).start()
         elif self.group is not None:
             self.group.kept_graphs.forget_caller(failure.rank)
