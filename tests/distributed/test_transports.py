@@ -32,6 +32,7 @@ from torchopt_dist.distributed._group import current_group
 from torchopt_dist.distributed._payload import ExecutionOptions, Payload
 from torchopt_dist.distributed._protocol import Call
 from torchopt_dist.distributed._serialization import pack, unpack
+from torchopt_dist.distributed.transport._contacts import configure
 
 TRANSPORTS = {
     "rpc": {"TODIST_TRANSPORT": "rpc"},
@@ -467,6 +468,17 @@ def test_what_is_lost_with_a_connection_is_sent_again(world, name):
         return numbers
 
     assert world(2, env=TRANSPORTS[name]).run(body, timeout=100)[0] == list(range(60))
+
+
+def test_a_connection_on_which_a_large_message_is_under_way_is_not_given_up():
+    """The kernel probes the other end: ZeroMQ's heartbeat would wait behind the message (`benchmarks/network.py`)."""
+    context = zmq.Context()
+    with context, context.socket(zmq.PUSH) as socket_:
+        configure(socket_)
+        assert socket_.heartbeat_ivl == 0
+        assert socket_.tcp_keepalive == 1
+        assert 0 < socket_.tcp_keepalive_idle + socket_.tcp_keepalive_intvl * socket_.tcp_keepalive_cnt <= 4
+        assert 0 < socket_.tcp_maxrt <= 4000
 
 
 counted: list[int] = []

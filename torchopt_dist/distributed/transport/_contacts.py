@@ -32,7 +32,7 @@ IPC_VARIABLE = "TODIST_ZMQ_IPC"
 LONGEST_PATH = 100
 """Bytes; systems allow a Unix socket's path little more."""
 DOMAIN = "todist"
-HEARTBEAT_MS, DEAD_AFTER_MS = 1000, 4000
+PROBE_SECONDS, PROBES, DEAD_AFTER_MS = 1, 3, 4000
 HANDSHAKE_MS = 5000
 RECONNECT_MS = 50
 
@@ -168,7 +168,11 @@ def configure(socket: zmq.Socket[bytes]) -> None:
     """Set what all sockets have in common."""
     socket.linger = 0
     socket.sndhwm = socket.rcvhwm = 0  # a sender does not wait: there are as many messages as there are calls
-    socket.heartbeat_ivl, socket.heartbeat_timeout = HEARTBEAT_MS, DEAD_AFTER_MS
+    # The kernel probes the other end. ZeroMQ's own heartbeat waits behind a large message on a slow network: it ends a
+    # connection on which the message is under way, which is then sent again and again.
+    socket.tcp_keepalive, socket.tcp_keepalive_cnt = 1, PROBES
+    socket.tcp_keepalive_idle = socket.tcp_keepalive_intvl = PROBE_SECONDS
+    socket.tcp_maxrt = DEAD_AFTER_MS
     socket.handshake_ivl = HANDSHAKE_MS
     socket.reconnect_ivl, socket.reconnect_ivl_max = RECONNECT_MS, 20 * RECONNECT_MS
 
