@@ -6,6 +6,8 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Real
+from typing import Any
 
 from torchopt_dist.errors import InitializationError
 
@@ -29,6 +31,7 @@ class Liveness:
         patience: seconds without an answer, or stopped, after which a worker is lost.
 
     Raises:
+        TypeError: one is no number.
         ValueError: a number is not positive and finite, or ``patience`` is less than ``interval``.
     """
 
@@ -36,9 +39,8 @@ class Liveness:
     patience: float = 10.0
 
     def __post_init__(self) -> None:
-        for name, seconds in (("interval", self.interval), ("patience", self.patience)):
-            if not 0 < seconds < math.inf:
-                raise ValueError(f"{name} must be a positive number of seconds, got {seconds!r}")
+        _check_seconds("interval", self.interval)
+        _check_seconds("patience", self.patience)
         if self.patience < self.interval:
             raise ValueError(f"patience must be at least interval={self.interval:g}, got {self.patience:g}")
 
@@ -74,3 +76,12 @@ class Liveness:
             return cls.parse(env.get(VARIABLE, ""))
         except ValueError as error:
             raise InitializationError(f"the environment variable {VARIABLE} {error}") from None
+
+
+def _check_seconds(name: str, seconds: Any) -> None:
+    if isinstance(seconds, bool) or not isinstance(seconds, Real):
+        raise TypeError(
+            f"{name} must be a positive number of seconds, got {type(seconds).__name__} {seconds!r}"
+        )
+    if not 0 < float(seconds) < math.inf:
+        raise ValueError(f"{name} must be a positive number of seconds, got {seconds!r}")

@@ -78,12 +78,17 @@ class Checkpointer:
         background: bool = False,
         random_states: bool = True,
     ) -> None:
+        if not isinstance(folder, (str, os.PathLike)):
+            raise TypeError(f"`folder` must be a path, got {type(folder).__name__} {folder!r}")
+        for name, value in (("background", background), ("random_states", random_states)):
+            if not isinstance(value, bool):
+                raise TypeError(f"`{name}` must be True or False, got {type(value).__name__} {value!r}")
         self.folder = Path(folder).absolute()
         if self.folder.exists() and not self.folder.is_dir():
             raise ValueError(f"`folder` must be a folder, or not be there yet, got the file {self.folder}")
         self.keep = None if keep is None else _integer("keep", keep, 1)
         self.every = _integer("every", every, 1)
-        self._random_states = bool(random_states)
+        self._random_states = random_states
         self._corrupt: set[str] = set()
         self._thread = ThreadPoolExecutor(1, "todist-checkpoint") if background else None
         self._writing: Future[None] | None = None

@@ -134,6 +134,8 @@ def _inner_loop(
         raise TypeError(
             f"`stop` must be a function of a step's number and its loss, got {type(stop).__name__}"
         )
+    if not isinstance(has_aux, bool):
+        raise TypeError(f"`has_aux` must be True or False, got {type(has_aux).__name__} {has_aux!r}")
     given, count = _batches_and_steps(batches, steps)
     model = model_of(params)
     first = model.tree(model.leaves)
@@ -187,6 +189,8 @@ def _batches_and_steps(batches: Any, steps: Any) -> tuple[Batches, int]:
         if steps is not None:
             raise ValueError("`steps` is for `batches` that are a function or a sequence, not a number")
         return None, batches
+    if isinstance(batches, Tensor) and batches.ndim == 0:
+        raise TypeError("`batches` must have a batch a step, got a Tensor without dimensions")
     if hasattr(batches, "__len__") and hasattr(batches, "__getitem__"):
         count = len(batches)
         if steps is not None and steps > count:

@@ -27,6 +27,10 @@ def barrier(worker_names: Iterable[str] | None = None) -> None:
         raise TypeError(
             f"worker_names must be a collection of names, got one string: write [{worker_names!r}]"
         )
+    if not isinstance(worker_names, (Iterable, type(None))):
+        raise TypeError(
+            f"worker_names must be a collection of names, got {type(worker_names).__name__} {worker_names!r}"
+        )
     chosen = range(len(group.names)) if worker_names is None else tuple(worker_names)
     if None in chosen:
         raise TypeError(f"worker_names must hold names, got None in {chosen}")

@@ -224,6 +224,9 @@ class TensorDimensionPartitioner:
             raise TypeError(f"dim must be an integer, got {type(dim).__name__} {dim!r}")
         check_workers(workers)
         self.dim = dim
+        for name, value in (("exclusive", exclusive), ("keepdim", keepdim)):
+            if not isinstance(value, bool):
+                raise TypeError(f"{name} must be True or False, got {type(value).__name__} {value!r}")
         self.exclusive = exclusive
         self.keepdim = keepdim
         self.workers = None if workers is None else tuple(workers)

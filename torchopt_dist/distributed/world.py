@@ -210,6 +210,8 @@ def on_rank(*ranks: int) -> Callable[[Callable[P, T]], Callable[P, T | None]]:
     _check_ranks("on_rank", ranks)
 
     def decorator(func: Callable[P, T]) -> Callable[P, T | None]:
+        _check_function(func)
+
         @functools.wraps(func)
         def wrapped(*args: P.args, **kwargs: P.kwargs) -> T | None:
             world = get_world_info()
@@ -237,6 +239,8 @@ def not_on_rank(*ranks: int) -> Callable[[Callable[P, T]], Callable[P, T | None]
     _check_ranks("not_on_rank", ranks)
 
     def decorator(func: Callable[P, T]) -> Callable[P, T | None]:
+        _check_function(func)
+
         @functools.wraps(func)
         def wrapped(*args: P.args, **kwargs: P.kwargs) -> T | None:
             return None if get_rank() in ranks else func(*args, **kwargs)
@@ -244,6 +248,11 @@ def not_on_rank(*ranks: int) -> Callable[[Callable[P, T]], Callable[P, T | None]
         return wrapped
 
     return decorator
+
+
+def _check_function(func: object) -> None:
+    if not callable(func):
+        raise TypeError(f"func must be a function, got {type(func).__name__} {func!r}")
 
 
 def _check_ranks(decorator: str, ranks: tuple[Any, ...]) -> None:

@@ -79,6 +79,8 @@ class Replayed(Adjoint):
                 raise TypeError(f"`snapshots` must be a number or 'all', got {self.snapshots!r}")
             if self.snapshots < 1:
                 raise ValueError(f"`snapshots` must be at least 1, got {self.snapshots}")
+        if not isinstance(self.check, bool):
+            raise TypeError(f"`check` must be True or False, got {type(self.check).__name__} {self.check!r}")
         if self.store is not None and not isinstance(self.store, (str, Path)):
             raise TypeError(f"`store` must be 'cpu' or a folder, got {type(self.store).__name__}")
         if self.blocks not in (None, "auto") and not isinstance(self.blocks, (nn.Sequential, nn.ModuleList)):
