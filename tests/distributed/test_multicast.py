@@ -6,6 +6,8 @@ import gc
 import os
 import signal
 import threading
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,9 +16,10 @@ from torch import nn
 from torch.autograd import gradcheck, gradgradcheck
 
 import torchopt_dist as todist
-from tests.distributed.programs import kept_on
-from torchopt_dist.distributed import _relay
+from tests.distributed.programs import kept
+from torchopt_dist.distributed import _multicast, _relay
 from torchopt_dist.distributed._group import current_group
+from torchopt_dist.distributed._payload import ExecutionOptions, group_by_worker
 from torchopt_dist.distributed._streams import CHUNK, Streams, chunks_of
 from torchopt_dist.distributed._tree import tree
 from torchopt_dist.errors import CallTimeoutError, WorkerLostError
@@ -106,6 +109,40 @@ def test_chunks_that_nobody_wants_or_nobody_sends_are_let_go_of():
 def test_a_fan_out_that_is_no_number_of_workers_is_an_error(fan_out):
     with pytest.raises(ValueError, match="fan_out must be a whole number of workers, 1 or more"):
         todist.parallelize(fan_out=fan_out)
+
+
+@pytest.mark.parametrize(
+    ("options", "lost", "chosen"),
+    [
+        ({}, (), 3),
+        ({"size": 8, "far": 3}, (), 0),  # three on another machine
+        ({"size": 8, "far": 4}, (), 3),
+        ({"size": 8, "far": 4}, (7,), 0),
+        ({"nbytes": 1 << 19}, (), 0),
+        ({"fan_out": None}, (), 0),
+        ({"fan_out": 2, "far": 0, "nbytes": 4}, (), 2),
+        ({"fan_out": 5}, (), 0),  # all are children of the caller anyway
+        ({"fan_out": 2, "retries": 1}, (), 0),
+        ({"fan_out": 2, "hedge_after": 1.0}, (), 0),
+    ],
+)
+def test_a_tree_is_made_where_it_is_asked_for_or_pays(options, lost, chosen):
+    size, far, nbytes = (
+        options.pop(key, usual) for key, usual in (("size", 6), ("far", 5), ("nbytes", 1 << 20))
+    )
+    members = [SimpleNamespace(host="far" if rank >= size - far else "here") for rank in range(size)]
+    retries = SimpleNamespace(is_lost=lost.__contains__)
+    shared = torch.zeros(nbytes, dtype=torch.uint8)
+    payloads = group_by_worker(
+        print,
+        [(rank, (shared, torch.ones(1 << 18)), {}) for rank in range(1, size)],
+        ExecutionOptions(**options),
+    )
+    group = SimpleNamespace(rank=0, members=members, retries=retries)
+    twigs = _multicast._tree_for(group, {rank: payload for rank, (payload, _) in payloads.items()})
+    found = list(edges(twigs))
+    assert {child for _, child in found} == (set(range(1, size)) - set(lost) if chosen else set())
+    assert max((sum(parent == rank for parent, _ in found) for rank in range(size)), default=0) == chosen
 
 
 # ------------------------------------------------------------------------------------------------------ derivatives
@@ -248,10 +285,15 @@ def errors_name_the_worker_that_has_raised():
         assert not getattr(raised.value, "__notes__", [])
 
 
+def kept_after_collection():
+    gc.collect()  # an error may hold a graph until then
+    return kept()
+
+
 def no_graph_is_left(workers):
-    for worker in workers:  # an error may hold one until then
-        todist.remote_call(worker, gc.collect)
-    assert not any(kept_on(worker) for worker in workers)
+    deadline = time.monotonic() + 20
+    while any(left := [todist.remote_call(worker, kept_after_collection) for worker in workers]):
+        assert time.monotonic() < deadline, left
 
 
 def test_derivatives_values_and_errors_through_trees(world):

@@ -30,7 +30,9 @@ __all__ = ["calls"]
 AUTO_FAN_OUT = 3
 """A tree of three children is at most a tenth slower than one without a limit, up to a thousand workers."""
 AUTO_WORKERS = 4
+"""On other machines: in one machine memory is copied, and a tree copies as much, a third of it one after another."""
 AUTO_BYTES = 1 << 20
+"""Two chunks: with less there is nothing to hand on while the rest comes."""
 
 
 def calls(
@@ -86,8 +88,13 @@ def _tree_for(group: Group, payloads: Mapping[int, Payload]) -> tuple[Twig, ...]
     fan_out = options.fan_out
     if fan_out == "auto":
         fan_out = AUTO_FAN_OUT
-        one, other = (payloads[worker].tensors() for worker in workers[:2])
-        if len(workers) < AUTO_WORKERS or sum(x.nbytes for x in _common([one, other])) < AUTO_BYTES:
+        here = group.members[group.rank].host
+        if sum(group.members[worker].host != here for worker in workers) < AUTO_WORKERS:
+            return ()
+        if (
+            sum(x.nbytes for x in _common([payloads[worker].tensors() for worker in workers[:2]]))
+            < AUTO_BYTES
+        ):
             return ()
     if len(workers) <= fan_out:
         return ()

@@ -76,8 +76,8 @@ def remote_sync_call(
             answer counts.
         progress: whether a bar shows, in a terminal or a notebook, how many tasks are done; needs tqdm.
         fan_out: how many workers a worker, the caller included, hands on to what all of them share. ``None``: the
-            caller sends it to each. ``"auto"``: 3 from 4 other workers and 1 MiB on, else ``None``. With ``retries``
-            or ``hedge_after`` always ``None``.
+            caller sends it to each. ``"auto"``: 3 from 4 workers on other machines and 1 MiB on, else ``None``. With
+            ``retries`` or ``hedge_after`` always ``None``.
 
     Returns:
         What the reducer returns, or the list of results.
