@@ -20,6 +20,7 @@ GROUND = {
     "_evaluation",
     "_liveness",
     "_network",
+    "_out_of_memory",
     "_serialized_exception",
     "_torch_private",
     "_tracebacks",
@@ -45,7 +46,14 @@ MAY_IMPORT = {
     "distributed": GROUND | {"nn", "nn.module_state"},
     "checkpoint": GROUND | {"distributed.world"},
     "scalars": {"distributed.world"},
-    "launch": {"_liveness", "_network", "_serialized_exception", "_torch_private", "errors"},
+    "launch": {
+        "_liveness",
+        "_network",
+        "_out_of_memory",
+        "_serialized_exception",
+        "_torch_private",
+        "errors",
+    },
 }
 """Room → what it may import beside itself; a dotted name is a part of a room, a plain one the whole of it.
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 import torchopt_dist as todist
 from tests.distributed.bare import soon
+from torchopt_dist import _out_of_memory
 from torchopt_dist.distributed import _membership_hub as membership_module
 from torchopt_dist.distributed._members import Failure, Member
 from torchopt_dist.distributed._membership import Membership
@@ -561,6 +562,21 @@ def test_when_the_hub_dies_all_are_told(lines):
     for future in waits:
         with pytest.raises(todist.WorkerLostError, match="rank 0 died"):
             future.result()
+
+
+def test_a_death_for_lack_of_memory_is_named(lines, monkeypatch, tmp_path):
+    monkeypatch.setattr(_out_of_memory, "COUNTS", tmp_path / "vmstat")
+    (tmp_path / "vmstat").write_text("nr_free_pages 5\noom_kill 3\n")
+    line, other = lines("a", "b", "c"), lines("a", "b")
+    line.cut(2)
+    wait_until(lambda: line.ends[1].failures)
+    assert str(line.ends[1].lost[2]).endswith("ended without a report")
+    (tmp_path / "vmstat").write_text("nr_free_pages 5\noom_kill 4\n")
+    other.cut(1)
+    wait_until(lambda: other.ends[0].failures)
+    assert str(other.ends[0].lost[1]).endswith(
+        "report; the kernel has killed processes there for lack of memory"
+    )
 
 
 def test_leaving_is_no_death(lines):

@@ -58,6 +58,7 @@ class Failure:
         cause: why it was lost; see :class:`WorkerLostError`.
         worker: its name.
         host: the name of its machine.
+        out_of_memory: whether the kernel has killed processes there for lack of memory.
     """
 
     rank: int
@@ -66,6 +67,7 @@ class Failure:
     cause: str = DIED
     worker: str = ""
     host: str = ""
+    out_of_memory: bool = False
 
     def error(self) -> PeerFailedError | WorkerLostError:
         """The exception to raise on the other ranks."""
@@ -74,8 +76,9 @@ class Failure:
             error.rank, error.summary = self.rank, f"rank {self.rank} failed: {self.summary}"
             return error
         who = f"{self.worker or 'the rank'} on {self.host}" if self.host else self.worker or "the rank"
+        why = "; the kernel has killed processes there for lack of memory" if self.out_of_memory else ""
         return WorkerLostError(
-            f"rank {self.rank} {TEXTS[self.cause].format(who=who)}",
+            f"rank {self.rank} {TEXTS[self.cause].format(who=who)}{why}",
             rank=self.rank,
             worker=self.worker,
             host=self.host,

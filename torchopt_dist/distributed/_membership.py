@@ -20,6 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 from torchopt_dist._liveness import Liveness
+from torchopt_dist._out_of_memory import out_of_memory_kills
 from torchopt_dist.distributed._direct_links import DirectLinks
 from torchopt_dist.distributed._members import Failure, Member
 from torchopt_dist.distributed._membership_hub import HUB, JOIN_SECONDS, START, Hub
@@ -66,6 +67,7 @@ class Membership:
         self.members: tuple[Member, ...] = ()
         self.failures: dict[int, Failure] = {}
         self._on_failure = on_failure
+        self._kills_before = out_of_memory_kills()
         self._liveness = liveness = liveness or Liveness()
         self._stopped: StoppedProcesses | None = None
         self._watchdog: Watchdog | None = None
@@ -355,7 +357,9 @@ class Membership:
 
     def _failure(self, failed: int, report: str, summary: str = "", cause: str = DIED) -> Failure:
         of = self.members[failed] if self.members else Member(failed, "", "")
-        return Failure(failed, report, summary, cause, of.name, of.host)
+        seen = cause == DIED and not report and of.process_table == self.me.process_table
+        out_of_memory = seen and out_of_memory_kills() > self._kills_before
+        return Failure(failed, report, summary, cause, of.name, of.host, out_of_memory)
 
     async def _shut(self) -> None:
         await self.links.close()

@@ -24,6 +24,7 @@ from typing import Any
 
 import setproctitle
 
+from torchopt_dist._out_of_memory import out_of_memory_kills
 from torchopt_dist.errors import InitializationError
 from torchopt_dist.launch import _messages as messages
 from torchopt_dist.launch import _processes as processes
@@ -84,7 +85,7 @@ class Agent:
         self._store: Any = None
         self._grace: float | None = None
         """Seconds for the workers to end, once they are to."""
-        self._kills_before = processes.out_of_memory_kills()
+        self._kills_before = out_of_memory_kills()
         self._between_signs = ALIVE_SECONDS
         self._spoke_at = -math.inf
 
@@ -306,7 +307,7 @@ class Agent:
             else:
                 del self._running[pid]
                 killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-                oom = killed and processes.out_of_memory_kills() > self._kills_before
+                oom = killed and out_of_memory_kills() > self._kills_before
                 self._tell(messages.Exited(changed.rank, os.waitstatus_to_exitcode(status), oom))
 
     def _end(self, grace: float) -> None:

@@ -20,7 +20,6 @@ __all__ = [
     "end_with_parent",
     "kill",
     "open_process",
-    "out_of_memory_kills",
     "reap",
     "umask",
     "wake_on_children",
@@ -31,8 +30,6 @@ JANITORS = ("multiprocessing.resource_tracker", "torch_shm_manager")
 """Programs that unlink shared memory when those who used it have ended, and then end themselves."""
 
 UMASK = re.compile(r"^Umask:\s*([0-7]+)$", re.MULTILINE)
-
-OUT_OF_MEMORY_KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -94,14 +91,6 @@ def kill(pid: int, number: int = signal.SIGKILL) -> None:
     """Send a signal to a process, if it is there."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
-
-
-def out_of_memory_kills() -> int:
-    """How many processes of this machine the kernel has killed for lack of memory, in control groups and otherwise."""
-    with contextlib.suppress(OSError):
-        found = OUT_OF_MEMORY_KILLS.search(Path("/proc/vmstat").read_text("utf-8"))
-        return int(found[1]) if found else 0
-    return 0
 
 
 def umask() -> int | None:
