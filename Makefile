@@ -12,6 +12,7 @@ JOBS ?= 2
 ARGS ?=
 PROGRAMS ?= 2000
 LOSSES ?= 50
+ONLY ?=
 TORCHES ?= 2.11.0 2.13.0 newest
 
 VENV := .venv
@@ -24,7 +25,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick fuzz losses examples lint types docs gallery wheel clean
+.PHONY: help demo test quick fuzz losses examples lint types docs gallery bench wheel clean
 
 help: ## show these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -70,6 +71,9 @@ docs: $(STAMP) ## the documentation, into docs/_build
 gallery: $(STAMP) ## run every example on one worker and on two, for the documentation's pictures; then the documentation
 	$(BIN)/python docs/pages.py
 	$(MAKE) docs
+
+bench: $(STAMP) ## write the tables of docs/benchmarks.md and docs/faults.md, on a quiet machine: ONLY="call_overhead launch"
+	$(BIN)/python benchmarks $(ONLY)
 
 wheel: $(STAMP) ## wheel and source distribution into dist, tried outside the tree: TORCHES="2.11.0 2.13.0 newest"
 	$(BIN)/python -m tests.packaging.release $(TORCHES)

@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from page import ratio, table
 from torch import Tensor, nn
 from torch.distributed import rpc
 from torch.distributed.rpc.internal import PythonUDF, serialize
@@ -70,16 +71,24 @@ def main() -> None:
     spread(
         model, torch.zeros(todist.get_world_size(), ROWS, WIDTH)
     )  # the structure travels the first time only
-    print(f"{todist.get_world_size()} workers, one of them the caller; a model of {model_bytes:,} bytes")
-    print(f"{'tasks':>6} {'ours':>14} {'W*M + shards':>14} {'over':>7} {'TorchOpt':>14} {'ratio':>6}")
+    print(f"{todist.get_world_size()} workers, one of them the caller; a model of {model_bytes:,} bytes.")
+    rows, over, fewer = [], [], []
     for tasks in (3, 12, 48, 192):
         x = torch.zeros(tasks, ROWS, WIDTH)
         ours = bytes_sent(spread, model, x)
         floor = others * model_bytes + x.numel() * x.element_size() * others // (others + 1)
-        theirs = 0
+        row = [f"{tasks}", f"{ours:,}", f"{floor:,}"]
+        over.append(ours / floor)
         if torchopt_distributed is not None:
             theirs = bytes_sent(torchopts, model, x)
-        print(f"{tasks:6} {ours:14,} {floor:14,} {ours / floor:7.4f} {theirs:14,} {theirs / ours:6.1f}")
+            row.append(f"{theirs:,}")
+            fewer.append(theirs / ours)
+        rows.append(row)
+    table(["tasks", "ours", "W·M + shards", *(["TorchOpt"] if fewer else [])], rows)
+    question = "bytes sent, 3 to 192 tasks on 3 workers"
+    ratio(question, "a model a worker, and the shards", f"{max(over):.4f} times as many")
+    if fewer:
+        ratio(question, "TorchOpt", f"{min(fewer):.1f} to {max(fewer):.0f} times fewer")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 import torch.distributed.autograd as dist_autograd
 import torch.nn.functional as F
+from page import ratio, table
 from torch import Tensor, nn
 from torch.distributed import rpc
 from torch.func import functional_call
@@ -24,6 +25,7 @@ except ImportError:
     torchopt = None
 
 TASKS, STEPS, LR = 32, 5, 0.1
+OURS = ("ours", "ours, vectorize=True")
 Batch = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
@@ -135,16 +137,20 @@ def main() -> None:
         error = max(
             ((a - b).abs().max() / b.abs().max()).item() for a, b in zip(grads, reference, strict=True)
         )
-        print(f"{name}: largest relative difference of the gradient {error:.1e}")
+        assert error < 1e-5, f"the gradient of {name} is off by {error:.1e} of the largest one"
     half: Batch = tuple(tensor[: TASKS // 2] for tensor in batch)
     timed = {name: lambda s=step: s(model, batch) for name, step in steps.items()}
     timed["half the tasks, one process"] = lambda: step_one_process(model, half)
     seconds = interleaved(timed, rounds=15)
-    for name, value in seconds.items():
-        print(
-            f"{name:28} {value * 1e3:8.1f} ms   ours is {value / seconds['ours']:.2f} x, "
-            f"vectorized {value / seconds['ours, vectorize=True']:.2f} x as fast"
-        )
+    fast = {way: {name: f"{value / seconds[way]:.2f}" for name, value in seconds.items()} for way in OURS}
+    table(
+        ["", "ms a step", *(f"{way} is as fast" for way in OURS)],
+        [[name, f"{value * 1e3:.1f}", *(fast[way][name] for way in OURS)] for name, value in seconds.items()],
+    )
+    for way, question in zip(OURS, ("tasks in a loop", "`vectorize=True`"), strict=True):
+        for peer in steps:
+            if peer not in OURS:
+                ratio(f"a MAML step on two workers, {question}", peer, f"{fast[way][peer]} times as fast")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from page import ratio, table
 from torch import Tensor
 from workers import interleaved, start_workers
 
@@ -39,10 +40,12 @@ def main() -> None:
 
     torch.testing.assert_close(gradient(here), gradient(spread))
     seconds = interleaved({"one": lambda: gradient(here), "two": lambda: gradient(spread)}, rounds=5)
-    print(
-        f"{SAMPLES} samples: one process {seconds['one'] * 1e3:.0f} ms, two workers {seconds['two'] * 1e3:.0f} ms"
+    table(
+        ["samples", "one process", "two workers"],
+        [[f"{SAMPLES}", f"{seconds['one'] * 1e3:,.0f} ms", f"{seconds['two'] * 1e3:,.0f} ms"]],
     )
-    print(f"ratio: {seconds['one'] / seconds['two']:.2f}")
+    faster = f"{seconds['one'] / seconds['two']:.2f} times as fast"
+    ratio(f"evolution strategies, {SAMPLES} samples, two workers", "one process", faster)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from page import ratio, table
 from torch import Tensor
 from workers import interleaved
 
@@ -82,7 +83,8 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     params, product, b = problem()
-    print(f"{sum(weight.numel() for weight in params):,} parameters, {STEPS} steps, batch {BATCH}")
+    print(f"{sum(weight.numel() for weight in params):,} parameters, {STEPS} steps, batch {BATCH}.")
+    rows = []
     with torch.no_grad():
         for name, ways in solvers().items():
             products = STEPS * (2 if name == "normal cg" else 1)
@@ -91,11 +93,14 @@ def main() -> None:
             }
             timed["the bare products"] = lambda products=products: [product(b) for _ in range(products)]
             seconds = interleaved(timed, rounds=5, warmups=1)
-            for way, value in seconds.items():
-                ratio = f"   {value / seconds['ours']:.2f} x ours"
-                print(f"{name:10} {way:18} {value * 1e3:8.1f} ms{ratio if way != 'ours' else ''}")
+            columns = ("ours", "TorchOpt", "the bare products")
+            rows.append([name, *(f"{seconds[w] * 1e3:.0f} ms" if w in seconds else "" for w in columns)])
+            if "TorchOpt" in seconds:
+                faster = f"{seconds['TorchOpt'] / seconds['ours']:.2f} times as fast"
+                ratio(f"{STEPS} steps of {name}, 1 M parameters", "TorchOpt's", faster)
+    table(["", "ours", "TorchOpt", "the bare products"], rows)
     few, many = memory_of(20), memory_of(200)
-    print(f"saved for backward: {few / 1e6:.0f} MB after 20 steps, {many / 1e6:.0f} MB after 200")
+    print(f"Saved for backward: {few / 1e6:.0f} MB after 20 steps, {many / 1e6:.0f} MB after 200.")
 
 
 if __name__ == "__main__":

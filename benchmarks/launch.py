@@ -18,6 +18,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from page import ratio, table
+
 WORKERS = 2
 
 SCRIPT = """
@@ -121,11 +123,18 @@ def main() -> None:
         for key, rows in seconds.items()
     }
     at, done = medians["torchrun", "first launch"]
-    for (way, kind), (first, result) in medians.items():
-        print(
-            f"{way:10} {kind:13} user code after {first:6.3f} s, {first / at:5.3f} x torchrun's;  "
-            f"result after {result:6.3f} s, {result / done:5.3f} x"
-        )
+    table(
+        ["", "user code", "result"],
+        [
+            [f"{way}, {kind}", f"{first:.3f} s ({first / at:.3f})", f"{result:.3f} s ({result / done:.3f})"]
+            for (way, kind), (first, result) in medians.items()
+        ],
+    )
+    ours = medians["ours", "next launch"][0]
+    for peer in ("torchrun", "torchrunx"):
+        their = medians.get((peer, "next launch"), medians.get((peer, "first launch")))
+        if their is not None:
+            ratio("a launch from a running program", peer, f"{ours / their[0]:.3f} of its time to user code")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from page import ratio, table
 from workers import interleaved
 
 import torchopt_dist as todist
@@ -75,16 +76,18 @@ def chains() -> None:
             chained(todist.clip_grad_norm(1.0), todist.adam(lr=1e-3)),
         ),
     }
+    rows = []
     for case, (peer, ours) in pairs.items():
         seconds = interleaved({"torch, foreach": peer, "ours": ours}, rounds=30, warmups=3)
         theirs = seconds["torch, foreach"]
-        print(
-            f"2,000 tensors, Adam, {case:12} ours {seconds['ours'] / theirs:.2f} of foreach ({theirs * 1e3:.1f} ms)"
-        )
+        rows.append([case, f"{theirs * 1e3:.2f} ms", f"{seconds['ours'] / theirs:.2f}"])
+    print("2,000 tensors of 64 numbers, Adam:")
+    table(["behind", "torch, foreach", "ours, of it"], rows)
 
 
 def main() -> None:
     torch.set_num_threads(1)
+    rows = []
     for case, (name, options) in CASES.items():
         has_choice = "fused" in getattr(todist, name).__signature__.parameters
         ways = {"torch, foreach": stepper(torch.optim, name, {**options, "foreach": True})}
@@ -104,10 +107,14 @@ def main() -> None:
             assert error < 1e-5, f"{case}: {way} is {error} off"
         seconds = interleaved({way: step for way, (_, step) in ways.items()}, rounds=50, warmups=5)
         peer = seconds["torch, foreach"]
-        print(
-            f"{case:15}",
-            "   ".join(f"{way} {s * 1e3:6.2f} ms ({s / peer:.2f} of foreach)" for way, s in seconds.items()),
-        )
+        over = {way: f"{s / peer:.2f}" for way, s in seconds.items()}
+        columns = ("torch, fused", "ours", "ours, formula")
+        rows.append([case, f"{peer * 1e3:.2f} ms", *(over.get(way, "") for way in columns)])
+        if case == "Adam":
+            answer = f"{over['ours']} of its time; torch's fused one {over['torch, fused']}"
+            ratio("a step of Adam without a graph", "torch's foreach", answer)
+    print(f"{TENSORS} tensors of {NUMEL:,} float32 numbers; of the time of torch's foreach:")
+    table(["", "torch, foreach", "torch, fused", "ours", "ours, formula"], rows)
 
 
 if __name__ == "__main__":

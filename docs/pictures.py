@@ -106,6 +106,7 @@ def number(cell: str) -> float:
 def draw_costs() -> None:
     """Speed and memory against the peers, from the tables of two pages."""
     step = {name: number(cells[0]) for name, cells in table("benchmarks.md", "A MAML step").items()}
+    step.pop("half the tasks, one process", None)  # the bound, no way to do it
     sent = {number(n): cells for n, cells in table("benchmarks.md", "How many bytes travel").items()}
     peaks = {name: number(cells[0]) for name, cells in table("inner_loops.md", "What they cost").items()}
 
@@ -127,6 +128,8 @@ def draw_costs() -> None:
         axes.spines[:].set_visible(False)
         axes.tick_params(length=0)
     for column, label, colour in ((2, "TorchOpt", OTHERS), (0, "ours", OURS)):
+        if column >= len(next(iter(sent.values()))):
+            continue  # was not installed
         traffic.plot(list(sent), [number(cells[column]) / 1e6 for cells in sent.values()], "o-", color=colour)
         last = number(list(sent.values())[-1][column]) / 1e6
         traffic.annotate(label, (list(sent)[-1], last), (-8, 4), textcoords="offset points", ha="right")
@@ -139,10 +142,29 @@ def draw_costs() -> None:
     figure.savefig(FOLDER / "costs.svg", metadata={"Date": None})
 
 
+def draw_growth() -> None:
+    """A MAML step against tasks, inner steps and parameters, from their table."""
+    rows = table("benchmarks.md", "How the cost grows with tasks, steps and parameters")
+    figure = Figure(figsize=(11, 3), layout="constrained")
+    for axes, what in zip(figure.subplots(1, 3), ("tasks", "inner steps", "parameters"), strict=True):
+        of_this = {
+            number(name): cells for name, cells in rows.items() if name.endswith(what) and name[0].isdigit()
+        }
+        for column, label, colour in ((0, "one process", OTHERS), (1, "two workers", OURS)):
+            milliseconds = [number(cells[column]) for cells in of_this.values()]
+            axes.plot(list(of_this), milliseconds, "o-", color=colour, label=label)
+        axes.set(xscale="log", yscale="log", xlabel=what)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.axes[0].set_ylabel("a step, ms")
+    figure.axes[0].legend(frameon=False)
+    figure.savefig(FOLDER / "growth.svg", metadata={"Date": None})
+
+
 def make() -> None:
     """Make all pictures."""
     FOLDER.mkdir(exist_ok=True)
     draw_costs()
+    draw_growth()
     draw_graph(graph_of_two_steps(), "two_steps")
     source = todist.launch(of_a_call, (FOLDER / "timeline.svg",), nproc_per_host=2, rpc=True).rank(0)
     draw_graph(source, "call", "LR")
