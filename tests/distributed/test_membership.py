@@ -20,10 +20,11 @@ import torchopt_dist as todist
 from tests.distributed.bare import soon
 from torchopt_dist import _out_of_memory
 from torchopt_dist.distributed import _membership_hub as membership_module
+from torchopt_dist.distributed import _replacements
 from torchopt_dist.distributed._members import Failure, Member
 from torchopt_dist.distributed._membership import Membership
 from torchopt_dist.distributed._membership_hub import START
-from torchopt_dist.distributed._membership_link import Link
+from torchopt_dist.distributed._membership_link import GroupEndedError, Link
 from torchopt_dist.distributed._sealed_store import SealedStore
 
 
@@ -71,7 +72,7 @@ def lines():
         if joined:
             for future in made[-1].join():
                 future.result()
-        if on_loss == "continue":
+        if on_loss != "end":
             for future in [
                 made[-1].barrier(rank, range(len(names)), purpose=START) for rank in range(len(names))
             ]:
@@ -630,3 +631,133 @@ def test_closing_ends_the_thread(lines):
     line.ends[1].close()
     assert not line.ends[1]._thread.is_alive()
     line.ends.pop()
+
+
+# New processes of lost ranks.
+
+
+class Newcomer:
+    """A new process of a rank, as a membership of this process."""
+
+    def __init__(self, line, rank, incarnation, name="b"):
+        me = Member(rank, name, "program.py", "here", "replace", incarnation=incarnation)
+        self.heard = []
+        self.end = Membership(me, len(line.ends), self.heard.append)
+        self.line = line
+
+    def join(self):
+        return self.end.join(self.line.store, "127.0.0.1", 5.0)
+
+    def come(self):
+        self.join()
+        self.end.announce(5.0)
+        self.end.start(5.0)
+        return self.end
+
+
+@pytest.fixture
+def newcomers():
+    made = []
+
+    def make(*args, **options):
+        made.append(Newcomer(*args, **options))
+        return made[-1]
+
+    yield make
+    for newcomer in made:
+        newcomer.end.close()
+
+
+def lose(line, rank, *lost_before):
+    line.cut(rank)
+    others = [end for end in line.ends if end.me.rank not in (rank, *lost_before)]
+    wait_until(lambda: all(rank in end.failures for end in others))
+
+
+def test_a_new_process_knows_the_others_and_they_know_it(lines, newcomers):
+    line = lines("a", "b", "c", "d", on_loss="replace")
+    told = []
+    line.ends[2]._on_replacement = told.append
+    for turn in range(2):
+        for future in [line.barrier(rank, [0, 1]) for rank in (0, 1)]:
+            future.result()
+        assert line.ends[0]._sequence[":0,1"] == turn + 1
+    lose(line, 3)
+    lose(line, 1, 3)
+    line.barrier(0, [0, 1]).result()  # opens without the lost one
+    end = newcomers(line, 1, 1).come()
+    assert end.lost.keys() == {3}
+    for other in (line.ends[0], line.ends[2], end):
+        assert [member.incarnation for member in other.members] == [0, 1, 0, 0]
+    assert all(other.failures.keys() == {3} for other in (line.ends[0], line.ends[2]))
+    assert line.ends[2].replaced.keys() == {1}
+    assert [member.incarnation for member in told] == [1]
+    # It joins where the others are, in barriers, and can be lost like them.
+    ours, theirs = line.threads.submit(end.barrier, [0, 1]), line.barrier(0, [0, 1])
+    ours.result(5.0)
+    theirs.result(5.0)
+    waits = line.barrier(0, [0, 1])
+    end._loop.call_soon_threadsafe(end._to_hub.link.writer.transport.abort)
+    waits.result(5.0)
+    assert line.ends[0].failures[1].cause == "died"
+    assert newcomers(line, 1, 2).come().lost.keys() == {3}
+
+
+def test_who_is_refused(lines, newcomers):
+    line = lines("a", "b", on_loss="replace")
+    lose(line, 1)
+    for incarnation in (0, -1):
+        with pytest.raises(todist.InitializationError, match="the others go on without this rank"):
+            newcomers(line, 1, incarnation).join()
+    with pytest.raises(todist.InitializationError, match="the name that the rank has, 'b', got 'a'"):
+        newcomers(line, 1, 1, name="a").join()
+    other = lines("a", "b", on_loss="continue")
+    lose(other, 1)
+    with pytest.raises(todist.InitializationError, match="the others go on without this rank"):
+        newcomers(other, 1, 1).join()
+
+
+def test_a_new_process_proves_the_loss_of_the_old_one(lines, newcomers, monkeypatch):
+    line = lines("a", "b", on_loss="replace")
+    monkeypatch.setattr(_replacements, "OLD_SECONDS", 0.02)
+    newcomers(line, 1, 1).come()  # while the connection of the old one stands
+    assert line.ends[0].replaced[1].cause == "died"
+
+
+def test_a_new_process_that_dies_before_it_is_ready_stays_lost(lines, newcomers):
+    line = lines("a", "b", "c", on_loss="replace")
+    lose(line, 1)
+    newcomer = newcomers(line, 1, 1)
+    newcomer.join()
+    newcomer.end.announce(5.0)
+    assert 1 in line.ends[0].failures  # until it is ready
+    newcomer.end._loop.call_soon_threadsafe(newcomer.end._to_hub.link.writer.transport.abort)
+    wait_until(lambda: not line.ends[0]._hub._replacements.joining)
+    line.barrier(0, [0, 1]).result(5.0)
+    end = newcomers(line, 1, 2).come()
+    assert line.ends[2].members[1].incarnation == end.me.incarnation == 2
+
+
+def test_a_new_process_that_is_not_wanted_any_more_is_told(lines, newcomers):
+    line = lines("a", "b", "c", on_loss="replace")
+    lose(line, 1)
+    joined = newcomers(line, 1, 1)
+    joined.join()
+    for future in [line.threads.submit(line.ends[rank].final_barrier) for rank in (0, 2)]:
+        future.result(5.0)
+    with pytest.raises(GroupEndedError):
+        joined.end.announce(5.0)
+    with pytest.raises(GroupEndedError):
+        newcomers(line, 1, 2).join()
+
+
+def test_a_rank_that_dies_as_soon_as_all_have_started_is_a_loss_of_a_running_group(lines):
+    line = lines("a", "b", joined=False, on_loss="end")
+    for end in line.ends:
+        end.me = dataclasses.replace(end.me, on_loss="continue")
+    for future in line.join():
+        future.result()
+    end = line.ends[0]
+    end._receive({"release": f"{START}:0,1#1"})  # its thread has yet to see that
+    end._receive({"failed": 1, "report": ""})
+    line.barrier(0, [0, 1], purpose=START).result(5.0)

@@ -32,7 +32,8 @@ from torchopt_dist.distributed._group import current_group
 from torchopt_dist.distributed._payload import ExecutionOptions, Payload
 from torchopt_dist.distributed._protocol import Call
 from torchopt_dist.distributed._serialization import pack, unpack
-from torchopt_dist.distributed.transport._contacts import configure
+from torchopt_dist.distributed.transport._contacts import Endpoint, configure
+from torchopt_dist.distributed.transport._mesh import Mesh
 
 TRANSPORTS = {
     "rpc": {"TODIST_TRANSPORT": "rpc"},
@@ -381,7 +382,7 @@ def test_with_zmq_nothing_of_torch_s_rpc_is_open(world):
 def test_no_folder_stays_where_a_rank_fails(tmp_path):
     def main():
         rank = todist.get_rank()
-        (tmp_path / str(rank)).write_text(current_group().transport._mesh._contacts[rank].path)
+        (tmp_path / str(rank)).write_text(current_group().transport._mesh._links[rank].contact.path)
         todist.barrier()
         if rank == 1:
             raise KeyError("here")
@@ -421,7 +422,7 @@ def test_strangers_at_the_port_are_refused_and_the_worker_lives(world):
         return event
 
     def body():
-        contact = current_group().transport._mesh._contacts[1]
+        contact = current_group().transport._mesh._links[1].contact
         host, port = contact.address.rsplit(":", 1)
         address = host, int(port)
         assert host == "127.0.0.1"
@@ -437,8 +438,8 @@ def test_strangers_at_the_port_are_refused_and_the_worker_lives(world):
 def test_a_worker_with_another_key_than_was_told_is_sent_nothing(world):
     def body():
         if todist.get_rank() == 0:
-            contacts = current_group().transport._mesh._contacts
-            contacts[1] = replace(contacts[1], key=zmq.curve_keypair()[0].decode())
+            link = current_group().transport._mesh._links[1]
+            link.contact = replace(link.contact, key=zmq.curve_keypair()[0].decode())
             with pytest.raises(todist.CallTimeoutError):
                 send(echo, (1,), timeout=1).result(20)
         todist.barrier()
@@ -493,7 +494,7 @@ def count(number=None, x=None):
 
 def break_connections():
     """End the connections of ZeroMQ of this process, as a network that drops them does."""
-    ours = [contact.address for contact in current_group().transport._mesh._contacts]
+    ours = [link.contact.address for link in current_group().transport._mesh._links]
     for connection in psutil.Process().net_connections("all"):
         local, remote = connection.laddr, connection.raddr
         if connection.family == socket.AF_UNIX:
@@ -504,3 +505,36 @@ def break_connections():
             with socket.socket(fileno=os.dup(connection.fd)) as end, contextlib.suppress(OSError):
                 if not end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                     end.shutdown(socket.SHUT_RDWR)
+
+
+def test_messages_of_a_lost_process_are_not_taken_for_its_successor_s(tmp_path):
+    contexts = [zmq.Context() for _ in range(3)]
+    ends = [Endpoint(0), Endpoint(1), Endpoint(1, incarnation=1)]  # the last two have one rank
+    for end, context in zip(ends, contexts, strict=True):
+        end.open(context)
+    here, old, new = (end._listen_at_path() for end in ends)
+    meshes = [
+        Mesh(contexts[0], ends[0], [here, old]),
+        Mesh(contexts[1], ends[1], [here, old]),
+        Mesh(contexts[2], ends[2], [here, new], [0, 1]),
+    ]
+    try:
+        meshes[0].forget(1)
+        assert not Path(old.path).parent.exists()
+        assert not meshes[0].send(1, [b"to the old one"])
+        meshes[0].reopen(1, 1, new)
+        assert not meshes[0].send(1, [b"to the old one"], incarnation=0)
+        assert meshes[1].send(0, [b"late"])  # with the number that is next
+        assert meshes[2].send(0, [b"of the new one"])
+        assert meshes[0].receive()[1] == b"of the new one"
+        assert meshes[1].send(0, [b"later"])
+        assert meshes[2].send(0, [b"its second"])
+        assert meshes[0].receive()[1] == b"its second"
+        assert meshes[0].send(1, [b"an answer"], incarnation=1)
+        assert meshes[2].receive()[:2] == (0, b"an answer")
+    finally:
+        for mesh, end, context in zip(meshes, ends, contexts, strict=True):
+            mesh.close_all()
+            end.close()
+            end.remove_folder()
+            context.term()

@@ -38,6 +38,7 @@ def test_every_option_is_an_argument_of_the_launcher(tmp_path):
         "backend": "gloo",
         "max_restarts": 3,
         "on_loss": "continue",
+        "max_replacements": 1,
         "min_hosts": 1,
         "max_hosts": 2,
         "log_dir": "logs",

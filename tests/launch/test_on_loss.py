@@ -94,7 +94,7 @@ def test_a_host_is_spared_too():
 
 
 def test_bad_options():
-    with pytest.raises(ValueError, match="`on_loss` must be 'end' or 'continue', got 'stop'"):
+    with pytest.raises(ValueError, match="`on_loss` must be 'end' or 'continue' or 'replace', got 'stop'"):
         launch(rank_unless_killed, (1,), on_loss="stop")
     with pytest.raises(ValueError, match=r"`on_loss` must be 'end' with `min_hosts`.*got 'continue'"):
         launch(rank_unless_killed, (1,), on_loss="continue", min_hosts=1)

@@ -14,7 +14,7 @@ from typing import Any
 
 from torchopt_dist.distributed._graph_releaser import GraphReleaser
 from torchopt_dist.distributed._kept_graphs import KeptGraphs
-from torchopt_dist.distributed._members import OnLoss
+from torchopt_dist.distributed._members import Member, OnLoss
 from torchopt_dist.distributed._membership import Membership
 from torchopt_dist.distributed._replicas import Replicas
 from torchopt_dist.distributed._residents import Residents
@@ -25,7 +25,11 @@ from torchopt_dist.distributed._thread_pool import ThreadPool
 from torchopt_dist.distributed.transport.base import Transport
 from torchopt_dist.errors import NotInitializedError, PeerFailedError, WorkerLostError
 
-__all__ = ["Group", "answering_group", "current_group", "find_group", "set_group"]
+__all__ = ["Group", "answering_group", "current_group", "find_group", "incarnation_of", "set_group"]
+
+
+NUMBER_BITS = 40
+"""Processes that have one rank, one after another, give no number twice, since others may have keys with numbers."""
 
 
 class Group:
@@ -40,6 +44,8 @@ class Group:
 
     Attributes:
         process: the id of this process; a fork of it has another.
+        incarnation: how often this worker's rank has been given to a new process.
+        first_number: of this process; those of the processes before it are less.
         names: the workers' names, by rank.
         kept_graphs: the graphs of the calls that this worker has answered.
         releaser: tells other workers to forget the graphs of calls that this worker has made.
@@ -68,9 +74,10 @@ class Group:
         self.ask = ask
         self.process = os.getpid()
         self.rank = membership.me.rank
-        self.members = membership.members
+        self.incarnation = membership.me.incarnation
+        self.first_number = self.incarnation << NUMBER_BITS
         self.names = tuple(member.name for member in self.members)
-        self.numbers = itertools.count()
+        self.numbers = itertools.count(self.first_number)
         self.kept_graphs = KeptGraphs()
         self.threads = ThreadPool()
         self.residents = Residents()
@@ -85,8 +92,13 @@ class Group:
         self.retries = Retries(membership, self.threads, self.releaser, self.transport)
 
     @property
+    def members(self) -> tuple[Member, ...]:
+        """The workers, by rank, each as its present process has made itself known."""
+        return self.membership.members
+
+    @property
     def on_loss(self) -> OnLoss:
-        """What the group does when a worker is lost: it ends, or goes on without that worker."""
+        """What the group does when a worker is lost: it ends, or goes on, for good or until there is a new process."""
         return self.membership.me.on_loss
 
     @property
@@ -134,6 +146,11 @@ class Group:
 
 
 _group: Group | None = None
+
+
+def incarnation_of(number: int) -> int:
+    """Which of the processes of its rank has given a number."""
+    return number >> NUMBER_BITS
 
 
 def set_group(group: Group | None) -> None:

@@ -43,6 +43,11 @@ class Here:
         del worker, timeout
         return _Answer(lambda: self._answer(request))
 
+    def has_lost(self, worker: int) -> bool:
+        """See :class:`~torchopt_dist.distributed.transport.base.Sender`."""
+        del worker
+        return False
+
     def _answer(self, request: Message) -> Message:
         with torch.enable_grad():  # as in the thread of a worker; a call then applies its caller's state
             return answer(request, self._device, self.kept_graphs, self._recorder, here=not self.pickles)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, TypeAlias
 
 from torchopt_dist.distributed._membership_link import DIED
-from torchopt_dist.errors import PeerFailedError, WorkerLostError
+from torchopt_dist.errors import InitializationError, PeerFailedError, WorkerLostError
 
-__all__ = ["Failure", "Member", "OnLoss"]
+__all__ = ["Failure", "Member", "OnLoss", "check_members"]
 
-OnLoss: TypeAlias = Literal["end", "continue"]
+OnLoss: TypeAlias = Literal["end", "continue", "replace"]
 
 TEXTS = MappingProxyType(
     {
@@ -35,6 +36,7 @@ class Member:
         pid: the id of its process; 0 if nobody is to look at it.
         process_table: see :func:`process_table`.
         link: where the network to it is watched; see :class:`DirectLinks`.
+        incarnation: how often the rank has been given to a new process before this one.
     """
 
     rank: int
@@ -45,6 +47,7 @@ class Member:
     pid: int = 0
     process_table: str = ""
     link: str = ""
+    incarnation: int = 0
 
 
 @dataclass(frozen=True)
@@ -84,3 +87,33 @@ class Failure:
             host=self.host,
             cause=self.cause,
         )
+
+
+def check_members(members: Sequence[Member], me: Member) -> None:
+    """Raise unless the workers fit together.
+
+    Args:
+        members: all of them, by rank.
+        me: this one.
+
+    Raises:
+        InitializationError: two have one name, they differ in ``on_loss``, or this one replaces one of another name.
+    """
+    if members[me.rank].name != me.name:
+        raise InitializationError(
+            f"worker_name_format must give a new process of rank {me.rank} the name that the rank has, "
+            f"{members[me.rank].name!r}, got {me.name!r}"
+        )
+    names = [member.name for member in members]
+    for rank, name in enumerate(names):
+        if name in names[:rank]:
+            raise InitializationError(
+                f"worker_name_format gave ranks {names.index(name)} and {rank} the same name {name!r}; "
+                "names must be unique"
+            )
+    for member in members:
+        if member.on_loss != me.on_loss:
+            raise InitializationError(
+                f"on_loss must be the same on all workers, got {me.on_loss!r} on {me.name} "
+                f"and {member.on_loss!r} on {member.name}"
+            )

@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import json
 import threading
-import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -20,39 +19,37 @@ from typing import Any
 import torch.distributed as dist
 
 from torchopt_dist._liveness import Liveness
-from torchopt_dist._out_of_memory import out_of_memory_kills
 from torchopt_dist.distributed._direct_links import DirectLinks
-from torchopt_dist.distributed._members import Failure, Member
-from torchopt_dist.distributed._membership_hub import HUB, JOIN_SECONDS, START, Hub
-from torchopt_dist.distributed._membership_link import DIED, STOPPED, UNREACHABLE, ToHub
+from torchopt_dist.distributed._members import Failure, Member, check_members
+from torchopt_dist.distributed._membership_hub import END, HUB, JOIN_SECONDS, START, Hub
+from torchopt_dist.distributed._membership_link import STOPPED, UNREACHABLE, GroupEndedError, ToHub
+from torchopt_dist.distributed._membership_state import MembershipState
 from torchopt_dist.distributed._sealed_store import SealedStore
 from torchopt_dist.distributed._stopped import StoppedProcesses
 from torchopt_dist.distributed._watchdog import Watchdog
-from torchopt_dist.errors import InitializationError, PeerFailedError, WorkerLostError
+from torchopt_dist.errors import InitializationError, PeerFailedError
 
 __all__ = ["Membership"]
 
-END = "end"
 MAX_REPORT = 1 << 20
 """Characters of a traceback; each is at most 12 bytes in JSON."""
 
 
-class Membership:
+class Membership(MembershipState):
     """This worker's connection to rank 0; on rank 0 the hub as well.
 
-    With ``me.on_loss == "continue"`` the loss of another rank than 0, once all have started, is no error of its own:
-    barriers do not wait for that rank.
+    Unless ``me.on_loss == "end"`` the loss of another rank than 0, once all have started, is no error of its own:
+    barriers do not wait for that rank. With ``"replace"`` a new process may have the rank, and joins the others.
 
     Args:
         me: this worker.
         world_size: the number of workers.
         on_failure: called once, from the membership's own thread, when another rank fails or is lost.
         liveness: when a rank is lost that has not died; ``None`` means ``Liveness()``.
+        on_replacement: called likewise when another rank has a new process, with that; calls to it fail yet.
 
     Attributes:
-        members: all workers, by rank, once they have joined.
         links: the networks between this worker and those that it calls.
-        failures: the ranks that have failed or were lost, in this order; what went wrong first is the first.
     """
 
     def __init__(
@@ -61,44 +58,23 @@ class Membership:
         world_size: int,
         on_failure: Callable[[Failure], None],
         liveness: Liveness | None = None,
+        on_replacement: Callable[[Member], None] = lambda _: None,
     ) -> None:
-        self.me = me
-        self.world_size = world_size
-        self.members: tuple[Member, ...] = ()
-        self.failures: dict[int, Failure] = {}
+        super().__init__(me, world_size)
+        self._on_replacement = on_replacement
         self._on_failure = on_failure
-        self._kills_before = out_of_memory_kills()
         self._liveness = liveness = liveness or Liveness()
         self._stopped: StoppedProcesses | None = None
         self._watchdog: Watchdog | None = None
         self._watching: asyncio.Future[None] | None = None
-        self._started = False
-        self._released: set[str] = set()
-        self._hub_left = False
         self._hub_gone = threading.Event()
         self._hub_gone.set()
-        self._all_answered = True
-        self._sequence: dict[str, int] = {}
-        self._changed = threading.Condition()
-        self._closing = False
-        self._hub = (
-            Hub(world_size, me.on_loss == "continue", liveness, self._receive) if me.rank == HUB else None
-        )
+        self._hub = Hub(world_size, me.on_loss, liveness, self._receive) if me.rank == HUB else None
         self._to_hub: ToHub | None = None
         self.links = DirectLinks(liveness)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="todist-membership", daemon=True)
         self._thread.start()
-
-    @property
-    def lost(self) -> dict[int, WorkerLostError]:
-        """The ranks that were lost, with the error that says how, in the order in which they were."""
-        errors = {rank: failure.error() for rank, failure in tuple(self.failures.items())}
-        return {rank: error for rank, error in errors.items() if isinstance(error, WorkerLostError)}
-
-    def goes_on_without(self, rank: int) -> bool:
-        """Whether the group goes on if that rank is lost."""
-        return self.me.on_loss == "continue" and self._started and rank != HUB
 
     def join(self, store: SealedStore, host: str, timeout: float) -> tuple[Member, ...]:
         """Connect with all the others.
@@ -114,6 +90,7 @@ class Membership:
         Raises:
             InitializationError: a worker is missing, or two have one name.
             PeerFailedError: another rank failed meanwhile.
+            GroupEndedError: this worker replaces a lost one, and comes too late.
         """
         if self.world_size > 2:
             self.me = replace(self.me, link=self._run(self.links.listen(host)))
@@ -127,33 +104,45 @@ class Membership:
             try:
                 hub = json.loads(store.told("membership")[0])
                 where = f"rank 0's membership hub at {hub['host']}:{hub['port']}"
-                self._to_hub = ToHub(self.me.rank, self._liveness, self._receive, self._hub_ended)
+                me = self.me
+                self._to_hub = ToHub(me.rank, me.incarnation, self._liveness, self._receive, self._hub_ended)
                 self._run(self._to_hub.connect(**hub, token=store.token("membership")))
                 self._hub_gone.clear()
                 self._send({"join": asdict(self.me)})
+            except GroupEndedError:
+                raise
             except (OSError, dist.DistError) as error:
                 raise InitializationError(f"rank {self.me.rank} cannot reach {where}: {error}") from error
         try:
-            self._wait(lambda: bool(self.members), timeout, "all workers to join")
-        except TimeoutError as error:
-            raise InitializationError(str(error)) from None
+            self._wait_unless_over(lambda: bool(self.members), timeout, "all workers to join")
         except PeerFailedError:
             if not self.members:  # else that rank has found out what this one is about to
                 raise
-        names = [member.name for member in self.members]
-        for rank, name in enumerate(names):
-            if name in names[:rank]:
-                raise InitializationError(
-                    f"worker_name_format gave ranks {names.index(name)} and {rank} the same name {name!r}; "
-                    "names must be unique"
-                )
-        for member in self.members:
-            if member.on_loss != self.me.on_loss:
-                raise InitializationError(
-                    f"on_loss must be the same on all workers, got {self.me.on_loss!r} on {self.me.name} "
-                    f"and {member.on_loss!r} on {member.name}"
-                )
+        check_members(self.members, self.me)
         return self.members
+
+    def announce(self, timeout: float) -> None:
+        """Let the others find this worker, which replaces a lost one, and wait until they have.
+
+        Raises:
+            GroupEndedError: the others are at their end.
+        """
+        self._set_member(self.me)
+        self._send({"announce": asdict(self.me)})
+        self._wait_unless_over(lambda: self._known, timeout, "the others to know where it listens")
+
+    def start(self, timeout: float) -> None:
+        """Wait until all ranks have called this; if this worker replaces a lost one, until the others call it again.
+
+        Raises:
+            GroupEndedError: the others are at their end.
+        """
+        if not self.joins_late:
+            self.barrier(range(self.world_size), START)
+            return
+        self._send({"ready": self.me.rank, "incarnation": self.me.incarnation})
+        self._wait_unless_over(lambda: self._back, timeout, "the others to call it")
+        self._started = True
 
     def barrier(self, ranks: Sequence[int], purpose: str = "", timeout: float | None = None) -> None:
         """Wait until all ``ranks``, this one among them, have called ``barrier`` with the same ranks and purpose.
@@ -171,7 +160,6 @@ class Membership:
         what = f"ranks {group} to come to a barrier"
         self._wait_for_others(lambda: key in self._released, timeout, what, group)
         self._released.discard(key)
-        self._started = self._started or purpose == START
 
     def final_barrier(self) -> None:
         """Wait until every rank has called this, so that calls of those still at work are answered.
@@ -247,51 +235,6 @@ class Membership:
             if not self._thread.is_alive():
                 self._loop.close()
 
-    def check(self, ranks: Sequence[int] | None = None) -> None:
-        """Raise if a rank has reported a failure, or if one of ``ranks`` is lost that the group needs."""
-        for failure in tuple(self.failures.values()):
-            if failure.report or failure.rank == HUB:
-                raise failure.error()
-            if (ranks is None or failure.rank in ranks) and not self.goes_on_without(failure.rank):
-                raise failure.error()
-
-    def why_lost(self, rank: int, timeout: float) -> PeerFailedError | WorkerLostError | None:
-        """How a rank failed or was lost; waits ``timeout`` seconds at most for that to become known."""
-        with self._changed:
-            self._changed.wait_for(lambda: rank in self.failures or self._closing, timeout)
-        failure = self.failures.get(rank)
-        return None if failure is None else failure.error()
-
-    def _wait(
-        self,
-        condition: Callable[[], bool],
-        timeout: float | None,
-        what: str,
-        ranks: Sequence[int] | None = None,
-    ) -> None:
-        deadline = None if timeout is None else time.monotonic() + timeout
-        with self._changed:
-            while True:
-                self.check(ranks)  # first, since a rank that came to a barrier may have died after that
-                if condition():
-                    return
-                left = None if deadline is None else deadline - time.monotonic()
-                if left is not None and left <= 0:
-                    raise TimeoutError(f"rank {self.me.rank} waited {timeout:g} s for {what}")
-                self._changed.wait(left)
-
-    def _wait_for_others(
-        self,
-        condition: Callable[[], bool],
-        timeout: float | None,
-        what: str,
-        ranks: Sequence[int] | None = None,
-    ) -> None:
-        try:
-            self._wait(condition, timeout, what, ranks)
-        except TimeoutError as error:  # whoever does not come hangs, or is as good as lost
-            raise WorkerLostError(str(error)) from None
-
     def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout=JOIN_SECONDS)
 
@@ -311,27 +254,22 @@ class Membership:
             self._receive({"failed": HUB, "report": "", "cause": cause})
 
     def _receive(self, message: dict[str, Any]) -> None:
-        failure = None
         with self._changed:
             if self._closing:
                 return
+            news = self._note(message)
             if "members" in message:
-                self.members = tuple(Member(**member) for member in message["members"])
                 self._watching = asyncio.ensure_future(self._watch_processes())
-            elif "release" in message:
-                self._released.add(message["release"])
-            elif "left" in message:
-                self._hub_left = True
-            elif "unanswered" in message:
-                self._all_answered = False
-            elif message["failed"] not in {self.me.rank, *self.failures}:
-                failure = self._failure(**message)
-                self.failures[failure.rank] = failure
-            self._changed.notify_all()
-        if failure is not None:
-            if failure.cause == STOPPED and self._stopped is not None:
-                self._stopped.kill(failure.rank)
-            self._on_failure(failure)
+        if isinstance(news, Member):
+            if self._stopped is not None and news.process_table == self.me.process_table:
+                self._stopped.watch(news.rank, news.pid)
+            self._on_replacement(news)
+        if "tell" in message and self._to_hub is not None:
+            self._to_hub.link.put({"told": message["tell"], "rank": self.me.rank})
+        if isinstance(news, Failure):
+            if news.cause == STOPPED and self._stopped is not None:
+                self._stopped.kill(news.rank)
+            self._on_failure(news)
 
     async def _watch_processes(self) -> None:
         """Tell of the workers of this machine that are stopped; where there are no others, have this one watched."""
@@ -347,19 +285,14 @@ class Membership:
         while pids:
             await asyncio.sleep(self._liveness.interval)
             for rank in stopped.look():
-                message = {"failed": rank, "report": "", "cause": STOPPED}
+                of = self.members[rank].incarnation
+                message = {"failed": rank, "report": "", "cause": STOPPED, "incarnation": of}
                 if self._hub is not None:
                     await self._hub.handle(message)
                 elif rank != HUB and self._to_hub is not None:
                     await self._to_hub.send(message)
                 else:  # the others hear of rank 0 when it has been killed
                     self._receive(message)
-
-    def _failure(self, failed: int, report: str, summary: str = "", cause: str = DIED) -> Failure:
-        of = self.members[failed] if self.members else Member(failed, "", "")
-        seen = cause == DIED and not report and of.process_table == self.me.process_table
-        out_of_memory = seen and out_of_memory_kills() > self._kills_before
-        return Failure(failed, report, summary, cause, of.name, of.host, out_of_memory)
 
     async def _shut(self) -> None:
         await self.links.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import json
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -20,16 +21,18 @@ from torchopt_dist.distributed._membership_link import (
     keep_alive,
     read_line,
 )
+from torchopt_dist.distributed._replacements import Replacements, waits_for_nobody
 from torchopt_dist.distributed._stopped import is_running, process_table
 from torchopt_dist.distributed._watchdog import is_heard
 
-__all__ = ["HUB", "JOIN_SECONDS", "START", "Hub"]
+__all__ = ["END", "HUB", "JOIN_SECONDS", "START", "Hub"]
 
 log = logging.getLogger(__name__)
 
 HUB = 0
-START = "start"
-"""The purpose of the first barrier, which waits for the dead, too: without all ranks there is no group."""
+START, END = "start", "end"
+"""The purposes of the first barrier, which waits for the dead, too, as without all ranks there is no group; and of the
+one at which ``main`` has returned on all ranks."""
 JOIN_SECONDS = 10.0
 AGAIN_SECONDS = 0.4
 """How long a worker of another machine may take to connect again after a reset, which may come of its death."""
@@ -41,7 +44,8 @@ class Hub:
 
     Args:
         world_size: the number of workers.
-        skips_dead: whether barriers are opened without the ranks that have died.
+        on_loss: what the workers do when one is lost; if they do not end, barriers are opened without those that have
+            died.
         liveness: when a connection without an answer ends.
         to_self: takes the messages to rank 0.
 
@@ -54,12 +58,12 @@ class Hub:
     def __init__(
         self,
         world_size: int,
-        skips_dead: bool,
+        on_loss: str,
         liveness: Liveness,
         to_self: Callable[[dict[str, Any]], None],
     ) -> None:
         self.world_size = world_size
-        self._skips_dead = skips_dead
+        self._on_loss = on_loss
         self._liveness = liveness
         self._to_self = to_self
         self._members: dict[int, dict[str, Any]] = {}
@@ -67,7 +71,9 @@ class Hub:
         self._connections: set[asyncio.Task[None]] = set()
         self._arrived: dict[str, set[int]] = {}
         self._groups: dict[str, Sequence[int]] = {}
-        self._dead: set[int] = set()
+        self._opened: dict[str, int] = {}
+        self._dead: dict[int, dict[str, Any]] = {}
+        self._replacements = Replacements(on_loss == "replace", self._links, self._dead, to_self)
 
     async def listen(self, host: str) -> int:
         """Accept connections at that address; returns the port."""
@@ -107,8 +113,11 @@ class Hub:
         keep_alive(writer, self._liveness)
         hello = await asyncio.wait_for(read_line(reader), JOIN_SECONDS)
         rank = int(hello["rank"])
-        if rank in self._dead:
-            writer.write(b'{"refused": true}\n')
+        refusal = await self._replacements.refusal(
+            rank, int(hello["incarnation"]), self._lose, self._is_complete
+        )
+        if refusal:
+            writer.write(json.dumps({"refused": refusal}).encode() + b"\n")
             return
         if "watchdog" in hello:
             await self._hear_watchdog(rank, reader, writer)
@@ -126,14 +135,22 @@ class Hub:
         if (
             link.turn == turn and self._links.get(rank) is link
         ):  # it has not come again, nor said that it left
-            await self.handle({"failed": rank, "report": "", "cause": cause})
+            await self._lose(rank, cause)
+
+    @property
+    def _is_complete(self) -> bool:
+        return len(self._members) == self.world_size
+
+    async def _lose(self, rank: int, cause: str = DIED) -> None:
+        await self.handle({"failed": rank, "report": "", "cause": cause})
 
     async def _hear_watchdog(
         self, rank: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
+        of = self._replacements.incarnation(rank)
         if not await is_heard(reader, writer, self._liveness):
             link = self._links.get(rank)
-            await self.handle({"failed": rank, "report": "", "cause": STOPPED})
+            await self.handle({"failed": rank, "report": "", "cause": STOPPED, "incarnation": of})
             if link is not None and link.writer is not None:
                 link.writer.close()  # if it goes on, it sees that the others have gone on without it
 
@@ -150,30 +167,79 @@ class Hub:
     async def handle(self, message: dict[str, Any]) -> None:
         """Do what follows from a message."""
         if "join" in message:
-            self._members[message["join"]["rank"]] = message["join"]
-            if len(self._members) == self.world_size:
-                await self._broadcast({"members": [self._members[r] for r in range(self.world_size)]})
+            await self._join(message["join"])
         elif "arrive" in message:
             key = message["arrive"]
             self._arrived.setdefault(key, set()).add(message["rank"])
             self._groups[key] = message["group"]
-            await self._open(key)
+            await self._open_all([*self._arrived] if key.startswith(f"{END}:") else [key])
         elif "left" in message and message["left"] != HUB:
             self._links.pop(message["left"], None)
-        elif message.get("failed") not in self._dead:
-            if "failed" in message:
-                self._dead.add(message["failed"])
-                self._links.pop(message["failed"], None)
+            self._replacements.lost(message["left"])
+        elif "told" in message:
+            self._replacements.told(message["told"], message["rank"])
+        elif "announce" in message:
+            self._members[message["announce"]["rank"]] = message["announce"]
+            await self._replacements.announce(message["announce"])
+        elif "ready" in message:
+            await self._replacements.readmit(message["ready"], message["incarnation"], self._opened)
+        elif "failed" in message:
+            await self._fail(message)
+        else:
+            if "left" in message:
+                self._replacements.end()
             await self._broadcast(message)
-            for key in tuple(self._arrived):
+
+    async def _join(self, member: dict[str, Any]) -> None:
+        rank = member["rank"]
+        joins_late = rank in self._replacements.joining
+        if not joins_late:
+            self._members[rank] = member
+        if not self._is_complete:
+            return
+        message = {"members": [self._members[r] for r in range(self.world_size)]}
+        if joins_late:
+            lost = [failure for dead, failure in self._dead.items() if dead != rank]
+            self._links[rank].put({**message, "failures": lost})
+        else:
+            await self._broadcast(message)
+
+    async def _fail(self, message: dict[str, Any]) -> None:
+        rank, replacements = message["failed"], self._replacements
+        of = message.pop("incarnation", replacements.incarnation(rank))
+        if of != replacements.incarnation(rank) or (rank in self._dead and rank not in replacements.joining):
+            return
+        self._dead[rank] = message
+        self._links.pop(rank, None)
+        replacements.lost(rank)
+        if message["report"] or self._on_loss == "end" or not any(map(_is_start, self._opened)):
+            replacements.end()
+        await self._broadcast(message)
+        await self._open_all([*self._arrived])
+
+    async def _open_all(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            if key in self._arrived:
                 await self._open(key)
 
     async def _open(self, key: str) -> None:
         """Release who waits at a barrier, if all have come."""
-        skipped = self._dead if self._skips_dead and not key.startswith(f"{START}:") else set()
+        skipped = set() if self._on_loss == "end" or _is_start(key) else set(self._dead)
+        if key.startswith(":"):
+            skipped |= self._at_end_for(self._arrived[key])
         if self._arrived[key] | skipped >= set(self._groups[key]):
+            name, _, turn = key.rpartition("#")
+            self._opened[name] = int(turn)
             del self._arrived[key]
+            if key.startswith(f"{END}:"):
+                self._replacements.end()
             await self._broadcast({"release": key}, self._groups.pop(key))
+
+    def _at_end_for(self, arrived: set[int]) -> set[int]:
+        """The ranks at their end, where nobody but replacements waits for them."""
+        at_end = {rank for key, ranks in self._arrived.items() if key.startswith(f"{END}:") for rank in ranks}
+        live = set(range(self.world_size)) - self._dead.keys()
+        return at_end if waits_for_nobody(arrived, at_end, live, self._replacements.incarnations) else set()
 
     async def _broadcast(self, message: dict[str, Any], ranks: Sequence[int] | None = None) -> None:
         links = [link for rank, link in self._links.items() if ranks is None or rank in ranks]
@@ -193,3 +259,7 @@ class Hub:
         for task in self._connections:
             task.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)
+
+
+def _is_start(key: str) -> bool:
+    return key.startswith(f"{START}:")

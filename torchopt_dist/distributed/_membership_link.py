@@ -20,10 +20,24 @@ from typing import Any, TypeAlias
 
 from torchopt_dist._liveness import Liveness
 
-__all__ = ["DIED", "MAX_LINE", "RESET", "STOPPED", "UNREACHABLE", "Link", "ToHub", "keep_alive", "read_line"]
+__all__ = [
+    "DIED",
+    "MAX_LINE",
+    "OVER",
+    "RESET",
+    "STOPPED",
+    "UNREACHABLE",
+    "GroupEndedError",
+    "Link",
+    "ToHub",
+    "keep_alive",
+    "read_line",
+]
 
 DIED, UNREACHABLE, STOPPED, RESET = "died", "unreachable", "stopped", "reset"
 """The causes of a loss, and how else a connection ends."""
+OVER = "over"
+"""Why the hub refuses a worker that is to replace a lost one: the others are at the end."""
 MAX_LINE = 1 << 24
 MAX_PROBES, MAX_SECONDS, MAX_MILLISECONDS = 127, 32767, 2**31 - 1
 """The most that Linux takes for TCP_KEEPCNT, for the times between probes, and for TCP_USER_TIMEOUT."""
@@ -33,6 +47,10 @@ AGAIN_SECONDS = 0.05
 """Between two attempts to connect again."""
 
 _Message: TypeAlias = dict[str, Any]
+
+
+class GroupEndedError(ConnectionRefusedError):
+    """This worker is to replace a lost one, and the others have no need of it any more."""
 
 
 class Link:
@@ -106,19 +124,26 @@ class ToHub:
 
     Args:
         rank: the worker's.
+        incarnation: how often the rank has been given to a new process.
         liveness: how long the hub may be out of reach.
         handle: takes the messages that come.
         ended: called when the connection has ended for good, with the cause.
     """
 
     def __init__(
-        self, rank: int, liveness: Liveness, handle: Callable[[_Message], None], ended: Callable[[str], None]
+        self,
+        rank: int,
+        incarnation: int,
+        liveness: Liveness,
+        handle: Callable[[_Message], None],
+        ended: Callable[[str], None],
     ) -> None:
         self.link = Link()
-        self._rank = rank
+        self._who = {"rank": rank, "incarnation": incarnation}
         self._liveness = liveness
         self._handle = handle
         self._ended = ended
+        self._listening: asyncio.Task[None] | None = None
 
     async def connect(self, host: str, port: int, token: str) -> None:
         """Connect for the first time.
@@ -137,8 +162,10 @@ class ToHub:
 
     async def close(self) -> None:
         """End the connection."""
-        self._listening.cancel()
-        waits: list[Awaitable[None]] = [self._listening]
+        waits: list[Awaitable[None]] = []
+        if self._listening is not None:
+            self._listening.cancel()
+            waits.append(self._listening)
         if self.link.writer is not None:
             self.link.writer.close()
             waits.append(self.link.writer.wait_closed())
@@ -147,16 +174,18 @@ class ToHub:
     def where(self, hello: _Message) -> tuple[str, int, str]:
         """Host and port of the hub, and what a connection begins with that says this."""
         host, port, token = self._where
-        return host, port, f"{token}\n{json.dumps({'rank': self._rank, **hello})}\n"
+        return host, port, f"{token}\n{json.dumps({**self._who, **hello})}\n"
 
     async def _open(self) -> asyncio.StreamReader:
         host, port, token = self._where
         reader, writer = await asyncio.open_connection(host, port, limit=MAX_LINE)
         keep_alive(writer, self._liveness)
-        hello = json.dumps({"rank": self._rank, "received": self.link.received})
+        hello = json.dumps({**self._who, "received": self.link.received})
         writer.write(f"{token}\n{hello}\n".encode())
         try:
             answer = await read_line(reader)
+            if answer.get("refused") == OVER:
+                raise GroupEndedError("the others are at their end")
             if "refused" in answer:
                 raise ConnectionRefusedError("the others go on without this rank")
         except BaseException:

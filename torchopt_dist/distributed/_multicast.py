@@ -168,7 +168,7 @@ class _Multicast:
 
     def _packed(self, worker: int) -> Message:
         graph = RemoteGraph(
-            self._group, worker, self._group.transport, self._seconds, siblings=self._siblings
+            self._group, worker, self._group.transport.to(worker), self._seconds, siblings=self._siblings
         )
         self._graphs[worker] = graph
         with graph.span("pack"):

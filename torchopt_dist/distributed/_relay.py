@@ -134,10 +134,10 @@ class Children:
 
 class _Child:
     def __init__(self, group: Group, branch: Branch, seconds: float, siblings: Siblings) -> None:
-        self._transport = group.transport
+        self._transport = group.transport.to(branch.parcel.worker)
         self._branch = branch
         self._seconds = seconds
-        self._graph = RemoteGraph(group, branch.parcel.worker, group.transport, seconds, siblings=siblings)
+        self._graph = RemoteGraph(group, branch.parcel.worker, self._transport, seconds, siblings=siblings)
         self._anchor: Tensor | None = None
         self.reply: Future[Message] = Future()
 

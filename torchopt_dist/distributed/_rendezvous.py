@@ -12,6 +12,7 @@ when it has its answer, and rank 0 is done when it has seen all of these.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import threading
@@ -26,13 +27,16 @@ from urllib.parse import urlparse
 
 import torch.distributed as dist
 
+from torchopt_dist.distributed._membership_link import GroupEndedError
 from torchopt_dist.errors import InitializationError
 
-__all__ = ["init_timeout", "init_url", "rendezvous"]
+__all__ = ["init_timeout", "init_url", "note_end", "note_start", "rendezvous"]
 
 T = TypeVar("T")
 
 SCHEME = "todist"
+RUNNING = "running"
+"""The key of the nonce of the run that a new process for a lost worker is to join; empty if that has ended."""
 POLL_SECONDS = 0.005
 
 _stores: dict[str, dist.Store] = {}
@@ -53,19 +57,21 @@ def init_timeout() -> float:
     return seconds
 
 
-def rendezvous(rank: int, world_size: int, init_method: str) -> tuple[str, dist.Store]:
-    """Wait until all ranks have come, and agree on a nonce.
+def rendezvous(rank: int, world_size: int, init_method: str, incarnation: int = 0) -> tuple[str, dist.Store]:
+    """Wait until all ranks have come, and agree on a nonce; or, if the others have already, take theirs.
 
     Args:
         rank: this worker's rank.
         world_size: the number of workers.
         init_method: where the store is, in torch's notation; ``env://`` reads MASTER_ADDR and MASTER_PORT.
+        incarnation: how often the rank has been given to a new process.
 
     Returns:
         The nonce, and a store whose keys are this run's alone.
 
     Raises:
         InitializationError: the store cannot be reached, or ranks are missing, after :func:`init_timeout`.
+        GroupEndedError: the others have come to their end already.
     """
     if world_size == 1 and init_method == "env://":
         return uuid.uuid4().hex, dist.HashStore()  # nobody to meet, so no port is opened
@@ -82,7 +88,10 @@ def rendezvous(rank: int, world_size: int, init_method: str) -> tuple[str, dist.
         ) from error
     store = dist.PrefixStore("torchopt_dist", store)
     try:
-        nonce = _welcome(store, world_size, deadline) if rank == 0 else _say_hello(store, rank, deadline)
+        if rank == 0:
+            nonce = _welcome(store, world_size, deadline)
+        else:
+            nonce = _say_hello(store, rank, deadline, comes_late=incarnation > 0)
     except dist.DistError as error:
         raise InitializationError(
             f"rank {rank} of {world_size} lost the store while it waited for the others: rank 0 has ended"
@@ -150,10 +159,31 @@ def _welcome(store: dist.Store, world_size: int, deadline: float) -> str:
     return nonce
 
 
-def _say_hello(store: dist.Store, rank: int, deadline: float) -> str:
+def note_start(store: dist.Store, nonce: str) -> None:
+    """On rank 0: let those find this run who come later, for workers that were lost."""
+    _outer(store).set(RUNNING, nonce)
+
+
+def note_end(store: dist.Store) -> None:
+    """On rank 0: those who come from now on come too late."""
+    with contextlib.suppress(dist.DistError):  # the store has gone, and they will notice
+        _outer(store).set(RUNNING, "")
+
+
+def _outer(store: dist.Store) -> dist.Store:
+    assert isinstance(store, dist.PrefixStore)
+    return store.underlying_store
+
+
+def _say_hello(store: dist.Store, rank: int, deadline: float, *, comes_late: bool) -> str:
     token = uuid.uuid4().hex
     store.set(f"hello/{rank}", token)
     while not store.check([f"welcome/{token}"]):
+        if comes_late and store.check([RUNNING]):
+            nonce = store.get(RUNNING).decode()
+            if not nonce:
+                raise GroupEndedError("the others are at their end")
+            return nonce
         if time.monotonic() > deadline:
             raise InitializationError(
                 f"rank {rank} waited {init_timeout():g} s (TODIST_INIT_TIMEOUT) for rank 0, which did not answer"

@@ -26,7 +26,7 @@ from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._protocol import Reply
 from torchopt_dist.distributed._serialization import unpack
 from torchopt_dist.distributed._thread_pool import ThreadPool
-from torchopt_dist.distributed.transport.base import Sender, settle
+from torchopt_dist.distributed.transport.base import Sender, Transport, settle
 from torchopt_dist.errors import PeerFailedError, RemoteError, WorkerLostError
 
 __all__ = ["Retries"]
@@ -43,7 +43,7 @@ class Retries:
     """
 
     def __init__(
-        self, membership: Membership, threads: ThreadPool, releaser: GraphReleaser, transport: Sender
+        self, membership: Membership, threads: ThreadPool, releaser: GraphReleaser, transport: Transport
     ) -> None:
         self._membership = membership
         self._threads = threads
@@ -136,7 +136,10 @@ class Retries:
             if first:
                 transport, requests = ask.transport, ask.requests[-1:]
             else:
-                transport, requests = self._transport if worker != self._me else ask.beside(), ask.requests
+                transport, requests = (
+                    self._transport.to(worker) if worker != self._me else ask.beside(),
+                    ask.requests,
+                )
             send = partial(self._send, ask, worker, transport, requests)
             if ask is new or worker == self._me:
                 send()
@@ -146,7 +149,7 @@ class Retries:
     def _free_worker(self, ask: Ask) -> int | None:
         """Who can do it now; what is not where it was first to be goes to a worker that has nothing else to do."""
         home = ask.first
-        if not (ask.elsewhere or (ask.movable and self.is_lost(home))):
+        if not (ask.elsewhere or (ask.movable and ask.transport.has_lost(home))):
             moved = any(other is not None and other.is_strange(home) for other in self._at_work[home])
             if ask.resident or not moved:
                 return home

@@ -53,8 +53,14 @@ class StoppedProcesses:
         self._counts: dict[int, int] = {}
         self._processes: dict[int, psutil.Process] = {}
         for rank, pid in pids.items():
-            with contextlib.suppress(psutil.Error):  # it is gone already
-                self._processes[rank] = psutil.Process(pid)
+            self.watch(rank, pid)
+
+    def watch(self, rank: int, pid: int) -> None:
+        """Look at this process of a rank from now on, and no more at the one before."""
+        self._counts.pop(rank, None)
+        self._processes.pop(rank, None)
+        with contextlib.suppress(psutil.Error):  # it is gone already
+            self._processes[rank] = psutil.Process(pid)
 
     def look(self) -> list[int]:
         """The ranks whose processes have been stopped for longer than the patience."""

@@ -50,7 +50,12 @@ def call(
     group = current_group()
     group.check_process()
     graph = RemoteGraph(
-        group, worker, transport or group.transport, timeout, options=payload.options, siblings=siblings
+        group,
+        worker,
+        transport or group.transport.to(worker),
+        timeout,
+        options=payload.options,
+        siblings=siblings,
     )
     message, anchor = graph.start(payload, modules)
     future: Future[list[Any]] = Future()

@@ -10,8 +10,6 @@ import contextlib
 import functools
 import logging
 import os
-import re
-import socket
 import sys
 import threading
 import warnings
@@ -19,6 +17,7 @@ from collections.abc import Callable
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import setproctitle
+import torch.distributed as dist
 from torch.distributed import rpc
 
 from torchopt_dist import _network
@@ -30,7 +29,8 @@ from torchopt_dist.distributed._group import Group, find_group, set_group
 from torchopt_dist.distributed._interruption import Interruption
 from torchopt_dist.distributed._members import Failure, Member, OnLoss
 from torchopt_dist.distributed._membership import Membership
-from torchopt_dist.distributed._membership_hub import START
+from torchopt_dist.distributed._membership_link import GroupEndedError
+from torchopt_dist.distributed._own_member import named, own_incarnation, own_member
 from torchopt_dist.distributed._parent import ParentWatch
 from torchopt_dist.distributed._parentheses import check_parentheses
 from torchopt_dist.distributed._question import ask
@@ -42,10 +42,8 @@ from torchopt_dist.distributed._report import (
     tell_user,
 )
 from torchopt_dist.distributed._sealed_store import given_secret, open_store
-from torchopt_dist.distributed._stopped import process_table
 from torchopt_dist.distributed.transport.choice import check_name, choose
 from torchopt_dist.distributed.world import (
-    WorldInfo,
     all_on_one_machine,
     default_worker_name_format,
     get_world_info,
@@ -82,14 +80,18 @@ def auto_init_rpc(
         worker_name_format: called with the keywords ``world_rank``, ``world_size``, ``local_rank`` and
             ``local_world_size``; returns this worker's name, of letters, digits, ``-``, ``_`` and ``:``.
         transport: what carries calls: ``"rpc"``, which is torch's RPC, or ``"zmq"``, ZeroMQ, which needs the extra
-            ``zmq``. ``None``: what the environment variable ``TODIST_TRANSPORT`` says, or ``"rpc"``.
+            ``zmq``. ``None``: what the environment variable ``TODIST_TRANSPORT`` says, or ``"rpc"``, or ``"zmq"`` with
+            ``on_loss="replace"``.
         backend: as in :func:`torch.distributed.rpc.init_rpc`; of the transport ``"rpc"`` only.
         rpc_backend_options: likewise. Calls have no time-out unless its ``rpc_timeout`` (seconds) is set to anything
             but torch's default of 60; device maps go here.
         on_loss: what happens when a worker is lost, as by SIGKILL. ``"end"`` ends all the others with a
             ``WorkerLostError``, as if ``main`` had raised there. With ``"continue"`` they go on: calls to the lost
             worker raise ``WorkerLostError``, barriers do not wait for it, :func:`alive` tells who is left, and the
-            program ends well if ``main`` returns. The loss of rank 0 ends all.
+            program ends well if ``main`` returns. With ``"replace"`` they go on likewise, and the launcher starts a new
+            process for the lost rank: it runs ``worker_init_fn`` and ``main``, and is called again. That needs
+            ``transport="zmq"``, which is the default then, and ``todist.launch(..., on_loss="replace")``. The loss of
+            rank 0 ends all.
         liveness: when a worker is lost that has not died, but is stopped or cannot be reached; ``None`` means what the
             environment variable ``TODIST_LIVENESS`` says, by default 10 s.
 
@@ -107,8 +109,8 @@ def auto_init_rpc(
     for argument, value in (("worker_init_fn", worker_init_fn), ("worker_name_format", worker_name_format)):
         if value is not None and not callable(value):
             raise TypeError(f"{argument} must be callable, got {type(value).__name__} {value!r}")
-    if on_loss not in ("end", "continue"):
-        raise ValueError(f"on_loss must be 'end' or 'continue', got {on_loss!r}")
+    if on_loss not in ("end", "continue", "replace"):
+        raise ValueError(f"on_loss must be 'end', 'continue' or 'replace', got {on_loss!r}")
     check_name(transport)
     if not isinstance(liveness, (Liveness, type(None))):
         raise TypeError(f"liveness must be a todist.Liveness, got {type(liveness).__name__} {liveness!r}")
@@ -125,12 +127,16 @@ def auto_init_rpc(
                 _check_same(group.settings, settings)
                 return main(*args, **kwargs)
             running = _RunningGroup(*settings)
-            with running as group, running.parent_watch, running.interruption:
-                if worker_init_fn is not None:
-                    worker_init_fn()
-                    group.threads.prepare = ThreadSettings.capture().apply
-                group.membership.barrier(range(len(group.names)), START)
-                return main(*args, **kwargs)
+            try:
+                with running as group, running.parent_watch, running.interruption:
+                    if worker_init_fn is not None:
+                        worker_init_fn()
+                        group.threads.prepare = ThreadSettings.capture().apply
+                    group.membership.start(_rendezvous.init_timeout())
+                    return main(*args, **kwargs)
+            except GroupEndedError as ended:
+                log.info("this process replaces a lost worker, and there is nothing to do: %s", ended)
+                raise SystemExit(0) from None
 
         return wrapped
 
@@ -161,9 +167,11 @@ class _RunningGroup:
         liveness: Liveness | None,
     ) -> None:
         self.settings = (worker_name_format, transport, backend, rpc_backend_options, on_loss, liveness)
-        self.world = _named(get_world_info(), worker_name_format)
-        self.chosen = choose(transport, backend, rpc_backend_options, self.world.local_world_size)
+        self.world = named(get_world_info(), worker_name_format)
+        self.incarnation = own_incarnation(on_loss, self.world.world_size)
+        self.chosen = choose(transport, backend, rpc_backend_options, self.world.local_world_size, on_loss)
         self.on_loss = on_loss
+        self._door: dist.Store | None = None
         given_secret()  # to refuse a bad one before the others are met
         self.liveness = liveness or Liveness.from_environment()
         self.parent_watch = ParentWatch(min(self.liveness.interval, 0.5), self._orphaned)
@@ -185,17 +193,16 @@ class _RunningGroup:
         _network.choose_interface(host)
         if world.world_size > 1:
             share_one_arena()
-        nonce, plain = _rendezvous.rendezvous(world.rank, world.world_size, chosen.init_method)
-        me = Member(
-            world.rank,
-            world.worker_name,
-            _program(),
-            socket.gethostname(),
-            self.on_loss,
-            os.getpid(),
-            process_table(),
+        nonce, plain = _rendezvous.rendezvous(
+            world.rank, world.world_size, chosen.init_method, self.incarnation
         )
-        self.membership = Membership(me, world.world_size, self._peer_failed, self.liveness)
+        if self.on_loss == "replace" and world.world_size > 1 and world.rank == 0:
+            self._door = plain
+            _rendezvous.note_start(plain, nonce)
+        me = own_member(world, self.on_loss, self.incarnation)
+        self.membership = Membership(
+            me, world.world_size, self._peer_failed, self.liveness, self._peer_replaced
+        )
         try:
             with open_store(plain, nonce, world.rank, all_on_one_machine()) as store:
                 self.membership.join(store, _network.local_address(host), _rendezvous.init_timeout())
@@ -225,7 +232,7 @@ class _RunningGroup:
                     stacklevel=3,
                 )
             return
-        root = self._root_cause(error)
+        root = None if isinstance(error, GroupEndedError) else self._root_cause(error)
         self._abandon(root or error)
         if root is not None:
             raise root from error
@@ -252,7 +259,7 @@ class _RunningGroup:
         all_answered = self.membership.leave_barrier(not silent, 2 * _shutdown.SHUTDOWN_SECONDS)
         self._stop_calls()
         group.transport.stop(in_order=all_answered)
-        self.membership.close()
+        self._close_membership()
         self._forget(_shutdown.GRACE_SECONDS)  # replies have arrived whose senders are still in `set_result`
         return [group.names[worker] for worker in sorted(silent)]
 
@@ -261,7 +268,8 @@ class _RunningGroup:
         self._stop_calls()
         self._warnings.silence()
         self._unwound.set()
-        tell_user(error)
+        if not isinstance(error, GroupEndedError):
+            tell_user(error)
         try:
             if not self._is_known_to_all(error):
                 self.membership.fail(*report(error))
@@ -269,18 +277,24 @@ class _RunningGroup:
             log.debug("no connection left to report on", exc_info=True)
         if self.group is not None:
             self.group.transport.stop(in_order=False, code=_exit_code(error))
-        self._wait_for_rank_zero()
+        if not isinstance(error, GroupEndedError):
+            self._wait_for_rank_zero()
         with contextlib.suppress(Exception):  # the hub is gone
-            self.membership.close()
+            self._close_membership()
         self._forget()
         self._warnings.restore()
+
+    def _close_membership(self) -> None:
+        if self._door is not None:
+            _rendezvous.note_end(self._door)
+        self.membership.close()
 
     def _is_known_to_all(self, error: BaseException) -> bool:
         """Whether the other ranks end anyway, for the reason for which this one does."""
         if isinstance(error, WorkerLostError):
             lost = self.membership.failures.get(error.rank)
             return lost is not None and self._ends_all(lost)
-        return isinstance(error, PeerFailedError)
+        return isinstance(error, (PeerFailedError, GroupEndedError))
 
     def _wait_for_rank_zero(self) -> None:
         """Let rank 0 run its ``finally`` blocks, since torchrun kills it when another rank has ended."""
@@ -310,6 +324,12 @@ class _RunningGroup:
             # No transport notices each cut of the network.
             self.group.transport.worker_lost(failure.rank, failure.error())
 
+    def _peer_replaced(self, member: Member) -> None:
+        """In the membership's thread: a rank that was lost has a new process."""
+        if self.group is not None:  # otherwise this one is new, too, and has yet to look where the others are
+            self.group.kept_graphs.forget_caller(member.rank)
+            self.group.transport.worker_replaced(member.rank, member.incarnation)
+
     def _orphaned(self) -> None:
         """In a thread: the agent that has started this worker has ended."""
         error = AgentFailedError(
@@ -332,27 +352,6 @@ class _RunningGroup:
             self._wait_for_rank_zero()
             tell_torchrun(one_line(error))
             os._exit(1)
-
-
-def _named(world: WorldInfo, worker_name_format: Callable[..., str]) -> WorldInfo:
-    name = worker_name_format(
-        world_rank=world.world_rank,
-        world_size=world.world_size,
-        local_rank=world.local_rank,
-        local_world_size=world.local_world_size,
-    )
-    if not isinstance(name, str) or not re.fullmatch("[A-Za-z0-9_:-]{1,127}", name):
-        raise InitializationError(
-            "worker_name_format must return 1 to 127 letters, digits, '-', '_' and ':', "
-            f"got {type(name).__name__} {name!r:.200}"
-        )
-    return WorldInfo(world.world_size, world.world_rank, world.local_world_size, world.local_rank, name)
-
-
-def _program() -> str:
-    """The path of the script that is ``__main__``; empty where there is none, as in a notebook."""
-    path = getattr(sys.modules["__main__"], "__file__", None)
-    return os.path.realpath(path) if path else ""
 
 
 def _exit_code(error: BaseException) -> int:

@@ -170,10 +170,10 @@ class _Call:
         self.started = time.monotonic()
         self.reduce = check_reducer(reducer)
         self.partitions = partition(partitioner, tuple(args or ()), dict(kwargs or {}))
-        if options.retries and self.group.on_loss != "continue":
+        if options.retries and self.group.on_loss == "end":
             raise ValueError(
-                f'retries={options.retries} needs `auto_init_rpc(on_loss="continue")`: the loss of a worker ends all '
-                "others here"
+                f'retries={options.retries} needs `auto_init_rpc(on_loss="continue")` or "replace": the loss of a '
+                "worker ends all others here"
             )
         self.payloads = group_by_worker(func, self.partitions, options)
         self.me = self.group.rank

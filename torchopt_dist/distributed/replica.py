@@ -120,6 +120,7 @@ class Replica(StayingModule):
             for rank in range(len(self._group.names))
             if rank != self._group.rank and rank not in self._group.lost
         ]
+        self._incarnations = [member.incarnation for member in self._group.members]
         self._failed: str | None = None
         self._called = False
         self._options: list[dict[str, Any]] = []
@@ -245,8 +246,9 @@ class Replica(StayingModule):
         if find_group() is not self._group or not self._release.alive:
             return ResidentError("a replica was used after its end: make a new `todist.replica`")
         for rank in self._others:
-            if rank in self._group.lost:
-                return self._group.lost[rank]
+            is_new = self._group.members[rank].incarnation != self._incarnations[rank]
+            if is_new or rank in self._group.lost:
+                return self._group.membership.loss_of(rank)
         if self._failed is not None:
             return ResidentError(
                 f"a step of this replica has failed: {self._failed}. Make a new `todist.replica`"

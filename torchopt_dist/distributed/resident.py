@@ -5,7 +5,6 @@ On a worker, and in the caller's own share, the function gets ``x`` itself in th
 
 from __future__ import annotations
 
-import functools
 import weakref
 from dataclasses import replace
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 
 from torchopt_dist.distributed._containers import flatten
-from torchopt_dist.distributed._group import Group, answering_group, current_group, find_group
+from torchopt_dist.distributed._group import Group, answering_group, current_group, find_group, incarnation_of
 from torchopt_dist.distributed._payload import Payload
 from torchopt_dist.distributed._protocol import Key
 from torchopt_dist.distributed._staying import StayingModule
@@ -62,11 +61,17 @@ class Resident:
         """The value on a device; ``None`` leaves its tensors where they are. Errors as for ``value``."""
         group = answering_group()
         self._check_group(group)
-        home = self._key[0]
-        if home == group.rank:
+        home, number = self._key
+        lives = group.members[home].incarnation == incarnation_of(number)
+        if home == group.rank and lives:
             return group.residents.find(self._key, device)
-        fetch = functools.partial(group.ask, home, _hand_out, self._key, group.rank)
-        return group.residents.find(self._key, device, lambda: fetch().result()[0])
+
+        def fetch() -> Any:
+            if not lives:
+                raise group.membership.loss_of(home)
+            return group.ask(home, _hand_out, self._key, group.rank).result()[0]
+
+        return group.residents.find(self._key, device, fetch)
 
     def close(self) -> None:
         """Let all workers let go of the value. A worker's copy of a handle closes nothing."""
@@ -82,7 +87,8 @@ class Resident:
     def __reduce__(self) -> tuple[Any, ...]:
         group = find_group()
         self._check_group(group)
-        if group is not None and self._key[0] == group.rank:
+        home, number = self._key
+        if group is not None and (home, incarnation_of(number)) == (group.rank, group.incarnation):
             group.residents.check(self._key)
         return _arrived, (self._key,)
 

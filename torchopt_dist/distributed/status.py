@@ -29,6 +29,7 @@ class WorkerStatus:
         state: ``"alive"``, ``"silent"`` if it has not answered in time, or ``"lost"``; of the last two nothing else is
             known.
         process: the id of its process.
+        incarnation: how often its rank was lost and given to a new process (``on_loss="replace"``).
         requests: how many requests it has sent that wait for their reply; that of ``status`` is not counted.
         kept_graphs: how many graphs of calls it keeps for backward.
         residents: how many values of :func:`put`, and of :func:`replica`, are there.
@@ -42,6 +43,7 @@ class WorkerStatus:
     host: str
     state: str
     process: int = 0
+    incarnation: int = 0
     requests: int = 0
     kept_graphs: int = 0
     residents: int = 0
@@ -56,14 +58,18 @@ class Status(tuple[WorkerStatus, ...]):
     __slots__ = ()
 
     def __str__(self) -> str:
+        states = {worker.rank: worker.state for worker in self}
+        for worker in self:
+            if worker.incarnation:
+                states[worker.rank] += f", process {worker.incarnation + 1}"
         header = ["worker", "host", "state", "requests", "kept graphs", "residents", "memory", "GPU memory"]
         rows = [
-            [worker.name, worker.host, worker.state]
+            [worker.name, worker.host, states[worker.rank]]
             if worker.state != "alive"
             else [
                 worker.name,
                 worker.host,
-                worker.state,
+                states[worker.rank],
                 str(worker.requests),
                 str(worker.kept_graphs),
                 f"{worker.residents} ({bytes_text(worker.resident_bytes)})",
@@ -118,7 +124,9 @@ def status(timeout: float = 5.0) -> Status:
                 state = "silent"
             except TodistError:
                 pass
-        found.append(WorkerStatus(member.rank, member.name, member.host, state, **told))
+        found.append(
+            WorkerStatus(member.rank, member.name, member.host, state, incarnation=member.incarnation, **told)
+        )
     return Status(found)
 
 

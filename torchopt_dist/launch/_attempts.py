@@ -84,7 +84,7 @@ def run_attempts(plan: Plan, membership: Membership | None = None) -> LaunchResu
             kind = f"{type(error).__name__}: " if isinstance(error, RemoteError) else ""
             log.warning("restart %d of %d: %s%s", failures, most, kind, safe_repr(error, str))
     by_host = {host.name: values[host.first_rank : host.first_rank + host.workers] for host in plan.hosts}
-    return LaunchResult(by_host, job.lost_workers)
+    return LaunchResult(by_host, job.lost_workers, dict(job.replaced))
 
 
 class UnreachedMachine(Machine):

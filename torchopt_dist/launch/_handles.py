@@ -7,6 +7,8 @@ import math
 import re
 import signal
 import socket
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +38,8 @@ class WorkerHandle:
         rank: its rank.
         local_rank: its rank on its host.
         host: the name of that.
+        incarnation: how often the rank has been given to a new process before this one.
+        begun: when it was asked for.
         logs: where its lines go.
         lines: of standard output, and of standard error.
         report: reads the frames in which it tells of its function.
@@ -52,6 +56,8 @@ class WorkerHandle:
     local_rank: int
     host: str
     logs: WorkerLogs
+    incarnation: int = 0
+    begun: float = field(default_factory=time.monotonic)
     lines: dict[str, LineSplitter] = field(init=False)
     report: FrameReader = field(default_factory=FrameReader)
     pid: int | None = None
@@ -91,6 +97,10 @@ class WorkerHandle:
         packed, self.value = self.value, None
         return unpack_value(packed, str(self))
 
+    def successor(self) -> WorkerHandle:
+        """The worker that is to have the rank after this one."""
+        return WorkerHandle(self.rank, self.local_rank, self.host, self.logs, self.incarnation + 1)
+
     def note_end(self, status: int) -> None:
         """Its process has ended."""
         self.status, self.halted = status, None
@@ -109,6 +119,9 @@ class WorkerHandle:
             out_of_memory: whether the kernel has killed a process there for lack of memory.
         """
         before = "before its function returned"
+        if self.incarnation:
+            others = f"the {self.incarnation} processes" if self.incarnation > 1 else "the process"
+            before += f", as {others} that had its rank before (`max_replacements`)"
         if status < 0:
             why = " (the kernel has killed processes there for lack of memory)" if out_of_memory else ""
             name = _signal_name(-status)
@@ -147,8 +160,10 @@ class AgentHandle:
         host: where it is.
         connection: to it.
         logs: where the lines of its workers go.
+        workers: those that it is to look after; ``None``: all of the host, none of which has been started.
 
     Attributes:
+        host: where it is.
         name: that of its host.
         machine: the machine that its host is.
         stream: to it.
@@ -160,13 +175,20 @@ class AgentHandle:
         ended: whether it has ended, or counts as such.
     """
 
-    def __init__(self, host: Host, connection: socket.socket, logs: WorkerLogs) -> None:
-        self.name, self.machine = host.name, host.machine
+    def __init__(
+        self,
+        host: Host,
+        connection: socket.socket,
+        logs: WorkerLogs,
+        workers: Sequence[WorkerHandle] | None = None,
+    ) -> None:
+        self.host, self.name, self.machine = host, host.name, host.machine
         self.stream = Stream(connection)
-        workers = [
-            WorkerHandle(host.first_rank + local_rank, local_rank, host.name, logs)
-            for local_rank in range(host.workers)
-        ]
+        if workers is None:
+            workers = [
+                WorkerHandle(host.first_rank + local_rank, local_rank, host.name, logs)
+                for local_rank in range(host.workers)
+            ]
         self.workers = {worker.rank: worker for worker in workers}
         self.pid: int | None = None
         self.heard = math.inf

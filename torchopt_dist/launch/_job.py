@@ -14,6 +14,7 @@ import selectors
 import signal
 import socket
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NoReturn
@@ -57,14 +58,16 @@ class Job:
 
     Attributes:
         lost: the names of the hosts that were lost → why. It is complete when :meth:`run` has ended.
+        replaced: the ranks that were given to new processes → how each of the processes before was lost.
     """
 
     def __init__(self, plan: Plan, restarts: int = 0, stop: socket.socket | None = None) -> None:
         self._plan, self._options, self._restarts, self._stop = plan, plan.options, restarts, stop
         self._setups = {machine: plan.setup(machine) for machine in {host.machine for host in plan.hosts}}
-        self._begun = time.monotonic()
         self._told_to_stop = self._is_ending = False
         self.lost: dict[str, str] = {}
+        self.replaced: defaultdict[int, list[WorkerFailedError]] = defaultdict(list)
+        self._master = ("", 0)
         self._agents: list[AgentHandle] = []
         self._workers: list[WorkerHandle] = []
         self._failures: list[tuple[float, float, Exception]] = []
@@ -84,10 +87,10 @@ class Job:
             if self._stop is not None:
                 self._selector.register(self._stop, selectors.EVENT_READ, self._note_stop)
             for host in self._plan.hosts:
-                self._connect(host)
-            master = agree(self._agents, self._options.master_port, self._ask)
+                self._workers += self._connect(host).workers.values()
+            self._master = agree(self._agents, self._options.master_port, self._ask)
             for index, agent in enumerate(self._agents):
-                self._start(agent, index, master)
+                self._start(agent, store=self._master[0] if index == 0 else None)
             while not self._all_returned:
                 self._turn()
             self._wait_for_exits()
@@ -105,13 +108,13 @@ class Job:
 
     # The start.
 
-    def _connect(self, host: Host) -> None:
+    def _connect(self, host: Host, workers: Sequence[WorkerHandle] | None = None) -> AgentHandle:
         connection = host.machine.connect(self._setups[host.machine].env)
-        agent = AgentHandle(host, connection, self._plan.logs)
+        agent = AgentHandle(host, connection, self._plan.logs, workers)
         self._agents.append(agent)
-        self._workers += agent.workers.values()
         self._selector.register(agent.stream, selectors.EVENT_READ, partial(self._hear, agent))
         agent.tell(messages.Speak(self._plan.liveness.between_signs))
+        return agent
 
     def _ask(self, agents: Sequence[AgentHandle], question: object) -> list[Any]:
         """The answers of agents to a question."""
@@ -122,17 +125,20 @@ class Job:
             self._turn()
         return [agent.answer for agent in agents]
 
-    def _start(self, agent: AgentHandle, index: int, master: tuple[str, int]) -> None:
+    def _start(self, agent: AgentHandle, store: str | None = None) -> None:
         setup, here = self._setups[agent.machine], agent.machine.here
+        variables = partial(self._plan.variables, self._plan.hosts.index(agent.host))
         message = messages.StartWorkers(
             header=pack(setup),
             env={
-                rank: self._plan.variables(index, worker.local_rank, master, self._restarts, setup.env)
+                rank: variables(
+                    worker.local_rank, self._master, self._restarts, setup.env, worker.incarnation
+                )
                 for rank, worker in agent.workers.items()
             },
             cores=frozenset(os.sched_getaffinity(0)) if here else None,
             umask=umask() if here else None,
-            store=master[0] if index == 0 else None,
+            store=store,
         )
         agent.tell(message, self._plan.task)
 
@@ -168,8 +174,8 @@ class Job:
             yield (-math.inf if all_known else moment), partial(_raise, error)
         if self._told_to_stop and not self._all_returned:
             yield -math.inf, partial(_raise, StoppedError())
-        if not all(worker.running or worker.lost for worker in self._workers):
-            yield self._begun + options.start_timeout, self._refuse_late_starts
+        if starting := [worker.begun for worker in self._workers if not (worker.running or worker.lost)]:
+            yield min(starting) + options.start_timeout, self._refuse_late_starts
         if options.timeout is not None and not self._all_returned:
             yield self._plan.begun + options.timeout, self._refuse_late_values
         for agent in self._agents:
@@ -211,6 +217,28 @@ class Job:
         log.warning("%s; the others go on", error)
         for worker in workers:
             worker.lost = error
+
+    def _may_be_replaced(self, worker: WorkerHandle) -> bool:
+        """Whether a worker that has died gets a new process: not rank 0, and not when the job is about to end."""
+        is_ending = self._is_ending or bool(self._failures)
+        return self._options.on_loss == "replace" and worker.rank > 0 and not is_ending
+
+    def _replace(self, agent: AgentHandle, worker: WorkerHandle, error: WorkerFailedError) -> None:
+        """Have the rank of a worker that has died given to a new process, below an agent of its own."""
+        most = self._options.max_replacements
+        if worker.incarnation == most:
+            self._fail(error, 0.0, worker)
+            return
+        log.warning("%s; it gets a new process, %d of %d", error, worker.incarnation + 1, most)
+        worker.lost = error
+        self.replaced[worker.rank].append(error)
+        if worker.incarnation:
+            self._tell_to_stop(agent, 0.0)
+        new = self._workers[worker.rank] = worker.successor()
+        try:
+            self._start(self._connect(agent.host, [new]))
+        except (OSError, InitializationError) as reason:
+            self._fail(reason, 0.0, new)
 
     def _fail(self, error: Exception, wait: float, *workers: WorkerHandle) -> None:
         """Take note that workers have failed by an error, whose cause may become known in so many seconds."""
@@ -280,7 +308,10 @@ class Job:
             worker.note_end(message.status)
             if not worker.decided:
                 error = worker.death(message.status, out_of_memory=message.out_of_memory)
-                self._lose(error, EXIT_SECONDS if message.status >= 0 else 0.0, worker)
+                if self._may_be_replaced(worker):
+                    self._replace(agent, worker, error)
+                else:
+                    self._lose(error, EXIT_SECONDS if message.status >= 0 else 0.0, worker)
 
     def _note_report(self, worker: WorkerHandle, said: Any, payload: bytes) -> None:
         if isinstance(said, messages.Running):

@@ -40,7 +40,13 @@ class Plan:
     run_id: str
 
     def variables(
-        self, host: int, local_rank: int, master: tuple[str, int], restarts: int, env: Mapping[str, str]
+        self,
+        host: int,
+        local_rank: int,
+        master: tuple[str, int],
+        restarts: int,
+        env: Mapping[str, str],
+        incarnation: int = 0,
     ) -> dict[str, str]:
         """What torchrun sets for one worker.
 
@@ -50,6 +56,7 @@ class Plan:
             master: address and port of the store at which workers meet.
             restarts: how often the workers have been started again.
             env: the environment, two variables of which are left as they are if they are set.
+            incarnation: how often the rank has been given to a new process.
         """
         here = self.hosts[host]
         rank, world_size = here.first_rank + local_rank, sum(each.workers for each in self.hosts)
@@ -72,6 +79,8 @@ class Plan:
             "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": env.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", 1),
         }
+        if self.options.on_loss == "replace":
+            variables["TODIST_INCARNATION"] = incarnation
         if here.workers > 1 and "OMP_NUM_THREADS" not in env:
             variables["OMP_NUM_THREADS"] = 1
         return {name: str(value) for name, value in variables.items()}

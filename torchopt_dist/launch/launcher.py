@@ -125,10 +125,15 @@ class Launcher(LaunchOptions):
         added.update(self.env or {})
         liveness = self.liveness or Liveness.from_environment({**os.environ, **added})
         elastic = self.min_hosts is not None or self.max_hosts is not None
-        if elastic and self.on_loss == "continue":
+        if elastic and self.on_loss != "end":
             raise ValueError(
                 "`on_loss` must be 'end' with `min_hosts` or `max_hosts`, with which all workers start again when "
-                "a host is lost, got 'continue'"
+                f"a host is lost, got {self.on_loss!r}"
+            )
+        if self.backend is not None and self.on_loss == "replace":
+            raise ValueError(
+                "`backend` must be None with on_loss='replace', since torch's process group takes up no new process, "
+                f"got {self.backend!r}"
             )
         ssh = SshOptions(
             python=self.python or sys.executable,
@@ -163,6 +168,7 @@ class Launcher(LaunchOptions):
             env = {**machine.env, **chosen_by(self.copy_env, os.environ), **added}
             ours = [os.path.abspath(entry) for entry in import_path()]  # that of the script is the first
             path = list(dict.fromkeys([*ours[:1], *machine.path, *ours]))
+        env.pop("TODIST_INCARNATION", None)  # of a worker that launches itself
         # Code that is in no file, such as a notebook's cells, has entries without a time of change.
         sources = {
             name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None

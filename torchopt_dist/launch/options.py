@@ -121,7 +121,10 @@ SWITCH = Kind((bool,), "True or False", {"action": "store_true"})
 BACKEND = Kind((str, NONE), "a string or None", {"metavar": "NAME"}, _is_backend)
 PYTHON = Kind((str, NONE), "a string or None", {"metavar": "FILE"})
 ON_LOSS = Kind(
-    (str,), '"end" or "continue"', {"choices": ["end", "continue"]}, partial(_is_one_of, ("end", "continue"))
+    (str,),
+    '"end", "continue" or "replace"',
+    {"choices": ["end", "continue", "replace"]},
+    partial(_is_one_of, ("end", "continue", "replace")),
 )
 RESTARTS = Kind((Integral,), "an integer", {"type": int, "metavar": "N"}, partial(_at_least, 0))
 NUMBER_OF_HOSTS = Kind(
@@ -183,8 +186,15 @@ class LaunchOptions:
         ON_LOSS,
         'what happens when a worker that is not rank 0 dies before its function has returned: ``"end"`` ends all, '
         '``"continue"`` lets the others go on, and the result tells who was lost. An exception ends all in any case. '
-        "With ``rpc`` the workers' group goes on likewise, and calls may have ``retries``.",
+        "With ``rpc`` the workers' group goes on likewise, and calls may have ``retries``. With "
+        '``"replace"`` they go on, too, and the launcher starts a new process for the lost rank, which runs the '
+        "function from its beginning and joins the group, over ZeroMQ.",
     ] = "end"
+    max_replacements: Annotated[
+        int,
+        RESTARTS,
+        'how often each rank gets a new process, with ``on_loss="replace"``; its next death ends all.',
+    ] = 3
     min_hosts: Annotated[
         int | None,
         NUMBER_OF_HOSTS,

@@ -22,6 +22,8 @@ class LaunchResult(Generic[T]):
             given twice, the second is called ``"<name>#2"``. The value of a worker that was lost
             (``on_loss="continue"``) is the error that tells how.
         lost: the ranks of such workers → these errors.
+        replaced: the ranks that were given to new processes (``on_loss="replace"``) → how each process before was lost.
+            The value is that of the last process, or ``None`` if it came when the others were at their end.
 
     Example:
         >>> result = LaunchResult({"localhost": ["a", "b"], "localhost#2": ["c"]})
@@ -31,6 +33,7 @@ class LaunchResult(Generic[T]):
 
     results: dict[str, list[T]]
     lost: dict[int, WorkerFailedError | AgentFailedError] = field(default_factory=dict)
+    replaced: dict[int, list[WorkerFailedError]] = field(default_factory=dict)
 
     def rank(self, i: int) -> T:
         """The value of rank ``i``.

@@ -16,7 +16,9 @@ import socket
 import stat
 import tempfile
 import threading
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import repeat
 from pathlib import Path
 
 import zmq
@@ -25,7 +27,7 @@ from zmq.utils import z85
 from torchopt_dist import _network
 from torchopt_dist.distributed._sealed_store import SealedStore
 
-__all__ = ["IPC_VARIABLE", "Contact", "Endpoint", "configure"]
+__all__ = ["IPC_VARIABLE", "Contact", "Endpoint", "configure", "contact_of"]
 
 IPC_VARIABLE = "TODIST_ZMQ_IPC"
 """0: TCP with CURVE between workers of one machine, too."""
@@ -59,6 +61,7 @@ class Endpoint:
 
     Args:
         rank: this worker's rank.
+        incarnation: how often that has been given to a new process.
 
     Attributes:
         socket: what others have sent; there is one when it is open.
@@ -66,8 +69,10 @@ class Endpoint:
 
     socket: zmq.Socket[bytes]
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, incarnation: int = 0) -> None:
         self.rank = rank
+        self.incarnation = incarnation
+        self._keys: set[bytes] = set()
         self._public, self._secret = zmq.curve_keypair()
         self._folder: str | None = None
         self._machine = ""
@@ -90,15 +95,41 @@ class Endpoint:
             The contacts of all workers, by rank. Nobody has been connected to.
         """
         here = self._listen_at_path()
-        self._machine = here.machine
         contacts = self._exchange(store, "machine", here, size)
         if len({contact.machine for contact in contacts}) > 1:
             contacts = self._exchange(store, "address", self._listen_at(host, here), size)
-            self._admit({z85.decode(contact.key) for contact in contacts})
+            self._open_door(contacts)
+        if self.incarnation:
+            self._tell(store, contacts[self.rank])
         store.plain.set(f"met/{self.rank}", "")
         if self.rank == 0:  # it holds the server, from which the others have read now
             store.plain.wait([f"met/{rank}" for rank in range(size)])
         return contacts
+
+    def meet_late(self, store: SealedStore, incarnations: Sequence[int], host: str) -> list[Contact]:
+        """Likewise, where the others have met before: this worker replaces one that was lost.
+
+        Args:
+            store: of this run.
+            incarnations: of the present processes, by rank; of this rank, that of the lost one.
+            host: as for :meth:`meet`.
+        """
+        here = self._listen_at_path()
+        contacts = [*map(contact_of, repeat(store), range(len(incarnations)), incarnations)]
+        contacts[self.rank] = here
+        if len({contact.machine for contact in contacts}) > 1:
+            contacts = [
+                *map(contact_of, repeat(store), range(len(incarnations)), incarnations, repeat("address"))
+            ]
+            contacts[self.rank] = self._listen_at(host, here)
+            self._open_door(contacts)
+        self._tell(store, contacts[self.rank])
+        return contacts
+
+    def admit(self, contact: Contact) -> None:
+        """Let in a worker that has come late."""
+        if contact.key:
+            self._keys.add(z85.decode(contact.key))
 
     def connect(self, socket: zmq.Socket[bytes], contact: Contact) -> None:
         """Connect a socket to a worker."""
@@ -120,19 +151,31 @@ class Endpoint:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
+    def remove_of(self, contact: Contact) -> None:
+        """Remove the folder of a worker of this machine that has died."""
+        if contact.machine == self._machine and contact.path:
+            with contextlib.suppress(OSError):  # another worker was faster
+                _check_own(contact.path)
+                shutil.rmtree(Path(contact.path).parent, ignore_errors=True)
+
+    def _tell(self, store: SealedStore, contact: Contact) -> None:
+        store.tell(f"contact/{self.rank}/{self.incarnation}", json.dumps(asdict(contact)))
+
     def _exchange(self, store: SealedStore, what: str, mine: Contact, size: int) -> list[Contact]:
         store.tell(f"{what}/{self.rank}", json.dumps(asdict(mine)))
         told = store.told(*(f"{what}/{rank}" for rank in range(size)))
         return [Contact(**json.loads(text)) for text in told]
 
     def _listen_at_path(self) -> Contact:
+        self._machine = f"{socket.gethostname()} {self._public.decode()}"
         if os.environ.get(IPC_VARIABLE, "1") != "0" and zmq.has("ipc"):
             self._folder = tempfile.mkdtemp(prefix="todist-")  # only this user can enter it
             path = f"{self._folder}/{self.rank}"
             if len(os.fsencode(path)) <= LONGEST_PATH:
                 self.socket.bind(f"ipc://{path}")
-                return Contact(_machine(), path)
-        return Contact(f"{socket.gethostname()} {self._public.decode()}", "")
+                self._machine = _machine()
+                return Contact(self._machine, path)
+        return Contact(self._machine, "")
 
     def _listen_at(self, host: str, here: Contact) -> Contact:
         # From now on, for the address but not for the path.
@@ -146,8 +189,10 @@ class Endpoint:
         port = self.socket.bind_to_random_port(f"tcp://{address}")
         return Contact(here.machine, here.path, f"{address}:{port}", self._public.decode())
 
-    def _admit(self, keys: set[bytes]) -> None:
-        """Let in whoever has one of these keys, and nobody else (ZeroMQ's RFC 27)."""
+    def _open_door(self, contacts: Sequence[Contact]) -> None:
+        """Let in whoever has the key of one of these, and nobody else (ZeroMQ's RFC 27)."""
+        keys = self._keys
+        keys.update(z85.decode(contact.key) for contact in contacts)
         door = self._context.socket(zmq.REP)
         door.linger = 0
         door.bind("inproc://zeromq.zap.01")
@@ -162,6 +207,19 @@ class Endpoint:
             door.close(linger=0)
 
         threading.Thread(target=work, name="todist-door", daemon=True).start()
+
+
+def contact_of(store: SealedStore, rank: int, incarnation: int, what: str = "machine") -> Contact:
+    """Where a worker has said that it listens.
+
+    Args:
+        store: of this run.
+        rank: the worker's.
+        incarnation: which process of it.
+        what: of one that has come with all the others: whether to say only on which machine it is, or its address, too.
+    """
+    (text,) = store.told(f"contact/{rank}/{incarnation}" if incarnation else f"{what}/{rank}")
+    return Contact(**json.loads(text))
 
 
 def configure(socket: zmq.Socket[bytes]) -> None:

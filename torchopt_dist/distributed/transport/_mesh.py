@@ -25,17 +25,20 @@ from torchopt_dist.distributed.transport._frames import Frame
 __all__ = ["Mesh"]
 
 DATA, PROBE, TOLD, AGAIN = range(4)
-_HEADER = struct.Struct("<BIQQ")
-"""What it is; the sender's rank; the message's number, or of a probe the last one's; the last number received."""
+_HEADER = struct.Struct("<BIHQQ")
+"""What it is; the sender's rank and incarnation; the message's number, or of a probe the last one's; the last number
+received."""
 
 Received: TypeAlias = tuple[int, bytes, list[Frame]]
 """The sender's rank, the first frame, and the other ones."""
 
 
 class _Link:
-    """The messages to and from one worker."""
+    """The messages to and from one process of a worker."""
 
-    def __init__(self) -> None:
+    def __init__(self, contact: Contact, incarnation: int) -> None:
+        self.contact = contact
+        self.incarnation = incarnation
         self.lock = threading.Lock()
         self.socket: zmq.Socket[bytes] | None = None
         self.number = 0
@@ -53,25 +56,45 @@ class Mesh:
         context: its sockets'.
         here: where this worker listens.
         contacts: where the others do, by rank.
+        incarnations: of the processes there, likewise; 0 if not given.
     """
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], here: Endpoint, contacts: Sequence[Contact]
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        here: Endpoint,
+        contacts: Sequence[Contact],
+        incarnations: Sequence[int] = (),
     ) -> None:
         self._context = context
         self._here = here
-        self._contacts = contacts
-        self._links = [_Link() for _ in contacts]
+        self._links = [
+            _Link(*each) for each in zip(contacts, incarnations or [0] * len(contacts), strict=True)
+        ]
 
-    def send(self, rank: int, frames: Sequence[Frame]) -> None:
-        """Send a message. The memory of its frames must not change before an answer to the message has come."""
+    def incarnation(self, rank: int) -> int:
+        """Which process of a worker it is that messages go to."""
+        return self._links[rank].incarnation if rank < len(self._links) else 0
+
+    def send(self, rank: int, frames: Sequence[Frame], incarnation: int | None = None) -> bool:
+        """Send a message. The memory of its frames must not change before an answer to the message has come.
+
+        Args:
+            rank: of the worker.
+            frames: of the message.
+            incarnation: of the process that it is for; ``None`` means the present one.
+
+        Returns:
+            Whether it goes there, and not that process is gone.
+        """
         link = self._links[rank]
         with link.lock:
-            if link.closed:
-                return
+            if link.closed or incarnation not in (None, link.incarnation):
+                return False
             link.number += 1
             link.kept.append((link.number, frames))
-            self._put(rank, DATA, link.number, frames)
+            self._put(link, DATA, link.number, frames)
+        return True
 
     def receive(self) -> Received | None:
         """Wait for the next message; ``None`` when the context has been ended. One thread at a time may call it."""
@@ -83,22 +106,27 @@ class Mesh:
             head = first.bytes
             if len(head) < _HEADER.size:
                 continue
-            kind, rank, number, told = _HEADER.unpack_from(head)
-            if rank < len(self._links) and self._take(rank, kind, number, told):
+            kind, rank, incarnation, number, told = _HEADER.unpack_from(head)
+            if rank >= len(self._links):
+                continue
+            link = self._links[rank]
+            if link.incarnation == incarnation and self._take(link, kind, number, told):
                 return rank, head[_HEADER.size :], [frame.buffer for frame in rest]
 
     def probe(self) -> None:
         """Ask workers that have not told since the last probe that they have all messages."""
-        for rank, link in enumerate(self._links):
+        for link in tuple(self._links):
             if not link.kept:
                 continue
             with link.lock:
                 if link.kept and link.kept[0][0] <= link.probed:
-                    self._put(rank, PROBE, link.number)
+                    self._put(link, PROBE, link.number)
                 link.probed = link.number
 
     def close(self, rank: int) -> None:
         """Send nothing more to a worker, and drop what it has not received."""
+        if rank >= len(self._links):
+            return  # nobody has been met yet
         link = self._links[rank]
         with link.lock:
             link.closed = True
@@ -106,30 +134,40 @@ class Mesh:
             if link.socket is not None:
                 link.socket.close(linger=0)
 
+    def forget(self, rank: int) -> None:
+        """Close the link to a worker that has died, and remove the socket that it has left behind."""
+        self.close(rank)
+        for link in self._links[rank : rank + 1]:
+            self._here.remove_of(link.contact)
+
+    def reopen(self, rank: int, incarnation: int, contact: Contact) -> None:
+        """Send to a new process of a worker, and take messages of no other one."""
+        self.close(rank)
+        self._here.admit(contact)
+        self._links[rank] = _Link(contact, incarnation)
+
     def close_all(self) -> None:
         """Send nothing more to anybody."""
         for rank in range(len(self._links)):
             self.close(rank)
 
-    def _put(self, rank: int, kind: int, number: int, frames: Sequence[Frame] = (b"",)) -> None:
-        link = self._links[rank]
+    def _put(self, link: _Link, kind: int, number: int, frames: Sequence[Frame] = (b"",)) -> None:
         if link.closed:
             return
         if link.socket is None:
             link.socket = self._context.socket(zmq.PUSH)
             configure(link.socket)
-            self._here.connect(link.socket, self._contacts[rank])
+            self._here.connect(link.socket, link.contact)
         first, *rest = frames
-        header = _HEADER.pack(kind, self._here.rank, number, link.received)
+        header = _HEADER.pack(kind, self._here.rank, self._here.incarnation, number, link.received)
         with contextlib.suppress(zmq.ContextTerminated):
             if rest:
                 link.socket.send_multipart([header + first, *rest], copy=False)
             else:
                 link.socket.send(header + first)
 
-    def _take(self, rank: int, kind: int, number: int, told: int) -> bool:
+    def _take(self, link: _Link, kind: int, number: int, told: int) -> bool:
         """Whether it is the message that comes next."""
-        link = self._links[rank]
         with link.lock:
             while link.kept and link.kept[0][0] <= told:
                 link.kept.popleft()
@@ -138,12 +176,12 @@ class Mesh:
                 return True
             if kind == AGAIN:
                 for kept, frames in link.kept:
-                    self._put(rank, DATA, kept, frames)
+                    self._put(link, DATA, kept, frames)
             elif kind == PROBE and number <= link.received:
-                self._put(rank, TOLD, 0)
+                self._put(link, TOLD, 0)
             elif kind == PROBE or (
                 kind == DATA and number > link.received and link.asked_for <= link.received
             ):
                 link.asked_for = link.received + 1
-                self._put(rank, AGAIN, 0)
+                self._put(link, AGAIN, 0)
             return False

@@ -32,6 +32,10 @@ class Sender(Protocol):
         """
         ...
 
+    def has_lost(self, worker: int) -> bool:
+        """Whether the process is known to be gone to which a request would go."""
+        ...
+
 
 class Transport(Sender, Protocol):
     """The connections of a group's workers. Every implementation passes ``tests/distributed/test_transports.py``."""
@@ -67,6 +71,19 @@ class Transport(Sender, Protocol):
         Args:
             worker: the worker's rank.
             error: how that was found out.
+        """
+        ...
+
+    def to(self, worker: int) -> Sender:
+        """Who sends to the present process of a worker, and never to one that replaces it."""
+        ...
+
+    def worker_replaced(self, worker: int, incarnation: int) -> None:
+        """Take up a new process of a worker that was lost; it can send requests from now on.
+
+        Args:
+            worker: the worker's rank.
+            incarnation: how often the rank has been given to a new process.
         """
         ...
 

@@ -10,6 +10,7 @@ from torch.distributed import rpc
 
 from torchopt_dist._torch_private import tensorpipe_options_with_sockets
 from torchopt_dist.distributed._group import Group
+from torchopt_dist.distributed._members import OnLoss
 from torchopt_dist.distributed.transport.base import Transport
 from torchopt_dist.distributed.transport.rpc import RPCTransport, rpc_is_initialized
 from torchopt_dist.errors import InitializationError
@@ -50,25 +51,33 @@ def choose(
     backend: rpc.BackendType | None,
     options: rpc.RpcBackendOptions | None,
     local_world_size: int,
+    on_loss: OnLoss = "end",
 ) -> Choice:
     """Choose a transport.
 
     Args:
-        transport: its name; ``None``: the environment variable ``TODIST_TRANSPORT``, or ``rpc``.
+        transport: its name; ``None``: the environment variable ``TODIST_TRANSPORT``, or ``rpc``, or ``zmq`` where lost
+            workers are replaced.
         backend: as in :func:`torch.distributed.rpc.init_rpc`.
         options: likewise; ``None`` means what suits this machine.
         local_world_size: the number of workers on this machine.
+        on_loss: what the group does when a worker is lost.
 
     Raises:
         InitializationError: the transport is unknown, or cannot be used in this process.
     """
-    name = transport or os.environ.get(VARIABLE) or "rpc"
+    name = transport or os.environ.get(VARIABLE) or ("zmq" if on_loss == "replace" else "rpc")
     if name not in NAMES:
         raise InitializationError(
             f"the environment variable {VARIABLE} must be {' or '.join(NAMES)}, got {name!r}"
         )
     if name == "zmq":
         return _zmq(backend, options)
+    if on_loss == "replace":
+        raise InitializationError(
+            "on_loss='replace' needs transport='zmq', as the groups of torch's RPC take up no new process, got "
+            f"transport={name!r} (the environment variable {VARIABLE} chooses where the argument does not)"
+        )
     if rpc_is_initialized():
         raise InitializationError(
             "RPC is already initialized: `auto_init_rpc` calls `torch.distributed.rpc.init_rpc` itself, "

@@ -95,6 +95,19 @@ class RPCTransport:
         """See :class:`~torchopt_dist.distributed.transport.base.Transport`."""
         self._pending.fail(worker, error)
 
+    def has_lost(self, worker: int) -> bool:
+        """See :class:`~torchopt_dist.distributed.transport.base.Sender`."""
+        return worker in self._group.membership.failures
+
+    def to(self, worker: int) -> RPCTransport:
+        """See :class:`~torchopt_dist.distributed.transport.base.Transport`; there is never another process."""
+        del worker
+        return self
+
+    def worker_replaced(self, worker: int, incarnation: int) -> None:
+        """See :class:`~torchopt_dist.distributed.transport.base.Transport`; TensorPipe refuses a name that it knows."""
+        raise NotImplementedError(worker, incarnation)
+
     def unanswered(self) -> int:
         """See :class:`~torchopt_dist.distributed.transport.base.Transport`."""
         return len(self._pending)

@@ -17,6 +17,7 @@ import zmq
 
 from torchopt_dist._torch_private import init_distributed_autograd
 from torchopt_dist.distributed._group import Group
+from torchopt_dist.distributed._members import Failure
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._request_handler import error_reply, handle_request
 from torchopt_dist.distributed._sealed_store import SealedStore
@@ -27,11 +28,11 @@ from torchopt_dist.distributed._wire_format import (
     from_wire,
     to_wire,
 )
-from torchopt_dist.distributed.transport._contacts import Endpoint
+from torchopt_dist.distributed.transport._contacts import Endpoint, contact_of
 from torchopt_dist.distributed.transport._frames import Frame, from_frames, to_frames
 from torchopt_dist.distributed.transport._mesh import Mesh
 from torchopt_dist.distributed.transport._pending import Alarms, Pending, disconnected
-from torchopt_dist.distributed.transport.base import settle
+from torchopt_dist.distributed.transport.base import Sender, settle
 from torchopt_dist.errors import CallTimeoutError, InitializationError, WorkerLostError
 
 __all__ = ["ZMQTransport"]
@@ -56,6 +57,22 @@ class _Asked(NamedTuple):
     wire: WireMessage
 
 
+class _ToProcess:
+    """Sends to the present processes of workers, and never to those that replace them."""
+
+    def __init__(self, transport: ZMQTransport, incarnation: int) -> None:
+        self._transport = transport
+        self._incarnation = incarnation
+
+    def send(self, worker: int, request: Message, timeout: float) -> Future[Message]:
+        """See :class:`~torchopt_dist.distributed.transport.base.Sender`."""
+        return self._transport.send(worker, request, timeout, self._incarnation)
+
+    def has_lost(self, worker: int) -> bool:
+        """See :class:`~torchopt_dist.distributed.transport.base.Sender`."""
+        return self._transport.loss(worker, self._incarnation) is not None
+
+
 class ZMQTransport:
     """Sends requests over ZeroMQ, and answers those that arrive so.
 
@@ -68,32 +85,45 @@ class ZMQTransport:
         self._sent: defaultdict[int, Structures] = defaultdict(Structures)
         self._received = Structures()
         self._pending = Pending()
-        self._numbers = itertools.count()
+        self._numbers = itertools.count(group.first_number)
         self._asked: dict[int, _Asked] = {}
         self._alarms = Alarms(lambda number: number not in self._asked)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._here = Endpoint(group.rank)
+        self._here = Endpoint(group.rank, group.incarnation)
+        self._store: SealedStore | None = None
+        self._reopening = threading.Lock()
         self._mesh = Mesh(self._context, self._here, ())
 
     def start(self, store: SealedStore, timeout: float) -> None:
         """See :class:`~torchopt_dist.distributed.transport.base.Transport`; the time-out is the store's own."""
-        del timeout
-        size = len(self._group.names)
+        membership = self._group.membership
+        size, replaces = len(self._group.names), self._group.on_loss == "replace"
+        incarnations = [member.incarnation for member in membership.members]
+        host = os.environ.get("MASTER_ADDR", "127.0.0.1")
         init_distributed_autograd(self._group.rank)
         if size == 1:
             return  # nobody to speak with, so nothing listens
         self._here.open(self._context)
         try:
-            contacts = self._here.meet(store, size, os.environ.get("MASTER_ADDR", "127.0.0.1"))
+            contacts = (
+                self._here.meet_late(store, incarnations, host)
+                if membership.joins_late
+                else self._here.meet(store, size, host)
+            )
         except (dist.DistError, OSError, zmq.ZMQError) as error:
             self._here.close()
             self._here.remove_folder()
             raise InitializationError(
                 f"rank {self._group.rank} of {size} cannot exchange addresses with the others: {error}"
             ) from error
-        self._mesh = Mesh(self._context, self._here, contacts)
+        self._mesh = Mesh(self._context, self._here, contacts, incarnations)
+        self._store = store if replaces else None
+        for member in membership.members:  # some may have come meanwhile
+            self.worker_replaced(member.rank, member.incarnation)
         self._group.threads.run(self._serve)
         self._probe_again()
+        if membership.joins_late:
+            membership.announce(timeout)
 
     def stop(self, *, in_order: bool, code: int | None = None) -> None:
         """See :class:`~torchopt_dist.distributed.transport.base.Transport`; nothing here keeps the interpreter."""
@@ -106,13 +136,24 @@ class ZMQTransport:
         end.start()
         end.join(END_SECONDS)
 
-    def send(self, worker: int, request: Message, timeout: float) -> Future[Message]:
-        """See :class:`~torchopt_dist.distributed.transport.base.Sender`."""
+    def send(
+        self, worker: int, request: Message, timeout: float, incarnation: int | None = None
+    ) -> Future[Message]:
+        """See :class:`~torchopt_dist.distributed.transport.base.Sender`.
+
+        Args:
+            worker: the worker's rank.
+            request: the message.
+            timeout: seconds.
+            incarnation: of the worker's process that the request is for; ``None`` means the present one.
+        """
         future = self._pending.add(worker)
         self._group.membership.watch(worker)
-        failure = self._group.membership.failures.get(worker)
+        present = self._mesh.incarnation(worker)
+        incarnation = present if incarnation is None else incarnation
+        failure = self.loss(worker, incarnation)
         if failure is not None:
-            self.worker_lost(worker, failure.error())
+            settle(future, failure.error())
             return future
         wire = to_wire(request, self._sent[worker], whole_storages=False)
         number = next(self._numbers)
@@ -121,15 +162,46 @@ class ZMQTransport:
         if timeout:
             self._alarms.set(timeout, number, lambda: self._late(number, timeout))
         try:
-            self._send(worker, REQUEST, number, wire)
+            if not self._send(worker, REQUEST, number, wire, incarnation):
+                failure = self.loss(worker, incarnation)
+                lost = disconnected(self._group.members[worker], "it was closed")
+                settle(future, lost if failure is None else failure.error())
         except (OSError, zmq.ZMQError) as error:
             settle(future, disconnected(self._group.members[worker], error))
         return future
 
+    def loss(self, worker: int, incarnation: int) -> Failure | None:
+        """How a process of a worker was lost, or has failed; ``None`` if it has not."""
+        membership = self._group.membership
+        failure = membership.failures.get(worker)
+        if failure is None and incarnation != self._mesh.incarnation(worker):
+            failure = membership.replaced.get(worker)
+        return failure
+
+    def has_lost(self, worker: int) -> bool:
+        """See :class:`~torchopt_dist.distributed.transport.base.Sender`."""
+        return worker in self._group.membership.failures
+
+    def to(self, worker: int) -> Sender:
+        """See :class:`~torchopt_dist.distributed.transport.base.Transport`."""
+        return self if self._store is None else _ToProcess(self, self._mesh.incarnation(worker))
+
+    def worker_replaced(self, worker: int, incarnation: int) -> None:
+        """See :class:`~torchopt_dist.distributed.transport.base.Transport`."""
+        with self._reopening:
+            if self._store is None or incarnation <= self._mesh.incarnation(worker):
+                return  # it has yet to look where others listen, or has done so already
+            self._sent[worker] = Structures()
+            try:
+                self._mesh.reopen(worker, incarnation, contact_of(self._store, worker, incarnation))
+            except (dist.DistError, InitializationError):  # calls to it fail
+                name = self._group.names[worker]
+                log.warning("%s has a new process that cannot be found", name, exc_info=True)
+
     def worker_lost(self, worker: int, error: Exception) -> None:
         """See :class:`~torchopt_dist.distributed.transport.base.Transport`."""
         if worker in self._group.lost:
-            self._mesh.close(worker)
+            self._mesh.forget(worker)
         self._pending.fail(worker, error)
 
     def unanswered(self) -> int:
@@ -147,9 +219,11 @@ class ZMQTransport:
             name = self._group.names[asked.worker]
             settle(asked.future, CallTimeoutError(f"{name} took longer than timeout={timeout:g} s"))
 
-    def _send(self, worker: int, kind: int, number: int, wire: WireMessage | None) -> None:
+    def _send(
+        self, worker: int, kind: int, number: int, wire: WireMessage | None, incarnation: int | None = None
+    ) -> bool:
         first, *rest = [b""] if wire is None else to_frames(wire)
-        self._mesh.send(worker, [_ENVELOPE.pack(kind, number) + first, *rest])
+        return self._mesh.send(worker, [_ENVELOPE.pack(kind, number) + first, *rest], incarnation)
 
     def _serve(self) -> None:
         """Receive a message, let another thread receive the next one, and see to this one here."""
