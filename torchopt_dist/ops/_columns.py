@@ -12,6 +12,7 @@ from torch import Tensor
 from torchopt_dist.typing import OptionalTensor
 
 __all__ = [
+    "Bars",
     "Columns",
     "as_complex",
     "as_real",
@@ -38,6 +39,9 @@ SMALL = 8192
 
 Columns: TypeAlias = Sequence[list[Tensor] | None]
 """Lists of one length, whose tensors at one place belong together; ``None`` where there is no such list."""
+
+Bars: TypeAlias = Sequence[Sequence[OptionalTensor]]
+"""Gradients of columns; ``None`` for zero."""
 
 _HALF = (torch.float16, torch.bfloat16)
 

@@ -18,6 +18,7 @@ from torchopt_dist import _torch_private
 from torchopt_dist.ops import _dispatch as dispatch
 from torchopt_dist.ops import _foreach as foreach
 from torchopt_dist.ops._columns import (
+    Bars,
     Columns,
     flatten,
     in_portions,
@@ -30,7 +31,7 @@ from torchopt_dist.ops._columns import (
 )
 from torchopt_dist.typing import OptionalTensor
 
-__all__ = ["Step", "run"]
+__all__ = ["Step", "pull", "run"]
 
 
 class Map(ABC):
@@ -130,6 +131,26 @@ def run(map: Map, columns: Columns, inplace: bool = False) -> list[list[Tensor]]
     if map.kernel_runs:
         return map.kernel(columns)
     return map.formula(columns, inplace=True) if inplace else _in_portions(map, columns)
+
+
+def pull(step: Step, columns: Columns, bars: Bars) -> list[list[Tensor]]:
+    """The gradients of the columns that are there, without a graph; the step itself is not made.
+
+    Args:
+        step: the step.
+        columns: its input.
+        bars: the gradients of its results, one of which at least is there at each place.
+    """
+    there = tuple(column is not None for column in columns)
+    first, *others = _with_zeros(bars)
+    if first is None:
+        first = _zeros(others)
+    given = [first, *([None] * len(first) if bar is None else bar for bar in others)]
+    with torch.no_grad():
+        if not step.is_one_node:
+            return _pulled_back(step, columns, [first, *others])
+        found = _gradients(step, step.saved(columns), there, given)
+    return [[x for x in column if x is not None] for column in found]
 
 
 def _in_portions(map: Map, columns: Columns) -> list[list[Tensor]]:

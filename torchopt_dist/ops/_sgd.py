@@ -22,6 +22,7 @@ from torchopt_dist.ops import _dispatch as dispatch
 from torchopt_dist.ops import _foreach as foreach
 from torchopt_dist.ops import _node as node
 from torchopt_dist.ops._columns import (
+    Bars,
     Columns,
     check_lengths,
     check_tensors,
@@ -51,6 +52,7 @@ def sgd(
     maximize: bool = False,
     fused: bool | None = None,
     inplace: bool = False,
+    bars: Bars | None = None,
 ) -> tuple[list[Tensor], ...]:
     """Moved parameters and the next state; differentiable to any order, in the hyper-parameters too.
 
@@ -69,9 +71,11 @@ def sgd(
         fused: None uses a kernel where there is one and it helps, False uses the formula here, True demands the kernel,
             which has no derivatives for hyper-parameters that are tensors.
         inplace: if True, may overwrite ``momentum_buffers``, ``steps`` and ``params``.
+        bars: gradients of moved parameters and, with momentum, of ``momentum_buffers``; with them no step is made.
 
     Returns:
-        Moved parameters, or steps; with momentum also ``momentum_buffers``, and with dampening then ``steps``.
+        Moved parameters, or steps; with momentum also ``momentum_buffers``, and with dampening then ``steps``. With
+        ``bars``, the gradients of ``grads``, of ``momentum_buffers`` where they are there, and, if given, ``params``.
 
     Raises:
         TypeError: a list holds something else than dense tensors.
@@ -101,7 +105,10 @@ def sgd(
         with_params=params is not None,
         kernel_runs=kernel and numbers and dispatch.are_concrete(taken, fused),
     )
-    made = node.run(step, [grads, sums, columns.get("params")], inplace)
+    given = [grads, sums, columns.get("params")]
+    if bars is not None:
+        return tuple(node.pull(step, given, bars))
+    made = node.run(step, given, inplace)
     return *made, *([] if counts is None else [bias_correction.count_up(counts, inplace=inplace)])
 
 

@@ -14,6 +14,7 @@ from torchopt_dist import pytree
 from torchopt_dist.ops._columns import as_complex, as_real, pick, present, put
 from torchopt_dist.ops._foreach import runs_in_a_loop
 from torchopt_dist.transform._hyperparameters import is_number
+from torchopt_dist.transform._pulled_step import PulledFn, leaves_of, pulled_step
 from torchopt_dist.typing import OptState, Params, ScalarOrSchedule, Schedule, Updates
 
 __all__ = ["FusedStep", "fused_step"]
@@ -56,6 +57,8 @@ class FusedStep:
     """The step that overwrites parameters and state; ``None`` where none is known."""
     differentiable: DifferentiableFn | None = None
     """The step that is recorded in the graph; likewise."""
+    pulled: PulledFn | None = None
+    """The derivative of the differentiable step, by itself; likewise."""
     first_link: int = 0
     """The steps stand for this link of the chain and all after it; the links before it run first, as they are."""
     of_gradients_alone: bool = False
@@ -71,7 +74,12 @@ class FusedStep:
             return FusedStep()
         schedule, number = (lr, {}) if callable(lr) else (None, {"lr": lr})
         made: dict[str, Any] = {}
-        for name, step in (("in_place", self.in_place), ("differentiable", self.differentiable)):
+        steps = {
+            "in_place": self.in_place,
+            "differentiable": self.differentiable,
+            "pulled": self.pulled,
+        }
+        for name, step in steps.items():
             if isinstance(step, partial):
                 *rest, _, options = step.args
                 kept = {key: value for key, value in options.items() if key != "lr"}
@@ -93,11 +101,12 @@ def fused_step(
             links' states, ``exp_avgs`` for ``exp_avg``; and the options.
         differentiable: takes lists of real tensors: gradients, parameters by the name ``params``, the fields of these
             links' states by theirs where they are not ``()``, and the options; gives the moved parameters and the next
-            fields, in the order of the chain.
+            fields, in the order of the chain. With gradients of these, but for a last field that counts steps, as
+            ``bars``, it gives those of its gradients, of these fields and of the parameters.
         state_types: the types of those links' states, ``None`` for a link left out; the other links have no state.
         options: the hyper-parameters, and whatever else both ops take; one that is ``None`` is not passed. ``lr``
             may be a schedule, if the last link is the one that it makes, or a tensor of one element on the CPU: then
-            only the differentiable step is fused, and only where nothing is recorded.
+            the differentiable step is fused only where nothing is recorded.
 
     Returns:
         The steps; or ``None`` if another option is a tensor or a schedule, which the ops do not take.
@@ -110,10 +119,11 @@ def fused_step(
         return None
     types = tuple(kind for kind in state_types if kind is not None)
     return FusedStep(
-        None if in_place is None or as_tensor else partial(_step_in_place, in_place, schedule, given),
+        None if in_place is None else partial(_step_in_place, in_place, schedule, given),
         None
         if differentiable is None
         else partial(_differentiable_step, differentiable, types, schedule, given),
+        None if differentiable is None else partial(pulled_step, differentiable, types, schedule, given),
         of_gradients_alone=(
             differentiable is not None and schedule is None and not given.get("weight_decay", 0.0)
         ),
@@ -122,13 +132,16 @@ def fused_step(
 
 def _step_in_place(
     op: Callable[..., None],
-    schedule: Schedule | None,
+    schedule: Schedule | Tensor | None,
     options: dict[str, Any],
     params: Sequence[Any],
     grads: Sequence[Any],
     state: OptState,
     /,
 ) -> None:
+    if isinstance(schedule, Tensor):
+        _step_in_place(op, None, {**options, "lr": schedule.item()}, params, grads, state)
+        return
     if schedule is not None:
         *state, counted = state
         lr = float(schedule(counted.step.to(torch.float64)))
@@ -136,7 +149,7 @@ def _step_in_place(
         counted.step.add_(1)
         return
     fields = {f"{name}s": field for own in state for name, field in zip(own._fields, own, strict=True)}
-    columns = {name: _leaves(field) for name, field in fields.items()}
+    columns = {name: leaves_of(field) for name, field in fields.items()}
     picked = {name: column for name, column in columns.items() if column}
     given = [list(params), list(grads)]
     places = present(grads)
@@ -152,11 +165,6 @@ def _step_in_place(
         given = [as_real(column) for column in given]
         picked = {name: as_real(column) for name, column in picked.items()}
     op(*given, **picked, **options)
-
-
-def _leaves(field: Any) -> list[Any]:
-    """The leaves of a field. Most fields are lists of tensors: the check takes a tenth of the time of flattening."""
-    return field if type(field) is list and {*map(type, field)} == {Tensor} else pytree.flatten(field)[0]
 
 
 def _differentiable_step(

@@ -10,10 +10,19 @@ from torch import Tensor
 from torchopt_dist import pytree
 from torchopt_dist.ops import _foreach as foreach
 from torchopt_dist.ops._columns import pick, present, put
+from torchopt_dist.transform._pulled_step import PulledStep, StepBars
 from torchopt_dist.transform.base import ChainedGradientTransformation, GradientTransformation
+from torchopt_dist.transform.scale import learning_rate_of
 from torchopt_dist.typing import OptionalTensor, OptState, Params, Updates
 
-__all__ = ["apply_updates", "differentiable_step", "move_", "step_in_place", "training_step"]
+__all__ = [
+    "apply_updates",
+    "differentiable_step",
+    "move_",
+    "step_in_place",
+    "step_pulled_back",
+    "training_step",
+]
 
 
 def apply_updates(params: Params, updates: Updates, *, inplace: bool = True) -> Params:
@@ -106,6 +115,42 @@ def differentiable_step(
         return apply_updates(params, updates, inplace=False), (*before, *rest)
     updates, state = impl.update(grads, state, params=params, inplace=False)
     return apply_updates(params, updates, inplace=False), state
+
+
+def step_pulled_back(
+    impl: GradientTransformation, params: Params, grads: Updates, state: OptState, bars: StepBars
+) -> tuple[PulledStep, Tensor | None] | None:
+    """Gradients of what :func:`differentiable_step` makes → of what it is made of, without a graph.
+
+    Returns:
+        The gradients, and that of the learning rate, if it has a graph; ``None`` where that is not known for the chain.
+    """
+    if not isinstance(impl, ChainedGradientTransformation):
+        return None
+    pull, links = impl.fused_step.pulled, impl.transformations
+    if pull is None or impl.fused_step.first_link != 0 or learning_rate_of(links[-1]) is None:
+        return None
+    leaves, spec = pytree.flatten(params)
+    with torch.no_grad():
+        found = pull(leaves, pytree.flatten_like(spec, grads, "updates", "params"), state, bars)
+        if found is None or found.lr is None:
+            return None if found is None else (found, None)
+        links_before = ChainedGradientTransformation(*links[:-1])
+        directions, _ = links_before.update(grads, state[:-1], params=params, inplace=False)
+        steps = pytree.flatten_like(spec, directions, "updates", "params")
+        pairs = [
+            (x, bar) for x, bar in zip(steps, bars.params, strict=True) if x is not None and bar is not None
+        ]
+        total = torch.zeros_like(found.lr)
+        for x, bar in pairs:
+            total -= _inner(x, bar).to(total)
+        return found, total
+
+
+def _inner(x: Tensor, y: Tensor) -> Tensor:
+    if x.dtype in (torch.float32, torch.float64):
+        return torch.dot(x.reshape(-1), y.reshape(-1))
+    return (x.float() * y.float()).sum()
 
 
 def training_step(

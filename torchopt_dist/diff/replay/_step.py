@@ -22,6 +22,9 @@ from torchopt_dist.diff.replay._blocks import Tangents, sweep
 from torchopt_dist.diff.replay._blockwise import BlockwiseLoop
 from torchopt_dist.diff.replay._duals import NoForwardModeError, plus
 from torchopt_dist.diff.replay._forward_mode import Formulas, loses_tangents
+from torchopt_dist.ops._columns import put
+from torchopt_dist.transform._pulled_step import StepBars
+from torchopt_dist.transform.apply_updates import step_pulled_back
 from torchopt_dist.typing import OptionalTensor
 
 __all__ = ["Bars", "StepGradient", "refuse", "state_places"]
@@ -144,6 +147,9 @@ class StepGradient:
     def _through_update(
         self, carry: Carry, bars: Bars, grads: Sequence[OptionalTensor]
     ) -> tuple[Bars, list[OptionalTensor], list[OptionalTensor]]:
+        known = self._by_derivative(carry, bars, grads)
+        if known is not None:
+            return known
         given, inputs = self._inputs(carry)
         leaves = [None if grad is None else _leaf(grad) for grad in grads]
         after = self._loop.moved(given, Evaluation(given.params[0], None, leaves, []), record=True)
@@ -156,6 +162,35 @@ class StepGradient:
         rest = iter(found[more:])
         through = [None if leaf is None else next(rest) for leaf in at]
         return Bars(found[:count], found[count:more]), list(rest), through
+
+    def _by_derivative(
+        self, carry: Carry, bars: Bars, grads: Sequence[OptionalTensor]
+    ) -> tuple[Bars, list[OptionalTensor], list[OptionalTensor]] | None:
+        """As :meth:`_through_update`, by the derivative that comes with the optimizer's step, if one does."""
+        model, places = self._loop.model, self._loop.model.moved_places
+        of_params: list[OptionalTensor] = put([None] * len(carry.params), places, bars.params)
+        leaves = pytree.flatten(carry.state)[0]
+        of_state: list[OptionalTensor] = put([None] * len(leaves), self._places, bars.state)
+        with self._loop.substituted():
+            pulled = step_pulled_back(
+                self._loop.optimizer,
+                model.tree(carry.params),
+                model.tree(grads),
+                carry.state,
+                StepBars(of_params, of_state),
+            )
+        if pulled is None:
+            return None
+        (before, through, lr), of_lr = pulled
+        direct: list[OptionalTensor] = [None] * len(self._declared)
+        if lr is not None:
+            refuse(self.undeclared([lr], []))
+            direct = _pulled([lr], [of_lr], self._declared)
+        return (
+            Bars([before.params[place] for place in places], [before.state[place] for place in self._places]),
+            direct,
+            [through[place] for place in places],
+        )
 
     def _mixed(
         self,
