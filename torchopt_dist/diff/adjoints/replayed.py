@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,14 +116,17 @@ class Replayed(Adjoint):
         return self._replayed(loop)
 
     def _replayed(self, loop: Loop) -> Outcome:
-        count, with_gradients = self._room(loop)
-        return connected(Tape(loop, count, with_gradients, Store(self.store), self.check))
+        count, spacing = self._room(loop)
+        return connected(Tape(loop, count, spacing, Store(self.store), self.check))
 
-    def _room(self, loop: Loop) -> tuple[int, bool]:
-        """For how many snapshots there is room, and whether for gradients in all of them."""
+    def _room(self, loop: Loop) -> tuple[int, int | None]:
+        """For how many snapshots there is room; or, if for the gradients of all steps, how far these are apart."""
         every = max(1, loop.steps)
+        spacing = (
+            math.isqrt(every - 1) + 1
+        )  # a snapshot each, and as many again while one such part is gone back through
         if self.memory is None:
-            return (every, True) if self.snapshots in (None, "all") else (int(self.snapshots or 1), False)
+            return (every, spacing) if self.snapshots in (None, "all") else (int(self.snapshots or 1), None)
         moved = [loop.first.params[place] for place in loop.model.moved_places]
         size = max(1, bytes_of([*moved, *pytree.flatten(loop.first.state)[0], *loop.first.buffers]))
         budget = number_of_bytes(self.memory)
@@ -130,5 +134,6 @@ class Replayed(Adjoint):
             raise ValueError(
                 f"`memory` must have room for one snapshot, which takes {size:,} bytes, got {self.memory!r}"
             )
-        fits = budget >= every * (size + bytes_of(moved))
-        return min(every, budget // size), fits
+        kept = bytes_of([*moved, *loop.first.buffers])
+        fits = budget >= every * kept + (math.ceil(every / spacing) + spacing - 1) * size
+        return min(every, budget // size), spacing if fits else None

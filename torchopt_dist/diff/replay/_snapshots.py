@@ -24,8 +24,14 @@ class Snapshot(NamedTuple):
     number: int
     """Of the step."""
     carry: Carry
+    """Of a snapshot that is not whole, only the buffers."""
     grads: list[OptionalTensor] | None
     """The gradients of the step's loss, where they are kept, too."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the parameters and the state are there; otherwise the gradients of the steps before lead to them."""
+        return bool(self.carry.params)
 
 
 class Store:
@@ -38,6 +44,11 @@ class Store:
 
     def __init__(self, where: str | Path | None) -> None:
         self._where = where
+
+    @property
+    def copies(self) -> bool:
+        """Whether what is kept has memory of its own."""
+        return self._where is not None
 
     def keep(self, snapshot: Snapshot) -> Callable[[], Snapshot]:
         """Keep a snapshot; the function returned gives it back, as often as it is called."""

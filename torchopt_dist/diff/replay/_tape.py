@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -38,8 +39,8 @@ class Tape:
     loop: Loop
     snapshots: int
     """How many are kept at a time."""
-    with_gradients: bool
-    """Keep the inner gradients in the snapshots, too."""
+    spacing: int | None
+    """Keep the inner gradients of every step, and a snapshot of every so many; ``None``: keep snapshots alone."""
     store: Store
     check: bool
     """Run the first step twice, and demand the same loss and gradients."""
@@ -97,17 +98,25 @@ class Tape:
             found = self._loop.gradient(carry, number, record=False)
             if self.check and number == 0:
                 self._check(found, carry)
-            if number in wanted:
-                grads = found.grads if self.with_gradients else None
-                self.kept.append((number, self.store.keep(Snapshot(number, carry, grads))))
-            return self._loop.moved(carry, found, record=False), found.loss, found.aux
+            if self.spacing is not None:
+                start = carry if number % self.spacing == 0 else Carry([], None, carry.buffers)
+                self._keep(self.kept, number, start, found.grads)
+            elif number in wanted:
+                self._keep(self.kept, number, carry, None)
+            return self._loop.trained(carry, found), found.loss, found.aux
 
         with attention_by_formula():
-            self.outcome = self._loop.run(step, self.loop.cut(self.loop.first))
+            self.outcome = self._loop.run(step, self.loop.own(self.loop.first))
         losses = self.outcome.losses
         # Of their own: what is handed out may be overwritten.
         last = [tensor.detach().clone() for tensor in self._gradient.outputs(self.outcome.carry)]
         return [*last, torch.stack(losses) if losses else torch.zeros(0)]
+
+    def _keep(self, kept: list[Kept], number: int, carry: Carry, grads: list[OptionalTensor] | None) -> None:
+        """Take a snapshot of what the next step overwrites."""
+        if carry.params and not self.store.copies:
+            carry = self.loop.own(carry)
+        kept.append((number, self.store.keep(Snapshot(number, carry, grads))))
 
     def _check(self, found: Evaluation, carry: Carry) -> None:
         again = self._loop.gradient(carry, 0, record=False)
@@ -148,21 +157,38 @@ class Tape:
             kept.pop()
         at, give = kept[-1]
         if at == number:
+            found = give()
+            if not found.is_whole:
+                self._fill(kept)
+                return self._start_of(number, kept)
             kept.pop()
-            return give()
-        carry, rest, room = give().carry, number + 1 - at, self.snapshots - len(kept) + 1
+            return found
+        carry, rest, room = self.loop.own(give().carry), number + 1 - at, self.snapshots - len(kept) + 1
         while at < number:
             ahead = split(rest, room) if room > 1 else rest - 1
             with kept_generators():
                 for _ in range(ahead):
-                    carry, _loss, _aux = self.loop.plain_step(carry, at)
+                    carry, _loss, _aux = self.loop.training_step(carry, at)
                     at += 1
                     self.run_again += 1
             rest -= ahead
             room -= 1
             if at < number:
-                kept.append((at, self.store.keep(Snapshot(at, carry, None))))
+                self._keep(kept, at, carry, None)
         return Snapshot(number, carry, None)
+
+    def _fill(self, kept: list[Kept]) -> None:
+        """Make the last snapshots whole, back to one that is, by steps whose gradients are known."""
+        waiting: list[Snapshot] = []
+        while not (last := kept.pop()[1]()).is_whole:
+            waiting.append(last)
+        kept.append((last.number, partial(_itself, last)))
+        while waiting:
+            assert last.grads is not None
+            given, after = last.carry, waiting.pop()
+            found = Evaluation(given.params[0], None, last.grads, after.carry.buffers)
+            last = Snapshot(after.number, self.loop.moved(given, found, record=False), after.grads)
+            kept.append((last.number, partial(_itself, last)))
 
     def record(self, tensors: Sequence[Tensor], bars: Sequence[OptionalTensor]) -> list[OptionalTensor]:
         """As :meth:`pull`, by recording all steps, so that the gradients can be differentiated themselves."""
@@ -194,6 +220,10 @@ class Tape:
 
 def _leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_()
+
+
+def _itself(snapshot: Snapshot) -> Snapshot:
+    return snapshot
 
 
 def _depend_on_each_other(tensors: Sequence[Tensor]) -> bool:
