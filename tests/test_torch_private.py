@@ -80,6 +80,12 @@ def test_every_graph_counts_as_kept_where_the_engine_does_not_say(
     assert answers == [retain_graph or hide]
 
 
+def test_results_of_nodes_have_a_size_unless_it_is_hidden() -> None:
+    results = torch.ones(3, 4, requires_grad=True, dtype=torch.float64) * 2
+    assert private.bytes_of_results(results.grad_fn) == 96
+    assert private.bytes_of_results(SimpleNamespace()) == 0
+
+
 @pytest.mark.parametrize("hide", [False, True])
 def test_backwards_have_numbers_unless_these_are_hidden(monkeypatch: pytest.MonkeyPatch, hide: bool) -> None:
     if hide:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import functools
+import math
 import sys
 import threading
 import weakref
@@ -32,6 +33,7 @@ __all__ = [
     "batch_of",
     "batched",
     "buffers_of",
+    "bytes_of_results",
     "children_of",
     "engine_captures_leaf",
     "engine_keeps_graph",
@@ -133,6 +135,15 @@ def engine_keeps_graph() -> bool:
     """
     keeps_graph = _find("_C._autograd._get_current_graph_task_keep_graph")
     return True if keeps_graph is None else bool(keeps_graph())
+
+
+def bytes_of_results(node: Any) -> int:
+    """How many bytes the results of a node of the graph take; views count as well.
+
+    Without the name the answer is 0: a replayed step may then keep the graph of a gradient that is large.
+    """
+    found = getattr(node, "_input_metadata", ())
+    return sum(math.prod(one.shape) * one.dtype.itemsize for one in found)
 
 
 def engine_needs_node(node: Any) -> bool:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchopt_dist as todist
@@ -18,7 +19,7 @@ from tests.diff.adjoint_table import Problem, gradients
 from torchopt_dist.diff.adjoints import replayed
 from torchopt_dist.diff.replay import _tape
 from torchopt_dist.diff.replay._binomial import places, split, steps_run_again
-from torchopt_dist.diff.replay._snapshots import number_of_bytes
+from torchopt_dist.diff.replay._snapshots import Store, number_of_bytes
 from torchopt_dist.transform.apply_updates import differentiable_step
 
 D = torch.float64
@@ -84,10 +85,10 @@ def test_as_many_steps_are_run_again_as_the_bound_says(steps, snapshots, monkeyp
     torch.testing.assert_close(found, torch.autograd.grad(recorded, w)[0], rtol=1e-12, atol=0)
 
 
-def both(loss, params, batches, *, ins, optimizer=None, **options):
+def both(loss, params, batches, *, ins, optimizer=None, replayed=None, **options):
     """The gradients of a replayed and of a recorded loop."""
     made = []
-    for one in (todist.Replayed(snapshots=2), todist.Recorded()):
+    for one in (replayed or todist.Replayed(snapshots=2), todist.Recorded()):
         result = todist.inner_loop(
             loss, optimizer or todist.adam(lr=0.05, eps=1e-3), params, batches, adjoint=one, seed=1, **options
         )
@@ -144,11 +145,14 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_operations_go_in_forward_over_reverse(name):
+def test_operations_go_in_both_modes(name):
     torch.manual_seed(0)
     p = torch.randn(4, 3, dtype=D, requires_grad=True)
     q = torch.rand(4, 3, dtype=D, requires_grad=True)
-    agree(both(lambda p: LOSSES[name](p, q), p, 3, ins=[p, q], meta=q))  # a warning is an error
+    for mode in ("forward", "reverse"):
+        replayed = todist.Replayed(sweep=mode)
+        # a warning is an error
+        agree(both(lambda p: LOSSES[name](p, q), p, 3, ins=[p, q], meta=q, replayed=replayed))
 
 
 class _Cube(torch.autograd.Function):
@@ -182,9 +186,61 @@ def test_steps_without_forward_mode_are_recorded_by_themselves_and_that_is_said_
     p = torch.randn(4, 3, dtype=D, requires_grad=True)
     q = torch.rand(4, 3, dtype=D, requires_grad=True)
     with pytest.warns(UserWarning, match=text) as told:
-        made = both(lambda p: function(p, q), p, 3, ins=[p, q], meta=q)
+        made = both(
+            lambda p: function(p, q), p, 3, ins=[p, q], meta=q, replayed=todist.Replayed(sweep="forward")
+        )
     agree(made)
     assert len(told) == 1
+    agree(both(lambda p: function(p, q), p, 3, ins=[p, q], meta=q))  # small: in reverse mode, nothing is said
+
+
+@pytest.mark.parametrize(("count", "parameters", "modes"), [(2000, 3, "RRR"), (2**21 + 1, 3, "FFF")])
+def test_a_large_graph_of_a_loss_is_not_differentiated_with_a_graph(count, parameters, modes):
+    p = torch.ones(parameters, dtype=D, requires_grad=True)
+    found = []
+
+    def loss(p):
+        duals = forward_ad.unpack_dual(p).tangent is not None if torch.is_grad_enabled() else None
+        found.append("F" if duals else "R")
+        return (p[0] * torch.ones(count, dtype=D)).sum() * (p**2).sum()
+
+    result = todist.inner_loop(loss, todist.sgd(lr=0.01), p, 3, adjoint=todist.Replayed())
+    found.clear()
+    result.params.sum().backward()
+    assert "".join(found) == modes
+
+
+def test_with_room_for_all_steps_gradients_are_kept_and_no_step_is_run_again(monkeypatch):
+    kept, calls = [], []
+
+    class Watched(Store):
+        def keep(self, snapshot):
+            kept.append((snapshot.is_whole, snapshot.grads is not None))
+            return super().keep(snapshot)
+
+    monkeypatch.setattr(replayed, "Store", Watched)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Tanh()).double()
+    xs = [torch.randn(5, 3, dtype=D) for _ in range(10)]
+    lr = torch.tensor(0.05, dtype=D, requires_grad=True)
+
+    def loss(net, x):
+        calls.append(torch.is_grad_enabled())
+        return (net(x) ** 2).mean()
+
+    made = []
+    for adjoint in (todist.Replayed(), todist.Recorded()):
+        calls.clear()
+        result = todist.inner_loop(loss, todist.adam(lr=lr, eps=1e-3), net, xs, adjoint=adjoint)
+        outer = sum((leaf**3).sum() for leaf in result.params.parameters())
+        ins = [lr, *net.parameters()]
+        if not made:  # once more, from the same snapshots
+            again = torch.autograd.grad(outer, ins, retain_graph=True)
+            assert len(calls) == 20
+        made.append(torch.autograd.grad(outer, ins))
+    agree(made)
+    assert all(map(torch.equal, made[0], again))
+    assert kept == [(number % 4 == 0, True) for number in range(10)]
 
 
 def test_gradients_of_gradients_are_those_of_recording():
@@ -403,6 +459,8 @@ def test_buffers_that_depend_on_parameters_are_refused():
         ({"snapshots": "many"}, TypeError, "`snapshots` must be a number or 'all', got 'many'"),
         ({"snapshots": 2, "memory": "1GB"}, ValueError, "say the same"),
         ({"store": 3}, TypeError, "`store` must be 'cpu' or a folder, got int"),
+        ({"sweep": "back"}, ValueError, "`sweep` must be 'forward' or 'reverse', got 'back'"),
+        ({"sweep": "reverse", "blocks": "auto"}, ValueError, "`sweep` must be 'forward' with `blocks`"),
     ],
 )
 def test_bad_settings(settings, error, text):
@@ -464,6 +522,23 @@ def test_a_plain_step_with_a_tensor_for_the_rate_is_one_operation(make):
         assert torch.equal(one, other)
     moved, _state = differentiable_step(optimizer, [p], [grad], optimizer.init([p]))
     assert torch.autograd.grad(moved[0].sum(), lr)[0].any()
+
+
+@pytest.mark.parametrize("make", [todist.adam, todist.adamw])
+def test_backward_of_an_update_is_the_kernel_of_its_derivative(make):
+    """And no step is made again for it, in lists or by a graph."""
+    lr = torch.tensor(0.1, dtype=D, requires_grad=True)
+    p = torch.randn(100, dtype=D, requires_grad=True)
+    result = todist.inner_loop(
+        lambda p: (p**4).sum(), make(lr=lr), p, 1, adjoint=todist.Replayed(sweep="reverse")
+    )
+    with _Operations() as done:
+        torch.autograd.grad(result.params.sum(), (p, lr))
+    ops = [name for name in done.names if name.startswith(("todist::", "aten::_foreach"))]
+    assert ops.count("todist::adam_backward") == 1
+    assert len(ops) == (
+        2 if make is todist.adam else 3
+    )  # the directions, and what decays, for the learning rate
 
 
 def test_parameters_that_are_overwritten_before_backward_are_an_error():

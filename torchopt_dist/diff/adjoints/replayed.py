@@ -29,28 +29,34 @@ class Replayed(Adjoint):
     """The exact gradient without the graph of all steps: they are run again, and gone back through one by one.
 
     A snapshot has the parameters, the optimizer's state and the buffers that a step starts from. With fewer snapshots
-    than steps, they are placed so that the fewest steps are run again (Griewank and Walther, 2000). Backward of a step
-    is one sweep of forward over reverse mode, so no graph of a graph is made (Kemaev et al., 2025); where an operation
-    of the loss has no forward mode, the step is recorded by itself, and a warning says so. The gradient can be
+    than steps, they are placed so that the fewest steps are run again (Griewank and Walther, 2000); with room for all
+    steps, the inner gradient of each is kept, and few snapshots. Backward of a step is one sweep of forward over
+    reverse mode, so no graph of a graph is made (Kemaev et al., 2025); where an operation of the loss has no forward
+    mode, the step is recorded by itself, and a warning says so. Where what the loss computes is small beside the
+    parameters, a graph of a graph is small, too, and is made, since that takes less time. The gradient can be
     differentiated itself; then all steps are recorded. ``meta`` must list every tensor that the loss uses from outside
     and that requires grad. Inside of ``vmap`` the loops of all samples are replayed as one; inside of other transforms
     of ``torch.func`` all steps are recorded.
 
     Args:
         memory: for the snapshots together: a number of bytes, or a string such as ``'2GiB'``.
-        snapshots: their number, that of the start among them, or ``'all'``: one a step, with its inner gradient; that
-            is also the meaning of neither.
+        snapshots: their number, that of the start among them, or ``'all'``: as many as make it needless to evaluate
+            the loss again to come back to a step. That is also the meaning of neither.
         store: where snapshots are kept: beside the tensors, if not given; ``'cpu'``; or a folder.
         blocks: an ``nn.Sequential`` or ``nn.ModuleList`` in the module that is adapted, whose modules its forward calls
             one after another; or ``"auto"``, the one with the most modules that has at least half of the parameters.
             Gradients are then taken block by block: kept are what each block was given, and the graph of one block,
             which is called once more. What comes before the first block and after the last one is as a block each.
+        sweep: how an inner gradient is differentiated: ``'forward'`` over reverse mode, which keeps the graph of the
+            loss; or ``'reverse'`` over reverse mode, which keeps that of its gradient. If not given, the
+            latter where what the loss computes takes less than twice the memory of parameters and state, or 16 MiB.
         check: evaluate the first step twice, and demand the same loss and gradient.
 
     Raises:
         TypeError: an argument is of another type; from ``inner_loop``: a block returns something else than a tree of
             tensors and numbers.
-        ValueError: ``memory`` and ``snapshots`` are both given, or one is below 1; from ``inner_loop``: ``memory`` is
+        ValueError: ``memory`` and ``snapshots`` are both given, or one is below 1; ``sweep`` is neither of these, or
+            ``'reverse'`` with ``blocks``; from ``inner_loop``: ``memory`` is
             less than a snapshot takes, a tensor that the loss uses is not in ``meta``, ``blocks`` are not in the module
             or do not compose to its forward, or ``check`` finds a difference.
 
@@ -68,6 +74,7 @@ class Replayed(Adjoint):
     snapshots: int | Literal["all"] | None = None
     store: str | Path | None = None
     blocks: nn.Module | Literal["auto"] | None = None
+    sweep: Literal["forward", "reverse"] | None = None
     check: bool = False
 
     def __post_init__(self) -> None:
@@ -88,6 +95,11 @@ class Replayed(Adjoint):
             raise TypeError(
                 f"`blocks` must be an nn.Sequential, an nn.ModuleList or 'auto', got {type(self.blocks).__name__}"
             )
+
+        if self.sweep not in (None, "forward", "reverse"):
+            raise ValueError(f"`sweep` must be 'forward' or 'reverse', got {self.sweep!r}")
+        if self.sweep == "reverse" and self.blocks is not None:
+            raise ValueError("`sweep` must be 'forward' with `blocks`, got 'reverse': leave it out")
 
     def run(self, loop: Loop) -> Outcome:
         """Run the loop; see :meth:`Adjoint.run`."""
@@ -117,7 +129,7 @@ class Replayed(Adjoint):
 
     def _replayed(self, loop: Loop) -> Outcome:
         count, spacing = self._room(loop)
-        return connected(Tape(loop, count, spacing, Store(self.store), self.check))
+        return connected(Tape(loop, count, spacing, Store(self.store), self.sweep, self.check))
 
     def _room(self, loop: Loop) -> tuple[int, int | None]:
         """For how many snapshots there is room; or, if for the gradients of all steps, how far these are apart."""

@@ -3,31 +3,42 @@
 In mixed mode: with ``u`` the gradient of the inner gradient, by way of the update's own derivative, one sweep of
 forward over reverse through the inner loss along ``u`` gives the product with the Hessian and the mixed products with
 all that the loss is made of [Kemaev et al. 2025, MixFlow-MG, arXiv 2505.00793]. No graph of a graph is made.
+
+Where what the loss computes is small beside the parameters, memory goes to these, and a graph of a graph is
+small, too. Then the products are the gradient of ``sum(u * gradient)``, by reverse over reverse: duals need twice
+the passes over tensors of the parameters' size.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from contextlib import nullcontext
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
+from torchopt_dist._torch_private import bytes_of_results
 from torchopt_dist.diff.adjoints._declared import leaf_of, nodes_between
 from torchopt_dist.diff.adjoints._loop import Carry, Evaluation, Loop
 from torchopt_dist.diff.replay._blocks import Tangents, sweep
 from torchopt_dist.diff.replay._blockwise import BlockwiseLoop
 from torchopt_dist.diff.replay._duals import NoForwardModeError, plus
 from torchopt_dist.diff.replay._forward_mode import Formulas, loses_tangents
+from torchopt_dist.diff.replay._snapshots import bytes_of
 from torchopt_dist.ops._columns import put
 from torchopt_dist.transform._pulled_step import StepBars
 from torchopt_dist.transform.apply_updates import step_pulled_back
 from torchopt_dist.typing import OptionalTensor
 
-__all__ = ["Bars", "StepGradient", "refuse", "state_places"]
+__all__ = ["Bars", "StepGradient", "SweepMode", "refuse", "state_places"]
+
+SweepMode = Literal["forward", "reverse"]
+"""Of the derivative of an inner gradient: forward over reverse, or reverse over reverse."""
+SMALL = 1 << 24
+"""Bytes of a graph that are not worth the time of forward mode."""
 
 
 class Bars(NamedTuple):
@@ -75,14 +86,31 @@ class StepGradient:
         loop: the loop.
         places: those of the state, from :func:`state_places`.
         declared: tensors for which the gradient is summed over the steps.
+        sweep: the mode of the outer derivative of the loss; ``None`` chooses.
     """
 
-    def __init__(self, loop: Loop, places: Sequence[int], declared: Sequence[Tensor]) -> None:
+    def __init__(
+        self, loop: Loop, places: Sequence[int], declared: Sequence[Tensor], sweep: SweepMode | None
+    ) -> None:
         self._loop, self._places, self._declared = loop, places, declared
         self._blocks = loop.blocks if isinstance(loop, BlockwiseLoop) else ()
         self._ways = ["forward", "formulas", "recorded"]
         if any(leaf.is_complex() for leaf in loop.first.params):
             self._ways = ["recorded"]
+        elif sweep == "reverse":
+            self._ways.insert(0, "reverse")
+        self._chooses = sweep is None and not self._blocks and self._ways[0] == "forward"
+
+    def choose(self, loss: Tensor) -> None:
+        """Decide, if the caller has not, in which mode the sweep goes, by the graph of the first step's loss."""
+        if not self._chooses:
+            return
+        self._chooses = False
+        first = self._loop.first
+        moved = [first.params[place] for place in self._loop.model.moved_places]
+        room = max(SMALL, 2 * bytes_of([*moved, *pytree.flatten(first.state)[0]]))
+        if sum(map(bytes_of_results, nodes_between([loss], []))) <= room:
+            self._ways.insert(0, "reverse")
 
     def pull(
         self,
@@ -112,9 +140,8 @@ class StepGradient:
         if loss_bar is None and all(bar is None for bar in through):
             return before, direct
         while self._ways[0] != "recorded":
-            mode = Formulas() if self._ways[0] == "formulas" else nullcontext()
             try:
-                along, mixed = self._mixed(carry, number, through, loss_bar, mode)
+                along, mixed = self._mixed(carry, number, through, loss_bar)
             except Exception as error:  # the loss has been called like this before, without forward mode
                 self._ways.pop(0)
                 if self._ways[0] == "recorded":
@@ -193,30 +220,34 @@ class StepGradient:
         )
 
     def _mixed(
-        self,
-        carry: Carry,
-        number: int,
-        along: Sequence[OptionalTensor],
-        loss_bar: OptionalTensor,
-        mode: AbstractContextManager[Any],
+        self, carry: Carry, number: int, along: Sequence[OptionalTensor], loss_bar: OptionalTensor
     ) -> tuple[list[OptionalTensor], list[OptionalTensor]]:
         loop, places = self._loop, self._loop.model.moved_places
         params = _leaves(carry.params, places)
         inputs = [params[place] for place in places]
-        of = {id(leaf): tangent for leaf, tangent in zip(inputs, along, strict=True) if tangent is not None}
         tied = [params[place] for place in loop.model.first_places]
         wanted = [*inputs, *self._declared]
-        with torch.enable_grad(), mode:
-            found = sweep(
-                loop,
-                self._blocks,
-                tied,
-                carry.buffers,
-                number,
-                wanted,
-                _keep_tangents,
-                Tangents(of, loss_bar),
-            ).grads
+        with torch.enable_grad():
+            if self._ways[0] == "reverse":
+                loss, _aux, _buffers = loop.evaluate(tied, carry.buffers, number)
+                towards = [(x, bar) for x, bar in zip(inputs, along, strict=True) if bar is not None]
+                grads = _gradients_with_graph(loss, [x for x, _ in towards])
+                bars = [None if grad is None else bar for grad, (_, bar) in zip(grads, towards, strict=True)]
+                outputs = [loss if grad is None else grad for grad in grads]
+                found = _pulled([*outputs, loss], [*bars, loss_bar], wanted)
+                return found[: len(inputs)], found[len(inputs) :]
+            of = {id(x): tangent for x, tangent in zip(inputs, along, strict=True) if tangent is not None}
+            with Formulas() if self._ways[0] == "formulas" else nullcontext():
+                found = sweep(
+                    loop,
+                    self._blocks,
+                    tied,
+                    carry.buffers,
+                    number,
+                    wanted,
+                    _keep_tangents,
+                    Tangents(of, loss_bar),
+                ).grads
         return found[: len(inputs)], found[len(inputs) :]
 
     def _recorded(
@@ -254,6 +285,12 @@ def _keep_tangents(outputs: Sequence[Tensor], inputs: Sequence[Tensor], buffers:
     nodes = nodes_between(outputs, inputs)
     if losing := next(filter(loses_tangents, (node.name() for node in nodes)), None):
         raise NoForwardModeError(f"{losing} has none")
+
+
+def _gradients_with_graph(loss: Tensor, inputs: Sequence[Tensor]) -> Sequence[OptionalTensor]:
+    if not inputs or not loss.requires_grad:
+        return [None] * len(inputs)
+    return torch.autograd.grad(loss, inputs, create_graph=True, allow_unused=True)
 
 
 def _pulled(

@@ -23,7 +23,7 @@ from torchopt_dist.diff.adjoints._randomness import kept_generators
 from torchopt_dist.diff.replay._binomial import places, split
 from torchopt_dist.diff.replay._duals import plus
 from torchopt_dist.diff.replay._snapshots import Snapshot, Store
-from torchopt_dist.diff.replay._step import Bars, StepGradient, refuse, state_places
+from torchopt_dist.diff.replay._step import Bars, StepGradient, SweepMode, refuse, state_places
 from torchopt_dist.transform._attention import attention_by_formula
 from torchopt_dist.typing import OptionalTensor
 
@@ -42,6 +42,8 @@ class Tape:
     spacing: int | None
     """Keep the inner gradients of every step, and a snapshot of every so many; ``None``: keep snapshots alone."""
     store: Store
+    sweep: SweepMode | None
+    """In which mode an inner gradient is differentiated; ``None`` chooses."""
     check: bool
     """Run the first step twice, and demand the same loss and gradients."""
     kept: list[Kept] = field(default_factory=list)
@@ -62,7 +64,7 @@ class Tape:
             self.declared = [_leaf(tensor) for tensor in self.loop.others or self.declared]
             self.loop = replace(self.loop, others=tuple(self.declared))
         self.places = state_places(self.loop)
-        self._gradient = StepGradient(self.loop, self.places, self.declared)
+        self._gradient = StepGradient(self.loop, self.places, self.declared, self.sweep)
         self._loop = replace(self.loop, watch=self._watch)
 
     @property
@@ -78,6 +80,7 @@ class Tape:
         leaves: Sequence[Tensor],
         buffers: Sequence[Tensor],
     ) -> None:
+        self._gradient.choose(outputs[0])
         undeclared = self._gradient.undeclared(outputs, leaves)
         if undeclared:  # unless the loss has made them, which makes others each time
             again, _aux, _buffers = self.loop.evaluate(carry.params, carry.buffers, number)
