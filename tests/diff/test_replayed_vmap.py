@@ -15,7 +15,7 @@ from examples.adjoints import PeakMemory
 from tests.diff.adjoint_table import Problem
 
 D = torch.float64
-RECORDED, REPLAYED = todist.Recorded(), todist.Replayed(snapshots=2)
+RECORDED, REPLAYED = todist.Recorded(), todist.Replayed(snapshots=2, sweep="forward")
 
 
 def agree(task: Any, ins: list[Tensor], *batch: Tensor, **options: Any) -> tuple[Tensor, ...]:

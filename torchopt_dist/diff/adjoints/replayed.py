@@ -134,9 +134,8 @@ class Replayed(Adjoint):
     def _room(self, loop: Loop) -> tuple[int, int | None]:
         """For how many snapshots there is room; or, if for the gradients of all steps, how far these are apart."""
         every = max(1, loop.steps)
-        spacing = (
-            math.isqrt(every - 1) + 1
-        )  # a snapshot each, and as many again while one such part is gone back through
+        # So many steps share a snapshot, and have one each while they are gone back through.
+        spacing = math.isqrt(every - 1) + 1
         if self.memory is None:
             return (every, spacing) if self.snapshots in (None, "all") else (int(self.snapshots or 1), None)
         moved = [loop.first.params[place] for place in loop.model.moved_places]

@@ -230,6 +230,7 @@ class StepGradient:
         with torch.enable_grad():
             if self._ways[0] == "reverse":
                 loss, _aux, _buffers = loop.evaluate(tied, carry.buffers, number)
+                loss = loss.reshape(loop.samples)
                 towards = [(x, bar) for x, bar in zip(inputs, along, strict=True) if bar is not None]
                 grads = _gradients_with_graph(loss, [x for x, _ in towards])
                 bars = [None if grad is None else bar for grad, (_, bar) in zip(grads, towards, strict=True)]
@@ -290,7 +291,7 @@ def _keep_tangents(outputs: Sequence[Tensor], inputs: Sequence[Tensor], buffers:
 def _gradients_with_graph(loss: Tensor, inputs: Sequence[Tensor]) -> Sequence[OptionalTensor]:
     if not inputs or not loss.requires_grad:
         return [None] * len(inputs)
-    return torch.autograd.grad(loss, inputs, create_graph=True, allow_unused=True)
+    return torch.autograd.grad(loss.sum(), inputs, create_graph=True, allow_unused=True)
 
 
 def _pulled(
