@@ -317,7 +317,7 @@ def transforms_are_active() -> bool:
     Without the name the answer is always no: linear solvers, implicit gradients and optimizers' steps then work outside
     of them only.
     """
-    are_active = _find("_C._are_functorch_transforms_active")
+    are_active = getattr(torch._C, "_are_functorch_transforms_active", None)
     return False if are_active is None else bool(are_active())
 
 

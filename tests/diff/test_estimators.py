@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+import weakref
 from typing import Any
 
 import pytest
@@ -500,6 +502,56 @@ def test_differences_in_vmap_draw_what_the_step_of_the_task_has_drawn(name):
     assert len(masks.unique()) == 12
     found = torch.autograd.grad(adapted @ torch.arange(3.0).double(), scale)[0]
     torch.testing.assert_close(found, -0.1 * (masks * xs).sum(1) @ torch.arange(3.0).double())
+
+
+def of_half(adjoint: Any, loop: bool, backward: bool) -> tuple[list[Tensor], int]:
+    """Gradients of a loss in bfloat16, if autocast is on in the loop, or in backward; and how many leaves are left."""
+    torch.manual_seed(0)
+    x, first = torch.randn(6, 3), torch.randn(3, 2, requires_grad=True)
+    weights, lr = torch.rand(6, requires_grad=True), torch.tensor(0.1, requires_grad=True)
+    seen = []
+
+    def loss(w):
+        seen.append(weakref.ref(w))
+        return (weights[:, None] * (x @ w).float() ** 2).mean()
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=loop):
+        params = todist.inner_loop(loss, todist.sgd(lr=lr), first, 9, meta=weights, adjoint=adjoint).params
+        left = sum(leaf() is not None for leaf in seen)
+    with torch.autocast("cpu", torch.bfloat16, enabled=backward):
+        outer = params.square().sum()
+        return list(torch.autograd.grad(outer, (weights, lr), allow_unused=True)), left
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_steps_are_run_again_under_the_autocast_of_the_loop_which_keeps_the_casts_of_one(name):
+    damped = todist.linear_solve.solve_cg(ridge=1.0, rtol=1e-3)
+    adjoint = todist.Implicit(damped) if name == "implicit" else ESTIMATORS[name]
+    found = {pair: of_half(adjoint, *pair) for pair in itertools.product((False, True), repeat=2)}
+    for loop in (False, True):
+        torch.testing.assert_close(found[loop, not loop][0], found[loop, loop][0], rtol=0, atol=0)
+    assert not torch.equal(found[True, True][0][0], found[False, False][0][0])
+    assert found[True, True][1] <= 2
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo's, which it hides itself
+@pytest.mark.parametrize("name", ["SAMA", "implicit", "persistent evolution strategies"])
+def test_a_compiled_function_has_the_estimate_of_the_plain_one(name):
+    problem = Regression()
+
+    def outer(first):
+        adapted = todist.inner_loop(
+            problem.loss, todist.sgd(lr=0.1), first, 2, meta=problem.weights, adjoint=ESTIMATORS[name]
+        )
+        return (adapted.params**2).sum() * 3
+
+    found = []
+    for function in (outer, torch.compile(outer, backend="eager")):
+        torch.manual_seed(0)
+        value = function(problem.first)
+        found.append([value, *torch.autograd.grad(value, problem.weights)])
+    torch.compiler.reset()
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("outer", [lambda w: (w**2).sum(), lambda w: w.sum()], ids=["square", "linear"])

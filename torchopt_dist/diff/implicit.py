@@ -240,7 +240,9 @@ class _Root(torch.autograd.Function):
         x, others = list(ctx.saved_tensors[: ctx.count]), list(ctx.saved_tensors[ctx.count :])
         wanted = ctx.needs_input_grad[3 + ctx.count :]
         way = _once if not torch.is_grad_enabled() and not transforms_are_active() else _differentiably
-        return (*([None] * (3 + ctx.count)), *way(ctx.equation, ctx.solver, x, others, wanted, list(grads)))
+        with torch.autocast(grads[0].device.type, enabled=False):
+            found = way(ctx.equation, ctx.solver, x, others, wanted, list(grads))
+        return (*([None] * (3 + ctx.count)), *found)
 
 
 def _differentiably(

@@ -282,7 +282,8 @@ def weighted_noise(
     for start in range(0, len(seeds), at_once):
         part = slice(start, start + at_once)
         for total, z in zip(totals, noise_of(seeds[part], tensors, draw), strict=True):
-            total.add_(torch.tensordot(weights[part].to(z), z, dims=1))
+            with torch.autocast(z.device.type, enabled=False):
+                total.add_(torch.tensordot(weights[part].to(z), z, dims=1))
     return totals
 
 

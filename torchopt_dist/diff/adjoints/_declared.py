@@ -77,7 +77,7 @@ def tensors_within(thing: Any) -> list[Tensor]:
 
 
 _PLAIN = frozenset((float, int, bool, str, type(None), torch.dtype))
-_WHOLE = (str, bytes, type, nn.Module, numbers.Number, type(None))
+_WHOLE = (str, bytes, type, nn.Module)
 
 
 def _parts(thing: Any) -> list[Any]:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from torchopt_dist._torch_private import has_hooks, transforms_are_active
+from torchopt_dist._torch_private import has_hooks
 from torchopt_dist._vmap import Values
 from torchopt_dist.diff.adjoints._autocast import Autocast, current_autocast
 from torchopt_dist.diff.adjoints._loop import Carry, Evaluation, Loop, Outcome
@@ -114,12 +114,14 @@ class _Between:
         """The derivative, along directions, of the loss's gradients with respect to tensors that are declared."""
         (length,) = self.tasks.again(lambda: [_norm(self._directions(directions))])
         distance = self.radius / torch.where(length > 0, length, 1.0)
+        weight = length / (2 * self.radius)
+        wanted = [tensor for tensor in given if tensor.requires_grad]
         with kept_generators(), self.autocast.again():
-            sides = [self._side(directions, distance * sign, length, given, loop) for sign in (1.0, -1.0)]
-        return [
-            None if ahead is None or behind is None else ahead - behind
-            for ahead, behind in zip(*sides, strict=True)
-        ]
+            ahead, behind = (
+                self._side(directions, apart, weight, given, wanted, loop) for apart in (distance, -distance)
+            )
+        found = iter([None if a is None or b is None else a - b for a, b in zip(ahead, behind, strict=True)])
+        return [next(found) if tensor.requires_grad else None for tensor in given]
 
     def _directions(self, values: Sequence[Tensor]) -> list[Tensor]:
         return [one.tensor(direction) for one, direction in zip(self.grads, values, strict=True)]
@@ -128,25 +130,22 @@ class _Between:
         self,
         directions: Sequence[Tensor],
         distance: Tensor,
-        length: Tensor,
-        given: list[Tensor],
+        weight: Tensor,
+        given: Sequence[Tensor],
+        wanted: list[Tensor],
         loop: Loop,
     ) -> Sequence[OptionalTensor]:
-        """The gradient at a distance from the point, divided by twice the radius and times the directions' length."""
+        """The gradient at a distance from the point, times a weight for each task."""
 
         def evaluate() -> list[Tensor]:
-            return [
-                self._loss(self._directions(directions), self.tasks.stacked(distance).tensor(), given, loop)
-            ]
+            apart = self.tasks.stacked(distance).tensor()
+            return [self._loss(self._directions(directions), apart, given, loop)]
 
         with torch.enable_grad():
             (loss,) = self.tasks.again(evaluate)
         if not loss.requires_grad:
-            return [None] * len(given)
-        weight = (length / (2 * self.radius)).to(device=loss.device, dtype=loss.dtype)
-        wanted = [tensor for tensor in given if tensor.requires_grad]
-        found = iter(torch.autograd.grad(loss, wanted, weight, allow_unused=True))
-        return [next(found) if tensor.requires_grad else None for tensor in given]
+            return [None] * len(wanted)
+        return torch.autograd.grad(loss, wanted, weight.to(loss), allow_unused=True)
 
     def _loss(
         self, directions: Sequence[Tensor], distance: Tensor, given: Sequence[Tensor], loop: Loop
@@ -155,13 +154,11 @@ class _Between:
             others = tuple(one.tensor(values) for one, values in zip(self.declared, given, strict=True))
             loop = replace(loop, others=others)
         params = list(self.carry.params)
-        with torch.no_grad():
-            for place, v in zip(self.places, directions, strict=True):
-                params[place] = params[place] + distance.to(device=v.device, dtype=v.dtype) * v
-        for place in loop.model.moved_places:
-            params[place] = params[place].detach()
-            if not transforms_are_active():
-                params[place].requires_grad_()
+        for place, v in zip(self.places, directions, strict=True):
+            params[place] = params[place] + distance.to(v) * v
+        if not self.tasks.levels:
+            for place in loop.model.moved_places:
+                params[place] = params[place].detach().requires_grad_()
         tied = [params[place] for place in loop.model.first_places]
         return loop.evaluate(tied, self.carry.buffers, self.number)[0].reshape(())
 

@@ -59,7 +59,6 @@ def watched_as_it_is(loop: Loop) -> Loop:
     Where the loss may depend on others, it is looked at as there.
     """
     since = next_sequence_number()
-    exchanged = watched(loop, Tasks())
 
     def watch(
         carry: Carry,
@@ -69,7 +68,7 @@ def watched_as_it_is(loop: Loop) -> Loop:
         buffers: Sequence[Tensor],
     ) -> None:
         if depends_on_others(outputs[0], [*leaves, *loop.declared], since):
-            exchanged.gradient(carry, number, record=False)
+            watched(loop, Tasks()).gradient(carry, number, record=False)
 
     return replace(loop, watch=watch)
 
