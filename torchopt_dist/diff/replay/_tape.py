@@ -17,6 +17,7 @@ from torch import Tensor
 
 from torchopt_dist import pytree
 from torchopt_dist._torch_private import engine_keeps_graph, outside_of_transforms
+from torchopt_dist.diff.adjoints._autocast import forget_casts
 from torchopt_dist.diff.adjoints._declared import differentiable
 from torchopt_dist.diff.adjoints._loop import Carry, Evaluation, Loop, Outcome
 from torchopt_dist.diff.adjoints._randomness import kept_generators
@@ -152,6 +153,7 @@ class Tape:
                 loss_bar = None if loss_bars is None else loss_bars[number]
                 now, more = self._gradient.pull(start.carry, number, now, loss_bar, start.grads)
                 totals = [plus(a, b) for a, b in zip(totals, more, strict=True)]
+                forget_casts()
         return [*now.params, *now.state, *totals]
 
     def _start_of(self, number: int, kept: list[Kept]) -> Snapshot:
