@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torchopt_dist import pytree
 from torchopt_dist._torch_private import engine_keeps_graph, outside_of_transforms
-from torchopt_dist.diff.adjoints._autocast import forget_casts
+from torchopt_dist.diff.adjoints._autocast import current_autocast, forget_casts
 from torchopt_dist.diff.adjoints._declared import differentiable
 from torchopt_dist.diff.adjoints._loop import Carry, Evaluation, Loop, Outcome
 from torchopt_dist.diff.adjoints._randomness import kept_generators
@@ -53,11 +53,7 @@ class Tape:
     """Steps that the last backward pass has run again only to come back to a place."""
 
     def __post_init__(self) -> None:
-        self._autocast = [
-            (device, torch.get_autocast_dtype(device))
-            for device in ("cpu", "cuda")
-            if torch.is_autocast_enabled(device)
-        ]
+        self._autocast = current_autocast()
         # Tensors that depend on each other are exchanged for leaves while a step runs: otherwise what one gets by way
         # of another would count twice. So are those that a loop around this one has exchanged, which it takes back.
         self.declared = list(self.loop.declared)
@@ -146,8 +142,7 @@ class Tape:
                 stack.enter_context(outside_of_transforms())
             stack.enter_context(kept_generators())
             stack.enter_context(attention_by_formula())
-            for device, dtype in self._autocast:
-                stack.enter_context(torch.autocast(device, dtype))
+            stack.enter_context(self._autocast.again())
             for number in reversed(range(len(self.outcome.losses))):
                 start = self._start_of(number, kept)
                 loss_bar = None if loss_bars is None else loss_bars[number]
@@ -204,8 +199,7 @@ class Tape:
             if self.loop.samples:
                 stack.enter_context(outside_of_transforms())
             stack.enter_context(attention_by_formula())
-            for device, dtype in self._autocast:
-                stack.enter_context(torch.autocast(device, dtype))
+            stack.enter_context(self._autocast.again())
             loop = self.loop.without_stop()
             if loop.others is not None:
                 given = {id(old): new for old, new in zip(inputs, tensors, strict=True)}
