@@ -53,7 +53,7 @@ fuzz: $(STAMP) ## random programs of calls, and random chains, against loops by 
 		tests/distributed/test_random_programs.py tests/transform/test_random_chains.py $(ARGS)
 
 losses: $(STAMP) ## 50 workers killed at random moments of a training: LOSSES=50
-	TODIST_FUZZ_LOSSES=$(LOSSES) $(BIN)/python -m pytest tests/distributed/test_random_losses.py $(ARGS)
+	TODIST_FUZZ_LOSSES=$(LOSSES) $(BIN)/python -m pytest tests/distributed/test_random_losses.py tests/launch/test_replace.py -k "random or moments" $(ARGS)
 
 examples: $(STAMP) ## the tests that run the examples
 	$(PYTEST) tests/examples $(ARGS)

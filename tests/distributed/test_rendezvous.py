@@ -5,6 +5,7 @@ import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch.distributed as dist
@@ -13,6 +14,7 @@ import torchopt_dist as todist
 from tests.distributed.bare import Bare, say, watch
 from tests.worlds import free_port
 from torchopt_dist.distributed import _rendezvous
+from torchopt_dist.distributed._membership_link import GroupEndedError
 
 
 def handshake(store, world_size, seconds=10.0, order=None):
@@ -248,3 +250,17 @@ def test_a_world_forms_after_one_that_was_killed(agent_store, tmp_path):
     Bare(2, env=env).endings(killed_while_meeting)
     assert (tmp_path / "died").exists()
     assert Bare(2, env=env).run(todist.auto_init_rpc()(lambda: todist.get_rank())) == [0, 1]
+
+
+def test_a_new_process_takes_the_nonce_of_the_run_that_is_there():
+    base = dist.HashStore()
+    outer = dist.PrefixStore("all", base)
+    run = dist.PrefixStore("nonce", outer)
+    hello = partial(_rendezvous._say_hello, outer, 1, comes_late=True)
+    with pytest.raises(todist.InitializationError, match=r"rank 1 waited"):  # none runs yet
+        hello(time.monotonic() + 0.05)
+    _rendezvous.note_start(run, "nonce")
+    assert hello(time.monotonic() + 5) == "nonce"
+    _rendezvous.note_end(run)
+    with pytest.raises(GroupEndedError):
+        hello(time.monotonic() + 5)

@@ -175,7 +175,7 @@ def _outer(store: dist.Store) -> dist.Store:
     return store.underlying_store
 
 
-def _say_hello(store: dist.Store, rank: int, deadline: float, *, comes_late: bool) -> str:
+def _say_hello(store: dist.Store, rank: int, deadline: float, *, comes_late: bool = False) -> str:
     token = uuid.uuid4().hex
     store.set(f"hello/{rank}", token)
     while not store.check([f"welcome/{token}"]):
