@@ -285,6 +285,17 @@ def errors_name_the_worker_that_has_raised():
         assert not getattr(raised.value, "__notes__", [])
 
 
+def hangs(x, rank):
+    threading.Event().wait(60 if rank == 7 else 0)  # which 2 has called
+    return x.sum()
+
+
+def a_time_out_names_those_of_whom_one_is_late():
+    call = todist.parallelize(to_each(8), todist.sum_reducer, fan_out=2, timeout=0.3)(hangs)
+    with pytest.raises(CallTimeoutError, match="one of worker2, worker5, worker7 took longer"):
+        call(torch.ones(2))
+
+
 def kept_after_collection():
     gc.collect()  # an error may hold a graph until then
     return kept()
@@ -303,6 +314,7 @@ def test_derivatives_values_and_errors_through_trees(world):
         calls_nest_in_relays()
         errors_name_the_worker_that_has_raised()
         no_graph_is_left(range(8))
+        a_time_out_names_those_of_whom_one_is_late()
 
     world(8, env=ZMQ).on_zero(body)
 

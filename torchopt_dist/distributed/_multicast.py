@@ -24,6 +24,7 @@ from torchopt_dist.distributed._streams import chunks_of
 from torchopt_dist.distributed._tree import Twig, tree
 from torchopt_dist.distributed._unicast import call
 from torchopt_dist.distributed._wire_format import SMALL
+from torchopt_dist.errors import CallTimeoutError
 
 __all__ = ["calls"]
 
@@ -180,6 +181,12 @@ class _Multicast:
         parcel = Parcel.of(twig.worker, self._graphs[twig.worker].key, message, digests)
         return Branch(parcel, tuple(self._branch(each, messages) for each in twig.twigs))
 
+    def _late(self, workers: Sequence[int]) -> CallTimeoutError:
+        """Nobody here knows which worker of a branch is late."""
+        names = [self._group.names[worker] for worker in workers]
+        which = f"one of {', '.join(names)}" if len(names) > 1 else names[0]
+        return CallTimeoutError(f"{which} took longer than timeout={self._seconds:g} s")
+
     def _arrived(
         self, workers: Sequence[int], collect: Callable[[Message], list[Parcel]], reply: Future[Message]
     ) -> None:
@@ -187,8 +194,9 @@ class _Multicast:
         try:
             parcels = collect(reply.result())
         except Exception as error:
+            failure = self._late(workers) if type(error) is CallTimeoutError else error
             for worker in workers:
-                self._futures[worker].set_exception(error)
+                self._futures[worker].set_exception(failure)
             return
         for parcel in parcels:
             future = self._futures[parcel.worker]
