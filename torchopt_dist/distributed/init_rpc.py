@@ -25,6 +25,7 @@ from torchopt_dist._liveness import Liveness
 from torchopt_dist.distributed import _rendezvous, _shutdown
 from torchopt_dist.distributed._allocator import share_one_arena
 from torchopt_dist.distributed._caller_state import ThreadSettings
+from torchopt_dist.distributed._descriptors import check_descriptors, too_many_files
 from torchopt_dist.distributed._group import Group, find_group, set_group
 from torchopt_dist.distributed._interruption import Interruption
 from torchopt_dist.distributed._members import Failure, Member, OnLoss
@@ -193,6 +194,7 @@ class _RunningGroup:
         _network.choose_interface(host)
         if world.world_size > 1:
             share_one_arena()
+            check_descriptors(chosen.files + world.world_size)
         nonce, plain = _rendezvous.rendezvous(
             world.rank, world.world_size, chosen.init_method, self.incarnation
         )
@@ -211,7 +213,10 @@ class _RunningGroup:
             self.group.transport.start(store, _rendezvous.init_timeout())
             setproctitle.setproctitle(f"{world.worker_name} of {world.world_size}: {' '.join(sys.argv)}")
         except BaseException as error:
-            self._abandon(error)
+            told = too_many_files(error)
+            self._abandon(told or error)
+            if told is not None:
+                raise told from error
             raise
         return self.group
 

@@ -39,11 +39,13 @@ class Choice:
         make: makes it for a group.
         init_method: where the workers find their store, in torch's notation.
         call_timeout: seconds that a call may take if it does not say so itself; 0 means no limit.
+        files: how many a worker opens at the very least, beside one for each other worker.
     """
 
     make: Callable[[Group], Transport]
     init_method: str = "env://"
     call_timeout: float = 0.0
+    files: int = 64
 
 
 def choose(
@@ -107,7 +109,7 @@ def _zmq(backend: rpc.BackendType | None, options: rpc.RpcBackendOptions | None)
         raise InitializationError(
             f"transport='zmq' needs pyzmq, which cannot be imported ({error}): pip install 'torchopt_dist[zmq]'"
         ) from error
-    return Choice(ZMQTransport)
+    return Choice(ZMQTransport, files=12)
 
 
 def default_options(local_world_size: int) -> rpc.TensorPipeRpcBackendOptions:

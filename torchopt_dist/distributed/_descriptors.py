@@ -1,0 +1,45 @@
+"""A process's limit of open files, and what a group needs → an error that says so, before libraries fail for it.
+
+Where Gloo, TensorPipe and ZeroMQ cannot open a file, they raise errors of their own, abort the process, or wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+
+from torchopt_dist.errors import InitializationError
+
+__all__ = ["check_descriptors", "too_many_files"]
+
+
+def check_descriptors(number: int) -> None:
+    """See whether so many files can be opened.
+
+    Raises:
+        InitializationError: they cannot.
+    """
+    with contextlib.ExitStack() as opened:
+        for count in range(number):
+            try:
+                opened.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE):
+                    raise
+                raise _error(f"needs at least {number} more, and can have {count}") from error
+
+
+def too_many_files(error: BaseException) -> InitializationError | None:
+    """What to raise instead of a library's error, if that says that no file can be opened; ``None``: it does not."""
+    if isinstance(error, InitializationError) or "too many open files" not in str(error).lower():
+        return None
+    return _error("could not open all that it needs")
+
+
+def _error(what: str) -> InitializationError:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return InitializationError(
+        f"too many open files: this worker {what}, where the limit of open files (`ulimit -n`) is {limit}: raise it"
+    )
