@@ -4,8 +4,6 @@ Each host is a network namespace of this machine, with one worker; a bridge join
 workers, and its gradient comes back. The bytes into and out of rank 0's host are those that its interface has counted.
 
     sudo python benchmarks/network.py [--hosts 8] [--mbit 200] [--rounds 3]
-
-The tree is measured where `parallelize` knows `fan_out`.
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +27,10 @@ import torch
 from torch import Tensor, nn
 
 import torchopt_dist as todist
-from torchopt_dist.distributed._payload import ExecutionOptions
 
 CLONE_NEWNET, CLONE_NEWUTS = 0x40000000, 0x04000000
 SIDE = 2048  # 16 MiB of float32
-FAN_OUTS = (2, 4)
+FAN_OUTS = (2, 3)
 
 
 # --- Hosts ----------------------------------------------------------------------------------------------------
@@ -160,11 +156,9 @@ def measure(rounds: int) -> None:
 
         return run
 
-    star = {"fan_out": None} if knows_trees() else {}
-    ways = {"star": way(model, optimizer.step, **star)}
-    if knows_trees():
-        for fan_out in FAN_OUTS:
-            ways[f"tree, fan_out={fan_out}"] = way(model, optimizer.step, fan_out=fan_out)
+    ways = {"star": way(model, optimizer.step, fan_out=None)}
+    for fan_out in FAN_OUTS:
+        ways[f"tree, fan_out={fan_out}"] = way(model, optimizer.step, fan_out=fan_out)
     ways["replica"] = way(replica, replica.step)
     rows = {name: Row() for name in ways}
     for turn in range(rounds + 1):
@@ -179,10 +173,6 @@ def measure(rounds: int) -> None:
         print(f"| {name} | {row.text(nbytes)} |")
     for name, row in [*rows.items()][1:]:
         print(f"star takes {rows['star'].seconds() / row.seconds():.2f} times as long as {name}")
-
-
-def knows_trees() -> bool:
-    return any(field.name == "fan_out" for field in fields(ExecutionOptions))
 
 
 def main() -> None:
