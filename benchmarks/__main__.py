@@ -45,6 +45,7 @@ PROGRAMS = (
     Program("launch", ("--rounds", "3")),
     Program("implicit"),
     Program("evolution_strategies"),
+    Program("adjoints_table", page="inner_loops.md"),
     Program("faults", page="faults.md"),
 )
 """In this order; the others of this folder are run by hand, and say on their pages when."""
