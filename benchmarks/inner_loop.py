@@ -1,9 +1,12 @@
 """What does the gradient of an inner loop cost? Peak memory and time of adjoints, over recording all steps.
 
-Each case is a process of its own, on one thread; memory is the most that it held above what it held before. A
-transformer (d=128, 16 sequences of 64 tokens) and a network of a million parameters are adapted by Adam with a learning
-rate and weights of the examples to learn. "checkpoint" is ``torch.utils.checkpoint`` around each step of the recorded
-loop, the reentrant one, as the other cannot go back through a gradient that is taken inside.
+Each case is a process of its own, on one thread. Memory is the most that it held above what it held after a small loop
+of the same kind, by which torch loads what it needs; "tensors" is the most that its tensors took at a time, counted in
+another run. A transformer (d=128, 16 sequences of 64 tokens, or as many as are said) and a network of a million
+parameters are adapted by Adam with a learning rate and weights of the examples to learn. "checkpoint" is
+``torch.utils.checkpoint`` around each step of the recorded loop, the reentrant one, as the other cannot go back through
+a gradient that is taken inside. With blocks, the outer loss has a checkpoint around each block, for all adjoints: it is
+the caller's and no adjoint can do it for him.
 
     python benchmarks/inner_loop.py [transformer|budget|blocks|many|first_order] [steps]
 """
@@ -27,6 +30,9 @@ from torch.utils.checkpoint import checkpoint
 
 import torchopt_dist as todist
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from examples.adjoints import PeakMemory
+
 ADJOINTS = {
     "recorded": todist.Recorded(),
     "replayed, all": todist.Replayed(),
@@ -39,12 +45,12 @@ ADJOINTS = {
 }
 
 
-def transformer(layers: int) -> tuple[nn.Module, Tensor]:
+def transformer(layers: int, sequences: int = 16, tokens: int = 64) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
     made = [
         nn.TransformerEncoderLayer(128, 4, 512, 0.0, batch_first=True, norm_first=True) for _ in range(layers)
     ]
-    return nn.Sequential(*made, nn.Linear(128, 128)), torch.randn(16, 64, 128)
+    return nn.Sequential(*made, nn.Linear(128, 128)), torch.randn(sequences, tokens, 128)
 
 
 def million() -> tuple[nn.Module, Tensor]:
@@ -58,21 +64,43 @@ def resident() -> int:
 
 
 def measured(run: Callable[[int], list[Tensor]], steps: int) -> dict[str, Any]:
-    """Seconds of CPU time, bytes and gradients of a run, after a short one."""
+    """Seconds of CPU time, bytes and gradients of a run, after a short one; bytes of tensors of another."""
     before = resident()
     run(1)
     start = time.process_time()  # which others on the machine disturb less
     grads = run(steps)
     seconds = time.process_time() - start
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
-    return {"seconds": seconds, "bytes": peak, "sums": [grad.double().sum().item() for grad in grads]}
+    sums = [grad.double().sum().item() for grad in grads]
+    del grads
+    with PeakMemory() as memory:
+        run(steps)
+    return {"seconds": seconds, "bytes": peak, "tensors": memory.peak, "sums": sums}
 
 
 def case(kind: str, name: str, steps: int) -> dict[str, Any]:
+    """Run one case; a kind is ``million``, or layers and sequences: ``16x64``, ``16x64 by blocks``."""
     torch.set_num_threads(1)
-    model, x = transformer(int(kind.removeprefix("transformer"))) if kind != "million" else million()
+    if kind == "million":
+        model, x = million()
+        small = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), torch.randn(2, 8)
+    else:
+        layers, sequences = map(int, kind.split()[0].split("x"))
+        small = transformer(2, 2, 2)
+        model, x = transformer(layers, sequences)
+    outer = by_blocks if kind.endswith("by blocks") else nn.Module.__call__
+    problem(name, *small, outer)(1)
+    found = measured(problem(name, model, x, outer), steps)
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    return {**found, "tensors": found["tensors"] - size, "parameters": size}
+
+
+def problem(
+    name: str, model: nn.Module, x: Tensor, outer_call: Callable[[Any, Tensor], Tensor]
+) -> Callable[[int], list[Tensor]]:
+    """An adjoint's name, what is adapted, its input → a function of the number of steps, which gives gradients."""
     lr = torch.tensor(1e-3, requires_grad=True)
-    weights = torch.ones(16, requires_grad=True)
+    weights = torch.ones(len(x), requires_grad=True)
 
     def loss(model: Callable[[Tensor], Tensor]) -> Tensor:
         errors = (model(x) - x).square().flatten(1).mean(1)
@@ -91,10 +119,11 @@ def case(kind: str, name: str, steps: int) -> dict[str, Any]:
             params: Any = checkpointed(model, lr, loss, count)
             adapted = functional_call(model, params, (x,))
         else:
-            made = todist.inner_loop(
+            moved = todist.inner_loop(
                 loss, todist.adam(lr=lr), model, count, meta=weights, adjoint=ADJOINTS[name]
-            )
-            adapted = made.params(x)
+            ).params
+            adapted = outer_call(moved, x)
+            del moved
         outer = (adapted - x).square().mean()
         if name == "checkpoint":  # within the reentrant one only `backward` works
             lr.grad = weights.grad = None
@@ -104,7 +133,14 @@ def case(kind: str, name: str, steps: int) -> dict[str, Any]:
             return [lr.grad, weights.grad]
         return [g for g in torch.autograd.grad(outer, [lr, weights], allow_unused=True) if g is not None]
 
-    return measured(adapt, steps)
+    return adapt
+
+
+def by_blocks(net: nn.Sequential, x: Tensor) -> Tensor:
+    """A net's output, of which the boundaries of its blocks are kept."""
+    for block in net:
+        x = checkpoint(block, x, use_reentrant=False)
+    return x
 
 
 def checkpointed(model: nn.Module, lr: Tensor, loss: Any, steps: int) -> dict[str, Tensor]:
@@ -131,17 +167,28 @@ def checkpointed(model: nn.Module, lr: Tensor, loss: Any, steps: int) -> dict[st
     return dict(zip(names, params, strict=True))
 
 
+SCALES = {"bytes": 1e-6, "tensors": 1e-6, "seconds": 1.0}
+
+
 def table(title: str, kind: str, names: list[str], steps: int) -> None:
-    print(f"\n{title}, {steps} steps\n{'':16}{'peak MB':>10}{'of first':>10}{'CPU s':>10}{'of first':>10}")
+    heads = ("peak MB", "of first", "tensors", "of first", "CPU s", "of first")
+    print(f"\n{title}, {steps} steps\n{'':16}" + "".join(f"{head:>10}" for head in heads))
     first: dict[str, Any] = {}
     for name in names:
         found = measure(kind, name, steps)
         first = first or found
         for one, other in zip(found["sums"], first["sums"], strict=False):
             assert abs(one - other) <= 1e-2 * abs(other) + 1e-5, (name, one, other)
-        memory, seconds = found["bytes"], found["seconds"]
-        ratios = memory / first["bytes"], seconds / first["seconds"]
-        print(f"{name:16}{memory / 1e6:10.0f}{ratios[0]:10.2f}{seconds:10.2f}{ratios[1]:10.2f}", flush=True)
+        columns = [(found[key], found[key] / first[key], scale) for key, scale in SCALES.items()]
+        print(
+            f"{name:16}" + "".join(f"{x * s:10.{2 * (s == 1)}f}{r:10.2f}" for x, r, s in columns), flush=True
+        )
+    if title.endswith("blocks"):
+        floor = 8 * first["parameters"]
+        print(
+            f"{'floor':16}{'':20}{floor / 1e6:10.0f}{floor / first['tensors']:10.2f}  without any activation: the "
+            "parameters, Adam's state and the inner gradient, and the gradients of these four"
+        )
 
 
 def measure(kind: str, name: str, steps: int) -> dict[str, Any]:
@@ -155,9 +202,9 @@ def measure(kind: str, name: str, steps: int) -> dict[str, Any]:
 
 def within_a_budget(budget: int = 2**30, times: int = 8) -> None:
     """Many more steps than recording has room for, replayed in the same memory."""
-    short, long = (measure("transformer4", "recorded", steps)["bytes"] for steps in (4, 8))
+    short, long = (measure("4x16", "recorded", steps)["bytes"] for steps in (4, 8))
     room = 4 + int((budget - short) * 4 / (long - short))
-    peak = measure("transformer4", "replayed, 20", times * room)["bytes"]
+    peak = measure("4x16", "replayed, 20", times * room)["bytes"]
     print(
         f"\nin {budget / 2**30:.0f} GiB, transformer of 4 layers: recorded {room} steps (by the peaks of 4 and of 8); "
         f"{times} times as many, {times * room}, replayed from 20 snapshots, peak at {peak / 2**30:.2f} GiB"
@@ -207,12 +254,14 @@ def first_order(repeats: int = 200) -> None:
 def main(which: str, steps: int | None) -> None:
     if which in ("transformer", ""):
         names = ["recorded", "checkpoint", "replayed, all", "replayed, 4"]
-        table("transformer of 4 layers", "transformer4", names, steps or 32)
+        table("transformer of 4 layers", "4x16", names, steps or 32)
     if which in ("budget", ""):
         within_a_budget()
     if which in ("blocks", ""):
         names = ["recorded", "replayed, all", "blocks, all", "blocks, 2", "blocks, 1"]
-        table("transformer of 16 layers", "transformer16", names, steps or 4)
+        for sequences in (16, 64):
+            title = f"transformer of 16 layers, {sequences} sequences, by blocks"
+            table(title, f"16x{sequences} by blocks", names, steps or 4)
     if which in ("many", ""):
         names = ["plain", "replayed, all", "replayed, 20"]
         table("a million parameters", "million", names, steps or 1000)

@@ -359,3 +359,26 @@ def test_a_tensor_that_only_a_block_uses_must_be_declared():
         todist.inner_loop(
             lambda net: net(x).sum(), todist.sgd(lr=0.1), net, 1, adjoint=todist.Replayed(blocks=net)
         )
+
+
+def test_few_copies_of_the_parameters_are_held_at_a_time():
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(16)))
+    x, lr = torch.randn(2, 64), torch.tensor(1e-3, requires_grad=True)
+
+    def peak(steps: int) -> float:
+        with PeakMemory() as memory:
+            moved = todist.inner_loop(
+                lambda net: net(x).square().mean(),
+                todist.adam(lr=lr),
+                net,
+                steps,
+                adjoint=todist.Replayed(snapshots=1, blocks="auto"),
+            ).params
+            torch.autograd.grad(moved(x).sum(), lr)
+        return memory.peak / sum(p.numel() * p.element_size() for p in net.parameters())
+
+    peak(1)
+    # The caller's parameters, the first state and the last parameters; then parameters, state and gradient of a step,
+    # the gradients of these four and of the last parameters; and portions of them.
+    assert peak(4) < 1 + 2 + 1 + 4 + 4 + 1 + 1

@@ -18,9 +18,9 @@ D = torch.float64
 RECORDED, REPLAYED = todist.Recorded(), todist.Replayed(snapshots=2, sweep="forward")
 
 
-def agree(task: Any, ins: list[Tensor], *batch: Tensor, **options: Any) -> tuple[Tensor, ...]:
+def agree(task: Any, ins: list[Tensor], *batch: Tensor, replayed: Any = REPLAYED) -> tuple[Tensor, ...]:
     """A task replayed in ``vmap`` and recorded in a Python loop; returns its gradients."""
-    at_once = torch.vmap(lambda *sample: task(REPLAYED, *sample), **options)(*batch)
+    at_once = torch.vmap(lambda *sample: task(replayed, *sample))(*batch)
     one_by_one = torch.stack([task(RECORDED, *sample) for sample in zip(*batch, strict=True)])
     torch.testing.assert_close(at_once, one_by_one, rtol=1e-10, atol=1e-12)
     return compare(at_once, one_by_one, ins)
@@ -54,7 +54,9 @@ def test_first_parameters_meta_tensors_rates_and_batches_that_are_mapped_over(op
         )
         return (made.params(x) - y).square().mean() + (made.losses * torch.arange(1, 4)).sum()
 
-    agree(task, [*problem.net.parameters(), problem.weights, problem.lr, xs], xs, ys)
+    ins = [*problem.net.parameters(), problem.weights, problem.lr, xs]
+    for sweep in ("forward", "reverse"):
+        agree(task, ins, xs, ys, replayed=todist.Replayed(snapshots=2, sweep=sweep))
 
 
 def test_samples_with_rates_parameters_and_states_of_their_own_that_stop_by_number():
@@ -165,7 +167,7 @@ def test_steps_without_forward_mode_are_recorded_by_themselves():
         return made.params.square().sum() + made.losses.sum()
 
     with pytest.warns(UserWarning, match="steps of an inner loop are recorded one by one"):
-        agree(task, [p], xs)
+        agree(task, [p], xs, replayed=todist.Replayed(sweep="forward"))
 
 
 def test_a_loop_in_the_loss_and_gradients_of_gradients():

@@ -27,7 +27,7 @@ from torchopt_dist.diff.replay._blocks import Tangents, sweep
 from torchopt_dist.diff.replay._blockwise import BlockwiseLoop
 from torchopt_dist.diff.replay._duals import NoForwardModeError, plus
 from torchopt_dist.diff.replay._forward_mode import Formulas, loses_tangents
-from torchopt_dist.diff.replay._snapshots import bytes_of
+from torchopt_dist.diff.replay._snapshots import Snapshot, bytes_of
 from torchopt_dist.ops._columns import put
 from torchopt_dist.transform._pulled_step import StepBars
 from torchopt_dist.transform.apply_updates import step_pulled_back
@@ -94,6 +94,7 @@ class StepGradient:
     ) -> None:
         self._loop, self._places, self._declared = loop, places, declared
         self._blocks = loop.blocks if isinstance(loop, BlockwiseLoop) else ()
+        self._portions = _portions(loop, 8 if self._blocks else 1)
         self._ways = ["forward", "formulas", "recorded"]
         if any(leaf.is_complex() for leaf in loop.first.params):
             self._ways = ["recorded"]
@@ -113,35 +114,37 @@ class StepGradient:
             self._ways.insert(0, "reverse")
 
     def pull(
-        self,
-        carry: Carry,
-        number: int,
-        bars: Bars,
-        loss_bar: OptionalTensor,
-        grads: list[OptionalTensor] | None = None,
+        self, start: Snapshot, bars: Bars, loss_bar: OptionalTensor
     ) -> tuple[Bars, list[OptionalTensor]]:
         """Go back through one step.
 
         Args:
-            carry: what the step started from.
-            number: of the step.
-            bars: gradients of what it handed on.
+            start: what the step started from.
+            bars: gradients of what it handed on; they are used up.
             loss_bar: gradient of its loss, 0-d.
-            grads: the gradients of its loss, if they are known.
 
         Returns:
-            The gradients of ``carry``, and one a declared tensor.
+            The gradients of what it started from, and one a declared tensor.
         """
+        # What is no longer needed is let go at once: copies of all parameters are much of the memory.
+        number, carry, grads = start
+        del start
         if self._ways[0] == "recorded":
             return self._recorded(carry, number, bars, loss_bar)
         if grads is None:
             grads = self._loop.gradient(carry, number, record=False).grads
-        before, direct, through = self._through_update(carry, bars, grads)
+        before, direct, through = self._through_update(carry, bars, list(grads))
         if loss_bar is None and all(bar is None for bar in through):
             return before, direct
+        del grads
+        carry = carry._replace(state=None)
+        bars.params.clear()
+        bars.state.clear()
+        found = None
         while self._ways[0] != "recorded":
             try:
-                along, mixed = self._mixed(carry, number, through, loss_bar)
+                found = self._mixed(carry, number, through, loss_bar)
+                break
             except Exception as error:  # the loss has been called like this before, without forward mode
                 self._ways.pop(0)
                 if self._ways[0] == "recorded":
@@ -150,10 +153,10 @@ class StepGradient:
                         f"has no gradient in forward mode: {str(error).strip().splitlines()[0]}",
                         stacklevel=2,
                     )
-                continue
-            params = [plus(a, b) for a, b in zip(before.params, along, strict=True)]
-            return Bars(params, before.state), [plus(a, b) for a, b in zip(direct, mixed, strict=True)]
-        return self._recorded(carry, number, bars, loss_bar)
+        along, mixed = found or self._products_by_recording(carry, number, through, loss_bar)
+        for place, more in enumerate(along):
+            before.params[place], along[place] = plus(before.params[place], more), None
+        return before, [plus(a, b) for a, b in zip(direct, mixed, strict=True)]
 
     def _inputs(self, carry: Carry) -> tuple[Carry, list[Tensor]]:
         """The same numbers as leaves of a graph, and these leaves: of the parameters, then of the state."""
@@ -172,7 +175,7 @@ class StepGradient:
         return [*moved, *(leaves[place] for place in self._places)]
 
     def _through_update(
-        self, carry: Carry, bars: Bars, grads: Sequence[OptionalTensor]
+        self, carry: Carry, bars: Bars, grads: list[OptionalTensor]
     ) -> tuple[Bars, list[OptionalTensor], list[OptionalTensor]]:
         known = self._by_derivative(carry, bars, grads)
         if known is not None:
@@ -191,33 +194,40 @@ class StepGradient:
         return Bars(found[:count], found[count:more]), list(rest), through
 
     def _by_derivative(
-        self, carry: Carry, bars: Bars, grads: Sequence[OptionalTensor]
+        self, carry: Carry, bars: Bars, grads: list[OptionalTensor]
     ) -> tuple[Bars, list[OptionalTensor], list[OptionalTensor]] | None:
-        """As :meth:`_through_update`, by the derivative that comes with the optimizer's step, if one does."""
+        """As :meth:`_through_update`, by the derivative that comes with the optimizer's step, if one does.
+
+        It is one of each parameter by itself, and where memory is short, of some parameters after others: what they had
+        makes room for what they get.
+        """
         model, places = self._loop.model, self._loop.model.moved_places
-        of_params: list[OptionalTensor] = put([None] * len(carry.params), places, bars.params)
         leaves = pytree.flatten(carry.state)[0]
-        of_state: list[OptionalTensor] = put([None] * len(leaves), self._places, bars.state)
-        with self._loop.substituted():
-            pulled = step_pulled_back(
-                self._loop.optimizer,
-                model.tree(carry.params),
-                model.tree(grads),
-                carry.state,
-                StepBars(of_params, of_state),
-            )
-        if pulled is None:
-            return None
-        (before, through, lr), of_lr = pulled
+        through: list[OptionalTensor] = [None] * len(carry.params)
         direct: list[OptionalTensor] = [None] * len(self._declared)
-        if lr is not None:
-            refuse(self.undeclared([lr], []))
-            direct = _pulled([lr], [of_lr], self._declared)
-        return (
-            Bars([before.params[place] for place in places], [before.state[place] for place in self._places]),
-            direct,
-            [through[place] for place in places],
-        )
+        for portion in self._portions:
+            of_params: list[OptionalTensor] = put([None] * len(carry.params), places, bars.params)
+            of_state: list[OptionalTensor] = put([None] * len(leaves), self._places, bars.state)
+            with self._loop.substituted():
+                pulled = step_pulled_back(
+                    self._loop.optimizer,
+                    model.tree(carry.params),
+                    model.tree([grad if place in portion else None for place, grad in enumerate(grads)]),
+                    carry.state,
+                    StepBars(of_params, of_state),
+                )
+            if pulled is None:
+                return None
+            (before, of_grads, lr), of_lr = pulled
+            bars.params[:] = [before.params[place] for place in places]
+            bars.state[:] = [before.state[place] for place in self._places]
+            for place in portion:
+                through[place], grads[place] = of_grads[place], None
+            if lr is not None:
+                refuse(self.undeclared([lr], []))
+                more = _pulled([lr], [of_lr], self._declared)
+                direct = [plus(a, b) for a, b in zip(direct, more, strict=True)]
+        return Bars(list(bars.params), list(bars.state)), direct, [through[place] for place in places]
 
     def _mixed(
         self, carry: Carry, number: int, along: Sequence[OptionalTensor], loss_bar: OptionalTensor
@@ -232,7 +242,7 @@ class StepGradient:
                 loss, _aux, _buffers = loop.evaluate(tied, carry.buffers, number)
                 loss = loss.reshape(loop.samples)
                 towards = [(x, bar) for x, bar in zip(inputs, along, strict=True) if bar is not None]
-                grads = _gradients_with_graph(loss, [x for x, _ in towards])
+                grads = _gradients_with_graph(loss.sum(), [x for x, _ in towards])
                 bars = [None if grad is None else bar for grad, (_, bar) in zip(grads, towards, strict=True)]
                 outputs = [loss if grad is None else grad for grad in grads]
                 found = _pulled([*outputs, loss], [*bars, loss_bar], wanted)
@@ -262,6 +272,21 @@ class StepGradient:
         count, more = len(bars.params), len(inputs)
         return Bars(pulled[:count], pulled[count:more]), pulled[more:]
 
+    def _products_by_recording(
+        self, carry: Carry, number: int, along: Sequence[OptionalTensor], loss_bar: OptionalTensor
+    ) -> tuple[list[OptionalTensor], list[OptionalTensor]]:
+        """As :meth:`_mixed`, by the graph of the loss and of its gradient."""
+        places = self._loop.model.moved_places
+        params = _leaves(carry.params, places)
+        inputs = [params[place] for place in places]
+        tied = [params[place] for place in self._loop.model.first_places]
+        found = self._loop.gradient(carry._replace(params=tied), number, record=True)
+        grads = [found.grads[place] for place in places]
+        pairs = [(x, bar) for x, bar in zip([*grads, found.loss], [*along, loss_bar], strict=True)]
+        outputs = [(x, bar) for x, bar in pairs if x is not None]
+        pulled = _pulled([x for x, _ in outputs], [bar for _, bar in outputs], [*inputs, *self._declared])
+        return pulled[: len(inputs)], pulled[len(inputs) :]
+
     def undeclared(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
         """Leaves that require grad and that outputs depend on, and that are neither inputs nor declared."""
         nodes = nodes_between(outputs, [*inputs, *self._declared])
@@ -280,6 +305,17 @@ def refuse(undeclared: Sequence[Tensor]) -> None:
             "`meta` must list every tensor that requires grad and that the loss or the optimizer uses from outside; "
             f"it lacks {len(undeclared)}, of shape {shapes}: list them, or detach what is to have no gradient"
         )
+
+
+def _portions(loop: Loop, count: int) -> list[frozenset[int]]:
+    """The places of the parameters in so many portions of about the same size, or a few less."""
+    sizes = {place: loop.first.params[place].numel() for place in loop.model.moved_places}
+    made: dict[int, set[int]] = {}
+    before = 0
+    for place, size in sizes.items():
+        made.setdefault(before * count // max(1, sum(sizes.values())), set()).add(place)
+        before += size
+    return list(map(frozenset, made.values()))
 
 
 def _keep_tangents(outputs: Sequence[Tensor], inputs: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:

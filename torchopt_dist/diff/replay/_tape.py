@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
-from torchopt_dist._torch_private import engine_keeps_graph, outside_of_transforms
+from torchopt_dist._torch_private import engine_keeps_graph, memory_is_shared, outside_of_transforms
 from torchopt_dist.diff.adjoints._autocast import current_autocast, forget_casts
 from torchopt_dist.diff.adjoints._declared import differentiable
 from torchopt_dist.diff.adjoints._loop import Carry, Evaluation, Loop, Outcome
@@ -93,28 +93,30 @@ class Tape:
     def run(self) -> list[Tensor]:
         """Run the loop; returns the outputs: parameters, leaves of the state, and all losses in one tensor."""
         wanted = set(places(self.loop.steps, self.snapshots))
+        first = self.loop.cut(self.loop.first)
 
         def step(carry: Carry, number: int) -> tuple[Carry, Tensor, Any]:
             found = self._loop.gradient(carry, number, record=False)
             if self.check and number == 0:
                 self._check(found, carry)
+            start = carry if number else first
             if self.spacing is not None:
-                start = carry if number % self.spacing == 0 else Carry([], None, carry.buffers)
+                start = start if number % self.spacing == 0 else Carry([], None, carry.buffers)
                 self._keep(self.kept, number, start, found.grads)
             elif number in wanted:
-                self._keep(self.kept, number, carry, None)
+                self._keep(self.kept, number, start, None)
             return self._loop.trained(carry, found), found.loss, found.aux
 
         with attention_by_formula():
             self.outcome = self._loop.run(step, self.loop.own(self.loop.first))
         losses = self.outcome.losses
-        # Of their own: what is handed out may be overwritten.
-        last = [tensor.detach().clone() for tensor in self._gradient.outputs(self.outcome.carry)]
+        self.loop.model.let_go()
+        last = [_own(tensor) for tensor in self._gradient.outputs(self.outcome.carry)]
         return [*last, torch.stack(losses) if losses else torch.zeros(0)]
 
     def _keep(self, kept: list[Kept], number: int, carry: Carry, grads: list[OptionalTensor] | None) -> None:
-        """Take a snapshot of what the next step overwrites."""
-        if carry.params and not self.store.copies:
+        """Take a snapshot of what the next step overwrites: not of the first parameters and state."""
+        if carry.params and number and not self.store.copies:
             carry = self.loop.own(carry)
         kept.append((number, self.store.keep(Snapshot(number, carry, grads))))
 
@@ -144,9 +146,8 @@ class Tape:
             stack.enter_context(attention_by_formula())
             stack.enter_context(self._autocast.again())
             for number in reversed(range(len(self.outcome.losses))):
-                start = self._start_of(number, kept)
                 loss_bar = None if loss_bars is None else loss_bars[number]
-                now, more = self._gradient.pull(start.carry, number, now, loss_bar, start.grads)
+                now, more = self._gradient.pull(self._start_of(number, kept), now, loss_bar)
                 totals = [plus(a, b) for a, b in zip(totals, more, strict=True)]
                 forget_casts()
         return [*now.params, *now.state, *totals]
@@ -215,6 +216,11 @@ class Tape:
             )
         by_id = dict(zip(own, found, strict=True))
         return [by_id.pop(id(tensor), None) for tensor in inputs]
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """The same numbers, which may be overwritten: in the same memory, if nobody else has it."""
+    return tensor.detach().clone() if memory_is_shared(tensor) else tensor.detach()
 
 
 def _leaf(tensor: Tensor) -> Tensor:
