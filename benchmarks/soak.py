@@ -2,9 +2,11 @@
 
     python benchmarks/soak.py
     python benchmarks/soak.py --calls 2000 --steps 120 --every 1
+    python benchmarks/soak.py --replace
 
 Training with ``retries`` runs in worlds of some workers, one of which is killed every few seconds. When two are left,
-the next world goes on from the parameters of the last one. The parameters at the end are compared with those of a
+the next world goes on from the parameters of the last one; with ``--replace`` each gets a new process, and one world
+goes through to the end. The parameters at the end are compared with those of a
 training without kills, bit for bit; small calls, each of which returns its own number, with what they must return.
 """
 
@@ -47,10 +49,12 @@ class Killer:
     Args:
         every: seconds; 0 kills none.
         seed: which of them.
+        replace: whether a worker that is killed gets a new process.
     """
 
-    def __init__(self, every: float, seed: int) -> None:
+    def __init__(self, every: float, seed: int, replace: bool) -> None:
         self.kills = 0
+        self._replace = replace
         self._processes = {worker.rank: worker.process for worker in todist.status() if worker.rank}
         self._random = random.Random(seed)
         self._every = every
@@ -62,7 +66,7 @@ class Killer:
     @property
     def is_done(self) -> bool:
         """Whether no worker can be spared any more."""
-        return bool(self._every) and len(todist.alive()) <= 2
+        return bool(self._every) and not self._replace and len(todist.alive()) <= 2
 
     def stop(self) -> None:
         """Kill no more."""
@@ -73,6 +77,11 @@ class Killer:
     def _work(self) -> None:
         while not self._end.wait(self._every):
             left = [rank for rank in todist.alive() if rank]
+            if self._replace:
+                self._processes = {
+                    worker.rank: worker.process for worker in todist.status() if worker.process
+                }
+                left = [rank for rank in left if rank in self._processes]
             if len(left) > 1:
                 victim = self._random.choice(left)
                 os.kill(self._processes[victim], signal.SIGKILL)
@@ -135,13 +144,17 @@ def training(start: Progress, total: int, killer: Killer) -> Progress:
 
 
 def in_a_world(
-    work: Callable[[Progress, int, Killer], Progress], start: Progress, total: int, every: float
+    work: Callable[[Progress, int, Killer], Progress],
+    start: Progress,
+    total: int,
+    every: float,
+    replace: bool,
 ) -> Progress | None:
     """On each worker: rank 0 works until all is done, or workers can be spared no more."""
     torch.set_num_threads(1)
     if todist.get_rank():
         return None
-    killer = Killer(every, start.done)
+    killer = Killer(every, start.done, replace)
     try:
         return work(start, total, killer)
     finally:
@@ -149,17 +162,22 @@ def in_a_world(
 
 
 def soak(
-    work: Callable[[Progress, int, Killer], Progress], total: int, every: float, workers: int
+    work: Callable[[Progress, int, Killer], Progress],
+    total: int,
+    every: float,
+    workers: int,
+    replace: bool,
 ) -> Progress:
     """Work in one world after another until all is done."""
     progress = Progress(0, {}, 0.0, 0, [], 0)
     while progress.done < total:
         result = todist.launch(
             in_a_world,
-            (work, progress, total, every),
+            (work, progress, total, every, replace),
             nproc_per_host=workers,
             rpc=True,
-            on_loss="continue",
+            on_loss="replace" if replace else "continue",
+            max_replacements=1_000_000,
             log_dir=None,
             env={"TORCH_CPP_LOG_LEVEL": "ERROR"},  # torch tells of each connection that ends
         )
@@ -176,14 +194,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000, help="of the training")
     parser.add_argument("--workers", type=int, default=4, help="in each world")
     parser.add_argument("--every", type=float, default=2.0, help="seconds between two kills")
+    parser.add_argument("--replace", action="store_true", help="give each killed one a new process")
     arguments = parser.parse_args()
     logging.getLogger("torchopt_dist").setLevel(logging.ERROR)  # the kills are meant
     for name, work, total in (
         ("calls", small_calls, arguments.calls),
         ("steps", training, arguments.steps),
     ):
-        calm = soak(work, total, 0.0, arguments.workers)
-        killed = soak(work, total, arguments.every, arguments.workers)
+        calm = soak(work, total, 0.0, arguments.workers, arguments.replace)
+        killed = soak(work, total, arguments.every, arguments.workers, arguments.replace)
         for progress, how in ((calm, "none killed"), (killed, f"{killed.kills} killed")):
             least, most = min(progress.memory) / MEGABYTE, max(progress.memory) / MEGABYTE
             print(

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import logging
+import os
 import pickle
 import socket
 import struct
@@ -31,11 +32,15 @@ from torchopt_dist.distributed._sealed_store import SealedStore
 class Lines:
     """The memberships of several ranks, all in this process."""
 
-    def __init__(self, names, on_loss):
+    def __init__(self, names, on_loss, **about):
         self.store = SealedStore(dist.HashStore())
         self.heard = [[] for _ in names]
         self.ends = [
-            Membership(Member(rank, name, "program.py", "here", on_loss), len(names), self.heard[rank].append)
+            Membership(
+                Member(rank, name, "program.py", "here", on_loss, **about),
+                len(names),
+                self.heard[rank].append,
+            )
             for rank, name in enumerate(names)
         ]
         self.threads = ThreadPoolExecutor(2 * len(names))
@@ -67,8 +72,8 @@ class Lines:
 def lines():
     made = []
 
-    def make(*names, joined=True, on_loss="end"):
-        made.append(Lines(names, on_loss))
+    def make(*names, joined=True, on_loss="end", **about):
+        made.append(Lines(names, on_loss, **about))
         if joined:
             for future in made[-1].join():
                 future.result()
@@ -639,8 +644,8 @@ def test_closing_ends_the_thread(lines):
 class Newcomer:
     """A new process of a rank, as a membership of this process."""
 
-    def __init__(self, line, rank, incarnation, name="b"):
-        me = Member(rank, name, "program.py", "here", "replace", incarnation=incarnation)
+    def __init__(self, line, rank, incarnation, name="b", **about):
+        me = Member(rank, name, "program.py", "here", "replace", incarnation=incarnation, **about)
         self.heard = []
         self.end = Membership(me, len(line.ends), self.heard.append)
         self.line = line
@@ -693,14 +698,27 @@ def test_a_new_process_knows_the_others_and_they_know_it(lines, newcomers):
     assert line.ends[2].replaced.keys() == {1}
     assert [member.incarnation for member in told] == [1]
     # It joins where the others are, in barriers, and can be lost like them.
-    ours, theirs = line.threads.submit(end.barrier, [0, 1]), line.barrier(0, [0, 1])
-    ours.result(5.0)
-    theirs.result(5.0)
+    for meets in [
+        line.threads.submit(end.barrier, [0, 1], timeout=5.0),
+        line.barrier(0, [0, 1], timeout=5.0),
+    ]:
+        meets.result()
     waits = line.barrier(0, [0, 1])
     end._loop.call_soon_threadsafe(end._to_hub.link.writer.transport.abort)
     waits.result(5.0)
     assert line.ends[0].failures[1].cause == "died"
     assert newcomers(line, 1, 2).come().lost.keys() == {3}
+
+
+def test_who_is_stopped_is_looked_for_among_the_present_processes(lines, newcomers):
+    line = lines("a", "b", "c", "d", on_loss="replace", pid=os.getpid(), process_table="one")
+    lose(line, 3)
+    lose(line, 1, 3)
+    end = newcomers(line, 1, 1, pid=os.getppid(), process_table="one").come()
+    wait_until(lambda: end._stopped is not None)
+    assert end._stopped._processes.keys() == {0, 2}  # neither the lost one nor the one before itself
+    for other in (line.ends[0], line.ends[2]):
+        assert other._stopped._processes[1].pid == os.getppid()
 
 
 def test_who_is_refused(lines, newcomers):

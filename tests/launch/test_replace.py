@@ -125,9 +125,13 @@ def main(folder):
     return in_a_group(todist.rank_zero_only(lose_a_worker_and_get_a_new_one))(folder)
 
 
-@pytest.mark.parametrize("env", [{}, {"TODIST_ZMQ_IPC": "0"}], ids=["sockets of one machine", "encrypted"])
-def test_a_new_process_has_the_rank_of_a_lost_one(tmp_path, env):
-    result = launch(main, (tmp_path,), nproc_per_host=3, on_loss="replace", env=env, timeout=SECONDS)
+ONE_HOST = {"nproc_per_host": 3}
+HOSTS = {"nproc_per_host": 1, "hosts": ["localhost"] * 3, "env": {"TODIST_ZMQ_IPC": "0"}}
+
+
+@pytest.mark.parametrize("options", [ONE_HOST, HOSTS], ids=["one host", "hosts, encrypted"])
+def test_a_new_process_has_the_rank_of_a_lost_one(tmp_path, options):
+    result = launch(main, (tmp_path,), on_loss="replace", timeout=SECONDS, **options)
     before, after = result.rank(0)
     assert (result.rank(1), result.rank(2), result.lost) == (None, None, {})
     assert [error.signal for error in result.replaced[1]] == ["SIGKILL"]

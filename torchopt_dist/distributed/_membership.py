@@ -271,12 +271,15 @@ class Membership(MembershipState):
                 self._stopped.kill(news.rank)
             self._on_failure(news)
 
+    def _is_another(self, rank: int) -> bool:
+        return rank != self.me.rank and rank not in self.failures
+
     async def _watch_processes(self) -> None:
         """Tell of the workers of this machine that are stopped; where there are no others, have this one watched."""
         pids = {
             member.rank: member.pid
             for member in self.members
-            if member.pid and member.process_table == self.me.process_table and member != self.me
+            if member.pid and member.process_table == self.me.process_table and self._is_another(member.rank)
         }
         if self.me.pid and not pids and len(self.members) > 1 and Watchdog.can_be:
             hub = None if self._to_hub is None else self._to_hub.where({"watchdog": True})
