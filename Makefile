@@ -13,6 +13,7 @@ ARGS ?=
 PROGRAMS ?= 2000
 LOSSES ?= 50
 ONLY ?=
+EXAMPLES ?=
 TORCHES ?= 2.11.0 2.13.0 newest
 
 VENV := .venv
@@ -68,8 +69,8 @@ types: $(STAMP) ## static types
 docs: $(STAMP) ## the documentation, into docs/_build
 	$(BIN)/sphinx-build -W --keep-going -n docs docs/_build
 
-gallery: $(STAMP) ## run every example on one worker and on two, for the documentation's pictures; then the documentation
-	$(BIN)/python docs/pages.py
+gallery: $(STAMP) ## run every example on one worker and on two, for the documentation's pictures; then that: EXAMPLES="lola adjoints"
+	$(BIN)/python docs/pages.py $(EXAMPLES)
 	$(MAKE) docs
 
 bench: $(STAMP) ## write the tables of docs/benchmarks.md and docs/faults.md, on a quiet machine: ONLY="call_overhead launch"

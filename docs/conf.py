@@ -93,6 +93,8 @@ def caption_blocks(app: Sphinx, page: str, text: list[str]) -> None:
         return match[0] if (Path(app.srcdir) / match[1]).exists() else ""
 
     text[0] = re.sub(r"^```(\w.*)\n", captioned, text[0], flags=re.MULTILINE)
+    if page == "gallery":
+        text[0] = pages.with_times(text[0])
     for of_make_gallery in (r"^:img-top: (.*)\n", r"^!\[.*\]\((_pictures/.*\.png)\)\n"):
         text[0] = re.sub(of_make_gallery, drawn, text[0], flags=re.MULTILINE)
 

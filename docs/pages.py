@@ -20,6 +20,9 @@ ROOT = DOCS.parent
 FOLDER = DOCS / "_site"
 PICTURES = DOCS / "_pictures"
 TIMES = PICTURES / "times.json"
+SECONDS = 300
+"""That an example may take."""
+ALONE, SPREAD = "by `python`", "by `torchrun` on two workers"
 LINK = re.compile(r"\[([^\]]+)\]\((?!https?:|#|mailto:)([^)#]+)(#[^)]*)?\)")
 
 
@@ -60,36 +63,65 @@ def known_times() -> dict[str, dict[str, float]]:
     return found
 
 
-def run_examples(names: list[str]) -> None:
-    """Run every example, or those named, in the default setting; one that fails is left out, and said to be."""
-    times = known_times()
+def run_examples(names: list[str]) -> list[str]:
+    """Run every example, or those named, in the default setting, and keep what came of it.
+
+    Returns:
+        The examples that failed, or took longer than ``SECONDS``; what was known of them is kept.
+
+    Raises:
+        ValueError: there is no example of a name.
+    """
+    sources = {source.stem: source for source in sorted((ROOT / "examples").glob("*.py"))}
+    if unknown := [name for name in names if name not in sources]:
+        raise ValueError(f"EXAMPLE must be one of {', '.join(sources)}, got {', '.join(unknown)}")
     PICTURES.mkdir(exist_ok=True)
-    for source in sorted((ROOT / "examples").glob("*.py")):
-        if names and source.stem not in names:
-            continue
-        ways = {"by `python`": [sys.executable]}
-        if "torchrun" in source.read_text("utf-8"):
-            ways["by `torchrun` on two workers"] = [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-            ]
-            ways["by `torchrun` on two workers"] += ["--nproc_per_node=2"]
+    failed = []
+    for name in names or sources:
         took: dict[str, float] = {}
-        for where, command in ways.items():
-            print(f"{source.stem} {where}", flush=True)
+        for where, command in ways_to_run(sources[name]).items():
             start = time.perf_counter()
-            if subprocess.run([*command, source], cwd=ROOT, stdout=subprocess.DEVNULL).returncode:
-                print(f"{source.stem} {where} failed")
-                continue
+            try:
+                done = subprocess.run(
+                    [*command, sources[name]], cwd=ROOT, stdout=subprocess.DEVNULL, timeout=SECONDS
+                )
+                well = done.returncode == 0
+            except subprocess.TimeoutExpired:
+                well = False
             took[where] = time.perf_counter() - start
-        drawn = ROOT / "outputs" / f"{source.stem}.png"
-        if took:
-            times[source.stem] = took
+            print(f"{name} {where}: {took[where]:.0f} s{'' if well else ', FAILED'}", flush=True)
+            if not well:
+                failed.append(name)
+                break
+        else:
+            TIMES.write_text(json.dumps({**known_times(), name: took}, indent=1))
+            drawn = ROOT / "outputs" / f"{name}.png"
             if drawn.exists():
                 shutil.copy(drawn, PICTURES)
-    TIMES.write_text(json.dumps(times, indent=1))
+    return failed
+
+
+def ways_to_run(source: Path) -> dict[str, list[str]]:
+    """How an example says that it is started."""
+    ways = {ALONE: [sys.executable]}
+    if "torchrun --nproc_per_node=2" in source.read_text("utf-8"):
+        ways[SPREAD] = [*ways[ALONE], "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    return ways
+
+
+def with_times(gallery: str) -> str:
+    """The gallery's page, on whose cards stands how long the examples took, where that is known."""
+
+    def card(match: re.Match[str]) -> str:
+        took = known_times().get(match[2])
+        if took is None:
+            return match[0]
+        shown = f"{took[ALONE]:.0f} s"
+        if SPREAD in took:
+            shown = f"{shown} by itself, {took[SPREAD]:.0f} s on two workers"
+        return f"{match[1]}+++\n{shown}\n:::\n"
+
+    return re.sub(r"(^:::\{grid-item-card\} (\w+)\n(?:(?!:::).*\n)+):::\n", card, gallery, flags=re.MULTILINE)
 
 
 def write(name: str, text: str) -> None:
@@ -109,4 +141,5 @@ def make() -> None:
 
 
 if __name__ == "__main__":
-    run_examples(sys.argv[1:])
+    if failed := run_examples(sys.argv[1:]):
+        sys.exit(f"failed: {', '.join(failed)}")

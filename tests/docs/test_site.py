@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 from types import ModuleType
 
@@ -51,3 +52,39 @@ def test_costs_are_drawn_from_tables_that_are_there() -> None:
     assert pictures.number("4,269,981 bytes") == 4269981
     with pytest.raises(ValueError, match=r"docs/benchmarks\.md has no table below '## Gone'"):
         pictures.table("benchmarks.md", "Gone")
+
+
+def test_examples_are_run_as_they_say_and_those_that_fail_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pages = imported("pages")
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "outputs").mkdir()
+    monkeypatch.setattr(pages, "ROOT", tmp_path)
+    monkeypatch.setattr(pages, "PICTURES", tmp_path / "pictures")
+    monkeypatch.setattr(pages, "TIMES", tmp_path / "pictures" / "times.json")
+    monkeypatch.setattr(pages, "SECONDS", 20)
+    (tmp_path / "examples" / "draws.py").write_text("open('outputs/draws.png', 'w').close()")
+    (tmp_path / "examples" / "fails.py").write_text("raise SystemExit(3)")
+    assert pages.run_examples([]) == ["fails"]
+    assert "fails by `python`: 0 s, FAILED" in capsys.readouterr().out
+    assert (tmp_path / "pictures" / "draws.png").exists()
+    assert set(pages.known_times()) == {"draws"}
+    with pytest.raises(ValueError, match=r"EXAMPLE must be one of draws, fails, got drawn$"):
+        pages.run_examples(["drawn"])
+
+    spread = tmp_path / "spread.py"
+    spread.write_text('"""torchrun --nproc_per_node=2 spread.py"""')
+    assert list(pages.ways_to_run(spread)) == [pages.ALONE, pages.SPREAD]
+
+
+def test_a_card_shows_the_times_that_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = imported("pages")
+    monkeypatch.setattr(pages, "TIMES", tmp_path / "times.json")
+    cards = [f":::{{grid-item-card}} {name}\n:link: {name}\n\nText.\n:::\n" for name in ("one", "two", "new")]
+    times = {"one": {pages.ALONE: 7.4}, "two": {pages.ALONE: 30.0, pages.SPREAD: 16.2}}
+    pages.TIMES.write_text(json.dumps(times))
+    one, two, new = pages.with_times("\n".join(cards)).split("\n\n:::")
+    assert one == cards[0].removesuffix(":::\n") + "+++\n7 s\n:::"
+    assert two.endswith("\n\nText.\n+++\n30 s by itself, 16 s on two workers\n:::")
+    assert new.endswith("\n\nText.\n:::\n")
