@@ -116,10 +116,10 @@ def with_times(gallery: str) -> str:
         took = known_times().get(match[2])
         if took is None:
             return match[0]
-        shown = f"{took[ALONE]:.0f} s"
+        shown = f"{took[ALONE]:.0f} s by itself"
         if SPREAD in took:
-            shown = f"{shown} by itself, {took[SPREAD]:.0f} s on two workers"
-        return f"{match[1]}+++\n{shown}\n:::\n"
+            shown += f", {took[SPREAD]:.0f} s on two workers"
+        return f"{match[1]}\n{shown}.\n:::\n"
 
     return re.sub(r"(^:::\{grid-item-card\} (\w+)\n(?:(?!:::).*\n)+):::\n", card, gallery, flags=re.MULTILINE)
 

@@ -85,6 +85,6 @@ def test_a_card_shows_the_times_that_are_known(tmp_path: Path, monkeypatch: pyte
     times = {"one": {pages.ALONE: 7.4}, "two": {pages.ALONE: 30.0, pages.SPREAD: 16.2}}
     pages.TIMES.write_text(json.dumps(times))
     one, two, new = pages.with_times("\n".join(cards)).split("\n\n:::")
-    assert one == cards[0].removesuffix(":::\n") + "+++\n7 s\n:::"
-    assert two.endswith("\n\nText.\n+++\n30 s by itself, 16 s on two workers\n:::")
+    assert one == cards[0].removesuffix(":::\n") + "\n7 s by itself.\n:::"
+    assert two.endswith("\n\nText.\n\n30 s by itself, 16 s on two workers.\n:::")
     assert new.endswith("\n\nText.\n:::\n")
