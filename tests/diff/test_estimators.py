@@ -328,67 +328,47 @@ def spread_over(workers: list[int]) -> tuple[list[Any], list[tuple[int, ...]]]:
     return found, shapes
 
 
-def tasks_over(workers: list[int], *, vectorize: bool) -> list[Any]:
-    """The gradients of a call whose tasks have inner loops; the pairs of a task are spread once more."""
+def tasks_over(workers: list[int]) -> list[Any]:
+    """The gradients of a call whose tasks estimate theirs by pairs, which are spread once more."""
     torch.manual_seed(5)
     double = {"dtype": torch.float64}
     xs, first = torch.randn(4, 5, 2, **double), torch.randn(2, **double, requires_grad=True)
     weights, lr = torch.rand(5, **double, requires_grad=True), torch.tensor(0.1, **double, requires_grad=True)
-    pairs = todist.parallelize(TensorDimensionPartitioner(0), todist.concatenate_reducer)
-    parallel = None if vectorize else pairs
-    adjoints = {
-        "implicit": todist.Implicit(todist.linear_solve.solve_cg(rtol=1e-13)),
-        **FINITE,
-        "ES": todist.EvolutionStrategies(2, 0.1, parallel),
-        "PES": todist.PersistentEvolutionStrategies(2, 0.1, parallel, unroll=2),
-    }
+    parallel = todist.parallelize(TensorDimensionPartitioner(0), todist.concatenate_reducer)
 
-    def task(x, weights, lr, first, name):
+    def task(x, weights, lr, first, unroll):
         def loss(w):
             return (weights * (x @ w - 1) ** 2).mean() + w.square().sum()
 
-        adapted = todist.inner_loop(
-            loss, todist.adam(lr=lr), first, 3, meta=weights, adjoint=adjoints[name]
-        ).params
-        return adapted.square().sum()
+        adjoint = todist.PersistentEvolutionStrategies(2, 0.1, parallel, unroll=unroll)
+        made = todist.inner_loop(loss, todist.adam(lr=lr), first, 3, meta=weights, adjoint=adjoint)
+        return made.params.square().sum()
 
+    call = todist.parallelize(
+        TensorDimensionPartitioner(0, exclusive=True, workers=workers), todist.stack_reducer
+    )(task)
     found = []
-    for name in list(adjoints)[: 3 if vectorize else None]:
-        call = todist.parallelize(
-            TensorDimensionPartitioner(0, exclusive=True, workers=workers or None),
-            todist.stack_reducer,
-            vectorize=vectorize,
-        )(task)
+    for unroll in (3, 2):
         torch.manual_seed(6)
-        if workers:
-            values = call(xs, *map(todist.replicated, (weights, lr, first)), name)
-        else:
-            values = torch.stack([task(x, weights, lr, first, name) for x in xs])
-        grads = torch.autograd.grad(values.square().sum(), (weights, lr), allow_unused=True)
-        found += [
-            (torch.zeros_like(of).detach() if grad is None else grad).numpy()
-            for of, grad in zip((weights, lr), grads, strict=True)
-        ]
+        values = call(xs, *map(todist.replicated, (weights, lr, first)), unroll)
+        found += [grad.numpy() for grad in torch.autograd.grad(values.square().sum(), (weights, lr))]
     return found
 
 
 def spread() -> tuple[list[Any], list[Any]]:
-    tasks = [tasks_over(workers, vectorize=False) for workers in ([0], [0, 1, 2])]
-    tasks.append(tasks_over([0, 1, 2], vectorize=True))
-    return [spread_over(workers) for workers in ([0], [0, 1], [0, 1, 2])], tasks
+    over_workers = [spread_over(workers) for workers in ([0], [0, 1], [0, 1, 2])]
+    return over_workers, [tasks_over(workers) for workers in ([0], [0, 1, 2])]
 
 
-def test_the_same_estimates_on_any_number_of_workers():
+def test_the_same_estimates_on_any_number_of_workers_and_in_tasks():
     here, _ = spread_over([])
-    over_workers, tasks = World(3).on_zero(spread)
+    over_workers, (tasks_on_one, tasks_on_three) = World(3).on_zero(spread)
     for found, shapes in over_workers:
         for one, like in zip(found, here, strict=True):
             torch.testing.assert_close(torch.from_numpy(one), torch.from_numpy(like), rtol=1e-12, atol=1e-13)
         assert shapes == [(4, 1, 2), (4, 2, 2)]  # two numbers a pair and unroll
-    on_one, on_three, vectorized = ([torch.as_tensor(one) for one in found] for found in tasks)
-    by_loop = [torch.as_tensor(one) for one in tasks_over([], vectorize=True)]
-    for found, like in ((on_three, on_one), (vectorized, by_loop), (on_one[:6], by_loop)):
-        torch.testing.assert_close(found, like, rtol=1e-10, atol=1e-12)
+    for one, like in zip(tasks_on_three, tasks_on_one, strict=True):
+        torch.testing.assert_close(torch.from_numpy(one), torch.from_numpy(like), rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)

@@ -79,19 +79,17 @@ def test_tasks_with_estimated_gradients_have_those_of_one_process(world):
 
             want = torch.stack([one(model, x) for x in xs]).mean()
             expected = torch.autograd.grad(want, ins, allow_unused=True)
-            loss = todist.parallelize(BY_TASK, todist.sum_reducer)(one)(model, xs) / len(xs)
-            found = torch.autograd.grad(loss, ins, allow_unused=True)
-            torch.testing.assert_close(loss, want, rtol=1e-12, atol=0)
             assert expected[-2].any()
-            for gradient, other in zip(found, expected, strict=True):
-                if other is None:
-                    assert gradient is None or not gradient.any()
-                else:
-                    torch.testing.assert_close(gradient, other, rtol=1e-7, atol=1e-12)
-            with pytest.raises(
-                NotImplementedError, match=f"`{type(adjoint).__name__}` does not run inside .*vmap"
-            ):
-                todist.parallelize(BY_TASK, todist.sum_reducer, vectorize=True)(one)(model, xs)
+            for vectorize in (False, True):
+                spread = todist.parallelize(BY_TASK, todist.sum_reducer, vectorize=vectorize)(one)
+                loss = spread(model, xs) / len(xs)
+                found = torch.autograd.grad(loss, ins, allow_unused=True)
+                torch.testing.assert_close(loss, want, rtol=1e-12, atol=0)
+                for gradient, other in zip(found, expected, strict=True):
+                    if other is None:
+                        assert gradient is None or not gradient.any()
+                    else:
+                        torch.testing.assert_close(gradient, other, rtol=1e-7, atol=1e-12)
 
     world(2).on_zero(body)
 
@@ -106,7 +104,7 @@ def test_a_loss_on_workers_is_replayed_by_recording_its_steps(world):
         made = []
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
-            for adjoint in (todist.Recorded(), todist.Replayed()):
+            for adjoint in (todist.Recorded(), todist.Replayed(sweep="forward")):
                 adapted = todist.inner_loop(
                     on_workers, todist.sgd(lr=lr), model, [xs, xs], meta=weight, adjoint=adjoint
                 )
