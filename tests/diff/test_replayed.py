@@ -75,11 +75,19 @@ def test_as_many_steps_are_run_again_as_the_bound_says(steps, snapshots, monkeyp
     counts = []
     monkeypatch.setattr(replayed, "Tape", Watched)
     w = torch.tensor(1.0, dtype=D, requires_grad=True)
+    calls = []
+
+    def loss(w):
+        calls.append(w)
+        return w**3
+
     result = todist.inner_loop(
-        lambda w: w**3, todist.sgd(lr=0.01), w, steps, adjoint=todist.Replayed(snapshots=snapshots)
+        loss, todist.sgd(lr=0.01), w, steps, adjoint=todist.Replayed(snapshots=snapshots)
     )
     found = torch.autograd.grad(result.params, w)[0]
     assert tapes[0].run_again == steps_run_again(steps, snapshots)
+    # For a gradient and its derivative the loss is called once.
+    assert len(calls) == 2 * steps + tapes[0].run_again
     assert max(counts) == len(places(steps, snapshots)) <= snapshots
     recorded = todist.inner_loop(lambda w: w**3, todist.sgd(lr=0.01), w, steps).params
     torch.testing.assert_close(found, torch.autograd.grad(recorded, w)[0], rtol=1e-12, atol=0)

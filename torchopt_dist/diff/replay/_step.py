@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Literal, NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ from torchopt_dist.diff.replay._blocks import Tangents, sweep
 from torchopt_dist.diff.replay._blockwise import BlockwiseLoop
 from torchopt_dist.diff.replay._duals import NoForwardModeError, plus
 from torchopt_dist.diff.replay._forward_mode import Formulas, loses_tangents
+from torchopt_dist.diff.replay._reverse_mode import Graph, graph_of, leaf_like, leaves_at, pulled_back
 from torchopt_dist.diff.replay._snapshots import Snapshot, bytes_of
 from torchopt_dist.ops._columns import put
 from torchopt_dist.transform._pulled_step import StepBars
@@ -54,29 +55,18 @@ def state_places(loop: Loop) -> list[int]:
     """Which leaves of the optimizer's state may have a gradient: those that depend on gradients or have a history."""
     leaves, spec = pytree.flatten(loop.first.state)
     places = {n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad}
-    params = _leaves(loop.first.params, loop.model.moved_places)
+    params = leaves_at(loop.first.params, loop.model.moved_places)
     grads: list[OptionalTensor] = [None] * len(params)
     for place in loop.model.moved_places:
         grads[place] = torch.zeros_like(params[place], requires_grad=True)
     found = Evaluation(params[0], None, grads, [])
     while True:
-        state = pytree.unflatten(spec, [_leaf(x) if n in places else x for n, x in enumerate(leaves)])
+        state = pytree.unflatten(spec, [leaf_like(x) if n in places else x for n, x in enumerate(leaves)])
         after = pytree.flatten(loop.moved(Carry(params, state, []), found, record=True).state)[0]
         reached = {n for n, leaf in enumerate(after) if isinstance(leaf, Tensor) and leaf.requires_grad}
         if reached <= places:
             return sorted(places)
         places |= reached
-
-
-def _leaf(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_()
-
-
-def _leaves(tensors: Sequence[Tensor], places: Sequence[int]) -> list[Tensor]:
-    made = list(tensors)
-    for place in places:
-        made[place] = _leaf(made[place])
-    return made
 
 
 class StepGradient:
@@ -131,6 +121,14 @@ class StepGradient:
         del start
         if self._ways[0] == "recorded":
             return self._recorded(carry, number, bars, loss_bar)
+        graph = None
+        if grads is None and self._ways[0] == "reverse":
+            with suppress(
+                Exception
+            ):  # it will come again, or is one of an operation without second derivative
+                graph = graph_of(self._loop, carry, number)
+                cut = [None if grad is None else grad.detach() for grad in graph.grads]
+                grads = put([None] * len(carry.params), self._loop.model.moved_places, cut)
         if grads is None:
             grads = self._loop.gradient(carry, number, record=False).grads
         before, direct, through = self._through_update(carry, bars, list(grads))
@@ -143,10 +141,11 @@ class StepGradient:
         found = None
         while self._ways[0] != "recorded":
             try:
-                found = self._mixed(carry, number, through, loss_bar)
+                found = self._mixed(carry, number, through, loss_bar, graph)
                 break
             except Exception as error:  # the loss has been called like this before, without forward mode
                 self._ways.pop(0)
+                graph = None
                 if self._ways[0] == "recorded":
                     warnings.warn(
                         "steps of an inner loop are recorded one by one in backward, since an operation in the loss "
@@ -161,9 +160,9 @@ class StepGradient:
     def _inputs(self, carry: Carry) -> tuple[Carry, list[Tensor]]:
         """The same numbers as leaves of a graph, and these leaves: of the parameters, then of the state."""
         places = self._loop.model.moved_places
-        params = _leaves(carry.params, places)
+        params = leaves_at(carry.params, places)
         leaves, spec = pytree.flatten(carry.state)
-        leaves = _leaves(leaves, self._places)
+        leaves = leaves_at(leaves, self._places)
         inputs = [*(params[place] for place in places), *(leaves[place] for place in self._places)]
         tied = [params[place] for place in self._loop.model.first_places]
         return Carry(tied, pytree.unflatten(spec, leaves), carry.buffers), inputs
@@ -181,13 +180,13 @@ class StepGradient:
         if known is not None:
             return known
         given, inputs = self._inputs(carry)
-        leaves = [None if grad is None else _leaf(grad) for grad in grads]
+        leaves = [None if grad is None else leaf_like(grad) for grad in grads]
         after = self._loop.moved(given, Evaluation(given.params[0], None, leaves, []), record=True)
         at = [leaves[place] for place in self._loop.model.moved_places]
         there = [leaf for leaf in at if leaf is not None]
         outputs = self.outputs(after)
         refuse(self.undeclared(outputs, [*inputs, *there]))
-        found = _pulled(outputs, [*bars.params, *bars.state], [*inputs, *there, *self._declared])
+        found = pulled_back(outputs, [*bars.params, *bars.state], [*inputs, *there, *self._declared])
         count, more = len(bars.params), len(inputs)
         rest = iter(found[more:])
         through = [None if leaf is None else next(rest) for leaf in at]
@@ -225,28 +224,27 @@ class StepGradient:
                 through[place], grads[place] = of_grads[place], None
             if lr is not None:
                 refuse(self.undeclared([lr], []))
-                more = _pulled([lr], [of_lr], self._declared)
+                more = pulled_back([lr], [of_lr], self._declared)
                 direct = [plus(a, b) for a, b in zip(direct, more, strict=True)]
         return Bars(list(bars.params), list(bars.state)), direct, [through[place] for place in places]
 
     def _mixed(
-        self, carry: Carry, number: int, along: Sequence[OptionalTensor], loss_bar: OptionalTensor
+        self,
+        carry: Carry,
+        number: int,
+        along: Sequence[OptionalTensor],
+        loss_bar: OptionalTensor,
+        graph: Graph | None,
     ) -> tuple[list[OptionalTensor], list[OptionalTensor]]:
+        if self._ways[0] == "reverse":
+            graph = graph or graph_of(self._loop, carry, number)
+            return graph.products(along, loss_bar, self._declared)
         loop, places = self._loop, self._loop.model.moved_places
-        params = _leaves(carry.params, places)
+        params = leaves_at(carry.params, places)
         inputs = [params[place] for place in places]
         tied = [params[place] for place in loop.model.first_places]
         wanted = [*inputs, *self._declared]
         with torch.enable_grad():
-            if self._ways[0] == "reverse":
-                loss, _aux, _buffers = loop.evaluate(tied, carry.buffers, number)
-                loss = loss.reshape(loop.samples)
-                towards = [(x, bar) for x, bar in zip(inputs, along, strict=True) if bar is not None]
-                grads = _gradients_with_graph(loss.sum(), [x for x, _ in towards])
-                bars = [None if grad is None else bar for grad, (_, bar) in zip(grads, towards, strict=True)]
-                outputs = [loss if grad is None else grad for grad in grads]
-                found = _pulled([*outputs, loss], [*bars, loss_bar], wanted)
-                return found[: len(inputs)], found[len(inputs) :]
             of = {id(x): tangent for x, tangent in zip(inputs, along, strict=True) if tangent is not None}
             with Formulas() if self._ways[0] == "formulas" else nullcontext():
                 found = sweep(
@@ -268,7 +266,7 @@ class StepGradient:
         found = self._loop.gradient(given, number, record=True)
         after = self._loop.moved(given, found, record=True)
         outputs = [*self.outputs(after), found.loss]
-        pulled = _pulled(outputs, [*bars.params, *bars.state, loss_bar], [*inputs, *self._declared])
+        pulled = pulled_back(outputs, [*bars.params, *bars.state, loss_bar], [*inputs, *self._declared])
         count, more = len(bars.params), len(inputs)
         return Bars(pulled[:count], pulled[count:more]), pulled[more:]
 
@@ -277,14 +275,14 @@ class StepGradient:
     ) -> tuple[list[OptionalTensor], list[OptionalTensor]]:
         """As :meth:`_mixed`, by the graph of the loss and of its gradient."""
         places = self._loop.model.moved_places
-        params = _leaves(carry.params, places)
+        params = leaves_at(carry.params, places)
         inputs = [params[place] for place in places]
         tied = [params[place] for place in self._loop.model.first_places]
         found = self._loop.gradient(carry._replace(params=tied), number, record=True)
         grads = [found.grads[place] for place in places]
         pairs = [(x, bar) for x, bar in zip([*grads, found.loss], [*along, loss_bar], strict=True)]
         outputs = [(x, bar) for x, bar in pairs if x is not None]
-        pulled = _pulled([x for x, _ in outputs], [bar for _, bar in outputs], [*inputs, *self._declared])
+        pulled = pulled_back([x for x, _ in outputs], [bar for _, bar in outputs], [*inputs, *self._declared])
         return pulled[: len(inputs)], pulled[len(inputs) :]
 
     def undeclared(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -322,19 +320,3 @@ def _keep_tangents(outputs: Sequence[Tensor], inputs: Sequence[Tensor], buffers:
     nodes = nodes_between(outputs, inputs)
     if losing := next(filter(loses_tangents, (node.name() for node in nodes)), None):
         raise NoForwardModeError(f"{losing} has none")
-
-
-def _gradients_with_graph(loss: Tensor, inputs: Sequence[Tensor]) -> Sequence[OptionalTensor]:
-    if not inputs or not loss.requires_grad:
-        return [None] * len(inputs)
-    return torch.autograd.grad(loss.sum(), inputs, create_graph=True, allow_unused=True)
-
-
-def _pulled(
-    outputs: Sequence[Tensor], bars: Sequence[OptionalTensor], inputs: Sequence[Tensor]
-) -> list[OptionalTensor]:
-    pairs = [(x, bar) for x, bar in zip(outputs, bars, strict=True) if bar is not None and x.requires_grad]
-    if not pairs:
-        return [None] * len(inputs)
-    values, weights = zip(*pairs, strict=True)
-    return list(torch.autograd.grad(values, inputs, weights, allow_unused=True))

@@ -1,0 +1,71 @@
+"""A loss's gradient with its graph → the products with its derivatives, by reverse over reverse mode."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchopt_dist.diff.adjoints._loop import Carry, Loop
+from torchopt_dist.typing import OptionalTensor
+
+__all__ = ["Graph", "graph_of", "leaf_like", "leaves_at", "pulled_back"]
+
+
+class Graph(NamedTuple):
+    """The gradient of a loss, with its graph."""
+
+    inputs: list[Tensor]
+    """What it is with respect to, one a moved parameter."""
+    loss: Tensor
+    grads: Sequence[OptionalTensor]
+
+    def products(
+        self, along: Sequence[OptionalTensor], loss_bar: OptionalTensor, declared: Sequence[Tensor]
+    ) -> tuple[list[OptionalTensor], list[OptionalTensor]]:
+        """The gradients of ``sum(along * grads) + loss_bar * loss``: of the inputs, and of what is declared."""
+        bars = [None if grad is None else bar for grad, bar in zip(self.grads, along, strict=True)]
+        outputs = [self.loss if grad is None else grad for grad in self.grads]
+        found = pulled_back([*outputs, self.loss], [*bars, loss_bar], [*self.inputs, *declared])
+        return found[: len(self.inputs)], found[len(self.inputs) :]
+
+
+def graph_of(loop: Loop, carry: Carry, number: int) -> Graph:
+    """Evaluate the loss of a step, and its gradient with a graph."""
+    places = loop.model.moved_places
+    params = leaves_at(carry.params, places)
+    inputs = [params[place] for place in places]
+    tied = [params[place] for place in loop.model.first_places]
+    with torch.enable_grad():
+        loss, _aux, _buffers = loop.evaluate(tied, carry.buffers, number)
+        loss = loss.reshape(loop.samples)
+        grads: Sequence[OptionalTensor] = [None] * len(inputs)
+        if loss.requires_grad:
+            grads = torch.autograd.grad(loss.sum(), inputs, create_graph=True, allow_unused=True)
+        return Graph(inputs, loss, grads)
+
+
+def leaf_like(tensor: Tensor) -> Tensor:
+    """The same numbers as a leaf that requires grad."""
+    return tensor.detach().requires_grad_()
+
+
+def leaves_at(tensors: Sequence[Tensor], places: Sequence[int]) -> list[Tensor]:
+    """The tensors, with leaves in the places of those at ``places``."""
+    made = list(tensors)
+    for place in places:
+        made[place] = leaf_like(made[place])
+    return made
+
+
+def pulled_back(
+    outputs: Sequence[Tensor], bars: Sequence[OptionalTensor], inputs: Sequence[Tensor]
+) -> list[OptionalTensor]:
+    """Gradients of outputs, ``None`` for zero → of inputs, ``None`` for one that has no part in them."""
+    pairs = [(x, bar) for x, bar in zip(outputs, bars, strict=True) if bar is not None and x.requires_grad]
+    if not pairs:
+        return [None] * len(inputs)
+    values, weights = zip(*pairs, strict=True)
+    return list(torch.autograd.grad(values, inputs, weights, allow_unused=True))
