@@ -37,7 +37,6 @@ PROGRAMS = (
     Program("growth"),
     Program("call_overhead"),
     Program("bytes_on_the_wire"),
-    Program("scaling"),
     Program("optimizer_step"),
     Program("meta_step"),
     Program("maml_peers"),

@@ -160,11 +160,34 @@ def draw_growth() -> None:
     figure.savefig(FOLDER / "growth.svg", metadata={"Date": None})
 
 
+def draw_efficiency() -> None:
+    """The part of a step that is work, over the work of a task; points are measured, lines are the model."""
+    rows = table("scaling.md", "Efficiency over the work of a task")
+    work = [number(cell) for cell in rows]
+    figure = Figure(figsize=(7, 3.6), layout="constrained")
+    axes = figure.subplots()
+    for place, (workers, marker) in enumerate(((2, "o"), (8, "s"), (32, "^"))):
+        measured, model = (
+            [float(cells[2 * place + which].rstrip("%")) for cells in rows.values()] for which in (0, 1)
+        )
+        (line,) = axes.plot(work, model, color=OURS, alpha=1 - 0.3 * place)
+        axes.plot(
+            work, measured, marker, color=line.get_color(), alpha=line.get_alpha(), label=f"{workers} workers"
+        )
+    axes.set(xscale="log", xlabel="work of a task, s", ylabel="of a step, %", ylim=(0, 104))
+    axes.set_xticks(work, [f"{seconds:g}" for seconds in work], minor=False)
+    axes.minorticks_off()
+    axes.legend(frameon=False, loc="lower right")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(FOLDER / "efficiency.svg", metadata={"Date": None})
+
+
 def make() -> None:
     """Make all pictures."""
     FOLDER.mkdir(exist_ok=True)
     draw_costs()
     draw_growth()
+    draw_efficiency()
     draw_graph(graph_of_two_steps(), "two_steps")
     source = todist.launch(of_a_call, (FOLDER / "timeline.svg",), nproc_per_host=2, rpc=True).rank(0)
     draw_graph(source, "call", "LR")
