@@ -251,6 +251,11 @@ def _run(**changed):
             TypeError,
             r"`batches` .* read again.*got list_iterator: `list\(...\)`",
         ),
+        (
+            {"batches": torch.utils.data.DataLoader([torch.ones(2)] * 3)},
+            TypeError,
+            r"`batches` .* read again.*got DataLoader: `list\(...\)`",
+        ),
         ({"batches": 2.5}, TypeError, "`batches` must be .*got float$"),
         ({"batches": -1}, ValueError, "`batches` as a number of steps must be at least 0, got -1"),
         ({"batches": lambda n: n}, ValueError, "`steps` must say how many steps"),

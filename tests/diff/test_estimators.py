@@ -371,6 +371,28 @@ def test_the_same_estimates_on_any_number_of_workers_and_in_tasks():
         torch.testing.assert_close(torch.from_numpy(one), torch.from_numpy(like), rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("name", [*FINITE, "implicit"])
+def test_an_estimate_in_the_loss_of_another_one(name):
+    """A leaf is declared as it is, and a result of others is exchanged for another tensor: also in the inner loop."""
+    leaf = torch.tensor([0.5, 1.5], dtype=torch.float64, requires_grad=True)
+    first = torch.tensor([1.0, -1.0], dtype=torch.float64, requires_grad=True)
+
+    def adapted(meta):
+        def loss(p):
+            inner = todist.inner_loop(
+                lambda q: (meta * (q - p) ** 2).sum() + (q**4).sum(), todist.sgd(lr=0.1), first, 5,
+                meta=(p, meta), adjoint=ESTIMATORS[name],
+            ).params  # fmt: skip
+            return (inner**2).sum() + p.square().sum()
+
+        made = todist.inner_loop(loss, todist.sgd(lr=0.1), first, 3, meta=meta, adjoint=todist.SAMA())
+        return torch.autograd.grad(made.params.sum(), leaf)[0]
+
+    expected = adapted(leaf)
+    assert expected.any()
+    torch.testing.assert_close(adapted(leaf * 1), expected, rtol=1e-6, atol=1e-9)
+
+
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_what_the_loss_uses_and_meta_does_not_list_is_an_error(name):
     problem = Regression()

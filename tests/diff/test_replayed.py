@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchopt_dist as todist
+from examples.adjoints import PeakMemory
 from tests.diff.adjoint_table import Problem, gradients
 from torchopt_dist.diff.adjoints import replayed
 from torchopt_dist.diff.replay import _tape
@@ -302,6 +303,27 @@ def test_tensors_that_depend_on_each_other_count_once():
             optimizer=todist.sgd(lr=0.1),
         )
     )
+
+
+def test_memory_of_a_thousand_steps_is_that_of_a_hundred_in_a_fixed_budget():
+    p = torch.randn(2000, dtype=D, requires_grad=True)
+
+    def peak(steps):
+        with PeakMemory() as memory:
+            adapted = todist.inner_loop(
+                lambda p: (p**4).sum(),
+                todist.sgd(lr=0.001),
+                p,
+                steps,
+                adjoint=todist.Replayed(memory=64 * 16_000),
+            )
+            torch.autograd.grad(adapted.params.sum(), p)
+        return memory.peak
+
+    peak(2)
+    hundred = peak(100)
+    assert 64 * 16_000 < hundred < 1.5 * 64 * 16_000
+    assert peak(1000) < 1.1 * hundred
 
 
 @pytest.mark.parametrize("store", ["cpu", "folder"])

@@ -85,8 +85,11 @@ class Implicit(Adjoint):
         params = list(outcome.carry.params)
         solver = solve_cg() if self.solver is None else as_solver(self.solver)
         point = [params[place] for place in places]
+        declared = list(loop.declared)
         with torch.enable_grad():
-            connected = attach(gradient, point, [list(loop.declared)], {}, [0], solver)
+            if loop.is_substituted:  # a view is of what a loop around this one has put in the places of these
+                declared = [tensor.view_as(tensor) for tensor in declared]
+            connected = attach(gradient, point, [declared], {}, [0], solver)
         for place, leaf in zip(places, connected, strict=True):
             params[place] = leaf
         tied = [params[place] for place in loop.model.first_places]
