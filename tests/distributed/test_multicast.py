@@ -19,6 +19,7 @@ import torchopt_dist as todist
 from tests.distributed.programs import kept
 from torchopt_dist.distributed import _multicast, _relay
 from torchopt_dist.distributed._group import current_group
+from torchopt_dist.distributed._kept_graphs import KeptGraph, KeptGraphs
 from torchopt_dist.distributed._payload import ExecutionOptions, group_by_worker
 from torchopt_dist.distributed._streams import CHUNK, Streams, chunks_of
 from torchopt_dist.distributed._tree import tree
@@ -103,6 +104,19 @@ def test_chunks_that_nobody_wants_or_nobody_sends_are_let_go_of():
     streams.put(other, chunk)
     assert not vars(streams)["_unwanted"]
     assert not vars(streams)["_queues"]
+
+
+def test_a_graph_that_is_there_after_its_caller_was_lost_is_not_kept():
+    """The caller was a relay, and its request was still at work: nobody releases that graph."""
+    gone = set()
+    graphs = KeptGraphs(has_gone=gone.__contains__)
+    graphs.keep((1, 0), KeptGraph([], []))
+    gone |= {(1, 0), (1, 1)}
+    graphs.forget_caller(1)
+    graphs.keep((1, 1), KeptGraph([], []))
+    assert not len(graphs)
+    graphs.keep((1, 2), KeptGraph([], []))  # of the rank's next process
+    assert len(graphs) == 1
 
 
 @pytest.mark.parametrize("fan_out", [0, -1, True, 2.0, "all"])

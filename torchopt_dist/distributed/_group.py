@@ -16,6 +16,7 @@ from torchopt_dist.distributed._graph_releaser import GraphReleaser
 from torchopt_dist.distributed._kept_graphs import KeptGraphs
 from torchopt_dist.distributed._members import Member, OnLoss
 from torchopt_dist.distributed._membership import Membership
+from torchopt_dist.distributed._protocol import Key
 from torchopt_dist.distributed._replicas import Replicas
 from torchopt_dist.distributed._residents import Residents
 from torchopt_dist.distributed._retries import Retries
@@ -78,7 +79,7 @@ class Group:
         self.first_number = self.incarnation << NUMBER_BITS
         self.names = tuple(member.name for member in self.members)
         self.numbers = itertools.count(self.first_number)
-        self.kept_graphs = KeptGraphs()
+        self.kept_graphs = KeptGraphs(has_gone=self.has_gone)
         self.threads = ThreadPool()
         self.residents = Residents()
         self.replicas = Replicas()
@@ -105,6 +106,11 @@ class Group:
     def lost(self) -> Mapping[int, WorkerLostError]:
         """The ranks that were lost, in the order in which they were, with the error that says how."""
         return self.membership.lost
+
+    def has_gone(self, key: Key) -> bool:
+        """Whether the process that has made a key is known to be gone; another one may have its rank."""
+        rank, number = key
+        return rank in self.membership.failures or number >> NUMBER_BITS < self.members[rank].incarnation
 
     def _cut(self, worker: int, error: WorkerLostError) -> None:
         """Nothing passes between this worker and another one: calls to it fail."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,12 +43,16 @@ class KeptGraphs:
 
     Args:
         known: see ``known``; a new set if not given.
+        has_gone: whether the process that has made a key is known to be gone, so that it releases nothing any more.
 
     Attributes:
         known: the functions whose results have been looked at for gradients that are lost.
     """
 
-    def __init__(self, known: set[object] | None = None) -> None:
+    def __init__(
+        self, known: set[object] | None = None, has_gone: Callable[[Key], bool] = lambda _: False
+    ) -> None:
+        self._has_gone = has_gone
         self.known = set() if known is None else known
         self._graphs: dict[Key, KeptGraph] = {}
         self._given_up: set[Key] = set()
@@ -57,11 +62,11 @@ class KeptGraphs:
         return len(self._graphs)
 
     def keep(self, key: Key, graph: KeptGraph) -> None:
-        """Keep a graph, unless its caller has stopped waiting for it."""
+        """Keep a graph, unless its caller has stopped waiting for it, or was lost before the graph was there."""
         with self._lock:
             if key in self._given_up:
                 self._given_up.remove(key)
-            else:
+            elif not self._has_gone(key):
                 self._graphs[key] = graph
 
     def find(self, key: Key) -> KeptGraph:

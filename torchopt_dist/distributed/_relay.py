@@ -252,9 +252,8 @@ class Relay(Errand):
             leaf.data = torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
             flat.append(leaf.data.view(-1))  # has a version counter of its own
         with group.streams.opened(self.key, self.chunks, self.seconds) as arriving:
-            lost = group.lost.get(self.key[0])
-            if lost is not None:
-                raise lost
+            if group.has_gone(self.key):
+                raise group.membership.loss_of(self.key[0])
             children = Children(
                 group,
                 self.branch.branches,
