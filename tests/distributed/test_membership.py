@@ -742,6 +742,27 @@ def test_a_new_process_proves_the_loss_of_the_old_one(lines, newcomers, monkeypa
     assert line.ends[0].replaced[1].cause == "died"
 
 
+def test_two_new_processes_come_at_the_same_time(lines, newcomers):
+    line = lines("a", "b", "c", on_loss="replace")
+    lose(line, 1)
+    lose(line, 2, 1)
+    both = [newcomers(line, rank, 1, name=name).end for rank, name in ((1, "b"), (2, "c"))]
+    for end in both:
+        end.join(line.store, "127.0.0.1", 5.0)
+    together = threading.Barrier(2, timeout=5.0)
+
+    def announce(end):  # in its own loop, so that it answers nothing before both have been sent
+        end._to_hub.link.put({"announce": dataclasses.asdict(end.me)})
+        together.wait()
+
+    for end in both:
+        end._loop.call_soon_threadsafe(announce, end)
+    wait_until(lambda: all(end._known for end in both))
+    for future in [line.threads.submit(end.start, 5.0) for end in both]:
+        future.result()
+    assert not line.ends[0].failures
+
+
 def test_a_new_process_that_dies_before_it_is_ready_stays_lost(lines, newcomers):
     line = lines("a", "b", "c", on_loss="replace")
     lose(line, 1)

@@ -8,7 +8,7 @@ import hmac
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from torchopt_dist._liveness import Liveness
@@ -126,7 +126,12 @@ class Hub:
         writer.write(b'{"received": %d}\n' % link.received)
         link.attach(writer, hello["received"])
         turn = link.turn
-        cause = await link.receive_all(reader, self.handle)
+
+        async def handle(message: dict[str, Any]) -> None:
+            if self._links.get(rank) is link:  # and it does not come of one that was lost, late
+                await self.handle(message)
+
+        cause = await link.receive_all(reader, handle)
         if cause == RESET:
             if link.turn == turn:
                 link.writer = None
@@ -180,15 +185,22 @@ class Hub:
             self._replacements.told(message["told"], message["rank"])
         elif "announce" in message:
             self._members[message["announce"]["rank"]] = message["announce"]
-            await self._replacements.announce(message["announce"])
+            self._go_on_with(self._replacements.announce(message["announce"]))
         elif "ready" in message:
-            await self._replacements.readmit(message["ready"], message["incarnation"], self._opened)
+            rank, incarnation = message["ready"], message["incarnation"]
+            self._go_on_with(self._replacements.readmit(rank, incarnation, self._opened))
         elif "failed" in message:
             await self._fail(message)
         else:
             if "left" in message:
                 self._replacements.end()
             await self._broadcast(message)
+
+    def _go_on_with(self, telling: Coroutine[Any, Any, None]) -> None:
+        """Do what waits for answers while other messages come, those of who has asked for it among them."""
+        task = asyncio.ensure_future(telling)
+        self._connections.add(task)
+        task.add_done_callback(self._connections.discard)
 
     async def _join(self, member: dict[str, Any]) -> None:
         rank = member["rank"]

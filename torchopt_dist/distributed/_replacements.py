@@ -86,6 +86,8 @@ class Replacements:
             await asyncio.sleep(LOOK_SECONDS)
         if self.over:
             return OVER
+        if incarnation <= self.incarnation(rank):
+            return STALE  # the next one has come meanwhile
         if rank in self._links:  # who starts a new process has seen the end of the old one
             await lose(rank)
         self.incarnations[rank] = incarnation
@@ -95,9 +97,11 @@ class Replacements:
 
     async def announce(self, member: dict[str, Any]) -> None:
         """Let all know where a new process listens, and then the process that they do."""
-        await self._tell({"announced": member}, member["rank"])
-        if self._is_joining(member["rank"], member["incarnation"]):
-            self._links[member["rank"]].put({"known": True})
+        rank, incarnation = member["rank"], member["incarnation"]
+        if self._is_joining(rank, incarnation):
+            await self._tell({"announced": member}, rank)
+        if self._is_joining(rank, incarnation):
+            self._links[rank].put({"known": True})
 
     async def readmit(self, rank: int, incarnation: int, sequence: dict[str, int]) -> None:
         """Let all know that a new process can be asked.
@@ -107,7 +111,8 @@ class Replacements:
             incarnation: which it is.
             sequence: how often each barrier was opened, which goes on while others are told.
         """
-        await self._tell({"back": rank}, rank)
+        if self._is_joining(rank, incarnation):
+            await self._tell({"back": rank}, rank)
         if self._is_joining(rank, incarnation) and not self.over:
             self.joining.discard(rank)
             del self._dead[rank]
