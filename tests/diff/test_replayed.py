@@ -262,10 +262,74 @@ def test_gradients_of_gradients_are_those_of_recording():
         first = torch.autograd.grad(problem.outer(result.params), leaves, create_graph=True)
         return gradients(sum((g**2).sum() for g in first), tensors)
 
-    expected, found = second(todist.Recorded()), second(todist.Replayed())
-    for what, gradient in expected.items():
-        torch.testing.assert_close(found[what], gradient, rtol=1e-9, atol=1e-9)
+    expected = second(todist.Recorded())
+    for adjoint in (todist.Replayed(sweep="forward"), todist.Replayed(snapshots=1)):
+        found = second(adjoint)
+        for what, gradient in expected.items():
+            torch.testing.assert_close(found[what], gradient, rtol=1e-9, atol=1e-9)
     assert found["first 0.weight"].any()
+
+
+def test_derivatives_of_every_order_where_tensors_depend_on_each_other():
+    a = torch.tensor(0.3, dtype=D, requires_grad=True)
+    p = torch.tensor([1.0, -0.5], dtype=D, requires_grad=True)
+    lr = torch.tensor(0.1, dtype=D, requires_grad=True)
+
+    def derivatives(adjoint, a, p, lr):
+        b = a * p.sum()
+        result = todist.inner_loop(
+            lambda x: (a * b * x**4).sum() + F.dropout((x * p) ** 3).sum(), todist.adam(lr=lr, eps=1e-2), p * a, 3,
+            meta=(a, b, p), adjoint=adjoint, seed=1,
+        )  # fmt: skip
+        outer = (result.params**3).sum() + (result.losses**2).sum()
+        for _ in range(3):
+            found = torch.autograd.grad(outer, (a, p, lr), create_graph=True)
+            outer = sum(gradient.square().sum() for gradient in found)
+            yield found
+
+    replayed, recorded = (
+        list(derivatives(x, a, p, lr)) for x in (todist.Replayed(snapshots=2), todist.Recorded())
+    )
+    for one, other in zip(replayed, recorded, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
+    outer = functools.partial(lambda *ins: next(derivatives(todist.Replayed(), *ins)))
+    assert torch.autograd.gradcheck(outer, (a, p, lr), eps=1e-5)
+
+
+def test_a_gradient_that_was_taken_with_a_graph_outlives_the_snapshots():
+    p = torch.randn(3, dtype=D, requires_grad=True)
+
+    def loop(adjoint):
+        return todist.inner_loop(
+            lambda p: (p**4).sum(), todist.adam(lr=0.1, eps=1e-2), p, 4, adjoint=adjoint
+        ).params.sum()
+
+    outer, recorded = loop(todist.Replayed(snapshots=1)), loop(todist.Recorded())
+    first, expected = (torch.autograd.grad(x, p, create_graph=True)[0] for x in (outer, recorded))
+    torch.autograd.grad(outer, p)  # which uses them up
+    agree([torch.autograd.grad(gradient.square().sum(), p) for gradient in (first, expected)])
+
+
+def test_a_gradient_of_a_gradient_keeps_one_steps_graph():
+    torch.manual_seed(0)
+    x, weight = torch.randn(300, 4, dtype=D), torch.tensor(0.5, dtype=D, requires_grad=True)
+    p = torch.randn(4, 4, dtype=D, requires_grad=True)
+
+    def peak(adjoint, steps):
+        with PeakMemory() as memory:
+            params = todist.inner_loop(
+                lambda p: (weight * torch.tanh(x @ p)).square().mean(), todist.adam(lr=0.01), p, steps,
+                meta=weight, adjoint=adjoint,
+            ).params  # fmt: skip
+            (first,) = torch.autograd.grad(params.sum(), weight, create_graph=True)
+            torch.autograd.grad(first, p)
+        return memory.peak
+
+    adjoint = todist.Replayed(snapshots=2)
+    peak(adjoint, 1)
+    growth, recorded = ((peak(one, 12) - peak(one, 4)) / 8 for one in (adjoint, todist.Recorded()))
+    assert growth < 9 * 16 * 8  # gradients of the parameters and of Adam's state, twice, and a few more
+    assert recorded > 10 * growth
 
 
 def test_a_retained_graph_can_be_gone_back_through_again():

@@ -16,8 +16,9 @@ from torchopt_dist._vmap import vmaps_to_enter_again
 from torchopt_dist.diff.adjoints._loop import Loop, Outcome
 from torchopt_dist.diff.adjoints.adjoint import Adjoint
 from torchopt_dist.diff.replay._blockwise import by_blocks
+from torchopt_dist.diff.replay._connected import connected
 from torchopt_dist.diff.replay._snapshots import Store, bytes_of, number_of_bytes
-from torchopt_dist.diff.replay._tape import Tape, connected
+from torchopt_dist.diff.replay._tape import Tape
 from torchopt_dist.diff.replay._vmapped import outcome_of_samples, over_samples
 from torchopt_dist.transform._attention import attention_by_formula
 
@@ -34,7 +35,8 @@ class Replayed(Adjoint):
     reverse mode, so no graph of a graph is made (Kemaev et al., 2025); where an operation of the loss has no forward
     mode, the step is recorded by itself, and a warning says so. Where what the loss computes is small beside the
     parameters, a graph of a graph is small, too, and is made, since that takes less time. The gradient can be
-    differentiated itself; then all steps are recorded. ``meta`` must list every tensor that the loss uses from outside
+    differentiated itself, by a replay whose steps are recorded one by one; a third derivative is that of all steps
+    together. ``meta`` must list every tensor that the loss uses from outside
     and that requires grad. Inside of ``vmap`` the loops of all samples are replayed as one; inside of other transforms
     of ``torch.func`` all steps are recorded.
 

@@ -157,7 +157,7 @@ class StepGradient:
             before.params[place], along[place] = plus(before.params[place], more), None
         return before, [plus(a, b) for a, b in zip(direct, mixed, strict=True)]
 
-    def _inputs(self, carry: Carry) -> tuple[Carry, list[Tensor]]:
+    def inputs(self, carry: Carry) -> tuple[Carry, list[Tensor]]:
         """The same numbers as leaves of a graph, and these leaves: of the parameters, then of the state."""
         places = self._loop.model.moved_places
         params = leaves_at(carry.params, places)
@@ -179,7 +179,7 @@ class StepGradient:
         known = self._by_derivative(carry, bars, grads)
         if known is not None:
             return known
-        given, inputs = self._inputs(carry)
+        given, inputs = self.inputs(carry)
         leaves = [None if grad is None else leaf_like(grad) for grad in grads]
         after = self._loop.moved(given, Evaluation(given.params[0], None, leaves, []), record=True)
         at = [leaves[place] for place in self._loop.model.moved_places]
@@ -262,7 +262,7 @@ class StepGradient:
     def _recorded(
         self, carry: Carry, number: int, bars: Bars, loss_bar: OptionalTensor
     ) -> tuple[Bars, list[OptionalTensor]]:
-        given, inputs = self._inputs(carry)
+        given, inputs = self.inputs(carry)
         found = self._loop.gradient(given, number, record=True)
         after = self._loop.moved(given, found, record=True)
         outputs = [*self.outputs(after), found.loss]

@@ -6,17 +6,16 @@ from the nearest one before by running steps again; snapshots that are used up m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchopt_dist import pytree
-from torchopt_dist._torch_private import engine_keeps_graph, memory_is_shared, outside_of_transforms
+from torchopt_dist._torch_private import memory_is_shared, outside_of_transforms
 from torchopt_dist.diff.adjoints._autocast import current_autocast, forget_casts
 from torchopt_dist.diff.adjoints._declared import differentiable
 from torchopt_dist.diff.adjoints._loop import Carry, Evaluation, Loop, Outcome
@@ -25,10 +24,11 @@ from torchopt_dist.diff.replay._binomial import places, split
 from torchopt_dist.diff.replay._duals import plus
 from torchopt_dist.diff.replay._snapshots import Snapshot, Store
 from torchopt_dist.diff.replay._step import Bars, StepGradient, SweepMode, refuse, state_places
+from torchopt_dist.diff.replay._twice import Trail, back_through_pull, gradients_of
 from torchopt_dist.transform._attention import attention_by_formula
 from torchopt_dist.typing import OptionalTensor
 
-__all__ = ["Tape", "connected"]
+__all__ = ["Kept", "Tape"]
 
 Kept = tuple[int, Callable[[], Snapshot]]
 
@@ -130,27 +130,74 @@ class Tape:
                     f"a second call differs by {(one - other).abs().max().item():.3g}"
                 )
 
-    def pull(self, bars: Sequence[OptionalTensor], keep: bool) -> list[OptionalTensor]:
-        """Gradients of the outputs → of the inputs; unless ``keep``, snapshots are used up."""
+    def pull(
+        self,
+        bars: Sequence[OptionalTensor],
+        kept: list[Kept],
+        trail: Trail | None = None,
+        starts: Sequence[Bars] | None = None,
+    ) -> list[OptionalTensor]:
+        """Gradients of the outputs → of the inputs.
+
+        Args:
+            bars: the gradients.
+            kept: the snapshots, which are used up.
+            trail: is filled.
+            starts: gradients of what each step starts from, to be added.
+        """
         assert self.outcome is not None
         count = len(self.loop.model.moved_places)
         *_, loss_bars = bars
         now = Bars(list(bars[:count]), list(bars[count:-1]))
         totals: list[OptionalTensor] = [None] * len(self.declared)
-        kept = list(self.kept) if keep else self.kept
         self.run_again = 0
+        with self._contexts():
+            for number in reversed(range(len(self.outcome.losses))):
+                loss_bar = None if loss_bars is None else loss_bars[number]
+                if trail is not None:
+                    trail.insert(0, (Bars(list(now.params), list(now.state)), loss_bar))
+                if any(bar is not None for bar in (*now.params, *now.state, loss_bar)):
+                    now, more = self._gradient.pull(self._start_of(number, kept), now, loss_bar)
+                    totals = [plus(a, b) for a, b in zip(totals, more, strict=True)]
+                if starts is not None:
+                    pairs = (zip(a, b, strict=True) for a, b in zip(now, starts[number], strict=True))
+                    now = Bars(*([plus(a, b) for a, b in pair] for pair in pairs))
+                forget_casts()
+        return [*now.params, *now.state, *totals]
+
+    def pull_twice(
+        self, kept: list[Kept], trail: Trail, cots: Sequence[OptionalTensor]
+    ) -> list[OptionalTensor]:
+        """Gradients of what :meth:`pull` has found → of the inputs and of the gradients of the outputs.
+
+        Args:
+            kept: the snapshots, which stay.
+            trail: what :meth:`pull` has filled.
+            cots: the gradients.
+        """
+        with self._contexts():
+            starts, more, of_bars, of_losses = back_through_pull(
+                self.loop, self._gradient, self.declared, kept[0][1]().carry, trail, cots
+            )
+        size = len(of_bars.params) + len(of_bars.state)
+        found = self.pull([None] * (size + 1), list(kept), starts=starts)
+        totals = [plus(a, b) for a, b in zip(found[size:], more, strict=True)]
+        like = next((loss for loss in of_losses if loss is not None), None)
+        of_loss = None
+        if like is not None:
+            of_loss = torch.stack([torch.zeros_like(like) if loss is None else loss for loss in of_losses])
+        return [*found[:size], *totals, *of_bars.params, *of_bars.state, of_loss]
+
+    @contextmanager
+    def _contexts(self) -> Iterator[None]:
+        """What a step is run in: as where the loop was run, with attention that has all derivatives."""
         with ExitStack() as stack:
             if self.loop.samples:
                 stack.enter_context(outside_of_transforms())
             stack.enter_context(kept_generators())
             stack.enter_context(attention_by_formula())
             stack.enter_context(self._autocast.again())
-            for number in reversed(range(len(self.outcome.losses))):
-                loss_bar = None if loss_bars is None else loss_bars[number]
-                now, more = self._gradient.pull(self._start_of(number, kept), now, loss_bar)
-                totals = [plus(a, b) for a, b in zip(totals, more, strict=True)]
-                forget_casts()
-        return [*now.params, *now.state, *totals]
+            yield
 
     def _start_of(self, number: int, kept: list[Kept]) -> Snapshot:
         """What a step starts from; the snapshots left are those of steps before it."""
@@ -191,31 +238,44 @@ class Tape:
             last = Snapshot(after.number, self.loop.moved(given, found, record=False), after.grads)
             kept.append((last.number, partial(_itself, last)))
 
-    def record(self, tensors: Sequence[Tensor], bars: Sequence[OptionalTensor]) -> list[OptionalTensor]:
-        """As :meth:`pull`, by recording all steps, so that the gradients can be differentiated themselves."""
+    def record(
+        self,
+        tensors: Sequence[Tensor],
+        bars: Sequence[OptionalTensor],
+        cots: Sequence[OptionalTensor] | None = None,
+    ) -> list[OptionalTensor]:
+        """As :meth:`pull`, by recording all steps, so that the gradients have derivatives of every order.
+
+        Args:
+            tensors: the inputs.
+            bars: gradients of the outputs.
+            cots: if given, gradients of what :meth:`pull` finds: then what is found is what :meth:`pull_twice` does.
+        """
         assert self.outcome is not None
         inputs = self.inputs
         own = {id(tensor): tensor for tensor in differentiable(inputs)}
-        with ExitStack() as stack:
-            if self.loop.samples:
-                stack.enter_context(outside_of_transforms())
-            stack.enter_context(attention_by_formula())
-            stack.enter_context(self._autocast.again())
+        with self._contexts():
             loop = self.loop.without_stop()
-            if loop.others is not None:
+            if loop.others is not None or cots is not None:
                 given = {id(old): new for old, new in zip(inputs, tensors, strict=True)}
                 own = {name: given[name].view_as(given[name]) for name in own}
                 loop = replace(loop, others=None)
                 loop = loop.with_tensors([own[id(tensor)] for tensor in loop.tensors])
+            if cots is not None:  # of the gradients alone, not of what they were made of, too
+                bars = [None if bar is None else bar.view_as(bar) for bar in bars]
             outcome = loop.run(loop.recorded_step, loop.first, end=len(self.outcome.losses))
             outputs = [*self._gradient.outputs(outcome.carry), torch.stack(outcome.losses)]
-            pairs = [(x, bar) for x, bar in zip(outputs, bars, strict=True) if bar is not None]
-            values, weights = zip(*pairs, strict=True)
-            found = torch.autograd.grad(
-                values, list(own.values()), weights, create_graph=True, allow_unused=True
-            )
-        by_id = dict(zip(own, found, strict=True))
-        return [by_id.pop(id(tensor), None) for tensor in inputs]
+            found = gradients_of(outputs, bars, list(own.values()), record=True)
+            names = [*own]
+            if cots is not None:
+                by_id = dict(zip(own, found, strict=True))
+                pulled = [by_id.pop(id(tensor), None) for tensor in inputs]
+                there = {place: bar for place, bar in enumerate(bars) if bar is not None}
+                found = gradients_of(pulled, cots, [*own.values(), *there.values()], record=True)
+                of_bars = dict(zip(there, found[len(own) :], strict=True))
+        by_id = dict(zip(names, found, strict=False))
+        more = [] if cots is None else [of_bars.get(place) for place in range(len(bars))]
+        return [*(by_id.pop(id(tensor), None) for tensor in inputs), *more]
 
 
 def _own(tensor: Tensor) -> Tensor:
@@ -243,52 +303,3 @@ def _depend_on_each_other(tensors: Sequence[Tensor]) -> bool:
             behind.add(node)
             waiting += [following for following, _ in node.next_functions]
     return not own.isdisjoint(behind)
-
-
-def connected(tape: Tape) -> Outcome:
-    """Run a tape's loop, and connect its outcome."""
-    inputs = tape.inputs
-    if (
-        tape.loop.others is not None
-    ):  # views are of what a loop around this one has put in the places of these
-        inputs = [tensor.view_as(tensor) for tensor in inputs]
-    with torch.no_grad():  # and not in `forward` of the node, where torch switches forward mode off
-        made = tape.run()
-    outputs: tuple[Tensor, ...] = _Replay.apply(tape, made, *inputs)
-    assert tape.outcome is not None
-    model, (last, losses, aux) = tape.loop.model, tape.outcome
-    params, (state, spec) = list(last.params), pytree.flatten(last.state)
-    count = len(model.moved_places)
-    for place, tensor in zip(model.moved_places, outputs[:count], strict=True):
-        params[place] = tensor
-    for place, tensor in zip(tape.places, outputs[count:-1], strict=True):
-        state[place] = tensor
-    carry = Carry(
-        [params[place] for place in model.first_places], pytree.unflatten(spec, state), last.buffers
-    )
-    tape.outcome = Outcome(Carry([], None, []), losses, [])
-    return Outcome(carry, list(outputs[-1].unbind()), aux)
-
-
-class _Replay(torch.autograd.Function):
-    """The node of a whole loop."""
-
-    apply: ClassVar[Any]
-
-    @staticmethod
-    def forward(ctx: Any, tape: Tape, made: list[Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.tape = tape
-        ctx.save_for_backward(*tensors)
-        ctx.set_materialize_grads(False)
-        return tuple(made)
-
-    @staticmethod
-    def backward(ctx: Any, *bars: OptionalTensor) -> tuple[OptionalTensor, ...]:
-        tensors = (
-            ctx.saved_tensors
-        )  # an error of torch's where they were overwritten, or the graph was used up
-        if all(bar is None for bar in bars):
-            return None, None, *[None] * len(tensors)
-        if torch.is_grad_enabled():
-            return None, None, *ctx.tape.record(tensors, bars)
-        return None, None, *ctx.tape.pull(bars, keep=engine_keeps_graph())

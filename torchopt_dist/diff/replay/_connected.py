@@ -1,0 +1,114 @@
+"""A tape → its loop's outcome, connected by one node; another node is there where its backward is differentiated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from torchopt_dist import pytree
+from torchopt_dist._torch_private import engine_keeps_graph
+from torchopt_dist.diff.adjoints._loop import Carry, Outcome
+from torchopt_dist.diff.replay._tape import Kept, Tape
+from torchopt_dist.diff.replay._twice import Trail
+from torchopt_dist.typing import OptionalTensor
+
+__all__ = ["connected"]
+
+
+def connected(tape: Tape) -> Outcome:
+    """Run a tape's loop, and connect its outcome."""
+    inputs = tape.inputs
+    if (
+        tape.loop.others is not None
+    ):  # views are of what a loop around this one has put in the places of these
+        inputs = [tensor.view_as(tensor) for tensor in inputs]
+    with torch.no_grad():  # and not in `forward` of the node, where torch switches forward mode off
+        made = tape.run()
+    outputs: tuple[Tensor, ...] = _Replay.apply(tape, made, *inputs)
+    assert tape.outcome is not None
+    model, (last, losses, aux) = tape.loop.model, tape.outcome
+    params, (state, spec) = list(last.params), pytree.flatten(last.state)
+    count = len(model.moved_places)
+    for place, tensor in zip(model.moved_places, outputs[:count], strict=True):
+        params[place] = tensor
+    for place, tensor in zip(tape.places, outputs[count:-1], strict=True):
+        state[place] = tensor
+    carry = Carry(
+        [params[place] for place in model.first_places], pytree.unflatten(spec, state), last.buffers
+    )
+    tape.outcome = Outcome(Carry([], None, []), losses, [])
+    return Outcome(carry, list(outputs[-1].unbind()), aux)
+
+
+class _Replay(torch.autograd.Function):
+    """The node of a whole loop."""
+
+    apply: ClassVar[Any]
+
+    @staticmethod
+    def forward(ctx: Any, tape: Tape, made: list[Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.tape = tape
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+        return tuple(made)
+
+    @staticmethod
+    def backward(ctx: Any, *bars: OptionalTensor) -> tuple[OptionalTensor, ...]:
+        tensors = (
+            ctx.saved_tensors
+        )  # an error of torch's where they were overwritten, or the graph was used up
+        if all(bar is None for bar in bars):
+            return None, None, *[None] * len(tensors)
+        if torch.is_grad_enabled():
+            return None, None, *_pulled(ctx.tape, tensors, bars)
+        kept = list(ctx.tape.kept) if engine_keeps_graph() else ctx.tape.kept
+        return None, None, *ctx.tape.pull(bars, kept)
+
+
+def _pulled(
+    tape: Tape, tensors: Sequence[Tensor], bars: Sequence[OptionalTensor]
+) -> Sequence[OptionalTensor]:
+    """Gradients of a loop's outputs → of its inputs, connected to both."""
+    assert tape.outcome is not None
+    if not tape.outcome.losses:
+        return tape.record(tensors, bars)
+    trail: Trail = []
+    kept = list(tape.kept)
+    with torch.no_grad():  # and not in `forward` of the node, as above
+        given = [None if bar is None else bar.detach() for bar in bars]
+        made = tape.pull(given, list(kept), trail)
+    found: tuple[OptionalTensor, ...] = _Pull.apply(tape, kept, trail, made, *tensors, *bars)
+    return found
+
+
+class _Pull(torch.autograd.Function):
+    """The node of a backward pass that is differentiated itself."""
+
+    apply: ClassVar[Any]
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tape: Tape,
+        kept: list[Kept],
+        trail: Trail,
+        made: list[OptionalTensor],
+        *given: OptionalTensor,
+    ) -> tuple[OptionalTensor, ...]:
+        ctx.tape, ctx.kept, ctx.trail, ctx.count = tape, kept, trail, len(made)
+        ctx.save_for_backward(*given)
+        ctx.set_materialize_grads(False)
+        return tuple(made)
+
+    @staticmethod
+    def backward(ctx: Any, *cots: OptionalTensor) -> tuple[OptionalTensor, ...]:
+        given = ctx.saved_tensors
+        if all(cot is None for cot in cots):
+            return None, None, None, None, *[None] * len(given)
+        if not torch.is_grad_enabled():
+            return None, None, None, None, *ctx.tape.pull_twice(ctx.kept, ctx.trail, cots)
+        found = ctx.tape.record(given[: ctx.count], given[ctx.count :], cots)
+        return None, None, None, None, *found
