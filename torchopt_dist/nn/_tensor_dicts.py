@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor, nn
 
@@ -22,16 +22,16 @@ def buffer_containers(module: nn.Module) -> list[TensorContainer]:
     return [buffers_of(part) for part in module.modules()]
 
 
-def replace(module: nn.Module, new: Mapping[int, Tensor]) -> None:
-    """Replace tensors by others wherever the module holds them, so that tied weights stay tied.
+def replace(parts: Iterable[nn.Module], new: Mapping[int, Tensor]) -> None:
+    """Replace tensors by others wherever modules hold them, so that tied weights stay tied.
 
     A new parameter may be a plain tensor with a history, which assignment to an attribute would refuse.
 
     Args:
-        module: the module, changed in place; no tensor's memory is written.
+        parts: a module and all its sub-modules, changed in place; no tensor's memory is written.
         new: ``id`` of an old tensor → new tensor.
     """
-    for part in module.modules():
+    for part in parts:
         for container in (parameters_of(part), buffers_of(part)):
             for name, old in container.items():
                 if old is not None and id(old) in new:

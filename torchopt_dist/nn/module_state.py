@@ -223,7 +223,7 @@ def stop_gradient(target: ModuleState | nn.Module | StateHolder | TensorTree) ->
     """
     if isinstance(target, nn.Module):
         held = (*_tensor_dicts.parameter_containers(target), *_tensor_dicts.buffer_containers(target))
-        _tensor_dicts.replace(target, _detachments(held))
+        _tensor_dicts.replace(target.modules(), _detachments(held))
     elif isinstance(target, ModuleState):
         held = (*target.params, *target.buffers)
         new = _detachments(held)

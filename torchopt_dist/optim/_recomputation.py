@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -14,17 +14,20 @@ __all__ = ["refuse_recomputation"]
 
 
 @contextmanager
-def refuse_recomputation(modules: Sequence[nn.Module]) -> Iterator[None]:
+def refuse_recomputation(parts: Iterable[nn.Module]) -> Iterator[None]:
     """A context in which to take a gradient that is recorded.
 
     What computes a part of the loss again in a backward pass, as ``torch.utils.checkpoint`` does, reads the modules'
     parameters again. That is right in this pass; but it is done once more in the pass through the recorded gradient,
     when the modules have other parameters, and the result would be wrong without an error.
 
+    Args:
+        parts: the modules and all their sub-modules.
+
     Raises:
         RuntimeError: inside, a parameter is read by way of its module.
     """
-    held = [(part, parameters_of(part)) for module in modules for part in module.modules()]
+    held = [(part, parameters_of(part)) for part in parts]
     held = [(part, parameters) for part, parameters in held if parameters]
     for part, parameters in held:
         set_parameters(part, _Refusing(parameters))

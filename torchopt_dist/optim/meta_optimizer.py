@@ -10,6 +10,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
@@ -132,7 +133,7 @@ class MetaOptimizer:
             moving = {name: p for name, p in params.items() if values_of(p).values.requires_grad}
             with with_gradients():
                 params |= {name: for_each_sample(p) for name, p in moving.items()}
-            _tensor_dicts.replace(module, {id(p): params[name] for name, p in moving.items()})
+            _tensor_dicts.replace(module.modules(), {id(p): params[name] for name, p in moving.items()})
         self.modules.append(module)
         self._impls.append(impl)
         self._states.append(impl.init(params))
@@ -180,7 +181,8 @@ class MetaOptimizer:
         groups = [dict(module.named_parameters()) for module in self.modules]
         leaves = [p for params in groups for p in params.values()]
         create_graph = recorded and not first_order
-        recording = refuse_recomputation(self.modules) if create_graph else nullcontext()
+        parts = [list(module.modules()) for module in self.modules]
+        recording = refuse_recomputation(chain(*parts)) if create_graph else nullcontext()
         with with_gradients(), recording:
             grads = gradients(loss, leaves, create_graph=create_graph, retain_graph=True)
         rest = iter(grads)
@@ -193,7 +195,7 @@ class MetaOptimizer:
                     state = pytree.map_tensors(torch.detach, state)
                 self._states[index] = state
                 new = {id(old): moved[name] for name, old in params.items()}
-                _tensor_dicts.replace(self.modules[index], new)
+                _tensor_dicts.replace(parts[index], new)
 
     def run(
         self,
