@@ -237,7 +237,7 @@ def test_a_script_runs_as_python_would_run_it(tmp_path: Path) -> None:
     script.write_text(
         "import os, pickle, sys\n"
         "import beside, torchopt.distributed as todist\n"
-        "from torchopt_dist.distributed import init_rpc\n"
+        "from torchopt_dist.distributed import _own_member\n"
         "def function(): ...\n"
         "@todist.auto_init_rpc()\n"
         "def main():\n"
@@ -245,7 +245,7 @@ def test_a_script_runs_as_python_would_run_it(tmp_path: Path) -> None:
         "    return value\n"
         "if __name__ == '__main__':\n"
         "    assert sys.modules['__main__'].function is function is pickle.loads(pickle.dumps(function))\n"
-        "    print(sys.argv, sys.path[0], init_rpc._program(), os.getcwd() in sys.path, main(), sep='\\n')\n"
+        "    print(sys.argv, sys.path[0], _own_member._program(), os.getcwd() in sys.path, main(), sep='\\n')\n"
         "    sys.exit(7)\n"
     )
     ended = python("-m", "torchopt_dist.compat", script, "--lr", "0.1", "-m", cwd=ROOT)

@@ -48,7 +48,7 @@ def test_wrong_numbers_are_told(options, message):
 def test_the_argument_is_a_policy_and_comes_before_the_environment(monkeypatch):
     with pytest.raises(TypeError, match=r"liveness must be a todist\.Liveness, got float 3\.0"):
         todist.auto_init_rpc(liveness=3.0)
-    with pytest.raises(ValueError, match="on_loss must be 'end' or 'continue', got 'stop'"):
+    with pytest.raises(ValueError, match=r"on_loss must be 'end', 'continue' or 'replace', got 'stop'"):
         todist.auto_init_rpc(on_loss="stop")
     monkeypatch.setenv("TODIST_LIVENESS", "nonsense")
     assert todist.auto_init_rpc(liveness=todist.Liveness(0.1, 0.2))(todist.alive)() == (0,)
