@@ -1,6 +1,7 @@
 """The faults that are promised to be survived, or to be told: what is done, what follows, and within what time.
 
-``test_faults.py`` runs each row; ``benchmarks/faults.py`` prints them with the times that it measures.
+``test_faults.py`` runs each row, among ranks as torchrun starts them and in a launch; ``benchmarks/faults.py`` prints
+them with the times that it measures.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 
 import torchopt_dist as todist
 from tests.worlds import Ending, World
+from torchopt_dist.launch import Launcher
 
 SIZE = 3
 
@@ -197,6 +199,28 @@ def retried(endings: Sequence[Ending]) -> None:
     assert [ending.exitcode for ending in endings] == [0, -signal.SIGKILL, 0], endings
 
 
+# What must have become of a launch.
+
+
+def worker_failed(outcome: Any) -> None:
+    assert isinstance(outcome, todist.WorkerFailedError), outcome
+    assert (outcome.rank, outcome.host) == (1, "localhost")
+
+
+def raised_itself(outcome: Any) -> None:
+    assert isinstance(outcome, KeyError), outcome
+    assert isinstance(outcome, todist.RemoteError)
+
+
+def returned(value: Any, lost: Sequence[int] = ()) -> Callable[[Any], None]:
+    def check(outcome: Any) -> None:
+        assert isinstance(outcome, todist.LaunchResult), outcome
+        assert outcome.rank(0) == value
+        assert list(outcome.lost) == list(lost)
+
+    return check
+
+
 @dataclass(frozen=True)
 class Fault:
     """A row.
@@ -206,6 +230,7 @@ class Fault:
         follows: what follows.
         main: what each rank does; one of them calls :func:`happens_now`.
         check: raises unless the ranks have ended as they ought to.
+        launched: likewise of what a launch has returned or raised.
         within: seconds from the fault to the end of the last rank, beside the patience.
         waits: whether the patience goes by first.
         on_loss: as in ``auto_init_rpc``.
@@ -215,6 +240,7 @@ class Fault:
     follows: str
     main: Callable[[], Any]
     check: Callable[[Sequence[Ending]], None]
+    launched: Callable[[Any], None]
     within: float
     waits: bool = False
     on_loss: str = "end"
@@ -227,6 +253,7 @@ FAULTS = (
         "its own exception in the caller; the others end with a `PeerFailedError`",
         call_it(raise_in_a_call),
         raised(KeyError, 0),
+        raised_itself,
         1.0,
     ),
     Fault(
@@ -234,17 +261,24 @@ FAULTS = (
         "the others end with a `PeerFailedError` that names it",
         on_rank_one(raise_in_a_call, spin),
         raised(KeyError, 1),
+        raised_itself,
         1.0,
     ),
-    Fault("a worker is killed in a call", ENDS_ALL, call_it(die, "kill"), lost("died"), 1.0),
+    Fault("a worker is killed in a call", ENDS_ALL, call_it(die, "kill"), lost("died"), worker_failed, 1.0),
     Fault(
-        "a worker is killed while the caller runs its own share", ENDS_ALL, share_with_all, lost("died"), 1.0
+        "a worker is killed while the caller runs its own share",
+        ENDS_ALL,
+        share_with_all,
+        lost("died"),
+        worker_failed,
+        1.0,
     ),
     Fault(
         'a worker is killed in a call, `on_loss="continue"`',
         "`WorkerLostError` in the caller; the others do the work, and end with exit code 0",
         go_on,
         gone_on,
+        returned(66.0, lost=[1]),
         1.0,
         on_loss="continue",
     ),
@@ -254,17 +288,19 @@ FAULTS = (
             "its share runs again elsewhere; the gradient is the same, bit for bit",
             retry(moment),
             retried,
+            returned(True, lost=[1]),
             1.0,
             on_loss="continue",
         )
         for moment in ("forward", "backward")
     ),
-    Fault("`os._exit(0)` in a call", ENDS_ALL, call_it(die, "exit"), lost("died"), 1.0),
+    Fault("`os._exit(0)` in a call", ENDS_ALL, call_it(die, "exit"), lost("died"), worker_failed, 1.0),
     Fault(
         "`os._exit(0)` in `main` while the others compute",
         ENDS_ALL,
         on_rank_one(lambda: die("exit"), spin),
         lost("died"),
+        worker_failed,
         1.0,
     ),
     Fault(
@@ -272,6 +308,7 @@ FAULTS = (
         "every rank ends, without its `finally` blocks",
         on_rank_one(lambda: die("exit"), lambda: time.sleep(60)),
         lost("died"),
+        worker_failed,
         1.0,
     ),
     Fault(
@@ -279,6 +316,7 @@ FAULTS = (
         "a good end; the rank serves until the others have returned",
         on_rank_one(exit_well, lambda: None),
         all_end_well,
+        returned(None),
         1.0,
     ),
     Fault(
@@ -286,6 +324,7 @@ FAULTS = (
         f"it is killed, and {ENDS_ALL}",
         on_rank_one(lambda: die("stop"), todist.barrier),
         lost("stopped"),
+        worker_failed,
         1.0,
         waits=True,
     ),
@@ -294,6 +333,7 @@ FAULTS = (
         "nothing: it is alive, and a `timeout=` is the caller's",
         on_rank_one(lambda: hold_the_interpreter(1.0), lambda: None),
         all_end_well,
+        returned(None),
         2.5,
     ),
 )
@@ -305,13 +345,48 @@ def run(fault: Fault, folder: Path, patience: float) -> tuple[list[Ending], floa
     Returns:
         How the ranks ended, and the seconds from the fault to the end of the last of them.
     """
-    env = {"TMPDIR": str(folder), "TODIST_LIVENESS": f"interval={min(1.0, patience / 5)},patience={patience}"}
+    env = {"TMPDIR": str(folder), "TODIST_LIVENESS": str(liveness(patience))}
+    endings = World(SIZE, env=env).endings(on_each(fault, folder), timeout=60, on_loss=fault.on_loss)
+    return endings, seconds_since_the_fault(folder)
 
-    def on_each() -> Any:
+
+def launch(fault: Fault, folder: Path, patience: float) -> tuple[Any, float]:
+    """Let a fault happen in a launch.
+
+    Returns:
+        What it has returned or raised, and the seconds from the fault until then.
+    """
+    launcher = Launcher(
+        nproc_per_host=SIZE,
+        rpc=True,
+        handlers=[],
+        log_dir=None,
+        env={"TMPDIR": str(folder)},
+        on_loss=fault.on_loss,
+        liveness=liveness(patience),
+    )
+    outcome: Any
+    try:
+        outcome = launcher.run(on_each(fault, folder))
+    except Exception as error:
+        outcome = error
+    return outcome, seconds_since_the_fault(folder)
+
+
+def liveness(patience: float) -> todist.Liveness:
+    return todist.Liveness(interval=min(1.0, patience / 5), patience=patience)
+
+
+def on_each(fault: Fault, folder: Path) -> Callable[[], Any]:
+    """What each rank does, with the folder for its temporary files and a note there of who it is."""
+
+    def main() -> Any:
         tempfile.tempdir = None
         (folder / f"pid{os.getpid()}").touch()
         return fault.main()
 
-    endings = World(SIZE, env=env).endings(on_each, timeout=60, on_loss=fault.on_loss)
-    took = time.monotonic() - float((folder / "fault").read_text())
-    return endings, took
+    return main
+
+
+def seconds_since_the_fault(folder: Path) -> float:
+    return time.monotonic() - float((folder / "fault").read_text())

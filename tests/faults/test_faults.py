@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tests.distributed.bare import soon, watch
-from tests.faults.table import FAULTS, Fault, run
+from tests.faults.table import FAULTS, Fault, launch, run
 from tests.seeds import torchrun
 from tests.warm_python import warm_python
 
@@ -35,6 +35,14 @@ def assert_nothing_is_left(folder):
 def test_a_fault_is_told_or_survived_in_time(fault: Fault, tmp_path):
     endings, took = run(fault, tmp_path, PATIENCE)
     fault.check(endings)
+    assert took < soon(fault.within) + PATIENCE * fault.waits
+    assert_nothing_is_left(tmp_path)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_fault_in_a_launch_is_told_or_survived_in_time(fault: Fault, tmp_path):
+    outcome, took = launch(fault, tmp_path, PATIENCE)
+    fault.launched(outcome)
     assert took < soon(fault.within) + PATIENCE * fault.waits
     assert_nothing_is_left(tmp_path)
 

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 
+import psutil
 import pytest
 import torch
 
@@ -32,6 +33,26 @@ def test_the_others_go_on_and_the_result_tells_who_was_lost():
     for ask in (lambda: result.rank(1), lambda: result.index("localhost", 1)):
         with pytest.raises(WorkerFailedError, match="rank 1 on localhost was ended by SIGKILL"):
             ask()
+
+
+def rank_unless_stopped(folder):
+    rank = int(os.environ["RANK"])
+    (folder / str(rank)).write_text(str(os.getpid()))
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return rank
+
+
+def test_the_others_go_on_without_one_that_is_stopped_which_is_killed(tmp_path):
+    options = {
+        "nproc_per_host": 2,
+        "on_loss": "continue",
+        "liveness": todist.Liveness(patience=0.4, interval=0.1),
+    }
+    result = launch(rank_unless_stopped, (tmp_path,), **options)
+    assert result.rank(0) == 0
+    assert "was stopped by SIGSTOP and did not go on for 0.4 s" in str(result.lost[1])
+    assert not psutil.pid_exists(int((tmp_path / "1").read_text()))
 
 
 @pytest.mark.parametrize(("victim", "on_loss"), [(0, "continue"), (1, "end")])

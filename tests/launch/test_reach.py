@@ -27,7 +27,7 @@ class Made(Machine):
     def connect(self, env):
         raise NotImplementedError
 
-    def kill_agent(self, pid):
+    def kill(self, pid):
         raise NotImplementedError
 
     def why_lost(self, seconds=0.0):

@@ -153,7 +153,7 @@ class Big(Machine):
     def connect(self, env):
         raise NotImplementedError
 
-    def kill_agent(self, pid):
+    def kill(self, pid):
         raise NotImplementedError
 
 

@@ -106,7 +106,7 @@ class UnreachedMachine(Machine):
         """Raise the reason."""
         raise InitializationError(self._why)
 
-    def kill_agent(self, pid: int) -> None:
+    def kill(self, pid: int) -> None:
         """Do nothing: there is no agent."""
 
     def why_lost(self, seconds: float = 0.0) -> str:

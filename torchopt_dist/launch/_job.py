@@ -182,10 +182,10 @@ class Job:
             if not agent.ended:
                 seconds = patience * (1.0 if agent.machine.here else SILENT_THERE)
                 yield agent.heard + seconds, partial(self._give_up_agent, agent)
-        for worker in self._workers:
-            if worker.halted is not None and not worker.decided:
-                since, number = worker.halted
-                yield since + patience, partial(self._fail_halted, worker, number, patience)
+            for worker in agent.workers.values():
+                if worker.halted is not None and not worker.decided:
+                    since, number = worker.halted
+                    yield since + patience, partial(self._give_up_halted, agent, worker, number)
 
     def _refuse_late_starts(self) -> None:
         waiting = ", ".join(str(worker) for worker in self._workers if not (worker.running or worker.lost))
@@ -201,12 +201,17 @@ class Job:
         """Kill an agent that has nothing to say, not even that it lives, unless this process has been slow to hear."""
         if not agent.stream.waits_to_be_read:
             if agent.pid is not None:
-                agent.machine.kill_agent(agent.pid)
+                agent.machine.kill(agent.pid)
             seconds = self._plan.liveness.patience
             self._agent_ended(agent, f"gave no sign of life for {seconds:g} s, and was killed")
 
-    def _fail_halted(self, worker: WorkerHandle, number: int, seconds: float) -> None:
-        self._fail(worker.halt(number, seconds), 0.0, worker)
+    def _give_up_halted(self, agent: AgentHandle, worker: WorkerHandle, number: int) -> None:
+        """Kill a worker that is stopped, so that it does not go on in a group that has gone on without it."""
+        if not self._may_be_replaced(worker):
+            self._lose(worker.halt(number, self._plan.liveness.patience), 0.0, worker)
+        if self._options.on_loss != "end" and worker.pid is not None:
+            worker.halted = None
+            agent.machine.kill(worker.pid)
 
     def _lose(self, error: WorkerFailedError | AgentFailedError, wait: float, *workers: WorkerHandle) -> None:
         """Take note that workers have died: the others go on without them, or this is a failure."""
@@ -362,7 +367,7 @@ class Job:
                 if not agent.ended:
                     self.lost[agent.name] = "its agent did not end when it was told to"
                     if agent.pid is not None:
-                        self._attempt(partial(agent.machine.kill_agent, agent.pid))
+                        self._attempt(partial(agent.machine.kill, agent.pid))
             self._wait_for_agents(KILLED_SECONDS)
             for worker in self._workers:
                 self._attempt(worker.finish_lines)

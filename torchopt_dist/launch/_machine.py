@@ -53,8 +53,8 @@ class Machine(ABC):
         """
 
     @abstractmethod
-    def kill_agent(self, pid: int) -> None:
-        """End an agent that gives no sign of life. Its workers are ended with it."""
+    def kill(self, pid: int) -> None:
+        """End a process that gives no sign of life: an agent, whose workers are ended with it, or a worker."""
 
     def why_lost(self, seconds: float = 0.0) -> str | None:
         """Why it cannot be reached any more; ``None`` while it can.
@@ -79,7 +79,7 @@ class ThisMachine(Machine):
         """A connection to an agent that this process's own forkserver forks."""
         return forkserver.connect(env)
 
-    def kill_agent(self, pid: int) -> None:
+    def kill(self, pid: int) -> None:
         """Kill it."""
         processes.kill(pid)
 

@@ -203,8 +203,8 @@ class RemoteMachine(Machine):
         else:
             await carry(end, *stream)
 
-    def kill_agent(self, pid: int) -> None:
-        """Have an agent killed there."""
+    def kill(self, pid: int) -> None:
+        """Have a process killed there."""
         in_loop(self._connection.run(f"kill -9 {pid}"))
 
     def why_lost(self, seconds: float = 0.0) -> str | None:
