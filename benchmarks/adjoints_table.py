@@ -52,7 +52,7 @@ ROWS = (
         todist.Replayed(snapshots=8),
         "`Replayed(memory=…)`",
         "`snapshots=8`",
-        "exact; once more by recording",
+        "exact, any order",
         "snapshots, and the graph of one step",
         "many steps, large models",
     ),
