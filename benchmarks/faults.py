@@ -1,7 +1,8 @@
 """What follows from a fault, and how soon? Prints the table of ``docs/faults.md``.
 
-Each row of ``tests/faults/table.py`` happens five times among three workers of plain ``python``. The median counts, of
-the seconds from the fault to the end of the last rank. Then the agent of a real ``torchrun`` is killed.
+Each row of ``tests/faults/table.py`` happens five times among three workers of plain ``python``, and as often in a
+launch. The median counts, of the seconds from the fault to the end of the last rank, or until the launch has returned
+or raised. Then the agent of a real ``torchrun`` is killed.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from tests.faults.table import FAULTS, Fault, run
+from tests.faults.table import FAULTS, Fault, launch, run
 
 ROOT = Path(__file__).parents[1]
 ROUNDS = 5
@@ -36,12 +39,14 @@ main()
 """
 
 
-def measure(fault: Fault) -> float:
+def measure(
+    fault: Fault, way: Callable[[Fault, Path, float], tuple[Any, float]], check: Callable[[Any], None]
+) -> float:
     seconds = []
     for _ in range(ROUNDS if not fault.waits else 1):
         with tempfile.TemporaryDirectory() as folder:
-            endings, took = run(fault, Path(folder), PATIENCE)
-        fault.check(endings)
+            outcome, took = way(fault, Path(folder), PATIENCE)
+        check(outcome)
         seconds.append(took)
     return statistics.median(seconds)
 
@@ -69,17 +74,18 @@ def orphans(size: int = 3) -> float:
 
 
 def main() -> None:
-    print("| fault | what follows | within | measured |")
-    print("|---|---|---|---|")
+    print("| fault | what follows | within | measured | in a launch |")
+    print("|---|---|---|---|---|")
     for fault in FAULTS:
         bound = f"the patience + {fault.within:g} s" if fault.waits else f"{fault.within:g} s"
-        measured = f"{measure(fault):.2f} s"
+        measured = f"{measure(fault, run, fault.check):.2f} s"
         if fault.waits:
             measured += f" with a patience of {PATIENCE:g} s"
-        print(f"| {fault.name} | {fault.follows} | {bound} | {measured} |", flush=True)
+        launched = f"{measure(fault, launch, fault.launched):.2f} s"
+        print(f"| {fault.name} | {fault.follows} | {bound} | {measured} | {launched} |", flush=True)
     print(
         "| torchrun's agent is killed | its workers end, after their `finally` blocks | "
-        f"5 s | {orphans():.2f} s |"
+        f"5 s | {orphans():.2f} s | |"
     )
 
 
