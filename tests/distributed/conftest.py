@@ -4,7 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.distributed.memberships import Lines
 from torchopt_dist.distributed import _group
+from torchopt_dist.distributed._membership_hub import START
 
 
 @pytest.fixture
@@ -17,3 +19,25 @@ def workers(monkeypatch):
 
     make(3)
     return make
+
+
+@pytest.fixture
+def lines():
+    """``lines(*names)`` makes the memberships of so many ranks; they have met, unless ``joined=False``."""
+    made = []
+
+    def make(*names, joined=True, on_loss="end", **about):
+        made.append(Lines(names, on_loss, **about))
+        if joined:
+            for future in made[-1].join():
+                future.result()
+        if on_loss != "end":
+            for future in [
+                made[-1].barrier(rank, range(len(names)), purpose=START) for rank in range(len(names))
+            ]:
+                future.result()
+        return made[-1]
+
+    yield make
+    for line in made:
+        line.close()
