@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import torchopt_dist as todist
+from tests.distributed.bare import say, watch
 from torchopt_dist.errors import AgentFailedError, RemoteError, WorkerFailedError
 from torchopt_dist.launch import launch
 
@@ -35,24 +36,27 @@ def test_the_others_go_on_and_the_result_tells_who_was_lost():
             ask()
 
 
-def rank_unless_stopped(folder):
-    rank = int(os.environ["RANK"])
-    (folder / str(rank)).write_text(str(os.getpid()))
-    if rank == 1:
+def sees_the_stopped_one_end(folder):
+    """Rank 1 stops itself; rank 0 goes on until its process has gone."""
+    note = folder / "1"
+    if os.environ["RANK"] == "1":
+        say(note, str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP)
-    return rank
+    elif watch(note):
+        return not psutil.wait_procs([psutil.Process(int(note.read_text()))], timeout=10)[1]
+    return None
 
 
 def test_the_others_go_on_without_one_that_is_stopped_which_is_killed(tmp_path):
-    options = {
-        "nproc_per_host": 2,
-        "on_loss": "continue",
-        "liveness": todist.Liveness(patience=0.4, interval=0.1),
-    }
-    result = launch(rank_unless_stopped, (tmp_path,), **options)
-    assert result.rank(0) == 0
+    result = launch(
+        sees_the_stopped_one_end,
+        (tmp_path,),
+        nproc_per_host=2,
+        on_loss="continue",
+        liveness=todist.Liveness(patience=0.4, interval=0.1),
+    )
+    assert result.rank(0) is True
     assert "was stopped by SIGSTOP and did not go on for 0.4 s" in str(result.lost[1])
-    assert not psutil.pid_exists(int((tmp_path / "1").read_text()))
 
 
 @pytest.mark.parametrize(("victim", "on_loss"), [(0, "continue"), (1, "end")])
