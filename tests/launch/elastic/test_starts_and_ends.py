@@ -83,7 +83,7 @@ def test_a_crash_after_the_functions_have_returned_is_told_and_the_values_are_ke
     def crash():
         assert watch(tmp_path / "returns")
         time.sleep(0.5)
-        os.kill(os.getpid(), signal.SIGSEGV)
+        signal.raise_signal(signal.SIGSEGV)
 
     def main():
         atexit.register(crash) if os.environ["RANK"] == "0" else say(tmp_path / "returns")
