@@ -50,6 +50,20 @@ def test_a_command_gets_its_arguments(
     assert said in "".join(capsys.readouterr())
 
 
+@pytest.mark.parametrize("typed", ["torchopt-dist", "python -m torchopt_dist"])
+@pytest.mark.parametrize("command", ["report", "launch", "bench", "compat"])
+def test_help_names_the_command_that_was_typed(
+    typed: str, command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = "/usr/bin/torchopt-dist" if typed == "torchopt-dist" else program.__file__
+    monkeypatch.setattr(sys, "argv", [file, command, "--help"])
+    with pytest.raises(SystemExit) as ending:
+        program.main()
+    said = capsys.readouterr().out or str(ending.value.code)
+    assert said.startswith(f"usage: {typed} {command} ")
+    assert "python -m" not in said.removeprefix(f"usage: {typed} ")
+
+
 def test_compat_gets_its_script(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", ["/folder/of/the/command", *sys.path])
     with pytest.raises(SystemExit, match=r"there is no script 'nothing\.py'"):

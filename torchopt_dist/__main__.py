@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 
@@ -11,8 +12,6 @@ from torchopt_dist.launch.__main__ import main as launch
 from torchopt_dist.report import collect, to_json, to_text
 
 __all__ = ["main"]
-
-PROGRAM = "torchopt-dist"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -25,31 +24,35 @@ def main(argv: list[str] | None = None) -> int:
         The command's exit code.
     """
     argv = sys.argv[1:] if argv is None else argv
+    by_module = os.path.realpath(sys.argv[0]) == os.path.realpath(__file__)
+    program = "python -m torchopt_dist" if by_module else "torchopt-dist"
     parser = argparse.ArgumentParser(
-        prog=PROGRAM,
+        prog=program,
         description="Distributed differentiable optimization.",
-        epilog=f"`{PROGRAM} COMMAND --help` shows a command's arguments.",
+        epilog=f"`{program} COMMAND --help` shows a command's arguments.",
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
     for name, (_, help_) in COMMANDS.items():
         commands.add_parser(name, help=help_)
     if not argv or (argv[0].startswith("-") and argv[0] not in ("-h", "--help")):
         argv = ["report", *argv]  # as `python -m torchopt_dist --json` has it
-    command, _ = COMMANDS[parser.parse_args(argv[:1]).command]
-    return command(argv[1:])
+    name = parser.parse_args(argv[:1]).command
+    command, _ = COMMANDS[name]
+    return command(argv[1:], f"{program} {name}")
 
 
-def report(argv: list[str]) -> int:
+def report(argv: list[str], prog: str) -> int:
     """Print the page to paste into a bug report.
 
     Args:
         argv: the command's arguments.
+        prog: the command as the user typed it, for its usage and errors.
 
     Returns:
-        0: a section that cannot be made says so.
+        0, also if a section cannot be collected; the section then holds the error.
     """
     parser = argparse.ArgumentParser(
-        prog=f"{PROGRAM} report",
+        prog=prog,
         description="Print what a bug report needs: versions, kernels, network, cores, GPUs, environment.",
     )
     parser.add_argument("--json", action="store_true", help="print it as JSON, for machines")
@@ -57,13 +60,13 @@ def report(argv: list[str]) -> int:
     return 0
 
 
-COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
+COMMANDS: dict[str, tuple[Callable[[list[str], str], int], str]] = {
     "report": (report, "print what a bug report needs (the default)"),
     "launch": (launch, "run a script on several workers"),
     "compat": (compat.main, "run a script that was written for torchopt"),
     "bench": (bench.main, "time an optimizer's step, an inner loop and a call, beside what torch has"),
 }
-"""Name → what runs its arguments, and what it is for."""
+"""Name of a command → the function that runs it, and its line in ``--help``."""
 
 
 if __name__ == "__main__":

@@ -116,17 +116,18 @@ def interleaved(
     return {name: statistics.median(seconds) for name, seconds in times.items()}
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, prog: str = "torchopt-dist bench") -> int:
     """Print the machine and the table.
 
     Args:
         argv: the command line; ``None`` means that of this process.
+        prog: the command as the user typed it, for its usage and errors.
 
     Returns:
         0.
     """
     parser = argparse.ArgumentParser(
-        prog="torchopt-dist bench",
+        prog=prog,
         description="Time an optimizer's step, a differentiable inner loop, and a call to a worker, each beside a "
         "peer that does the same work: torch's own optimizer, the loop written by hand, a raw rpc_async.",
     )

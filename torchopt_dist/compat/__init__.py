@@ -86,21 +86,19 @@ def run_script(path: str, args: Sequence[str] = ()) -> None:
         sys.argv, sys.path = argv, search
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, prog: str = "python -m torchopt_dist.compat") -> int:
     """``python -m torchopt_dist.compat SCRIPT [ARGUMENT…]``, also as ``torchopt-dist compat``.
 
     Args:
-        argv: script and arguments; ``None`` means those of this process.
+        argv: the script and its arguments; ``None`` means those of this process.
+        prog: the command as the user typed it, for its usage and errors.
 
     Returns:
         0, if the script ends without ``sys.exit``.
     """
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0].startswith("-"):
-        sys.exit(
-            "usage: python -m torchopt_dist.compat SCRIPT [ARGUMENT...]\n"
-            "runs a script written for torchopt on torchopt_dist"
-        )
+        sys.exit(f"usage: {prog} SCRIPT [ARGUMENT...]\nruns a script written for torchopt on torchopt_dist")
     if not sys.flags.safe_path:
         del sys.path[0]  # `python -m` has put the working directory there, a console command its own folder
     try:
@@ -108,7 +106,7 @@ def main(argv: list[str] | None = None) -> int:
     except FileNotFoundError as error:
         if os.path.exists(argv[0]):
             raise
-        sys.exit(f"{sys.executable} -m torchopt_dist.compat: {error}")
+        sys.exit(f"{prog}: {error}")
     return 0
 
 

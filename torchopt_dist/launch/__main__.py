@@ -16,18 +16,19 @@ from torchopt_dist.launch.options import add_launcher_args
 __all__ = ["main", "run_program"]
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, prog: str = "python -m torchopt_dist.launch") -> int:
     """Run a script on workers.
 
     Args:
         argv: the command line; ``None`` means that of this process.
+        prog: the command as the user typed it, for its usage and errors.
 
     Returns:
         0, or the exit code of the worker that failed first, 128 and the number if a signal ended it, 1 if it raised,
         and 2 if the command line is wrong.
     """
     parser = _Parser(
-        prog="python -m torchopt_dist.launch",
+        prog=prog,
         description="Run a script on several workers, each with the environment variables that torchrun sets.",
     )
     add_launcher_args(parser)
