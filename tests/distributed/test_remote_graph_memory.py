@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 
 import psutil
 import pytest
@@ -67,6 +68,50 @@ def test_graphs_are_freed_used_or_not(world):
         assert kept_on(1) == 0
 
     world(2).on_zero(body)
+
+
+def test_a_recorded_backward_that_fails_leaves_no_graph_at_the_caller(world):
+    """The engine then never reaches the nodes that take up the other shares' gradients."""
+
+    def body():
+        for failing in (0, 1, 2):
+            x, _ = vectors()
+            spread = todist.parallelize(_one_each, todist.sum_reducer)(_cube_or_error)
+            middle = x * 2
+            loss = spread(middle, failing).square()
+            with pytest.raises(ArithmeticError):
+                torch.autograd.grad(loss, x, create_graph=True)
+            graph = weakref.ref(loss), weakref.ref(middle)
+            del loss, middle
+            torch.ones(
+                (), requires_grad=True
+            ).backward()  # takes from torch's queue what the failed one has left
+            gc.collect()
+            assert [tensor() for tensor in graph] == [None, None], failing
+        return kept_on(1), kept_on(2)
+
+    assert world(3).on_zero(body) == (0, 0)
+
+
+def _one_each(x, failing):
+    return [(rank, (x, rank == failing), {}) for rank in range(3)]
+
+
+class _FailsBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, fails):
+        ctx.fails = fails
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.fails:
+            raise ArithmeticError("in backward")
+        return grad, None
+
+
+def _cube_or_error(x, fails):
+    return cube(_FailsBackward.apply(x, fails))
 
 
 def _resident():

@@ -34,10 +34,10 @@ class Graph(Protocol):
     inputs: list[Versioned]
     staying: Collection[int]
 
-    def start_backward(self, output_grads: tuple[Tensor | None, ...], wanted: tuple[bool, ...]) -> int:
-        """Send the results' gradients; returns a ticket."""
+    def start_backward(self, output_grads: tuple[Tensor | None, ...], wanted: tuple[bool, ...]) -> object:
+        """Send the results' gradients; returns what the other one needs."""
 
-    def finish_backward(self, number: int) -> list[Tensor | None]:
+    def finish_backward(self, under_way: Any) -> list[Tensor | None]:
         """Wait for the gradients of the inputs."""
 
 
@@ -70,7 +70,7 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, ticket: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.graph.finish_backward(int(ticket.item()))
+        return None, *ctx.graph.finish_backward(vars(ticket).pop("under_way"))
 
 
 class _Collect(torch.autograd.Function):
@@ -91,5 +91,7 @@ class _Collect(torch.autograd.Function):
             )
         if not any(wanted):  # the engine of torch.distributed.autograd does not say
             wanted = (True,) * len(wanted)
-        ticket = ctx.graph.start_backward(output_grads, wanted)
-        return None, torch.tensor(ticket, dtype=torch.float64, device="cpu"), None
+        ticket = torch.zeros((), dtype=torch.float64, device="cpu")
+        # Only the engine holds this tensor, so what is under way goes with a backward that fails elsewhere.
+        vars(ticket)["under_way"] = ctx.graph.start_backward(output_grads, wanted)
+        return None, ticket, None

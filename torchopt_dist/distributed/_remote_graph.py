@@ -7,8 +7,7 @@ A call is two nodes of the caller's autograd graph::
 Between them lies the worker's own graph, kept there under a key. In backward, *collect* sends the results' gradients
 to the worker and returns at once; *dispatch* waits for the gradients of the inputs. The engine is told to run *collect*
 as soon as it can and *dispatch* as late as it can, so that all the workers and the caller itself differentiate at the
-same time. The two runs that belong together find each other by a ticket, which travels down the anchor as its
-"gradient".
+same time. What one leaves for the other is on a ticket, a tensor that travels down the anchor as its "gradient".
 
 A backward that is recorded (``create_graph=True``) is a call too: its inputs are the results' gradients and, again,
 the call's inputs; its results are the inputs' gradients. Such a call gets two nodes of its own, and so on to any order.
@@ -50,7 +49,7 @@ from torchopt_dist.errors import NotInitializedError, SerializationError
 __all__ = ["RemoteGraph"]
 
 
-class _Ticket(NamedTuple):
+class _UnderWay(NamedTuple):
     """A backward under way: the request's message, the reply to come, and the graph of the backward itself."""
 
     message: Message
@@ -87,7 +86,6 @@ class RemoteGraph:
         self.worker = worker
         self.worker_name = group.names[worker]
         self.key: Key = (group.rank, next(group.numbers))
-        self.under_way: dict[int, _Ticket] = {}
         self.inputs: list[Versioned] = []  # with versions; empty once every result is used up
         self.staying: Collection[int] = ()  # the places of inputs whose gradients stay on the worker
         self.unused: set[int] = set()  # the results that no backward has used up
@@ -251,8 +249,8 @@ class RemoteGraph:
             self.siblings.check()
         return arrived
 
-    def start_backward(self, output_grads: tuple[Tensor | None, ...], wanted: tuple[bool, ...]) -> int:
-        """Send the results' gradients; returns the ticket by which :meth:`finish_backward` finds the reply.
+    def start_backward(self, output_grads: tuple[Tensor | None, ...], wanted: tuple[bool, ...]) -> _UnderWay:
+        """Send the results' gradients; returns what :meth:`finish_backward` needs.
 
         Args:
             output_grads: the gradient of each result that takes part.
@@ -293,23 +291,21 @@ class RemoteGraph:
             self.inputs = inputs if self.kept else []
             self.used_up = not self.kept
         graph.kept = recorded
-        number = next(self.group.numbers)
         with graph.span("send") if self.turn == LAST else nullcontext():
             reply = self.ask(sent, graph if recorded else None)
         if self.used_up:
             self.requests = []
         if self.turn == LAST:
             self.siblings.add(reply, self.worker_name)
-        self.under_way[number] = _Ticket(message, reply, graph, inputs)
-        return number
+        return _UnderWay(message, reply, graph, inputs)
 
-    def finish_backward(self, number: int) -> list[Tensor | None]:
+    def finish_backward(self, under_way: _UnderWay) -> list[Tensor | None]:
         """Wait for the inputs' gradients; if recorded, these are connected to the results' gradients and to the inputs.
 
         Raises:
             RuntimeError: the backward is recorded, and an input has been changed in place.
         """
-        message, reply, graph, inputs = self.under_way.pop(number)
+        message, reply, graph, inputs = under_way
         tensors = [tensor for tensor, _ in inputs]
         anchor = None
         if torch.is_grad_enabled():
