@@ -331,5 +331,5 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """The public names; a module that is nobody's business is not among them."""
+    """The public names, without private modules."""
     return sorted(__all__)

@@ -1,8 +1,8 @@
 """A task called under ``torch.no_grad()`` → its values, without gradients; one that adapts inside runs with them.
 
-A task under ``torch.no_grad()`` begins without gradients, as it should. Where it makes a ``MetaOptimizer``, it is begun
-anew with gradients enabled: what was computed before has no graph that an inner loop could use. A task is a function of
-its arguments and its seed, so beginning anew changes nothing.
+A task under ``torch.no_grad()`` starts without gradients. If it makes a ``MetaOptimizer``, it starts again with
+gradients enabled, since what it has computed so far has no graph that an inner loop could use. A task is a function of
+its arguments and its seed, so the second start gives the same values.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _stage: ContextVar[_Stage] = ContextVar("stage", default=_Stage.OUTSIDE)
 
 
 class _GradientsNeededError(BaseException):
-    """Ends a task that is to be begun anew; no ``except Exception`` of the task's takes it."""
+    """Ends a task that has to start again; not an ``Exception``, so that a task does not catch it."""
 
 
 def need_gradients() -> None:
-    """Say that what runs here takes gradients; a task that was begun without them does not go on from here."""
+    """Declare that the code from here on takes gradients: a task that runs without them starts again."""
     if _stage.get() is _Stage.BEGUN and not torch.is_grad_enabled():
         raise _GradientsNeededError
 
@@ -80,7 +80,7 @@ def with_gradients() -> Iterator[None]:
 
 
 class NormalTensors(TorchFunctionMode):
-    """A context in which operations take tensors made under ``torch.inference_mode()`` as if these were others."""
+    """A context in which operations take tensors made under ``torch.inference_mode()`` as normal ones."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""How often, and how long → the one policy by which all judge who is alive: workers, hosts, and their connections."""
+"""Seconds between signs of life, seconds of patience → the policy by which workers and hosts count as lost."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ LONGEST_SILENCE = 3600.0
 
 @dataclass(frozen=True)
 class Liveness:
-    """How workers find out that another one is gone although its connection has not ended.
+    """After how long a worker or host that gives no sign of life counts as lost, though its connection has not ended.
 
-    A network that is cut for less than ``patience``, or a process that is stopped for less, is not noticed but for the
-    delay. A process that has died is noticed at once, and one that computes for long is never taken for dead.
+    A network that is cut, or a process that is stopped, for less than ``patience`` causes a delay and nothing else. A
+    process that has died is noticed at once, and one that computes for a long time is never taken for dead.
 
     Args:
-        interval: seconds between two looks at the others.
-        patience: seconds without an answer, or stopped, after which a worker is lost.
+        interval: seconds between two signs of life.
+        patience: seconds without a sign of life after which a worker or host counts as lost.
 
     Raises:
-        TypeError: one is no number.
-        ValueError: a number is not positive and finite, or ``patience`` is less than ``interval``.
+        TypeError: ``interval`` or ``patience`` is not a number.
+        ValueError: ``interval`` or ``patience`` is not positive and finite, or ``patience`` is less than ``interval``.
     """
 
     interval: float = 1.0
@@ -49,15 +49,15 @@ class Liveness:
 
     @property
     def between_signs(self) -> float:
-        """Seconds between two signs of life: ``interval``, or less if the patience is as short."""
+        """Seconds between two signs of life: ``interval``, or less if ``patience`` is hardly longer."""
         return min(self.interval, self.patience / SIGNS_IN_PATIENCE, LONGEST_SILENCE)
 
     @classmethod
     def parse(cls, text: str) -> Liveness:
-        """The policy that a text asks for, as in ``interval=1,patience=30``; either may be left out.
+        """Read a policy from a text such as ``interval=1,patience=30``; either number may be left out.
 
         Raises:
-            ValueError: the text is anything else.
+            ValueError: the text has another form.
         """
         try:
             fields = dict(part.split("=") for part in text.split(",") if part.strip())
@@ -67,10 +67,10 @@ class Liveness:
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str] = os.environ) -> Liveness:
-        """The policy that the variable ``TODIST_LIVENESS`` of an environment asks for, as :meth:`parse` reads it.
+        """Read the policy from the environment variable ``TODIST_LIVENESS``, in the form of :meth:`parse`.
 
         Raises:
-            InitializationError: the variable holds anything else.
+            InitializationError: the variable has another form.
         """
         try:
             return cls.parse(env.get(VARIABLE, ""))

@@ -13,7 +13,7 @@ KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
 
 def out_of_memory_kills() -> int:
-    """How many since the machine has started, in control groups and otherwise; 0 where the kernel does not say."""
+    """The number since the machine was started, inside control groups or not; 0 if it is unknown."""
     with contextlib.suppress(OSError):
         found = KILLS.search(COUNTS.read_text("utf-8"))
         return int(found[1]) if found else 0

@@ -85,7 +85,7 @@ class SerializedException:
         )
 
     def as_text(self) -> SerializedException:
-        """The same with the ``repr`` of each object in the object's place, where one turns out not to be picklable."""
+        """The same exception with ``repr`` of each object, for the case that an object is not picklable."""
         if issubclass(self.kind, BaseExceptionGroup):
             words = (safe_repr(self.args),)
             return SerializedException(RemoteError, words, words, {}, self.traceback, self.worker)
@@ -93,11 +93,11 @@ class SerializedException:
 
 
 class PassedOnError(Exception):
-    """An exception of another worker, which this one only passes on to its caller.
+    """An exception of another worker that this worker passes on to its own caller.
 
     Args:
-        exception: as it has come.
-        worker: the name of who has sent it.
+        exception: the exception as it was received.
+        worker: the name of the worker that sent it.
     """
 
     def __init__(self, exception: SerializedException, worker: str) -> None:

@@ -105,10 +105,10 @@ def next_sequence_number() -> int:
 
 
 def sequence_number(node: Any) -> int:
-    """The number that a node has, in the order in which its thread made them; that of a leaf is the highest there is.
+    """The number of a node, in the order in which its thread made its nodes; a leaf has the highest number.
 
-    Without the name it is that, too: an inner loop by differences then takes what was computed from a meta tensor
-    before the loop for a part of its loss.
+    Without the name each node has that number: an inner loop by finite differences then counts what was computed from a
+    meta tensor before the loop as a part of its loss.
     """
     number = getattr(node, "_sequence_nr", None)
     return 2**64 - 1 if number is None else int(number())
@@ -118,8 +118,8 @@ def advance_sequence_numbers(number: int) -> None:
     """Let this thread's next node have at least that number, as if the thread had made all nodes before, too.
 
     Where two nodes are ready, the engine runs the one with the higher number, and adds up gradients in that order. So
-    where a graph is made by several threads, the last bit of a gradient depends on how many nodes each made before.
-    Without the name it does.
+    if several threads make a graph, the last bit of a gradient depends on how many nodes each thread made before.
+    Without the name it depends on that here, too.
     """
     if next_sequence_number() < number and _find("_C._autograd._get_sequence_nr") is not None:
         leaf = torch.zeros((), requires_grad=True, device="cpu")
@@ -218,7 +218,7 @@ def memory_is_shared(tensor: Tensor) -> bool:
 
 @functools.cache
 def _holders_of_a_new_one(holders: Callable[[int], int]) -> int:
-    """How often memory is held that one tensor has for itself; the object that is asked counts."""
+    """How many holders torch counts for memory that a single tensor uses, the object that is asked included."""
     one = torch.empty(1)
     return holders(one.untyped_storage()._cdata)
 
@@ -242,7 +242,7 @@ def is_batched_gradient(tensor: Tensor) -> bool:
 
 
 def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """``function.apply(*args)`` of a class with ``setup_context`` that has an ``apply`` of its own.
+    """``function.apply(*args)`` for an autograd function with ``setup_context``, without binding the arguments.
 
     Outside ``torch.func`` torch's ``apply`` takes 50 µs to bind the arguments to ``forward``'s signature, which
     positional arguments do not need. Without the names that time is spent.
@@ -328,7 +328,7 @@ def transform_level() -> int:
 
 
 def tensor_at_level(tensor: Tensor, level: int) -> Tensor:
-    """What a tensor of an inner transformation is made of at the outer ``level``.
+    """The tensor at the outer ``level`` that a tensor of an inner transformation wraps.
 
     Without the names it is the tensor itself: a linear solver then does not notice that a product applies a
     transformation to a tensor that it closes over.
@@ -342,7 +342,7 @@ def tensor_at_level(tensor: Tensor, level: int) -> Tensor:
 
 
 def vmaps() -> list[tuple[int, int]]:
-    """Level and size of each active ``vmap``, the outermost first; only those inside of all other transformations.
+    """Level and size of each active ``vmap``, the outermost first; only those inside all other transformations.
 
     Without the names there are none: a ``MetaOptimizer`` inside ``vmap`` then says that it finds no gradient.
     """
@@ -362,8 +362,8 @@ def vmaps() -> list[tuple[int, int]]:
 def vmap_randomness() -> list[str] | None:
     """The argument ``randomness`` of each ``vmap`` of :func:`vmaps`.
 
-    ``None`` without the name, or without that of :func:`outside_of_transforms`: inner loops inside ``vmap`` then record
-    all steps, where they could replay them.
+    The answer is ``None`` without the name, or without that of :func:`outside_of_transforms`: inner loops inside
+    ``vmap`` then record all steps instead of replaying them.
     """
     functorch, clear = (
         _find("_C._functorch"),
@@ -440,10 +440,10 @@ def _dictionary(module: nn.Module, name: str) -> Any:
 
 
 def set_cpp_log_level(level: int) -> int | None:
-    """Have torch's C++ code print messages of that level and above: 0 information, 1 warnings, 2 errors.
+    """Let torch's C++ code print messages of that level and above: 0 information, 1 warnings, 2 errors.
 
     Returns:
-        The level before; ``None`` where it is not to be seen: then nothing changes.
+        The level before; ``None`` where it cannot be read: then nothing changes.
     """
     try:
         # Private: torch reads TORCH_CPP_LOG_LEVEL when it is imported, and never again. Without: warnings are printed.
@@ -526,27 +526,26 @@ def frame_of(thread: int) -> FrameType | None:
 def interpreter_flags() -> list[str]:
     """The options of this Python, such as ``-W error``, as the arguments of another one.
 
-    Without the name there are none: a process that is started so runs with Python's defaults.
+    Without the name there are none: such a process runs with Python's defaults.
     """
     flags = getattr(util, "_args_from_interpreter_flags", None)
     return [] if flags is None else list(flags())
 
 
 def leave_finalizers() -> None:
-    """Have no ``weakref.finalize`` that there is be called when this process ends, as one that has been forked may do.
+    """Keep all existing ``weakref.finalize`` objects from being called when this process, a forked one, ends.
 
-    What it would put in order belongs to the process that was forked. Torch has one for each of its libraries of
-    operators, and to take these apart touches, and so copies, 35 MB of that process's memory. Without the name they
-    are called.
+    They clean up what belongs to the parent process. Torch has one for each of its libraries of operators, and calling
+    these writes to, and so copies, 35 MB of the parent's memory. Without the name they are called.
     """
     for finalizer in list(getattr(weakref.finalize, "_registry", ())):
         finalizer.atexit = False
 
 
 def finish_interpreter() -> None:
-    """Do what Python does before it ends: wait for threads that are no daemons, then run the functions of ``atexit``.
+    """Do what Python does before it ends: wait for threads that are not daemons, then run the functions of ``atexit``.
 
-    Without the names such threads are waited for one by one, and functions of ``atexit`` do not run.
+    Without the names each such thread is joined in turn, and functions of ``atexit`` do not run.
     """
     wait_for_threads = getattr(threading, "_shutdown", None)
     if wait_for_threads is not None:

@@ -21,7 +21,7 @@ LONGEST = 500
 
 
 def from_user_code(frames: TracebackType | None) -> TracebackType | None:
-    """The frames from the first of the user's on, of an exception that what has called the user's code has caught."""
+    """The frames of an exception, without those before the first one in the user's code."""
     while (
         frames is not None and frames.tb_next is not None and _is_hidden(frames.tb_frame.f_code.co_filename)
     ):
@@ -32,8 +32,8 @@ def from_user_code(frames: TracebackType | None) -> TracebackType | None:
 def format_error(error: BaseException) -> str:
     """The traceback of an exception and of its causes, as Python prints it, with the user's frames.
 
-    Those that called the user's code are left out. The frame that raised stays, unless the exception says all itself,
-    as a ``TodistError`` does.
+    The frames that called the user's code are left out. The frame that raised stays, unless the message is enough by
+    itself, as that of a ``TodistError`` is.
     """
     told = traceback.TracebackException.from_exception(error)
     if not _is_debugging():

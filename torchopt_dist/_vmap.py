@@ -79,7 +79,7 @@ def values_of(tensor: Tensor, levels: list[tuple[int, int]] | None = None) -> Va
 
 
 def for_each_sample(tensor: Tensor) -> Tensor:
-    """The same tensor, one for each sample of each ``vmap``; gradients flow back to the given one."""
+    """The same tensor expanded to each sample of each ``vmap``; gradients flow back to the given one."""
     values, dims = values_of(tensor)
     if all(dim is not None for dim in dims):
         return tensor
@@ -103,7 +103,7 @@ def leaf(tensor: Tensor) -> Tensor:
 
 
 def detach_(tensor: Tensor) -> None:
-    """Cut the values of a tensor off from their history in place; they require grad."""
+    """Detach the values of a tensor from their history in place; they require grad afterwards."""
     held = values_of(tensor)
     with outside_of_transforms() if held.dims else nullcontext():
         held.values.detach_().requires_grad_()
@@ -132,7 +132,7 @@ def detached(tensor: Tensor, *, requires_grad: bool | None = None, copy: bool = 
 
 
 class Vmaps(NamedTuple):
-    """Every ``vmap`` that was active, the outermost first, to be entered again after it has ended."""
+    """The ``vmap`` levels that were active, the outermost first, which can be entered again after they have ended."""
 
     sizes: tuple[int, ...]
     """How many samples each has."""
@@ -140,7 +140,7 @@ class Vmaps(NamedTuple):
     """``vmap``'s argument of this name."""
 
     def call(self, function: Callable[[], T]) -> T:
-        """Outside of all transforms: call a function inside of these, where their tensors are what they were."""
+        """Called outside all transforms: call a function inside these levels, with their tensors as they were."""
         made: list[T] = []
         self._enter(lambda: made.append(function()), 0, torch.empty(0, device="cpu"))
         return made[0]
@@ -157,7 +157,7 @@ class Vmaps(NamedTuple):
 
 
 def vmaps_to_enter_again() -> Vmaps | None:
-    """Every ``vmap`` that is active; ``None`` inside of another transformation, too, or of none."""
+    """The active ``vmap`` levels; ``None`` if there is none, or if another transformation is active."""
     levels, randomness = vmaps(), vmap_randomness()
     if randomness is None or not levels or len(levels) < transform_level():
         return None

@@ -1,7 +1,7 @@
 """This installation → how long a step, a differentiable loop and a call take, beside what torch has, in seconds.
 
-It is a first look at a machine, which needs no more than the package. ``benchmarks/`` in the repository has a program
-for each question.
+It gives a first impression of a machine and needs nothing but the package. ``benchmarks/`` in the repository has a
+program for each question.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ class Row:
 
     @property
     def ratio(self) -> float:
-        """Its time over the peer's: below 1 it is faster than the peer."""
+        """This package's time divided by the peer's: below 1 this package is faster."""
         return self.seconds / self.peer_seconds
 
 
 def collect(rounds: int = 30, workers: int = 2) -> Iterator[Row]:
-    """Time everything, one thread a process. Before a pair is timed, both must give the same numbers.
+    """Time all pairs, with one thread in each process. Before a pair is timed, both must give the same numbers.
 
     Args:
-        rounds: how often each is timed, the two of a pair in turn.
-        workers: how many processes the calls are made in; with 1 they are not sent.
+        rounds: how often each function is timed; the two of a pair take turns.
+        workers: the number of processes for the calls; with 1 nothing is sent.
 
     Yields:
-        A row as soon as it is there.
+        Each row as soon as it has been timed.
 
     Raises:
-        ValueError: a number is below 1.
+        ValueError: ``rounds`` or ``workers`` is below 1.
         RuntimeError: the two of a pair do not give the same numbers.
     """
     for name, value in (("rounds", rounds), ("workers", workers)):
@@ -102,9 +102,9 @@ def interleaved(
     """The median seconds of each function, all of them timed in turn in every round.
 
     Args:
-        functions: name → what is timed.
-        rounds: how many times count.
-        warmups: how many rounds go before these.
+        functions: name → the function to time.
+        rounds: how many timed rounds there are.
+        warmups: how many rounds run before these, untimed.
     """
     times: dict[str, list[float]] = {name: [] for name in functions}
     for turn in range(warmups + rounds):

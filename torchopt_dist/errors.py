@@ -71,7 +71,7 @@ class RemoteError(TodistError):
 
     Attributes:
         worker: name of the worker that raised, unless the original has an attribute of that name.
-        remote_traceback: the traceback on that worker, as text; likewise.
+        remote_traceback: the traceback on that worker, as text, unless the original has an attribute of that name.
     """
 
     worker: str = ""
@@ -158,7 +158,7 @@ class WorkerLostError(TodistError, ConnectionError):
     """A worker died, or the connection to it broke.
 
     Attributes:
-        rank: the worker's rank; -1 if it is not known.
+        rank: the worker's rank; -1 if it is unknown.
         worker: its name.
         host: the name of its machine.
         cause: what went wrong first: ``"died"``, its process ended without a report; ``"unreachable"``, its machine

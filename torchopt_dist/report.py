@@ -46,10 +46,11 @@ NVIDIA, AMD = Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/vers
 
 
 def collect() -> dict[str, Value]:
-    """All sections. Where one cannot be made, the reason is its one row, ``error``.
+    """Collect all sections of the report. A section that cannot be collected has one row, ``error``, with the reason.
 
     Returns:
-        Section → rows; nothing but strings, integers, lists and dictionaries. Values that look like secrets are hidden.
+        Section → rows, made of strings, integers, lists and dictionaries only. Values that look like secrets are
+        hidden.
 
     Example:
         >>> from torchopt_dist.report import collect
@@ -68,12 +69,12 @@ def collect() -> dict[str, Value]:
 
 
 def to_json(report: Mapping[str, Value]) -> str:
-    """The report for machines."""
+    """The report as JSON, for programs."""
     return json.dumps(report, indent=2)
 
 
 def to_text(report: Mapping[str, Value]) -> str:
-    """The report for people: a heading a section, and a line a row.
+    """The report as text: a heading for each section and a line for each row.
 
     Example:
         >>> from torchopt_dist.report import to_text

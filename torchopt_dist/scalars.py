@@ -1,4 +1,4 @@
-"""``with scalar_writer(folder) as write`` → numbers of a training, by step, where TensorBoard finds them."""
+"""``with scalar_writer(folder) as write`` → scalars of a training run, by step, in files that TensorBoard reads."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ WriteScalars: TypeAlias = Callable[[int, Mapping[str, float | Tensor]], None]
 
 @contextmanager
 def scalar_writer(folder: str | os.PathLike[str] | None) -> Iterator[WriteScalars]:
-    """Write numbers for TensorBoard, on rank 0; on the other ranks, and without a folder, writing does nothing.
+    """Write scalars for TensorBoard on rank 0; on other ranks, and without a folder, writing does nothing.
 
-    So a program needs no condition around it, and an option that is not given is ``None``.
+    So a program can use it without a condition, and pass ``None`` if no folder was asked for.
 
     Args:
-        folder: where TensorBoard looks; it is made if it is not there. A program that goes on from a checkpoint writes
-            beside what is there.
+        folder: the folder that TensorBoard reads; it is made if it does not exist. A program that continues from a
+            checkpoint adds its files to those that are there.
 
     Yields:
         A function of a step and of numbers by name, each a float or a tensor of one element; a name such as
-        ``"train/loss"`` puts the curve in a group. What was written is in the files when the context is left.
+        ``"train/loss"`` puts the curve in a group. All scalars are in the files when the context is left.
 
     Raises:
         ImportError: the package ``tensorboard`` is not installed.

@@ -58,9 +58,9 @@ def make_dot(
             ``enable_visual=True``, pairs such as ``module.named_parameters()``, or an iterable of these. A
             tensor may have several names (tied weights) and is one box. Names of tensors that are not in
             the graph are left out.
-        show_attrs: list what each operation remembers, such as a dimension.
+        show_attrs: list the attributes of each operation, such as a dimension.
         show_saved: draw the tensors that operations have saved for backward, on dashed edges.
-        max_attr_chars: the longest a value may be written under ``show_attrs``.
+        max_attr_chars: with ``show_attrs``, the number of characters after which a value is cut off.
 
     Returns:
         The picture: its text is ``.source``, and ``.render("name", format="svg")`` makes a file of it.
@@ -97,11 +97,11 @@ def make_dot(
 
 
 def resize_graph(dot: Digraph, size_per_element: float = 0.5, min_size: float = 12.0) -> None:
-    """Set the largest width and height of a picture by how much is in it.
+    """Limit the width and height of a picture in proportion to its numbers of nodes and edges.
 
     Args:
         dot: the picture; changed in place.
-        size_per_element: inches for each node and each edge.
+        size_per_element: the inches that each node and each edge adds.
         min_size: the least width and height, in inches.
 
     Raises:
@@ -124,7 +124,7 @@ class _Known:
 
 
 class _Picture:
-    """The picture so far: an operation or tensor that has an id is drawn, or is among those to be drawn."""
+    """The picture so far: an operation or tensor that has an id is drawn, or will be."""
 
     def __init__(self, dot: Digraph, show_attrs: bool, show_saved: bool, max_attr_chars: int) -> None:
         self.dot = dot

@@ -1,4 +1,4 @@
-"""Names of workers → the moment at which all of them have come."""
+"""Names of workers → a wait that ends when all of them have called it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The life of the RPC group: init → ``worker_init_fn()`` → barrier → ``main()`` → shutdown → its return value.
 
-However ``main`` ends on one rank, it ends soon on all: a rank that raises sends its traceback to the others, and those
+When ``main`` fails on one rank, all ranks end soon: the rank that raises sends its traceback to the others, and those
 that do not end by themselves are ended with that traceback.
 """
 
@@ -76,25 +76,26 @@ def auto_init_rpc(
     inside ``main`` uses the group that is there; a call after ``main`` has returned makes a new one.
 
     Args:
-        worker_init_fn: called on every worker before ``main`` runs on any: seeds, devices, a process title. The default
-            device and the current GPU that it sets are those of all threads that answer calls, too.
+        worker_init_fn: called on every worker before ``main`` runs on any worker, to set seeds, devices or a process
+            title. The default device and the current GPU that it sets hold in all threads that answer calls, too.
         worker_name_format: called with the keywords ``world_rank``, ``world_size``, ``local_rank`` and
             ``local_world_size``; returns this worker's name, of letters, digits, ``-``, ``_`` and ``:``.
-        transport: what carries calls: ``"rpc"``, which is torch's RPC, or ``"zmq"``, ZeroMQ, which needs the extra
-            ``zmq``. ``None``: what the environment variable ``TODIST_TRANSPORT`` says, or ``"rpc"``, or ``"zmq"`` with
-            ``on_loss="replace"``.
+        transport: how messages travel: ``"rpc"`` is torch's RPC, ``"zmq"`` is ZeroMQ and needs the extra ``zmq``.
+            ``None`` takes the environment variable ``TODIST_TRANSPORT``; if that is not set, it means ``"zmq"`` with
+            ``on_loss="replace"``, else ``"rpc"``.
         backend: as in :func:`torch.distributed.rpc.init_rpc`; of the transport ``"rpc"`` only.
-        rpc_backend_options: likewise. Calls have no time-out unless its ``rpc_timeout`` (seconds) is set to anything
-            but torch's default of 60; device maps go here.
-        on_loss: what happens when a worker is lost, as by SIGKILL. ``"end"`` ends all the others with a
+        rpc_backend_options: as in :func:`torch.distributed.rpc.init_rpc`; of the transport ``"rpc"`` only. Device maps
+            are set here. Calls have no time-out unless ``rpc_timeout`` (seconds) differs from torch's default of 60.
+        on_loss: what happens when a worker is lost, for example killed. ``"end"`` ends all the others with a
             ``WorkerLostError``, as if ``main`` had raised there. With ``"continue"`` they go on: calls to the lost
             worker raise ``WorkerLostError``, barriers do not wait for it, :func:`alive` tells who is left, and the
-            program ends well if ``main`` returns. With ``"replace"`` they go on likewise, and the launcher starts a new
-            process for the lost rank: it runs ``worker_init_fn`` and ``main``, and is called again. That needs
-            ``transport="zmq"``, which is the default then, and ``todist.launch(..., on_loss="replace")``. The loss of
-            rank 0 ends all.
-        liveness: when a worker is lost that has not died, but is stopped or cannot be reached; ``None`` means what the
-            environment variable ``TODIST_LIVENESS`` says, by default 10 s.
+            program succeeds if ``main`` returns. With ``"replace"`` they go on likewise, and the launcher starts a new
+            process for the lost rank: it runs ``worker_init_fn`` and ``main``, and takes part in calls again. That
+            needs ``transport="zmq"``, which is the default then, and ``todist.launch(..., on_loss="replace")``. The
+            loss of rank 0 ends all workers in every case.
+        liveness: after how long a worker that is stopped or cannot be reached counts as lost; one that has died is
+            noticed at once. ``None`` takes the environment variable ``TODIST_LIVENESS``; if that is not set, the
+            patience is 10 s.
 
     Returns:
         The decorator. The decorated function returns what ``main`` returns.
@@ -103,8 +104,8 @@ def auto_init_rpc(
         InitializationError: the group cannot be formed; raised by the decorated function.
         ValueError: there is no such transport.
         PeerFailedError: ``main`` or ``worker_init_fn`` raised on another rank; its traceback is in the message. It is
-            raised inside ``main`` where that runs Python, whose ``finally`` blocks then have 5 s.
-        WorkerLostError: another rank was lost; raised inside ``main`` likewise.
+            raised inside ``main`` if ``main`` runs Python code at that time; its ``finally`` blocks then have 5 s.
+        WorkerLostError: another rank was lost; it is raised inside ``main`` in the same way.
     """
     check_parentheses("todist.auto_init_rpc", worker_init_fn)
     for argument, value in (("worker_init_fn", worker_init_fn), ("worker_name_format", worker_name_format)):
@@ -145,7 +146,7 @@ def auto_init_rpc(
 
 
 def _check_same(here: tuple[Any, ...], asked: tuple[Any, ...]) -> None:
-    """Raise unless the settings that are asked for are the running group's or ask for nothing particular."""
+    """Raise if a setting is given that differs from the running group's."""
     names = ("worker_name_format", "transport", "backend", "rpc_backend_options", "on_loss", "liveness")
     for name, its, wanted in zip(names, here, asked, strict=True):
         if wanted not in (its, None, default_worker_name_format, "end"):
@@ -259,7 +260,7 @@ class _RunningGroup:
         return bool(failure.report) or not self.membership.goes_on_without(failure.rank)
 
     def _leave(self, group: Group) -> list[str]:
-        """End in order, since all ranks have come to the end; the names of the workers that have not answered."""
+        """End in order, since all ranks have come to the end; returns the names of workers that gave no answer."""
         silent = group.transport.wait_for_replies(_shutdown.SHUTDOWN_SECONDS)
         all_answered = self.membership.leave_barrier(not silent, 2 * _shutdown.SHUTDOWN_SECONDS)
         self._stop_calls()
@@ -306,7 +307,7 @@ class _RunningGroup:
         self.membership.wait_for_hub(_shutdown.FINALLY_SECONDS + 2 * _shutdown.GRACE_SECONDS)
 
     def _stop_calls(self) -> None:
-        """From now on this worker makes no calls; it answers those of others until RPC is shut down."""
+        """Make no more calls from this worker; it answers those of others until RPC is shut down."""
         if self.group is not None:
             self.group.ending = True
         for name, value in self._variables.items():

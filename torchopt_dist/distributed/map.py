@@ -1,4 +1,4 @@
-"""A function and a list of items → what it returns for each: a task an item, on the workers."""
+"""A function and a list of items → a list of results: each item is a task, which runs on one of the workers."""
 
 from __future__ import annotations
 
@@ -70,26 +70,28 @@ def map(
     """Call ``func(item, *args, **kwargs)`` for each item, each call a task, on all workers; wait for the results.
 
     Items may be of any kind and differ from each other: tensors of other shapes, tuples, dictionaries, paths. No item
-    is split. Each worker gets neighbouring items, as many as any other or one more, in one message.
+    is split. Each worker gets consecutive items in one message; the numbers of items differ by at most one.
 
     Args:
         func: the function to call.
         items: the tasks. An iterator is used up before the first call. The items of a tensor are its rows.
         args: positional arguments after the item. They are the same for every task, and a worker gets them once.
-        kwargs: keyword arguments; likewise.
-        reducer: makes of the list of results, in the items' order, one; ``None`` leaves the list.
+        kwargs: keyword arguments, the same for every task.
+        reducer: a function from the list of results, in the order of the items, to one result; ``None`` returns the
+            list.
         workers: ranks or names of the workers to use, in this order; ``None`` means all.
         timeout: seconds after which the call fails; see :func:`remote_sync_call`.
-        options: these.
-        vectorize: whether a worker runs its tasks in one :func:`torch.func.vmap`; then they must be of one shape.
-        chunk_size: how many tasks at once, if vectorized; ``None`` means all.
-        device: where a worker first puts the tensors among its arguments; see :func:`remote_sync_call`.
-        isolate_own_share: whether this worker's own tasks work on leaves and copies, as the other workers' do.
-        strict: whether it is an error that results depend on a worker's own parameters.
-        retries: how often the tasks of a worker that is lost run elsewhere; see :func:`remote_sync_call`.
-        hedge_after: seconds after which tasks that are late are begun on another worker, too.
-        progress: whether a bar shows how many tasks are done; needs tqdm.
-        fan_out: how many workers a worker hands on to what all of them share; see :func:`remote_sync_call`.
+        options: the keyword arguments that follow.
+        vectorize: whether a worker runs its tasks in one :func:`torch.func.vmap`; the tasks' tensors must then have the
+            same shapes.
+        chunk_size: how many tasks run at once, if vectorized; ``None`` means all.
+        device: where a worker moves the tensors among its arguments first; see :func:`remote_sync_call`.
+        isolate_own_share: whether this worker's own tasks get leaves and copies, as the other workers' do.
+        strict: whether to raise if results depend on a worker's own parameters; see :func:`remote_sync_call`.
+        retries: how often the tasks of a lost worker run again on another one; see :func:`remote_sync_call`.
+        hedge_after: seconds after which tasks that are not answered yet are started on another worker as well.
+        progress: whether to show a progress bar of the tasks; needs tqdm.
+        fan_out: to how many workers each worker forwards the data that all share; see :func:`remote_sync_call`.
 
     Returns:
         The list of results in the items' order, ``[]`` if there is no item; or what the reducer makes of the list.

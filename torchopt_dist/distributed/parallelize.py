@@ -48,36 +48,39 @@ def remote_sync_call(
     """Call ``func`` on one or several workers, and wait for what they return.
 
     Args:
-        func: the function to call; what it and its arguments hold must be picklable.
+        func: the function to call; the function and its arguments must be picklable.
         args: positional arguments.
         kwargs: keyword arguments.
-        partitioner: the rank or name of the worker to call; or a function that makes of ``*args, **kwargs`` a list
-            of triplets ``(worker, args, kwargs)``; or ``None`` for ``batch_partitioner``.
-        reducer: makes of the list of results, in the triplets' order, one; ``None`` leaves the list.
-        timeout: seconds after which the call fails, and likewise a backward through its results waits for a worker no
-            longer; ``None`` or 0 means never. By default the RPC group decides, which has none unless its options ask
-            for one. With a time-out this worker's own share, if isolated, runs in a thread. Functions that are late are
-            not stopped.
-        options: these.
-        vectorize: whether a worker runs its tasks in one :func:`torch.func.vmap` instead of one after another; then
-            they must be of one shape, and differ in tensors only.
-        chunk_size: how many tasks at once, if vectorized; ``None`` means all.
-        device: where a worker first puts the tensors among its arguments, the caller included: ``"auto"`` means its own
-            GPU if it has one, ``None`` leaves them on the kind of device that they are on.
-        isolate_own_share: whether this worker's own share means what a share of another worker means: its tensors are
-            leaves, its objects copies. ``False`` makes the share a plain call on the caller's own objects, which need
-            not be picklable; where arguments depend on each other, gradients then depend on the number of workers.
-        strict: whether it is an error that results depend on parameters that a worker has of its own, such as a global
-            model's, whose gradients are lost. By default a worker warns of that when it first runs the function.
-        retries: how often the share of a worker that is lost, in forward and again in each backward, runs on another
-            worker, or on this one where there is no other; its gradients are the same, bit for bit. An exception of the
-            function and a time-out are not retried. Needs ``auto_init_rpc(on_loss="continue")``.
-        hedge_after: seconds after which a share that is late, or a backward, is begun on a free worker, too. The first
-            answer counts.
-        progress: whether a bar shows, in a terminal or a notebook, how many tasks are done; needs tqdm.
-        fan_out: how many workers a worker, the caller included, hands on to what all of them share. ``None``: the
-            caller sends it to each. ``"auto"``: 3 from 4 workers on other machines and 1 MiB on, else ``None``. With
-            ``retries`` or ``hedge_after`` always ``None``.
+        partitioner: the rank or name of the worker to call; or a function from ``*args, **kwargs`` to a list of
+            triplets ``(worker, args, kwargs)``; or ``None`` for ``batch_partitioner``.
+        reducer: a function from the list of results, in the order of the triplets, to one result; ``None`` returns the
+            list.
+        timeout: seconds after which the call fails, and after which a backward pass through its results stops waiting
+            for a worker; ``None`` or 0 means never. By default it is the RPC group's time-out, which is none unless its
+            options set one. With a time-out this worker's own share, if isolated, runs in a thread. A function that
+            takes longer is not stopped on its worker.
+        options: the keyword arguments that follow.
+        vectorize: whether a worker runs its tasks in one :func:`torch.func.vmap` instead of one after another. The
+            tasks' tensors must then have the same shapes, and all else must be the same.
+        chunk_size: how many tasks run at once, if vectorized; ``None`` means all.
+        device: where each worker, the caller included, moves the tensors among its arguments first: ``"auto"`` is the
+            worker's own GPU if it has one, ``None`` keeps the kind of device that they are on.
+        isolate_own_share: whether this worker computes its own share as another worker would: on tensors that are
+            leaves and on copies of objects. With ``False`` the share is a plain call on the caller's own objects, which
+            need not be picklable; if arguments depend on each other, gradients then depend on the number of workers.
+        strict: whether to raise if results depend on a worker's own parameters, such as those of a global model, since
+            the caller does not get their gradients. By default a worker warns when it first runs the function.
+        retries: how often the share of a lost worker runs again, on another worker, or on this one if there is no
+            other; the number holds for the forward pass and for each backward pass. Gradients are the same, bit for
+            bit. An exception of the function and a time-out are not retried. Needs
+            ``auto_init_rpc(on_loss="continue")`` or ``"replace"``.
+        hedge_after: seconds after which a share, or its backward pass, that is not answered yet is started on a free
+            worker as well. The first answer counts.
+        progress: whether to show a progress bar of the tasks, in a terminal or a notebook; needs tqdm.
+        fan_out: to how many workers each worker, the caller included, forwards the data that all of them share, so that
+            it travels down a tree. ``None``: the caller sends the data to each worker. ``"auto"``: 3 for at least 4
+            workers on other machines and at least 1 MiB, else ``None``. With ``retries`` or ``hedge_after`` it is
+            always ``None``.
 
     Returns:
         What the reducer returns, or the list of results.
@@ -86,7 +89,7 @@ def remote_sync_call(
         RemoteError: the function raised on a worker; the exception is also of the class raised there.
         WorkerLostError: a worker was lost, and no retries were left.
         CallTimeoutError: a worker took longer than ``timeout``.
-        RuntimeError: gradients are lost, and the call is ``strict``.
+        RuntimeError: the call is ``strict``, and gradients of a worker's own parameters would be lost.
         SerializationError: the function, an argument or a result cannot be sent.
         NotInitializedError: there is no RPC group.
         TypeError: an argument is of the wrong kind.
@@ -110,9 +113,10 @@ def remote_async_call(
 ) -> Future[Any]:
     """Like :func:`remote_sync_call`, but returns at once with a future of the result.
 
-    This worker's own share, if it has one, and the reducer run in a thread. Torch has one generator a process, so while
-    an own share runs, random numbers drawn here are drawn from its task's stream. Tensors are copied first, so the
-    arguments may be changed in place at once, unless this worker has a share that is not isolated.
+    This worker's own share, if it has one, and the reducer run in a thread. Torch has one random generator for each
+    process, so random numbers that the caller draws while its own share runs come from the stream of that share's task.
+    Tensors are copied first, so the arguments may be changed in place at once, unless this worker has a share that is
+    not isolated.
 
     Returns:
         A future whose ``wait()`` returns the result or raises what the call raised.
@@ -273,12 +277,12 @@ def parallelize(
     timeout: float | None = UNSET_TIMEOUT,
     **options: Unpack[ExecutionKwargs],
 ) -> Callable[[Callable[P, Any]], Callable[P, Any]]:
-    """Decorate a function so that a call of it runs on the workers; arguments as :func:`remote_sync_call`.
+    """Decorate a function so that its calls run on the workers; the arguments are those of :func:`remote_sync_call`.
 
     To a type checker the decorated function takes what the function takes and returns what the reducer returns.
 
-    The function itself is not changed: the workers run the function, which is the ``__wrapped__`` of the decorator's
-    result.
+    The function itself is not changed: the workers run it, and it is the attribute ``__wrapped__`` of the decorated
+    function.
 
     Example::
 

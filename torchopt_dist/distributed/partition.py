@@ -52,8 +52,8 @@ class Partition(_Triplet):
         worker: rank or name of the worker that runs it.
         args: positional arguments of the function there.
         kwargs: keyword arguments.
-        size: how many samples it holds; reducers weigh its result by it.
-        movable: whether another worker may run it if this one has been lost, since nobody has asked for this one.
+        size: how many samples it holds; reducers weight its result by this number.
+        movable: whether another worker may run it if this one is lost; true if the caller has not chosen the worker.
     """
 
     size: int
@@ -183,7 +183,7 @@ _PLAIN = (torch.Tensor, nn.Module, str, bytes, int, float, type(None))
 
 
 def unwrap(tree: Any) -> Any:
-    """Put the values that ``replicated`` has marked in the places of the marks, in a tree of arguments."""
+    """Replace each mark that ``replicated`` has made in a tree of arguments by its value."""
     if all(isinstance(part, _PLAIN) for part in (tree.values() if type(tree) is dict else tree)):
         return tree  # nothing to look into; to take a tree apart takes as long as to send it
     flat = flatten(tree, is_leaf=_is_whole)
@@ -332,8 +332,8 @@ def dim_partitioner(
 ) -> PartitionFunction:
     """A partitioner that splits tensors along ``dim``; see :class:`TensorDimensionPartitioner`.
 
-    ``dim_partitioner(0, exclusive=True, keepdim=False)``, which is :data:`tasks`, makes of a batch of shape
-    ``(T, B, *)`` T tasks of ``(B, *)``.
+    ``dim_partitioner(0, exclusive=True, keepdim=False)``, which is :data:`tasks`, splits a batch of shape ``(T, B, *)``
+    into ``T`` tasks of shape ``(B, *)``.
     """
     return TensorDimensionPartitioner(dim, exclusive=exclusive, keepdim=keepdim, workers=workers)
 

@@ -1,7 +1,7 @@
 """``with todist.profile() as profile: ...`` → where the time of distributed calls went: a table, a trace, a picture.
 
-Every worker records its own spans (``_spans.py``) while the profile is on. At the end they are fetched, and set to the
-caller's clock.
+Every worker records its own spans (``_spans.py``) while the profile is on. At the end they are fetched, and their times
+are converted to the caller's clock.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ COLORS = MappingProxyType(
 def profile() -> Iterator[Profile]:
     """Record the distributed calls that are made inside, on all workers.
 
-    Backward passes are recorded too, and calls that workers make in their turn. Calls still under way at the end are
-    cut off there. Inside ``torch.profiler.profile`` the phases are ranges, ``todist::run`` and so on, of that
-    profiler's trace too, in each process in which it is on.
+    Backward passes are recorded too, and calls that workers make in their turn. Calls that are still running at the end
+    are cut off there. In each process in which ``torch.profiler.profile`` is on, the phases are ranges of that
+    profiler's trace as well, such as ``todist::run``.
 
     Yields:
         The :class:`Profile`, which is filled in when the context is left.
@@ -98,8 +98,8 @@ def profile() -> Iterator[Profile]:
 class Profile:
     """Where the time of distributed calls went; made by :func:`profile`.
 
-    ``print(profile)`` shows a table with a line a worker: the seconds that it spent in each phase, the bytes that it
-    sent, and how busy it was. Phases of one worker overlap where it has several threads at work.
+    ``print(profile)`` shows a table with a line for each worker: the seconds that it spent in each phase, the bytes
+    that it sent, and how busy it was. Phases of one worker overlap where it has several threads at work.
 
     Attributes:
         names: the workers' names, by rank.
@@ -124,7 +124,7 @@ class Profile:
 
     @property
     def calls(self) -> int:
-        """How many messages asked a worker for something: one a worker of a call, and one a worker of a backward."""
+        """The number of requests: one for each worker of a call, and one for each worker of a backward pass."""
         return len({span.call for span in self.spans if span.phase == "receive"})
 
     def totals(self) -> list[dict[str, float]]:
@@ -136,7 +136,7 @@ class Profile:
         return [dict(each) for each in sums]
 
     def busy(self) -> list[float]:
-        """For each worker, by rank: the part of the time in which it computed, 0 to 1, in however many threads."""
+        """For each worker, by rank: the fraction of the time, 0 to 1, in which at least one of its threads computed."""
         return [
             _covered([span for span in self.spans if span.worker == rank and span.phase in COMPUTING])
             / (self.seconds or 1.0)
@@ -159,10 +159,10 @@ class Profile:
         return f"{seconds_text(self.seconds)} in all, {self.calls} requests\n{table(header, rows)}"
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a trace for ``chrome://tracing`` or https://ui.perfetto.dev: a process a worker, arrows for messages.
+        """Write a trace for ``chrome://tracing`` or https://ui.perfetto.dev, with messages as arrows.
 
         Args:
-            path: of the file, which is overwritten; its folder must exist.
+            path: the file, which is overwritten; its folder must exist.
         """
         Path(path).write_text(json.dumps({"traceEvents": list(self._events()), "displayTimeUnit": "ms"}))
 
@@ -195,7 +195,7 @@ class Profile:
                 }
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
-        """Draw a line of time for each worker; needs matplotlib.
+        """Draw a timeline for each worker; needs matplotlib.
 
         Args:
             path: where to save the picture, in the format that its suffix names; ``None`` saves none.
@@ -252,7 +252,7 @@ class Profile:
 
 
 def _lanes_of(spans: list[Span]) -> list[list[Span]]:
-    """One worker's spans, in as few lines as let no two threads overlap; one line at least."""
+    """One worker's spans, in the fewest lines in which no two threads overlap; at least one line."""
     threads: defaultdict[int, list[Span]] = defaultdict(list)
     for span in spans:
         threads[span.thread].append(span)

@@ -1,4 +1,4 @@
-"""A value, perhaps a partitioner → the handle by which calls use what then stays on the workers."""
+"""A value, perhaps a partitioner → a handle that calls take in the value's place; the value stays on the workers."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ __all__ = ["put"]
 
 
 def put(value: Any, partitioner: PartitionFunction | None = None, *, check: bool = False) -> Any:
-    """Keep a constant on the workers: it travels to each worker that uses it once, and not with every call.
+    """Keep a constant on the workers: it is sent once to each worker that uses it, instead of with every call.
 
-    The handle stands where the value stood, as an argument of a call, alone or inside a tree; the function gets the
-    value. A worker fetches the value when it first meets the handle, and lets go of it when the handle is closed or
-    gone. In the caller's own share the function gets the caller's own value.
+    Pass the handle in the value's place, as an argument of a call, alone or inside a tree; the function gets the value.
+    A worker fetches the value when it first gets the handle, and frees it when the handle is closed or
+    garbage-collected. In the caller's own share the function gets the caller's own value.
 
     Args:
-        value: a tensor, a module, a tree, any object that can be sent; nothing in it requires grad.
+        value: a tensor, a module, a tree or any other object that can be sent; nothing in it may require grad.
         partitioner: what ``dim_partitioner`` returns, ``batch_partitioner`` or ``tasks``: ``value`` is split, each part
             has a handle of its own, and calls with the same partitioner use the parts. A call splits its other
-            arguments itself.
+            arguments as usual.
         check: compare all bytes of the value at each call with those at ``put``, so that a change in place is an error
             also where torch does not count changes, as in numpy arrays.
 
     Returns:
-        A :class:`Resident`; with a partitioner :class:`Shards`. The static type is ``Any``, since it stands for
+        A :class:`Resident`; with a partitioner :class:`Shards`. The static type is ``Any``, since it takes the place of
         ``value``.
 
     Raises:
         ValueError: something in ``value`` requires grad, or it cannot be split.
-        TypeError: ``partitioner`` is another one.
-        SerializationError: it cannot be sent.
+        TypeError: ``partitioner`` is anything else.
+        SerializationError: ``value`` cannot be sent.
         NotInitializedError: there is no RPC group.
         ResidentError: in a call: the value has been changed in place, or the handle is closed.
 

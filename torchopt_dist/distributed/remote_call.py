@@ -17,8 +17,8 @@ T = TypeVar("T")
 def remote_call(worker: int | str, func: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
     """Call ``func(*args, **kwargs)`` on one worker, wait, and return what it returns.
 
-    All arguments go to that worker whole. All keyword arguments are the function's; for a time-out and other options
-    there is :func:`remote_sync_call`, which returns a list.
+    No argument is split, and all keyword arguments are passed to the function. To set a time-out or another option, use
+    :func:`remote_sync_call`, which returns a list.
 
     Args:
         worker: rank or name of the worker.

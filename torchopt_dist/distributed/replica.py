@@ -1,4 +1,4 @@
-"""A module, its optimizer → a module that all workers hold, and whose steps they take themselves.
+"""A module, its optimizer → a module of which every worker has a copy, and whose optimizer steps each worker takes.
 
 What a call sends the workers no longer grows with the module, nor does what comes back: the gradients of its parameters
 stay where they are computed, and one all-reduce sums them.
@@ -35,18 +35,19 @@ def replica(
     backend: str | None = None,
     timeout: float = 300.0,
 ) -> Replica:
-    """Let all workers hold a module and its optimizer: no parameters and no gradients travel from here or to here.
+    """Keep a module and its optimizer on all workers, so that calls send neither its parameters nor their gradients.
 
-    The replica stands where the module stood in calls: the function gets this worker's copy of the module. The
-    gradients of its parameters stay on the workers that compute them, and :meth:`Replica.step` sums them with one
-    all-reduce, with those that the parameters have here, too; then every worker takes the step.
+    Pass the replica to calls in the module's place: the function gets its worker's copy of the module. The gradients of
+    its parameters stay on the workers that compute them. :meth:`Replica.step` sums them, and those that the parameters
+    have in this process, by one all-reduce; then every worker takes the optimizer's step.
 
     Args:
-        module: the module, as it is to be on all workers; its hooks, its mode and its frozen parameters are those that
-            it has here when it is called.
-        optimizer: of parameters of the module, and of no others; from ``torch.optim``, or one of this package. Options
-            of its groups that change here, as by a learning rate's schedule, go with the next step.
-        backend: of torch's process group: ``"gloo"``, ``"nccl"``, or ``None`` for NCCL if all parameters are on GPUs.
+        module: the module to copy. In each call its hooks, its training mode and its frozen parameters are those that
+            it has in this process at that time.
+        optimizer: an optimizer from ``torch.optim`` or of this package, for parameters of ``module`` and no others.
+            Options of its groups that change here, such as a scheduled learning rate, are sent with the next step.
+        backend: the backend of torch's process group: ``"gloo"``, ``"nccl"``, or ``None`` for NCCL if all parameters
+            are on GPUs.
         timeout: seconds that a worker waits for the others in the all-reduce. The loss of a worker ends the wait here.
 
     Returns:
@@ -98,8 +99,8 @@ def replica(
 class Replica(StayingModule):
     """A module that all workers hold, with its optimizer; made by :func:`replica`.
 
-    Only ``loss.backward()`` gives gradients of its parameters, not ``torch.autograd.grad``: they stay on the workers.
-    Forward and backward of any order inside a function are as ever.
+    Gradients of its parameters stay on the workers: ``loss.backward()`` computes them, and ``torch.autograd.grad``
+    cannot return them. Inside a function that a call runs, the module behaves as any other, to any order.
 
     After a change in place other than by :meth:`step`, such as a ``load_state_dict``, call :meth:`sync`.
 
@@ -135,11 +136,12 @@ class Replica(StayingModule):
     def step(self, before: Before | None = None) -> None:
         """Sum the gradients over all workers, and let every worker take the optimizer's step.
 
-        Here ``.grad`` of the parameters is the sum afterwards, until it is zeroed; on other workers it is dropped.
+        Afterwards ``.grad`` of the parameters is the sum in this process, until it is zeroed, and ``None`` on the
+        others.
 
         Args:
-            before: called with the module on every worker when the gradients are summed, before the step: to clip
-                them, for instance. It must do the same everywhere.
+            before: called with the module on every worker after the gradients have been summed and before the step, to
+                clip them, for instance. It must do the same on all workers.
 
         Raises:
             ResidentError: the module was changed in place; the replica has ended, or a step of it has failed.
@@ -172,7 +174,7 @@ class Replica(StayingModule):
             self._called = False
 
     def sync(self) -> None:
-        """Send the module and the optimizer anew, as they are here; gradients on the workers are dropped.
+        """Send the module and the optimizer again, as they are in this process; gradients on the workers are dropped.
 
         Raises:
             ResidentError: the replica has ended, or a step of it has failed.
@@ -189,11 +191,11 @@ class Replica(StayingModule):
         self._called = False
 
     def close(self) -> None:
-        """Let all workers let go of their copies. The module and the optimizer here stay as they are."""
+        """Free the copies on all workers. The module and the optimizer in this process stay as they are."""
         self._release()
 
     def staying(self) -> tuple[Key, int, Sequence[Tensor]]:
-        """Which tensors a call leaves out.
+        """The tensors that a call does not send.
 
         Raises:
             ResidentError: the workers do not have them as they are here.
@@ -203,7 +205,7 @@ class Replica(StayingModule):
         return self._key, self._held.version, self._held.tensors
 
     def _start(self, backend: str, seconds: float) -> None:
-        """Let the others hold the module, and connect all."""
+        """Send the module to the other workers, and connect all of them."""
         group = self._group
         gather(self._ask(_hold, self._key, self.module, self.optimizer, 0), group.names)
         group.replicas.put(self._key, self._held)
@@ -224,7 +226,7 @@ class Replica(StayingModule):
         return {rank: self._group.ask(rank, function, *args) for rank in self._others}
 
     def _beside(self, work: Callable[[], None]) -> Future[list[Any]]:
-        """Do what waits in C++ for workers, which may be lost meanwhile, in another thread."""
+        """Do work that waits in C++ for workers in another thread, since a worker may be lost meanwhile."""
         future: Future[list[Any]] = Future()
 
         def settle() -> None:

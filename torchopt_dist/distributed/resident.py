@@ -1,4 +1,4 @@
-"""``put(x)`` → a handle that may stand where ``x`` stood in a call: ``x`` travels to a worker once.
+"""``put(x)`` → a handle that calls take in the place of ``x``: ``x`` is sent to a worker once.
 
 On a worker, and in the caller's own share, the function gets ``x`` itself in the handle's place.
 """
@@ -25,10 +25,12 @@ __all__ = ["Resident", "Shards", "resolved"]
 class Resident:
     """The handle of a value that workers keep; made by :func:`put`.
 
-    As an argument of a call, alone or in a tree or a container there, it becomes the value. Elsewhere, such as in a
-    closure, it stays a handle, also on the worker: ``handle.value`` is the value. It may be passed on in nested calls.
+    As an argument of a call, alone or inside a tree or a container, the handle is replaced by the value. Elsewhere,
+    such as in a closure, it stays a handle on the worker, too, and ``handle.value`` is the value. A function may pass
+    the handle on in nested calls.
 
-    The workers let go of the value when the handle is closed or gone. A handle that a worker got is good as long.
+    The workers free the value when the handle is closed or garbage-collected. A worker's copy of the handle is valid
+    until then.
     """
 
     __slots__ = ("__weakref__", "_key", "_release")
@@ -52,7 +54,8 @@ class Resident:
         """The value, as this worker keeps it. It is shared by all that use it: do not change it in place.
 
         Raises:
-            ResidentError: it has been changed in place, the handle is closed, or the RPC group of ``put`` has ended.
+            ResidentError: the value has been changed in place, the handle is closed, or the RPC group of ``put`` has
+                ended.
             WorkerLostError: the worker that has put it died before the value came.
         """
         return self.on(None)
@@ -74,7 +77,7 @@ class Resident:
         return group.residents.find(self._key, device, fetch)
 
     def close(self) -> None:
-        """Let all workers let go of the value. A worker's copy of a handle closes nothing."""
+        """Free the value on all workers. Closing a worker's copy of the handle has no effect."""
         if self._release is not None:
             self._release()
 
@@ -99,13 +102,13 @@ class Resident:
 class Shards:
     """The handles of the parts of a value; made by :func:`put` with a partitioner.
 
-    As an argument of a call it is split as the value would be, and each part goes by its handle.
+    As an argument of a call it is split as the value would be, and each worker gets the handles of its parts.
 
     Args:
-        parts: by the half-open range of indices along the dimension.
-        size: of the value along the dimension.
-        dim: the dimension.
-        selected: whether a part is one index, without the dimension.
+        parts: the handle of each part, by its half-open range of indices along the dimension.
+        size: the size of the value along the dimension.
+        dim: the dimension that was split.
+        selected: whether each part is a single index, and so lacks the dimension.
     """
 
     __slots__ = ("_parts", "dim", "selected", "size")
@@ -120,7 +123,7 @@ class Shards:
         """The handle of one part.
 
         Raises:
-            ValueError: the value has been split in other parts.
+            ValueError: the value was split into other parts.
         """
         found = self._parts.get((start, stop))
         if found is None or (dim, selected) != (self.dim, self.selected):
@@ -170,7 +173,7 @@ def _is_whole(leaf: Any) -> bool:
 
 
 def _arrived(key: Key) -> Resident:
-    """In a pickle: a handle, for which calls of this worker are searched from now on."""
+    """Rebuild a handle from its pickle; from now on this worker searches its calls' arguments for handles."""
     group = find_group()
     if group is not None:
         group.residents.in_use = True

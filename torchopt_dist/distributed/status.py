@@ -1,4 +1,4 @@
-"""The RPC group → what each of its workers has in hand right now: requests, kept graphs, residents, memory."""
+"""The RPC group → what each of its workers holds and waits for right now: requests, kept graphs, residents, memory."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ __all__ = ["Status", "WorkerStatus", "status"]
 
 @dataclass(frozen=True)
 class WorkerStatus:
-    """What a worker has in hand.
+    """What a worker holds and waits for.
 
     Attributes:
         rank: its rank.
         name: its name.
         host: the host it runs on.
-        state: ``"alive"``, ``"silent"`` if it has not answered in time, or ``"lost"``; of the last two nothing else is
-            known.
+        state: ``"alive"``, ``"silent"`` if it has not answered in time, or ``"lost"``; in the last two cases nothing
+            else is known.
         process: the id of its process.
         incarnation: how often its rank was lost and given to a new process (``on_loss="replace"``).
-        requests: how many requests it has sent that wait for their reply; that of ``status`` is not counted.
+        requests: how many of its own requests wait for a reply; that of ``status`` is not counted.
         kept_graphs: how many graphs of calls it keeps for backward.
-        residents: how many values of :func:`put`, and of :func:`replica`, are there.
-        resident_bytes: of their tensors.
+        residents: how many values of :func:`put` and :func:`replica` it holds.
+        resident_bytes: bytes of these values' tensors.
         memory: bytes of memory that its process occupies.
         gpu_memory: bytes of tensors on its current GPU; 0 where no GPU is in use.
     """
@@ -82,21 +82,21 @@ class Status(tuple[WorkerStatus, ...]):
 
 
 def status(timeout: float = 5.0) -> Status:
-    """Ask every worker what it has in hand.
+    """Ask every worker what it holds and waits for.
 
-    To find out why a program is slow or grows: kept graphs are calls whose results still have a graph, and requests
-    that stay are calls that are not answered.
+    This helps to find out why a program is slow or its memory grows: a kept graph belongs to a call whose results still
+    have a graph, and a request that stays belongs to a call that is not answered.
 
     Args:
-        timeout: seconds after which a worker that has not answered is told as silent. A worker answers while its own
-            ``main`` is busy, but not while code in C holds its interpreter.
+        timeout: seconds after which a worker that has not answered is reported as silent. A worker answers while its
+            own ``main`` is busy, but not while C code holds Python's global interpreter lock.
 
     Returns:
         The status of each worker, by rank.
 
     Raises:
         NotInitializedError: there is no RPC group.
-        ValueError: ``timeout`` is not above 0.
+        ValueError: ``timeout`` is not positive.
 
     Example::
 

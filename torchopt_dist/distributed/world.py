@@ -1,4 +1,4 @@
-"""Environment variables → who am I: my rank, how many we are, and functions that run on some ranks only.
+"""Environment variables → this process's rank, the number of workers, and functions that run on some ranks only.
 
 The variables that torchrun sets are read at each call of these functions, never kept. Without them the world
 is this one process.
@@ -103,7 +103,7 @@ def get_world_info() -> WorldInfo:
 
 
 def all_on_one_machine() -> bool:
-    """Whether the environment says that all of several workers are on this machine; if it is silent, it does not."""
+    """Whether the environment says that there are several workers, all of them on this machine."""
     world = get_world_info()
     return 1 < world.world_size == world.local_world_size and "LOCAL_WORLD_SIZE" in os.environ
 
@@ -111,8 +111,8 @@ def all_on_one_machine() -> bool:
 def alive() -> tuple[int, ...]:
     """The ranks of the group that have not been lost, this one among them.
 
-    A rank that a call has just raised :class:`~torchopt_dist.errors.WorkerLostError` of is not among them, if it has
-    died; a partitioner of this tuple calls the survivors.
+    When a call has raised :class:`~torchopt_dist.errors.WorkerLostError` for a worker that died, its rank is missing
+    here already. So ``dim_partitioner(workers=alive())`` calls the survivors only.
 
     Raises:
         NotInitializedError: there is no RPC group.
