@@ -75,11 +75,14 @@ def run_here(script: str, log: str) -> None:
     runpy.run_path(script, run_name="__main__")
 
 
-README_ALONE = pytest.param(PAGES[0], programs(PAGES[0].read_text("utf-8"))["python torchrun"], id="README")
-"""It says that plain ``python`` will do, too."""
+ALONE = [
+    pytest.param(page, programs(page.read_text("utf-8"))["python torchrun"], id=page.stem)
+    for page in (PAGES[0], ROOT / "docs" / "getting_started.md")
+]
+"""They say that plain ``python`` prints the same."""
 
 
-@pytest.mark.parametrize(("page", "program"), [README_ALONE, *all_of("python")])
+@pytest.mark.parametrize(("page", "program"), [*ALONE, *all_of("python")])
 def test_page(page: Path, program: Program, tmp_path: Path) -> None:
     script, log = tmp_path / f"{page.stem}.py", tmp_path / "log"
     script.write_text(program.code)
