@@ -96,7 +96,7 @@ def only_transformation(
     """The transformation that a class without a function of its own was called with.
 
     Raises:
-        TypeError: as :func:`bind`; or it is no gradient transformation.
+        TypeError: as :func:`bind`; or it is not a gradient transformation.
     """
     impl = bind(cls, signature, target, args, kwargs)["impl"]
     if not isinstance(impl, GradientTransformation):

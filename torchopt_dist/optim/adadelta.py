@@ -38,12 +38,13 @@ def adadelta(
             made so far → a learning rate), or a tree of numbers and tensors, one for each parameter.
         rho: decay of the running averages, at least 0 and below 1; a number or a tensor of one element.
         eps: added below the roots, at least 0; a number or a tensor of one element.
-        weight_decay: how much of a parameter is added to its gradient (L2 penalty), at least 0; likewise.
-        moment_requires_grad: the first averages are leaves that require grad.
+        weight_decay: how much of a parameter is added to its gradient (L2 penalty), at least 0; a number or a tensor of
+            one element.
+        moment_requires_grad: make the initial averages leaves that require grad.
         maximize: maximize the objective.
 
     Raises:
-        TypeError: an argument is of another type.
+        TypeError: an argument has the wrong type.
         ValueError: a number is out of its range, or a tensor has more than one element.
 
     Example:

@@ -25,7 +25,7 @@ __all__ = ["Adagrad", "MetaAdagrad", "adagrad"]
 
 
 class DecayState(NamedTuple):
-    """What the decay of the learning rate remembers."""
+    """The state of the decay of the learning rate."""
 
     step: TensorTree
     """How many gradients each parameter has had: a 0-d float32 tensor each, on the CPU."""
@@ -51,14 +51,15 @@ def adagrad(
         lr: learning rate: a number that is at least 0, a tensor of one element, a schedule (the number of steps
             made so far → a learning rate), or a tree of numbers and tensors, one for each parameter.
         lr_decay: how fast the learning rate falls, at least 0; a number or a tensor of one element.
-        weight_decay: how much of a parameter is added to its gradient (L2 penalty), at least 0; likewise.
+        weight_decay: how much of a parameter is added to its gradient (L2 penalty), at least 0; a number or a tensor of
+            one element.
         initial_accumulator_value: the sum of the squared gradients at the start, at least 0.
         eps: added to the denominator, at least 0; a number or a tensor of one element.
-        moment_requires_grad: the first sums are leaves that require grad.
+        moment_requires_grad: make the initial sums leaves that require grad.
         maximize: maximize the objective.
 
     Raises:
-        TypeError: an argument is of another type.
+        TypeError: an argument has the wrong type.
         ValueError: a number is out of its range, or a tensor has more than one element.
 
     Example:

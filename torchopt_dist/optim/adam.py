@@ -48,16 +48,18 @@ def adam(
         betas: decays of the running averages of the gradients and of their squares, at least 0 and below 1; numbers
             or tensors of one element.
         eps: added to the denominator, at least 0; a number or a tensor of one element.
-        weight_decay: how much of a parameter is added to its gradient (L2 penalty), at least 0; likewise.
-        amsgrad: divide by the greatest average of the squares so far; it has no kernel, and runs by its formula.
+        weight_decay: how much of a parameter is added to its gradient (L2 penalty), at least 0; a number or a tensor of
+            one element.
+        amsgrad: divide by the largest average of the squares so far. There is no kernel for it: its formula runs.
             [Reddi, Kale and Kumar 2018, On the Convergence of Adam and Beyond.]
-        eps_root: added below the root of the denominator, at least 0; likewise.
-        moment_requires_grad: the first averages are leaves that require grad.
+        eps_root: added below the root of the denominator, at least 0; a number or a tensor of one element.
+        moment_requires_grad: make the initial averages leaves that require grad.
         maximize: maximize the objective.
-        fused: None uses a kernel where there is one and it helps, False never, True demands it.
+        fused: ``None`` uses a kernel where there is one and it helps, ``False`` never uses one, ``True`` raises an
+            error where there is none.
 
     Raises:
-        TypeError: an argument is of another type.
+        TypeError: an argument has the wrong type.
         ValueError: a number is out of its range, or a tensor has more than one element.
         RuntimeError: ``fused=True`` with ``amsgrad``; at a step: where there is no kernel; the message says why.
 

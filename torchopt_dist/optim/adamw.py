@@ -49,18 +49,20 @@ def adamw(
         betas: decays of the running averages of the gradients and of their squares, at least 0 and below 1; numbers
             or tensors of one element.
         eps: added to the denominator, at least 0; a number or a tensor of one element.
-        weight_decay: ``lr`` times how much of a parameter is taken off it at each step, at least 0; likewise.
-        amsgrad: divide by the greatest average of the squares so far; it has no kernel, and runs by its formula.
+        weight_decay: ``lr`` times this part of a parameter is subtracted from it at each step; at least 0, a number or
+            a tensor of one element.
+        amsgrad: divide by the largest average of the squares so far. There is no kernel for it: its formula runs.
             [Reddi, Kale and Kumar 2018, On the Convergence of Adam and Beyond.]
-        eps_root: added below the root of the denominator, at least 0; likewise.
+        eps_root: added below the root of the denominator, at least 0; a number or a tensor of one element.
         mask: which parameters decay: a tree of bools of the parameters' structure, or a function from the parameters
             to such a tree. All, if not given. For ``AdamW`` the parameters are the list of a group's.
-        moment_requires_grad: the first averages are leaves that require grad.
+        moment_requires_grad: make the initial averages leaves that require grad.
         maximize: maximize the objective.
-        fused: None uses a kernel where there is one and it helps, False never, True demands it.
+        fused: ``None`` uses a kernel where there is one and it helps, ``False`` never uses one, ``True`` raises an
+            error where there is none.
 
     Raises:
-        TypeError: an argument is of another type.
+        TypeError: an argument has the wrong type.
         ValueError: a number is out of its range, or a tensor has more than one element.
         RuntimeError: ``fused=True`` with ``amsgrad``; at a step: where there is no kernel; the message says why.
 

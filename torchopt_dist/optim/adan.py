@@ -50,12 +50,12 @@ def adan(
         betas: decays of the running averages of the gradients, of their changes, and of the squares of the gradients
             that look ahead, at least 0 and below 1; numbers or tensors of one element.
         eps: added to the denominator, at least 0; a number or a tensor of one element.
-        weight_decay: decoupled and proximal, at least 0; likewise.
-        moment_requires_grad: the first averages are leaves that require grad.
+        weight_decay: decoupled and proximal, at least 0; a number or a tensor of one element.
+        moment_requires_grad: make the initial averages leaves that require grad.
         maximize: maximize the objective.
 
     Raises:
-        TypeError: an argument is of another type.
+        TypeError: an argument has the wrong type.
         ValueError: a number is out of its range, or a tensor has more than one element.
 
     Example:

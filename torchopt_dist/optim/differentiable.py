@@ -33,19 +33,19 @@ def differentiable(
 ) -> DifferentiableOptimizer:
     """Make one of torch's differentiable optimizers a :class:`MetaOptimizer`.
 
-    The values are those of the plain optimizer. Gradients flow back through all steps to the first
-    parameters and to options given as tensors. Where an operation has no derivative its value is 0 (the
-    root in Adam's denominator where a gradient has always been 0), so that meta-gradients are finite.
+    The values are those of the plain optimizer. Gradients flow back through all steps to the first parameters and to
+    options given as tensors. Where an operation has no derivative, 0 is used (as for the root in Adam's denominator
+    where all gradients have been 0), so that meta-gradients are finite.
 
     Args:
         optimizer_class: a class whose ``__init__`` takes ``differentiable=``: Adadelta, Adagrad, Adam,
             AdamW, Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop, SGD, or a subclass of one.
         module: its parameters are moved; frozen ones (``requires_grad=False``) stay as they are.
-        options: what the class takes: ``lr``, ``betas``, ... Numbers may be tensors of one element, which
-            then get their gradients; a tensor counts as above 0, whatever its value.
+        options: the options of the class: ``lr``, ``betas``, ... Numbers may be tensors of one element, which then get
+            gradients; the class takes a tensor to be above 0, whatever its value.
 
     Raises:
-        TypeError: ``optimizer_class`` is no such class, ``module`` is no module, or an option is unknown.
+        TypeError: ``optimizer_class`` is not such a class, ``module`` is not a module, or an option is unknown.
         ValueError: the module has no parameters, an option is out of its range, or a tensor that requires
             grad would get no gradient.
 
@@ -61,7 +61,7 @@ def differentiable(
 
 
 class DifferentiableOptimizer(MetaOptimizer):
-    """What :func:`differentiable` makes: a torch optimizer's formula with the face of a ``MetaOptimizer``.
+    """The optimizer of :func:`differentiable`: a torch optimizer's formula, used as a :class:`MetaOptimizer`.
 
     The state of a group is a dict, parameter name → torch's state of it, which is empty before the
     parameter's first gradient.
@@ -116,7 +116,7 @@ class DifferentiableOptimizer(MetaOptimizer):
         return {name: impl.first_state(p) if state[name] else {} for name, p in params.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a :meth:`state_dict`, as :meth:`MetaOptimizer.load_state_dict`."""
+        """Continue from a :meth:`state_dict`, as :meth:`MetaOptimizer.load_state_dict`."""
         if is_of_an_optimizer(state_dict):
             raise ValueError(
                 "`state_dict` must be of an optimizer made by todist.differentiable; a todist.MetaOptimizer goes on "
@@ -134,7 +134,7 @@ class DifferentiableOptimizer(MetaOptimizer):
         self._states = restored
 
     def set_states(self, states: Sequence[OptState]) -> None:
-        """Go on from these states, as :meth:`MetaOptimizer.set_states`."""
+        """Continue from these states, as :meth:`MetaOptimizer.set_states`."""
         if len(states) != len(self._states):
             raise ValueError(f"`states` must be {len(self._states)}, one a group, got {len(states)}")
         for impl, state, mine in zip(self._impls, states, self._states, strict=True):
@@ -194,7 +194,7 @@ class _Formula:
         return {name: pytree.map_tensors(torch.detach, value) for name, value in state.items()}
 
     def try_out(self, like: Tensor) -> None:
-        """Make steps on one number, and find the names in its state.
+        """Make trial steps on one number, and find the names in its state.
 
         Raises:
             TypeError: the optimizer's step does not record.

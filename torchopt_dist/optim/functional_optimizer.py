@@ -27,13 +27,13 @@ __all__ = ["FuncOptimizer"]
 
 
 class _Loaded(NamedTuple):
-    """What was loaded before the first step has shown the parameters, in the place of a state."""
+    """A loaded state from before the first step, which has yet to show the parameters."""
 
     tensors: dict[str, Any]
 
 
 class FuncOptimizer:
-    """A gradient transformation with a memory, for parameters that the caller holds.
+    """A gradient transformation together with its state, for parameters that the caller holds.
 
     A step that is not in place is recorded, and the state keeps the graph. Cut it with
     ``stop_gradient(params)`` and ``stop_gradient(optimizer)``; memory then stays flat.
@@ -43,7 +43,7 @@ class FuncOptimizer:
         inplace: overwrite the parameters and record nothing, unless a step says otherwise.
 
     Raises:
-        TypeError: ``impl`` is no gradient transformation.
+        TypeError: ``impl`` is not a gradient transformation.
 
     Example:
         >>> import torch
@@ -69,9 +69,9 @@ class FuncOptimizer:
 
         Args:
             loss: a tensor of one element, computed with ``params``.
-            params: a tree of tensors, of the same structure at each step. One that does not require grad,
-                or that the loss does not depend on, stays, and so does its state. One that is there twice (a
-                tied weight) moves once, by the state at its first place, and is there twice again.
+            params: a tree of tensors, of the same structure at each step. A tensor that does not require grad, or on
+                which the loss does not depend, stays as it is, and so does its state. A tensor that occurs twice (a
+                tied weight) is moved once, with the state of its first place, and the result has it at both places.
             inplace: overwrite ``params`` and record nothing; the loss's graph is then freed. The optimizer's
                 setting, if not given.
 
@@ -79,7 +79,7 @@ class FuncOptimizer:
             The parameters moved: ``params`` itself if in place, otherwise new tensors connected to the graph.
 
         Raises:
-            TypeError: ``loss`` or a leaf of ``params`` is no tensor.
+            TypeError: ``loss`` or a leaf of ``params`` is not a tensor.
             ValueError: ``loss`` has more than one element or depends on none of ``params``, ``params`` is
                 empty, or has another structure than before.
         """
@@ -117,11 +117,10 @@ class FuncOptimizer:
         return {"state": flatten_state(self._state)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a :meth:`state_dict`; its tensors are taken over, not copied, and not overwritten.
+        """Continue from a :meth:`state_dict`; its tensors are taken over, not copied, and not overwritten.
 
         Raises:
-            ValueError: it is of another optimizer or of other parameters; before the first step, that is
-                found out there.
+            ValueError: it is of another optimizer or of other parameters; before the first step, that step raises.
         """
         self._is_shared = True
         saved = state_dict.get("state")
@@ -133,14 +132,14 @@ class FuncOptimizer:
     def get_states(self) -> tuple[OptState, ...]:
         """The state alone in a tuple; an empty one before the first step. The tensors are the same.
 
-        What has been loaded before the first step stands in for the state. Later steps do not overwrite them.
+        Before the first step these are what has been loaded, if anything. Later steps do not overwrite them.
         """
         self._is_shared = True
         held = self._saved if self._state is None else self._state
         return () if held is None else (held,)
 
     def set_states(self, states: Sequence[OptState]) -> None:
-        """Go on from this state.
+        """Continue from this state.
 
         Raises:
             ValueError: there is more than one, or its structure differs.

@@ -44,14 +44,15 @@ def lamb(
         betas: decays of the running averages of the gradients and of their squares, at least 0 and below 1; numbers
             or tensors of one element.
         eps: added to the denominator, at least 0; a number or a tensor of one element.
-        weight_decay: how much of a parameter is added to its direction, at least 0; likewise.
+        weight_decay: how much of a parameter is added to its direction, at least 0; a number or a tensor of one
+            element.
         mask: which parameters decay: a tree of bools of the parameters' structure, or a function from the parameters
             to such a tree; all, if not given.
-        moment_requires_grad: the first averages are leaves that require grad.
+        moment_requires_grad: make the initial averages leaves that require grad.
         maximize: maximize the objective.
 
     Raises:
-        TypeError: an argument is of another type.
+        TypeError: an argument has the wrong type.
         ValueError: a number is out of its range, or a tensor has more than one element.
 
     Example:

@@ -32,24 +32,24 @@ def lion(
 ) -> GradientTransformation:
     """Lion: ``p - lr * (d + weight_decay * p)``.
 
-    ``d`` is the direction of :func:`~torchopt_dist.transform.scale_by_lion`, a sign an entry; so a step needs a
-    learning rate three to ten times below Adam's, and a weight decay as much above.
+    ``d`` is the direction of :func:`~torchopt_dist.transform.scale_by_lion`, the sign of each entry; so it needs a
+    learning rate three to ten times smaller than Adam's, and a weight decay larger by the same factor.
 
     [Chen et al. 2023, Symbolic Discovery of Optimization Algorithms, algorithm 2.]
 
     Args:
         lr: learning rate: a number that is at least 0, a tensor of one element, a schedule (the number of steps
             made so far → a learning rate), or a tree of numbers and tensors, one for each parameter.
-        betas: decays of the average that the sign is taken of, and of the one that is kept, at least 0 and below 1;
+        betas: decays of the average whose sign is taken, and of the average that is kept, at least 0 and below 1;
             numbers or tensors of one element.
         weight_decay: decoupled, at least 0; a number or a tensor of one element.
         mask: which parameters decay: a tree of bools of the parameters' structure, or a function from the parameters
             to such a tree; all, if not given.
-        moment_requires_grad: the first averages are leaves that require grad.
+        moment_requires_grad: make the initial averages leaves that require grad.
         maximize: maximize the objective.
 
     Raises:
-        TypeError: an argument is of another type.
+        TypeError: an argument has the wrong type.
         ValueError: a number is out of its range, or a tensor has more than one element.
 
     Example:

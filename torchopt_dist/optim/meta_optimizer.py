@@ -57,7 +57,7 @@ class MetaOptimizer:
             function's arguments here.
 
     Raises:
-        TypeError: ``module`` is no module; ``impl`` is no gradient transformation; an argument is unknown.
+        TypeError: ``module`` is not a module; ``impl`` is not a gradient transformation; an argument is unknown.
         ValueError: the module has no parameters, or an argument is out of its range.
 
     Example:
@@ -109,11 +109,11 @@ class MetaOptimizer:
         """Move another module's parameters too, with a state and, if wanted, options of their own.
 
         Args:
-            module: the module; a part of a module is one, too.
-            options: arguments of the class, such as ``lr``, that this group has other values of.
+            module: the module, which may be a part of another one.
+            options: arguments of the class, such as ``lr``, with values for this group.
 
         Raises:
-            TypeError: it is no module; an option is unknown, or the optimizer was made from a transformation.
+            TypeError: it is not a module; an option is unknown, or the optimizer was made from a transformation.
             ValueError: it has no parameters, or one that another group has; an option is out of its range.
         """
         if not isinstance(module, nn.Module):
@@ -161,15 +161,15 @@ class MetaOptimizer:
                 gradients enabled, and attention in it computes by its formula, which has a second derivative; under
                 ``torch.no_grad`` and ``torch.inference_mode`` nothing of the step is then recorded, and the moved
                 parameters are leaves.
-            first_order: take the gradients for constants: the moved parameters stay connected to the ones before,
-                and no derivative of a derivative is recorded, as in first-order MAML [Finn et al. 2017, section 5.2].
+            first_order: treat the gradients as constants: the moved parameters stay connected to the ones before, and
+                no derivative of a derivative is recorded, as in first-order MAML [Finn et al. 2017, section 5.2].
 
         Raises:
-            TypeError: ``loss`` is no tensor.
+            TypeError: ``loss`` is not a tensor.
             ValueError: it has more than one element, or depends on none of the parameters; inside ``vmap``, the
                 optimizer was made outside, or the loss was computed before it was made.
-            RuntimeError: backward computes a part of the loss again, as ``torch.utils.checkpoint`` does, and the step
-                is recorded: that would have the parameters of a later step. :meth:`run` takes such a loss.
+            RuntimeError: the step is recorded, and a backward pass would compute a part of the loss again, as with
+                ``torch.utils.checkpoint``, but with the parameters of a later step. Use :meth:`run` for such a loss.
         """
         recorded = not is_evaluating()
         if not isinstance(loss, Tensor) and callable(loss):
@@ -206,10 +206,10 @@ class MetaOptimizer:
         meta: Any = None,
         **options: Any,
     ) -> InnerLoopResult:
-        """Make all steps of an inner loop, whose gradient is taken as the adjoint says.
+        """Make all steps of an inner loop; the adjoint decides how its gradient is taken.
 
-        This is :func:`torchopt_dist.inner_loop` on the optimizer's module, from its state on. Afterwards the module has
-        the adapted parameters and the buffers of the last step, and the optimizer the last state.
+        This is :func:`torchopt_dist.inner_loop` on the optimizer's module, from the optimizer's state on. Afterwards
+        the module has the adapted parameters and the buffers of the last step, and the optimizer the last state.
 
         Args:
             loss: ``loss(module, batch)``, or ``loss(module)`` if ``batches`` is a number, called with copies of the
@@ -224,7 +224,7 @@ class MetaOptimizer:
 
         Raises:
             ValueError: the optimizer has several modules; and as :func:`torchopt_dist.inner_loop`.
-            TypeError: the optimizer is a torch optimizer's formula; and as :func:`torchopt_dist.inner_loop`.
+            TypeError: the optimizer was made by :func:`differentiable`; and as :func:`torchopt_dist.inner_loop`.
         """
         if len(self.modules) != 1:
             raise ValueError(
@@ -285,11 +285,11 @@ class MetaOptimizer:
         return {"state": [flatten_state(state) for state in self._states]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a :meth:`state_dict`, or from that of a trained ``torch.optim.Optimizer``, torch's or ours.
+        """Continue from a :meth:`state_dict`, or from that of a trained ``torch.optim.Optimizer``, torch's or ours.
 
         Args:
-            state_dict: the states; their tensors are taken over, not copied. A torch optimizer's must be of all of the
-                parameters in their order; its options are not taken, and a schedule goes on at its number of steps.
+            state_dict: the states; their tensors are taken over, not copied. That of a torch optimizer must hold all of
+                the parameters in their order; its options are ignored, and a schedule continues at its number of steps.
 
         Raises:
             ValueError: it is of another optimizer or of a module with other parameters.
@@ -307,7 +307,7 @@ class MetaOptimizer:
         return tuple(self._states)
 
     def set_states(self, states: Sequence[OptState]) -> None:
-        """Go on from these states.
+        """Continue from these states.
 
         Raises:
             ValueError: their number or the structure of one differs.
@@ -319,7 +319,7 @@ class MetaOptimizer:
         self._take_over(states)
 
     def _take_over(self, states: Sequence[OptState]) -> None:
-        """Go on from states, whose dtypes may be others."""
+        """Continue from states, whose dtypes may be others."""
         for index, pair in enumerate(zip(states, self._states, strict=True)):
             if not have_same_dtypes(*pair):
                 self._dtypes[index] = None

@@ -37,14 +37,14 @@ def muon(
     moment_requires_grad: bool = False,
     maximize: bool = False,
 ) -> GradientTransformation:
-    """Muon, as ``torch.optim.Muon``: momentum, made orthogonal; for matrices only.
+    """Muon, as ``torch.optim.Muon``: orthogonalized momentum, for matrices only.
 
     With ``m = momentum * m + (1 - momentum) * g`` and ``u = (1 - momentum) * g + momentum * m`` (``u = m`` without
     Nesterov's look-ahead), ``p - lr * (factor * O(u) + weight_decay * p)``, where factor and ``O`` are those of
     :func:`~torchopt_dist.transform.orthogonalize`; the factor is not on the weight decay.
 
-    A model has other parameters than matrices, too: :func:`~torchopt_dist.transform.partition` gives them to another
-    optimizer, as it should embeddings and the last layer.
+    For the parameters of a model that are not matrices, and for embeddings and the last layer, use another optimizer:
+    :func:`~torchopt_dist.transform.partition` splits the parameters between several.
 
     [Jordan et al. 2024, Muon: An optimizer for hidden layers in neural networks.]
 
@@ -52,17 +52,18 @@ def muon(
         lr: learning rate: a number that is at least 0, a tensor of one element, a schedule (the number of steps
             made so far → a learning rate), or a tree of numbers and tensors, one for each parameter.
         weight_decay: decoupled, at least 0; a number or a tensor of one element.
-        momentum: decay of the running average of the gradients, at least 0 and below 1; likewise.
-        nesterov: look ahead.
+        momentum: decay of the running average of the gradients, at least 0 and below 1; a number or a tensor of one
+            element.
+        nesterov: use Nesterov's look-ahead.
         ns_coefficients: the three coefficients of an iteration.
-        eps: the least norm that a matrix is divided by.
+        eps: the smallest norm by which a matrix is divided.
         ns_steps: how many iterations.
         adjust_lr_fn: the factor for a matrix's shape: ``'original'`` (or ``None``) or ``'match_rms_adamw'``.
-        moment_requires_grad: the first averages are leaves that require grad.
+        moment_requires_grad: make the initial averages leaves that require grad.
         maximize: maximize the objective.
 
     Raises:
-        TypeError: an argument is of another type; from ``init``: a parameter is complex.
+        TypeError: an argument has the wrong type; from ``init``: a parameter is complex.
         ValueError: a number is out of its range, or a tensor has more than one element; from ``init``: a parameter has
             not two dimensions.
 

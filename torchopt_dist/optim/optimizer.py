@@ -46,14 +46,14 @@ class Optimizer(torch.optim.Optimizer):
 
     Args:
         params: tensors, named tensors, or dicts of parameter groups.
-        impl: the gradient transformation. Subclasses that are made with ``transformation=`` take that
-            function's arguments here, and groups may set each of them for themselves. Of a chain, groups may set
+        impl: the gradient transformation. Subclasses that are made with ``transformation=`` take that function's
+            arguments here, and each group may set its own values of them. With a chain as ``impl`` groups may set
             ``lr``, if one link has it.
 
     Raises:
         TypeError: ``params`` is a tensor, or holds something else than tensors; an argument is unknown.
-        ValueError: there are no parameters, one is not a leaf, or an option is out of its range; a group has
-            an option that this optimizer has not: see :meth:`add_param_group`.
+        ValueError: there are no parameters, one is not a leaf, or an option is out of its range; a group has an option
+            that this optimizer does not have: see :meth:`add_param_group`.
 
     Example:
         >>> import torch
@@ -120,10 +120,9 @@ class Optimizer(torch.optim.Optimizer):
 
         Raises:
             TypeError: it is not a dict, or holds something else than tensors.
-            ValueError: an option is out of its range, a parameter is not a leaf or is in another group; an
-                option is on that only the twin in ``torch.optim`` has; or the optimizer was made from a
-                transformation, which has its options already, and the group has one, which is anything
-                but a text.
+            ValueError: an option is out of its range, a parameter is not a leaf or is in another group; an option is
+                set that only the class of the same name in ``torch.optim`` has; or the optimizer was made from a
+                transformation, whose options are fixed, and the group sets one. A text, such as a name, is no option.
         """
         if isinstance(param_group, dict):
             self._refuse_options_of_a_group(param_group)
@@ -146,7 +145,7 @@ class Optimizer(torch.optim.Optimizer):
         """Move each parameter that has a gradient; one whose ``grad`` is ``None`` stays, its state too.
 
         Args:
-            closure: computes the loss anew and calls ``backward``.
+            closure: a function that computes the loss again and calls ``backward``.
 
         Returns:
             What the closure returned, if there is one.
@@ -169,15 +168,15 @@ class Optimizer(torch.optim.Optimizer):
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a :meth:`state_dict`, of this class or of its twin in ``torch.optim``.
+        """Continue from a :meth:`state_dict`, of this class or of the one of the same name in ``torch.optim``.
 
         Args:
-            state_dict: the state; its tensors are taken over, not copied, as torch does. Where it has no
-                learning rate, or one that a schedule said, this optimizer's own schedule goes on at the saved count.
+            state_dict: the state; its tensors are taken over, not copied, as torch does. If it has no learning rate,
+                or one that came from a schedule, this optimizer's own schedule continues at the saved count.
 
         Raises:
-            ValueError: the numbers of groups or of parameters differ, or an option is on that only the twin
-                has, such as RAdam's ``decoupled_weight_decay``; nothing has been loaded then.
+            ValueError: the numbers of groups or of parameters differ, or an option is set that only torch's class has,
+                such as RAdam's ``decoupled_weight_decay``; nothing has been loaded then.
         """
         groups = [dict(group) for group in state_dict["param_groups"]]
         for index, (mine, theirs) in enumerate(zip(self.param_groups, groups, strict=False)):
@@ -212,9 +211,9 @@ class Optimizer(torch.optim.Optimizer):
         """Move the parameters' states to shared memory, for processes that share the parameters, too.
 
         As ``torch.optim.Adagrad.share_memory``, for every optimizer: processes that are forked or spawned then may
-        train one model without locks [Niu et al. 2011, Hogwild!]. What a whole group has, such as the count of a
-        schedule, is each process's own, and what :meth:`load_state_dict` loads is not shared before this is called
-        again.
+        train one model without locks [Niu et al. 2011, Hogwild!]. State of a whole group, such as the count of a
+        schedule, stays separate in each process, and what :meth:`load_state_dict` loads is not shared until this is
+        called again.
         """
         for index, group in enumerate(self.param_groups):
             impl = self._built_transformation(index, group)
@@ -282,7 +281,7 @@ class Optimizer(torch.optim.Optimizer):
     def _built_transformation(self, index: int, group: dict[str, Any]) -> GradientTransformation:
         """The transformation of a group, made anew only where an option is not what it was at the last step.
 
-        A compiler makes it in the graph: whether an option was the same would be one more reason to compile again.
+        Under a compiler it is made in the graph: to compare options there would be one more reason to compile again.
         """
         if torch.compiler.is_compiling():
             return self._transformation_of(group)
@@ -325,8 +324,8 @@ class Optimizer(torch.optim.Optimizer):
     def _layout(self, index: int, group: dict[str, Any], impl: GradientTransformation) -> Layout:
         """The layout of a group's state; it may depend on which options are 0, not on their values.
 
-        A compiler has trees of its own, so what it has made is no use outside of the graph, and the other way round.
-        Where the layout is made anew, the state is given the dtypes that it would have if it were made anew, too.
+        A compiler has trees of its own, so a layout made in the graph cannot be used outside, nor the other way round.
+        Where the layout is made again, the state gets the dtypes that a new state would have.
         """
         options = [*(sort_of(group[name]) for name in self.defaults), *(p.dtype for p in group["params"])]
         place = index, torch.compiler.is_compiling()
@@ -340,5 +339,5 @@ class Optimizer(torch.optim.Optimizer):
 
 
 def _is_same_option(before: Any, now: Any) -> bool:
-    """Whether a transformation made with the one value goes for the other; a tensor may be overwritten meanwhile."""
+    """Whether a transformation made with one value also fits the other; a tensor may have been overwritten."""
     return before is now or (isinstance(now, numbers.Real) and type(before) is type(now) and before == now)

@@ -39,12 +39,13 @@ def radam(
         betas: decays of the running averages of the gradients and of their squares, at least 0 and below 1; numbers
             or tensors of one element.
         eps: added to the denominator, at least 0; a number or a tensor of one element.
-        weight_decay: how much of a parameter is added to its gradient (L2 penalty), at least 0; likewise.
-        moment_requires_grad: the first averages are leaves that require grad.
+        weight_decay: how much of a parameter is added to its gradient (L2 penalty), at least 0; a number or a tensor of
+            one element.
+        moment_requires_grad: make the initial averages leaves that require grad.
         maximize: maximize the objective.
 
     Raises:
-        TypeError: an argument is of another type.
+        TypeError: an argument has the wrong type.
         ValueError: a number is out of its range, or a tensor has more than one element.
 
     Example:

@@ -56,18 +56,20 @@ def rmsprop(
         alpha: decay of the running average of the squared gradients, at least 0 and below 1; a number or a tensor of
             one element.
         eps: added to the denominator, at least 0; a number or a tensor of one element.
-        weight_decay: how much of a parameter is added to its gradient (L2 penalty), at least 0; likewise.
-        momentum: how much of the running sum of steps stays, at least 0; likewise.
+        weight_decay: how much of a parameter is added to its gradient (L2 penalty), at least 0; a number or a tensor of
+            one element.
+        momentum: how much of the running sum of steps stays, at least 0; a number or a tensor of one element.
         centered: divide by the standard deviation of the gradients. A variance that rounding makes negative is 0, where
             torch's parameters become NaN.
         initial_scale: the average of the squared gradients at the start, at least 0.
         nesterov: look ahead along the running sum; needs a momentum.
-        moment_requires_grad: the first averages are leaves that require grad.
+        moment_requires_grad: make the initial averages leaves that require grad.
         maximize: maximize the objective.
-        fused: None uses a kernel where there is one, False never, True demands it.
+        fused: ``None`` uses a kernel where there is one, ``False`` never uses one, ``True`` raises an error where there
+            is none.
 
     Raises:
-        TypeError: an argument is of another type.
+        TypeError: an argument has the wrong type.
         ValueError: a number is out of its range, a tensor has more than one element, or ``nesterov`` comes without a
             momentum.
         RuntimeError: at a step: ``fused=True`` where there is no kernel; the message says why.

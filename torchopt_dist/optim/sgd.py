@@ -44,16 +44,19 @@ def sgd(
             of steps made so far → a learning rate), or a tree of numbers and tensors, one for each parameter.
         momentum: how much of the running sum of gradients stays, at least 0; a number or a tensor of one
             element.
-        dampening: how much of a gradient is left out of the running sum, from the second one on; likewise.
-        weight_decay: how much of a parameter is added to its gradient (L2 penalty), at least 0; likewise.
+        dampening: how much of a gradient is left out of the running sum, from the second one on; a number or a tensor
+            of one element.
+        weight_decay: how much of a parameter is added to its gradient (L2 penalty), at least 0; a number or a tensor of
+            one element.
         nesterov: look ahead along the running sum [Sutskever et al. 2013]; needs a momentum and no dampening.
-        moment_requires_grad: the first running sums are leaves that require grad.
+        moment_requires_grad: make the initial running sums leaves that require grad.
         maximize: maximize the objective.
-        fused: None uses a kernel where there is one and it helps, False never, True demands it, and numbers for
-            hyper-parameters. It is for whole steps: ``update`` alone is sums of tensors, and has no kernel.
+        fused: ``None`` uses a kernel where there is one and it helps, ``False`` never uses one, ``True`` raises an
+            error where there is none. The kernel takes hyper-parameters that are numbers, and makes whole steps:
+            ``update`` alone is sums of tensors, and has no kernel.
 
     Raises:
-        TypeError: an argument is of another type.
+        TypeError: an argument has the wrong type.
         ValueError: a number is negative, a tensor has more than one element, or ``nesterov`` comes without a
             momentum or with dampening.
         RuntimeError: ``fused=True`` with a hyper-parameter that is a tensor or a schedule; or, at a step, where there

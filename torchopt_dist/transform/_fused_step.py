@@ -56,9 +56,9 @@ class FusedStep:
     in_place: InPlaceFn | None = None
     """The step that overwrites parameters and state; ``None`` where none is known."""
     differentiable: DifferentiableFn | None = None
-    """The step that is recorded in the graph; likewise."""
+    """The step that is recorded in the graph."""
     pulled: PulledFn | None = None
-    """The derivative of the differentiable step, by itself; likewise."""
+    """The derivative of the differentiable step, by itself."""
     first_link: int = 0
     """The steps stand for this link of the chain and all after it; the links before it run first, as they are."""
     of_gradients_alone: bool = False

@@ -31,7 +31,7 @@ def gradients(
         A gradient a leaf; ``None`` for a frozen leaf or one that the loss does not depend on.
 
     Raises:
-        TypeError: ``loss`` or a leaf is no tensor.
+        TypeError: ``loss`` or a leaf is not a tensor.
         ValueError: ``loss`` has more than one element, or depends on none of the leaves; inside ``vmap``, it
             differs between samples and depends on a leaf that does not.
     """

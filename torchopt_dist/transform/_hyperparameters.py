@@ -60,7 +60,7 @@ def check_start(name: str, value: Any) -> None:
     """Demand a number that is at least 0: the value of a first state, which is no part of a graph.
 
     Raises:
-        TypeError: it is no number.
+        TypeError: it is not a number.
         ValueError: it is negative or not a number (nan).
     """
     if isinstance(value, Tensor):

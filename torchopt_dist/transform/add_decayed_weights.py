@@ -36,11 +36,11 @@ def add_decayed_weights(
             or a tree of numbers and tensors, one for each parameter: of one element, or of a shape that broadcasts to
             the parameter's.
         mask: which parameters decay: a tree of bools of the parameters' structure, or a function from the
-            parameters to such a tree (a module-level one, if the transformation is to be pickled). All, if
+            parameters to such a tree (defined at module level, if the transformation is to be pickled). All, if
             not given.
 
     Raises:
-        TypeError: ``weight_decay`` is of another type; from ``update``, the mask has other leaves than bools.
+        TypeError: ``weight_decay`` has the wrong type; from ``update``, the mask has other leaves than bools.
         ValueError: it is negative; from ``update``, ``params`` are missing, or a structure differs.
 
     Example:

@@ -1,4 +1,4 @@
-"""Gradients → the inner transformation's updates if all are finite, none otherwise, and counts of how often not."""
+"""Gradients → the inner transformation's updates if all gradients are finite, else none, and how often that was."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = ["ApplyIfFiniteState", "apply_if_finite"]
 
 
 class ApplyIfFiniteState(NamedTuple):
-    """What :func:`apply_if_finite` remembers."""
+    """The state of :func:`apply_if_finite`."""
 
     consecutive: Tensor
     """Updates left out since the last one that was made: 0-d, int64, on the CPU."""
     total: Tensor
-    """Updates whose gradients were not finite, so far: likewise."""
+    """Updates whose gradients were not finite, so far."""
     inner_state: OptState
     """The state of the inner transformation."""
 
@@ -32,18 +32,19 @@ def apply_if_finite(inner: GradientTransformation, max_consecutive: int) -> Grad
     """Leave out an update where a gradient has an entry that is infinite or not a number.
 
     All updates are then ``None``, which leaves parameters where they are, and the inner state stays as it is. After
-    ``max_consecutive`` such in a row the next one is made all the same, so that a program gone astray shows it.
+    ``max_consecutive`` such updates in a row the next one is made all the same, so that divergence does not go
+    unnoticed.
 
-    The values decide, so it waits for a GPU, and works neither in ``vmap`` nor under
+    It reads the values, so it synchronizes with a GPU, and works neither in ``vmap`` nor under
     ``torch.compile(fullgraph=True)``.
 
     Args:
-        inner: the transformation, a whole optimizer mostly.
+        inner: the transformation, usually a whole optimizer.
         max_consecutive: how many updates in a row may be left out, at least 0.
 
     Raises:
-        TypeError: ``inner`` is no gradient transformation, ``max_consecutive`` no int; from ``update``: a gradient is
-            sparse.
+        TypeError: ``inner`` is not a gradient transformation, ``max_consecutive`` is not an int; from ``update``: a
+            gradient is sparse.
         ValueError: ``max_consecutive`` is negative.
 
     Example:
@@ -94,7 +95,7 @@ def _update(
 
 
 def _are_finite(grads: list[Tensor]) -> bool:
-    """One look at the values a device, not one a tensor."""
+    """Read the values once for each device, not once for each tensor."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for grad in grads:
         by_device.setdefault(grad.device, []).append(grad.detach().isfinite().all())

@@ -39,8 +39,8 @@ def apply_updates(params: Params, updates: Updates, *, inplace: bool = True) -> 
         The parameters moved, in their own dtypes: ``params`` itself if ``inplace``.
 
     Raises:
-        ValueError: the structures differ, or two shapes do; ``inplace`` with one tensor at two leaves that both
-            have an update, as one memory cannot take two results.
+        ValueError: the structures differ, or two shapes do; with ``inplace``, one tensor is at two leaves that both
+            have an update.
 
     Example:
         >>> import torch
@@ -71,7 +71,7 @@ def step_in_place(
     grads: list[OptionalTensor],
     state: OptState,
 ) -> OptState | None:
-    """Move parameters in place, with as few passes over the memory as are known.
+    """Move parameters in place, with as few passes over the memory as possible.
 
     Returns:
         The next state; ``None`` if the given state has been overwritten.
@@ -194,7 +194,7 @@ def _leaves(params: Params, updates: Updates) -> list[OptionalTensor]:
 def _before_fused_step(
     impl: ChainedGradientTransformation, params: Params, grads: Updates, state: OptState, *, inplace: bool
 ) -> tuple[Updates, OptState, OptState]:
-    """What the links before the fused step make of the gradients, their next states, and the states of the others."""
+    """The gradients for the fused step, the next states of the links before it, and the states of the others."""
     first = impl.fused_step.first_link
     if first == 0:
         return grads, (), state

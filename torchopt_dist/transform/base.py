@@ -65,7 +65,7 @@ class UpdateFn(Protocol):
 
 
 class EmptyState(NamedTuple):
-    """The state of a transformation that remembers nothing."""
+    """The state of a transformation without state."""
 
 
 class GradientTransformation(NamedTuple):
@@ -104,15 +104,15 @@ class ChainedGradientTransformation(GradientTransformation):
     ) -> Self:
         """Chain the transformations; none at all is the identity.
 
-        Also the fields, ``init`` and ``update``, make the whole again, as libraries do that take trees apart.
+        The two fields, ``init`` and ``update``, also make the chain again; libraries that take trees apart need that.
 
         Args:
             transformations: the links.
-            fused_step: whole steps that give the numbers of the links and need less memory traffic; those of the last
-                transformation, behind the links before it, if not given.
+            fused_step: whole steps with the same values as the links and less memory traffic; if not given, those of
+                the last transformation, after the links before it.
 
         Raises:
-            TypeError: one of them is no gradient transformation.
+            TypeError: one of them is not a gradient transformation.
         """
         if len(transformations) == 2 and not any(
             isinstance(one, GradientTransformation) for one in transformations
@@ -130,13 +130,13 @@ class ChainedGradientTransformation(GradientTransformation):
 
     @property
     def transformations(self) -> tuple[GradientTransformation, ...]:
-        """The links; if another function has been put in the place of one of the fields, the whole as one link."""
+        """The links; if a field has been replaced by another function, the chain itself is the only link."""
         own = _own_arguments(self)
         return (GradientTransformation(self.init, self.update),) if own is None else own[0]
 
     @property
     def fused_step(self) -> FusedStep:
-        """The whole steps that are known, from gradients to moved parameters."""
+        """Whole steps from gradients to moved parameters, if the chain has any."""
         own = _own_arguments(self)
         return FusedStep() if own is None else own[1]
 
@@ -173,7 +173,7 @@ def _links(transformations: Sequence[Any]) -> tuple[GradientTransformation, ...]
 def _own_arguments(
     impl: GradientTransformation,
 ) -> tuple[tuple[GradientTransformation, ...], FusedStep] | None:
-    """What a chain's functions were made with; ``None`` if they are not those of one chain."""
+    """The arguments of a chain's two functions; ``None`` if they do not belong to one chain."""
     init, update = impl
     if not isinstance(init, partial) or not isinstance(update, partial):
         return None
@@ -217,14 +217,14 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
         One transformation; its state is the tuple of theirs.
 
     Raises:
-        TypeError: one of them is no gradient transformation.
+        TypeError: one of them is not a gradient transformation.
     """
     _links(transformations)  # two that are no transformations are not taken for the fields of a chain
     return ChainedGradientTransformation(*transformations)
 
 
 def stateless(params: Params, /) -> EmptyState:
-    """The ``init`` of a transformation that remembers nothing."""
+    """The ``init`` of a transformation without state."""
     return EmptyState()
 
 

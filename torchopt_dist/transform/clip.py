@@ -26,23 +26,23 @@ def clip_grad_norm(
 ) -> GradientTransformation:
     """Scale all gradients by one factor, so that their norm is at most ``max_norm``.
 
-    The factor is ``min(1, max_norm / (norm + 1e-6))``, as in ``torch.nn.utils.clip_grad_norm_``, and the norm
-    is that of all gradients of one ``update`` in one vector: an :class:`~torchopt_dist.Optimizer` makes one
-    for each parameter group, a :class:`~torchopt_dist.MetaOptimizer` for each module. Its derivative is part
-    of the graph, to any order. Where a norm has no finite derivative (the norm of zeros; an entry of 0 under
-    an order below 2), 0 stands in; where entries share a largest or a least size, each gets an equal part.
+    The factor is ``min(1, max_norm / (norm + 1e-6))``, as in ``torch.nn.utils.clip_grad_norm_``, and the norm is that
+    of all gradients of one ``update`` in one vector: an :class:`~torchopt_dist.Optimizer` makes one for each parameter
+    group, a :class:`~torchopt_dist.MetaOptimizer` for each module. Its derivative is part of the graph, to any order.
+    Where a norm has no finite derivative (the norm of zeros; an entry of 0 under an order below 2), its derivative is
+    taken to be 0; entries that share the largest or the smallest size get equal parts of the derivative.
 
     Args:
         max_norm: a number that is at least 0, or a tensor of one element, which may require grad.
-        norm_type: the order of the norm: any number, ``math.inf`` (or ``'inf'``) for the largest entry,
-            ``-math.inf`` for the least, 0 for the count of entries that are not 0.
-        error_if_nonfinite: raise an error where the norm is infinite or not a number. This looks at the
-            value, so ``vmap`` and ``torch.compile(fullgraph=True)`` need it off.
+        norm_type: the order of the norm: any number, ``math.inf`` (or ``'inf'``) for the largest entry, ``-math.inf``
+            for the smallest, 0 for the number of entries that are not 0.
+        error_if_nonfinite: raise an error where the norm is infinite or NaN. This reads the value, so it does not work
+            in ``vmap`` and under ``torch.compile(fullgraph=True)``.
 
     Raises:
-        TypeError: an argument is of another type.
-        ValueError: ``max_norm`` is negative or a tensor of more than one element; ``norm_type`` is no order.
-        RuntimeError: from ``update``: the norm is not finite, if that is asked for.
+        TypeError: an argument has the wrong type.
+        ValueError: ``max_norm`` is negative or a tensor of more than one element; ``norm_type`` is not an order.
+        RuntimeError: from ``update``: the norm is not finite, and ``error_if_nonfinite`` is set.
 
     Example:
         >>> import torch
@@ -65,7 +65,7 @@ def clip_grad_value(clip_value: HyperParameter) -> GradientTransformation:
         clip_value: a number that is at least 0, or a tensor of one element, which may require grad.
 
     Raises:
-        TypeError: it is of another type.
+        TypeError: the argument has the wrong type.
         ValueError: it is negative, or a tensor of more than one element.
         RuntimeError: from ``update``: a gradient is complex.
 

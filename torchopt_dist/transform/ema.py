@@ -18,7 +18,7 @@ __all__ = ["EmaState", "ema"]
 
 
 class EmaState(NamedTuple):
-    """What :func:`ema` remembers."""
+    """The state of :func:`ema`."""
 
     exp_avg: TensorTree
     """The running averages: a tensor a parameter, of its shape and dtype."""
@@ -34,10 +34,10 @@ def ema(
     Args:
         decay: a number that is at least 0 and below 1, or a tensor of one element, which may require grad.
         debias: correct for the average's start at 0, as Adam does.
-        moment_requires_grad: the first averages are leaves that require grad.
+        moment_requires_grad: make the initial averages leaves that require grad.
 
     Raises:
-        TypeError: ``decay`` is of another type.
+        TypeError: ``decay`` has the wrong type.
         ValueError: it is out of its range.
 
     Example:

@@ -24,8 +24,8 @@ Hook: TypeAlias = Callable[[Tensor], Tensor | None]
 def register_hook(hook: Hook) -> GradientTransformation:
     """Run a hook on the gradient of each update, as ``Tensor.register_hook``.
 
-    The updates go through unchanged. In a meta-gradient's backward pass, what flows back through them goes
-    through ``hook``. Updates that do not require grad have no backward pass and are left out.
+    The updates are not changed. In the backward pass of a meta-gradient, the gradient of each update goes through
+    ``hook``. Updates that do not require grad have no backward pass and are left out.
 
     Args:
         hook: the gradient → another one, or ``None`` to leave it as it is; a module-level function, if the
@@ -67,15 +67,15 @@ def nan_to_num_hook(
     """Make a hook that replaces the entries of a gradient that are not finite, as ``torch.nan_to_num``.
 
     Args:
-        nan: stands in for NaN.
-        posinf: stands in for infinity; the largest number of the gradient's dtype, if not given.
-        neginf: stands in for minus infinity; the least number of the dtype, if not given.
+        nan: the replacement for NaN.
+        posinf: the replacement for infinity; the largest number of the gradient's dtype, if not given.
+        neginf: the replacement for minus infinity; the least number of the dtype, if not given.
 
     Returns:
         A hook for :func:`register_hook`.
 
     Raises:
-        TypeError: an argument is no number.
+        TypeError: an argument is not a number.
 
     Example:
         >>> import torch

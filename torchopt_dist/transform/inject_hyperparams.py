@@ -21,7 +21,7 @@ Constructor = Callable[..., GradientTransformation]
 
 
 class InjectHyperparamsState(NamedTuple):
-    """What a transformation made by :func:`inject_hyperparams` remembers."""
+    """The state of a transformation made by :func:`inject_hyperparams`."""
 
     step: Tensor
     """Updates made so far: 0-d, int64, on the CPU."""
@@ -35,19 +35,19 @@ def inject_hyperparams(constructor: Constructor, static_args: Collection[str] = 
     """Keep the hyper-parameters of a transformation in its state, so that any of them can be a schedule.
 
     Each argument that is a number or a function of the number of updates made so far is in ``state.hyperparams``, by
-    its name, from the first state on. So a logger reads it, and a ``state_dict`` has it. Where a number was given, what
-    the state holds goes: put another tensor there to change it. A schedule says its own anew after each update.
-    As in optax.
+    its name, from the first state on. So a logger can read it, and a ``state_dict`` has it. To change a number, put
+    another tensor in its place in the state. The value of a schedule is computed again after each update. As in optax.
 
     Args:
         constructor: a function such as :func:`~torchopt_dist.adam`.
-        static_args: names of arguments that are passed on as they are: functions that are no schedules, such as a
-            mask, and numbers that shape the state, such as ``initial_scale``.
+        static_args: names of arguments that are passed on as they are: functions that are not schedules, such as a
+            mask, and numbers that ``init`` reads, such as ``initial_scale``.
 
     Returns:
-        A function with the arguments of ``constructor``. Those that are not given have its defaults, and are not in
-        the state; so it is with bools, tensors, and tuples. The transformation that it makes gives ``constructor``
-        tensors of one element, so a hyper-parameter that is 0 leaves no term out, and no fused kernel runs.
+        A function with the arguments of ``constructor``. Arguments that are not given have its defaults and are not in
+        the state; bools, tensors and tuples are not in the state either. The transformation that it makes gives
+        ``constructor`` tensors of one element, so no term is left out where a hyper-parameter is 0, and no fused kernel
+        runs.
 
     Raises:
         TypeError: ``constructor`` is not callable, or ``static_args`` has a name that it does not take.

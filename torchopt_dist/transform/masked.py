@@ -17,7 +17,7 @@ Mask: TypeAlias = Any | Callable[[Params], Any] | None
 
 
 class MaskedState(NamedTuple):
-    """What :func:`masked` remembers."""
+    """The state of :func:`masked`."""
 
     inner_state: OptState
     """The state of the inner transformation, ``None`` at the leaves that the mask does not choose."""
@@ -26,19 +26,19 @@ class MaskedState(NamedTuple):
 def masked(inner: GradientTransformation, mask: Mask = None) -> GradientTransformation:
     """Apply a transformation to some leaves only.
 
-    For all other leaves ``inner`` is given ``None``: it keeps no state for them, and their updates pass through as
-    they are. A transformation that looks at all updates, such as the norm of
-    :func:`~torchopt_dist.clip_grad_norm`, then looks at the chosen ones.
+    For all other leaves ``inner`` is given ``None``: it keeps no state for them, and their updates pass through as they
+    are. A transformation that combines all updates, as :func:`~torchopt_dist.clip_grad_norm` does in its norm, then
+    combines the chosen ones only.
 
     Args:
         inner: the transformation.
         mask: which leaves ``inner`` transforms: a tree of bools of the parameters' structure, or a function from the
-            parameters to such a tree (a module-level one, if the transformation is to be pickled). The
+            parameters to such a tree (defined at module level, if the transformation is to be pickled). The
             function runs in ``init`` and in each ``update``, so its answer must stay the same: it may look
             at names and shapes, not at values. All, if not given.
 
     Raises:
-        TypeError: ``inner`` is no gradient transformation; from ``init`` and ``update``, the mask has other
+        TypeError: ``inner`` is not a gradient transformation; from ``init`` and ``update``, the mask has other
             leaves than bools.
         ValueError: from ``init`` and ``update``: the mask has another structure, or is a function and
             ``params`` are missing.
@@ -94,7 +94,7 @@ def _hide(leaves: list[Any], choices: list[bool], spec: pytree.PyTreeSpec) -> An
 
 
 def choices_of(spec: pytree.PyTreeSpec, mask: Mask, params: Params | None) -> list[bool]:
-    """What a mask says of each leaf.
+    """The values of a mask, one for each leaf.
 
     Args:
         spec: the structure of the parameters.

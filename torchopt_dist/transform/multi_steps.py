@@ -1,4 +1,4 @@
-"""Gradients of several batches → the inner transformation's update of their mean, at every so many-th of them."""
+"""Gradients of several batches → once for all of them, the inner transformation's update of their mean."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["MultiStepsState", "multi_steps"]
 
 
 class MultiStepsState(NamedTuple):
-    """What :func:`multi_steps` remembers."""
+    """The state of :func:`multi_steps`."""
 
     mini_step: Tensor
     """Gradients gathered since the inner transformation's last update: 0-d, int64, on the CPU."""
@@ -32,17 +32,19 @@ class MultiStepsState(NamedTuple):
 
 
 def multi_steps(inner: GradientTransformation, every: int) -> GradientTransformation:
-    """Gather the gradients of ``every`` updates, and give ``inner`` their mean: a batch ``every`` times as large.
+    """Accumulate the gradients of ``every`` updates, and give ``inner`` their mean: a batch ``every`` times as large.
 
-    In between, all updates are ``None``, which leaves parameters where they are. A parameter that has had no gradient
-    in one of them counts as one with a gradient of 0 there; one that has had none in all of them stays, with its state.
+    In between, all updates are ``None``, which leaves parameters where they are. A parameter without a gradient in one
+    of them counts as having the gradient 0 there; a parameter without a gradient in all of them stays as it is, and so
+    does its state.
 
     Args:
-        inner: the transformation, a whole optimizer mostly.
-        every: how many updates to gather, at least 1.
+        inner: the transformation, usually a whole optimizer.
+        every: how many updates to accumulate, at least 1.
 
     Raises:
-        TypeError: ``inner`` is no gradient transformation, ``every`` no int; from ``update``: a gradient is sparse.
+        TypeError: ``inner`` is not a gradient transformation, ``every`` is not an int; from ``update``: a gradient is
+            sparse.
         ValueError: ``every`` is less than 1.
 
     Example:

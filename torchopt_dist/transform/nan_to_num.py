@@ -22,16 +22,17 @@ def nan_to_num(
 ) -> GradientTransformation:
     """Replace entries that are not finite, as ``torch.nan_to_num``.
 
-    A replaced entry is a constant: no gradient passes it, though a graph that makes NaN going forward often
-    makes NaN going back as well. Of a complex entry the real and the imaginary part are replaced each.
+    A replaced entry is a constant, so no gradient flows through it. But a graph that computes NaN in the forward pass
+    often computes NaN in the backward pass as well. The real and the imaginary part of a complex entry are replaced
+    separately.
 
     Args:
-        nan: stands in for NaN.
-        posinf: stands in for infinity; the largest number of the gradient's dtype, if not given.
-        neginf: stands in for minus infinity; the least number of the dtype, if not given.
+        nan: the replacement for NaN.
+        posinf: the replacement for infinity; the largest number of the gradient's dtype, if not given.
+        neginf: the replacement for minus infinity; the least number of the dtype, if not given.
 
     Raises:
-        TypeError: an argument is no number.
+        TypeError: an argument is not a number.
 
     Example:
         >>> import torch
@@ -58,7 +59,7 @@ def check_replacements(nan: Any, posinf: Any, neginf: Any) -> None:
 
 
 def replace_nonfinite(nan: float, posinf: float | None, neginf: float | None, x: Tensor) -> Tensor:
-    """``torch.nan_to_num``, and for complex tensors too with a derivative, which torch has not."""
+    """``torch.nan_to_num``, with a derivative for complex tensors too, which torch does not have."""
     parts = as_real([x])
     replaced = [torch.nan_to_num(part, nan, posinf, neginf) for part in parts]
     return as_complex(replaced, [x])[0]

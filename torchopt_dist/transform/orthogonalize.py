@@ -32,23 +32,24 @@ def orthogonalize(
 ) -> GradientTransformation:
     """Muon's direction: each matrix ``X`` made nearly orthogonal, times a factor for its shape.
 
-    From ``X / max(|X|, eps)`` on, Frobenius norm, ``ns_steps`` times ``X = a X + (b A + c A^2) X`` with ``A = X X^T``,
-    of the transposed matrix if that is wider. With the default coefficients five steps take singular values to about
-    0.7 to 1.2; ``(2, -1.5, 0.5)`` converges to 1, in more steps. [Jordan et al. 2024, Muon: An optimizer for hidden
-    layers in neural networks.] It computes in the matrix's own dtype, and in float32 for half precision, where
-    ``torch.optim.Muon`` computes in bfloat16; so derivatives are those of the values.
+    It starts from ``X / max(|X|, eps)``, with the Frobenius norm, and computes ``X = a X + (b A + c A^2) X`` with ``A =
+    X X^T`` ``ns_steps`` times; a matrix with more rows than columns is transposed for that. With the default
+    coefficients five steps take singular values to about 0.7 to 1.2; ``(2, -1.5, 0.5)`` converges to 1, in more steps.
+    [Jordan et al. 2024, Muon: An optimizer for hidden layers in neural networks.] It computes in the matrix's own
+    dtype, and in float32 for half precision, where ``torch.optim.Muon`` computes in bfloat16; so derivatives are those
+    of the values.
 
     Args:
         ns_coefficients: three numbers ``a``, ``b``, ``c``.
         ns_steps: how many iterations, at least 1.
-        eps: the least norm to divide by, at least 0.
+        eps: the smallest norm by which a matrix is divided, at least 0.
         adjust_lr_fn: the factor, for a matrix of ``r`` rows and ``c`` columns: ``'original'``, the default,
             ``sqrt(max(1, r / c))``; ``'match_rms_adamw'``: ``0.2 * sqrt(max(r, c))``, which fits Adam's learning rates
             [Liu et al. 2025, Muon is Scalable for LLM Training].
 
     Raises:
-        TypeError: an argument is of another type; from ``init``: a leaf is a complex matrix.
-        ValueError: one is out of its range; from ``init``: a leaf has not two dimensions.
+        TypeError: an argument has the wrong type; from ``init``: a leaf is a complex matrix.
+        ValueError: an argument is out of its range; from ``init``: a leaf has not two dimensions.
 
     Example:
         >>> import torch

@@ -17,7 +17,7 @@ Labels: TypeAlias = Any | Callable[[Params], Any]
 
 
 class PartitionState(NamedTuple):
-    """What :func:`partition` remembers."""
+    """The state of :func:`partition`."""
 
     inner_states: dict[str, OptState]
     """The state of each transformation, by its label, with ``None`` at the leaves of the others."""
@@ -28,8 +28,8 @@ def partition(
 ) -> GradientTransformation:
     """Transform each leaf by the transformation of its label.
 
-    A transformation that looks at all updates, such as the norm of :func:`~torchopt_dist.clip_grad_norm`, looks at
-    those of its label.
+    A transformation that combines all updates, as :func:`~torchopt_dist.clip_grad_norm` does in its norm, combines
+    those of its label only.
 
     Args:
         transformations: the transformations by label.
@@ -40,7 +40,7 @@ def partition(
             its answer must stay the same: it may look at names and shapes, not at values.
 
     Raises:
-        TypeError: ``transformations`` is no mapping from texts to gradient transformations.
+        TypeError: ``transformations`` is not a mapping from texts to gradient transformations.
         ValueError: there are none; from ``init`` and ``update``: a label is none of ``transformations``, the labels
             have another structure, or are a function and ``params`` are missing.
 

@@ -1,4 +1,4 @@
-"""Updates → the updates times a number, a tensor, or what a schedule says.
+"""Updates → the updates times a number, a tensor, or the value of a schedule.
 
 A learning rate given as a tensor gets its exact gradient, to any order.
 """
@@ -39,7 +39,7 @@ class _Scale(GradientTransformation):
 
 
 class ScaleByScheduleState(NamedTuple):
-    """What :func:`scale_by_schedule` remembers."""
+    """The state of :func:`scale_by_schedule`."""
 
     step: Tensor
     """Updates made so far: 0-d, int64, on the CPU."""
@@ -62,7 +62,7 @@ def scale(step_size: HyperParameter) -> GradientTransformation:
 
 
 def scale_by_schedule(step_size_fn: Schedule) -> GradientTransformation:
-    """Multiply updates by what a schedule says.
+    """Multiply updates by the value of a schedule.
 
     Args:
         step_size_fn: the number of updates made so far → a factor. It is given a 0-d float64 tensor on the

@@ -17,12 +17,12 @@ __all__ = ["ScaleByAdadeltaState", "scale_by_adadelta"]
 
 
 class ScaleByAdadeltaState(NamedTuple):
-    """What :func:`scale_by_adadelta` remembers; the names are those of ``torch.optim.Adadelta``."""
+    """The state of :func:`scale_by_adadelta`; the names are those of ``torch.optim.Adadelta``."""
 
     square_avg: TensorTree
     """Running averages of the squared gradients: a tensor a parameter, of its shape and dtype."""
     acc_delta: TensorTree
-    """Running averages of the squared steps, likewise."""
+    """Running averages of the squared steps."""
 
 
 def scale_by_adadelta(
@@ -38,11 +38,11 @@ def scale_by_adadelta(
         rho: decay of the averages; a number that is at least 0 and below 1, or a tensor of one element, which may
             require grad.
         eps: added below both roots, at least 0; a number or a tensor of one element.
-        moment_requires_grad: the first averages are leaves that require grad.
+        moment_requires_grad: make the initial averages leaves that require grad.
 
     Raises:
-        TypeError: an argument is of another type.
-        ValueError: one is out of its range.
+        TypeError: an argument has the wrong type.
+        ValueError: an argument is out of its range.
 
     Example:
         >>> import torch

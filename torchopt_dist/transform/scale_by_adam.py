@@ -19,21 +19,21 @@ __all__ = ["ScaleByAdamState", "ScaleByAmsgradState", "scale_by_adam"]
 
 
 class ScaleByAdamState(NamedTuple):
-    """What :func:`scale_by_adam` remembers; the names are those of ``torch.optim.Adam``."""
+    """The state of :func:`scale_by_adam`; the names are those of ``torch.optim.Adam``."""
 
     exp_avg: TensorTree
     """Running averages of the gradients: a tensor a parameter, of its shape and dtype."""
     exp_avg_sq: TensorTree
-    """Running averages of their squares, likewise."""
+    """Running averages of their squares."""
     step: TensorTree
     """How many gradients each parameter has had: a 0-d float32 tensor each, on the CPU."""
 
 
 class ScaleByAmsgradState(NamedTuple):
-    """What :func:`scale_by_adam` remembers with ``amsgrad``; the names are those of ``torch.optim.Adam``."""
+    """The state of :func:`scale_by_adam` with ``amsgrad``; the names are those of ``torch.optim.Adam``."""
 
     exp_avg: TensorTree
-    """As :class:`ScaleByAdamState`, likewise the other two."""
+    """As in :class:`ScaleByAdamState`; so are the next two."""
     exp_avg_sq: TensorTree
     max_exp_avg_sq: TensorTree
     """The greatest that ``exp_avg_sq`` has been: a tensor a parameter, of its shape and dtype."""
@@ -60,18 +60,19 @@ def scale_by_adam(
     Args:
         b1: decay of the average of the gradients; a number that is at least 0 and below 1, or a tensor of one
             element, which may require grad.
-        b2: decay of the average of their squares; likewise.
+        b2: decay of the average of their squares, with the range and types of ``b1``.
         eps: added to the root, at least 0; a number or a tensor of one element.
-        eps_root: added below the root, likewise. With 0, the root's derivative at 0 is taken to be 0, which is the
-            limit as the gradient goes to 0.
-        moment_requires_grad: the first averages are leaves that require grad, so that one can differentiate with
+        eps_root: added below the root, at least 0; a number or a tensor of one element. With 0, the root's derivative
+            at 0 is taken to be 0, which is the limit as the gradient goes to 0.
+        moment_requires_grad: make the initial averages leaves that require grad, so that one can differentiate with
             respect to them.
-        amsgrad: divide by the greatest average of the squares so far; it has a formula, and no kernel.
-        fused: None uses a kernel where there is one and it helps, False never, True demands it.
+        amsgrad: divide by the largest average of the squares so far. There is no kernel for it: its formula runs.
+        fused: ``None`` uses a kernel where there is one and it helps, ``False`` never uses one, ``True`` raises an
+            error where there is none.
 
     Raises:
-        TypeError: an argument is of another type.
-        ValueError: one is out of its range.
+        TypeError: an argument has the wrong type.
+        ValueError: an argument is out of its range.
         RuntimeError: ``fused=True`` with ``amsgrad``; from ``update``: where there is no kernel; the message says why.
 
     Example:

@@ -18,12 +18,12 @@ __all__ = ["ScaleByAdamaxState", "scale_by_adamax"]
 
 
 class ScaleByAdamaxState(NamedTuple):
-    """What :func:`scale_by_adamax` remembers; the names are those of ``torch.optim.Adamax``."""
+    """The state of :func:`scale_by_adamax`; the names are those of ``torch.optim.Adamax``."""
 
     exp_avg: TensorTree
     """Running averages of the gradients: a tensor a parameter, of its shape and dtype."""
     exp_inf: TensorTree
-    """Their largest absolute values, which decay, likewise."""
+    """Their largest absolute values, which decay."""
     step: TensorTree
     """How many gradients each parameter has had: a 0-d float32 tensor each, on the CPU."""
 
@@ -42,13 +42,13 @@ def scale_by_adamax(
     Args:
         b1: decay of the average; a number that is at least 0 and below 1, or a tensor of one element, which may
             require grad.
-        b2: decay of the largest absolute value; likewise.
+        b2: decay of the largest absolute value, with the range and types of ``b1``.
         eps: added to the absolute value, at least 0; a number or a tensor of one element.
-        moment_requires_grad: the first state's tensors are leaves that require grad.
+        moment_requires_grad: make the initial state's tensors leaves that require grad.
 
     Raises:
-        TypeError: an argument is of another type.
-        ValueError: one is out of its range.
+        TypeError: an argument has the wrong type.
+        ValueError: an argument is out of its range.
 
     Example:
         >>> import torch

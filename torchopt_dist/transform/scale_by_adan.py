@@ -19,16 +19,16 @@ __all__ = ["ScaleByAdanState", "scale_by_adan"]
 
 
 class ScaleByAdanState(NamedTuple):
-    """What :func:`scale_by_adan` remembers."""
+    """The state of :func:`scale_by_adan`."""
 
     exp_avg: TensorTree
     """Running averages of the gradients: a tensor a parameter, of its shape and dtype."""
     exp_avg_diff: TensorTree
-    """Running averages of their changes, likewise."""
+    """Running averages of their changes."""
     exp_avg_sq: TensorTree
-    """Running averages of the squares of the gradients that look ahead, likewise."""
+    """Running averages of the squares of the gradients that look ahead."""
     last_grad: TensorTree
-    """The last gradients, likewise."""
+    """The last gradients."""
     step: TensorTree
     """How many gradients each parameter has had: a 0-d float32 tensor each, on the CPU."""
 
@@ -49,15 +49,15 @@ def scale_by_adan(
     Args:
         b1: decay of ``m``; a number that is at least 0 and below 1, or a tensor of one element, which may require
             grad.
-        b2: decay of ``d``, likewise.
-        b3: decay of ``n``, likewise.
+        b2: decay of ``d``, with the range and types of ``b1``.
+        b3: decay of ``n``, with the range and types of ``b1``.
         eps: added to the root, at least 0; a number or a tensor of one element. The root's derivative at 0 is taken
             to be 0, which is the limit as the gradient goes to 0.
-        moment_requires_grad: the first averages are leaves that require grad.
+        moment_requires_grad: make the initial averages leaves that require grad.
 
     Raises:
-        TypeError: an argument is of another type.
-        ValueError: one is out of its range.
+        TypeError: an argument has the wrong type.
+        ValueError: an argument is out of its range.
 
     Example:
         >>> import torch

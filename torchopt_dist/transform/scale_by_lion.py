@@ -18,7 +18,7 @@ __all__ = ["ScaleByLionState", "scale_by_lion"]
 
 
 class ScaleByLionState(NamedTuple):
-    """What :func:`scale_by_lion` remembers."""
+    """The state of :func:`scale_by_lion`."""
 
     exp_avg: TensorTree
     """Running averages of the gradients: a tensor a parameter, of its shape and dtype."""
@@ -35,12 +35,12 @@ def scale_by_lion(
     Args:
         b1: decay of the average that the sign is taken of; a number that is at least 0 and below 1, or a tensor of one
             element, which may require grad.
-        b2: decay of the average that is kept, likewise.
-        moment_requires_grad: the first averages are leaves that require grad.
+        b2: decay of the average that is kept, with the range and types of ``b1``.
+        moment_requires_grad: make the initial averages leaves that require grad.
 
     Raises:
-        TypeError: an argument is of another type.
-        ValueError: one is out of its range.
+        TypeError: an argument has the wrong type.
+        ValueError: an argument is out of its range.
 
     Example:
         >>> import torch

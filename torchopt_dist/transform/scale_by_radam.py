@@ -1,4 +1,4 @@
-"""Gradients → RAdam's direction: Adam's, by as much as its denominator is to be trusted yet."""
+"""Gradients → RAdam's direction: momentum at first, and Adam's once its denominator has a small enough variance."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ TRUSTED = 5.0
 
 
 class ScaleByRAdamState(NamedTuple):
-    """What :func:`scale_by_radam` remembers; the names are those of ``torch.optim.RAdam``."""
+    """The state of :func:`scale_by_radam`; the names are those of ``torch.optim.RAdam``."""
 
     exp_avg: TensorTree
     """Running averages of the gradients: a tensor a parameter, of its shape and dtype."""
     exp_avg_sq: TensorTree
-    """Running averages of their squares, likewise."""
+    """Running averages of their squares."""
     step: TensorTree
     """How many gradients each parameter has had: a 0-d float32 tensor each, on the CPU."""
 
@@ -43,24 +43,24 @@ def scale_by_radam(
     eps: HyperParameter = 1e-6,
     moment_requires_grad: bool = False,
 ) -> GradientTransformation:
-    """RAdam's direction: ``m / (1 - b1**t)``, in time times ``r * sqrt(1 - b2**t) / (sqrt(v) + eps)``.
+    """RAdam's direction: ``m / (1 - b1**t)``, later also times ``r * sqrt(1 - b2**t) / (sqrt(v) + eps)``.
 
     ``m`` and ``v`` are the running averages of the gradients and of their squares, ``t`` their number. The second
-    factor comes in when the average ``v`` is as good as one over more than 5 gradients, and
-    ``r`` then makes up for its variance. [Liu et al. 2020, On the Variance of the Adaptive Learning Rate and Beyond,
-    algorithm 2; 5 for the paper's 4, and ``eps``, as in ``torch.optim.RAdam``.]
+    factor is used once the effective length of the average ``v`` is more than 5 gradients; ``r`` then corrects for its
+    variance. [Liu et al. 2020, On the Variance of the Adaptive Learning Rate and Beyond, algorithm 2; 5 for the paper's
+    4, and ``eps``, as in ``torch.optim.RAdam``.]
 
     Args:
         b1: decay of the average of the gradients; a number that is at least 0 and below 1, or a tensor of one
             element, which may require grad.
-        b2: decay of the average of their squares; likewise.
+        b2: decay of the average of their squares, with the range and types of ``b1``.
         eps: added to the root, at least 0; a number or a tensor of one element. The root's derivative at 0 is taken
             to be 0, which is the limit as the gradient goes to 0.
-        moment_requires_grad: the first averages are leaves that require grad.
+        moment_requires_grad: make the initial averages leaves that require grad.
 
     Raises:
-        TypeError: an argument is of another type.
-        ValueError: one is out of its range.
+        TypeError: an argument has the wrong type.
+        ValueError: an argument is out of its range.
 
     Example:
         >>> import torch
@@ -115,7 +115,7 @@ def _length(b2: HyperParameter, t: HyperParameter, bias_correction2: HyperParame
 def _plain(
     b2: HyperParameter, t: HyperParameter, bias_correction1: HyperParameter, bias_correction2: HyperParameter
 ) -> HyperParameter:
-    """The factor of the average as it is: 0 as soon as the denominator is trusted."""
+    """The factor of the average by itself: 0 as soon as the denominator is used."""
     length = _length(b2, t, bias_correction2)
     if isinstance(length, Tensor):
         return torch.where(length > TRUSTED, 0.0, 1 / bias_correction1)
@@ -125,7 +125,7 @@ def _plain(
 def _adaptive(
     b2: HyperParameter, t: HyperParameter, bias_correction1: HyperParameter, bias_correction2: HyperParameter
 ) -> HyperParameter:
-    """The factor of the average over its denominator: 0 until that is trusted."""
+    """The factor of the average over its denominator: 0 until the denominator is used."""
     length, longest = _length(b2, t, bias_correction2), 2 / (1 - b2) - 1
     trusted = length > TRUSTED
     if isinstance(trusted, Tensor):  # what is not taken must be finite, or its derivative is none

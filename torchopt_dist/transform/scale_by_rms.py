@@ -20,19 +20,19 @@ __all__ = ["ScaleByRmsState", "ScaleByStddevState", "scale_by_rms", "scale_by_st
 
 
 class ScaleByRmsState(NamedTuple):
-    """What :func:`scale_by_rms` remembers; the names are those of ``torch.optim.RMSprop``."""
+    """The state of :func:`scale_by_rms`; the names are those of ``torch.optim.RMSprop``."""
 
     square_avg: TensorTree
     """Running averages of the squared gradients: a tensor a parameter, of its shape and dtype."""
 
 
 class ScaleByStddevState(NamedTuple):
-    """What :func:`scale_by_stddev` remembers; the names are those of ``torch.optim.RMSprop``."""
+    """The state of :func:`scale_by_stddev`; the names are those of ``torch.optim.RMSprop``."""
 
     square_avg: TensorTree
     """Running averages of the squared gradients: a tensor a parameter, of its shape and dtype."""
     grad_avg: TensorTree
-    """Running averages of the gradients, likewise."""
+    """Running averages of the gradients."""
 
 
 def scale_by_rms(
@@ -53,12 +53,13 @@ def scale_by_rms(
         eps: added to the root, at least 0; a number or a tensor of one element. The root's derivative at 0 is taken
             to be 0, which is the limit as the gradient goes to 0.
         initial_scale: the average at the start, at least 0.
-        moment_requires_grad: the first averages are leaves that require grad.
-        fused: None uses a kernel where there is one, False never, True demands it.
+        moment_requires_grad: make the initial averages leaves that require grad.
+        fused: ``None`` uses a kernel where there is one, ``False`` never uses one, ``True`` raises an error where there
+            is none.
 
     Raises:
-        TypeError: an argument is of another type.
-        ValueError: one is out of its range.
+        TypeError: an argument has the wrong type.
+        ValueError: an argument is out of its range.
         RuntimeError: from ``update``: ``fused=True`` where there is no kernel; the message says why.
 
     Example:
@@ -87,7 +88,7 @@ def scale_by_stddev(
     """As :func:`scale_by_rms`, over ``sqrt(v - m**2) + eps``, where ``m`` is the running average of the gradients.
 
     That is ``torch.optim.RMSprop(centered=True)``, but for a variance ``v - m**2`` that rounding makes negative, as it
-    may where gradients stay the same: it is 0 here, and its root is no number in torch. [Graves 2013, Generating
+    may where gradients stay the same: it is 0 here, and its root is not a number in torch. [Graves 2013, Generating
     Sequences With Recurrent Neural Networks, equations 38 to 45.]
 
     Example:

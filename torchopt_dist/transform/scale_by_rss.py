@@ -18,7 +18,7 @@ __all__ = ["ScaleByRssState", "scale_by_rss"]
 
 
 class ScaleByRssState(NamedTuple):
-    """What :func:`scale_by_rss` remembers; the name is that of ``torch.optim.Adagrad``."""
+    """The state of :func:`scale_by_rss`; the name is that of ``torch.optim.Adagrad``."""
 
     sum: TensorTree
     """Sums of the squared gradients: a tensor a parameter, of its shape and dtype."""
@@ -35,11 +35,11 @@ def scale_by_rss(
         initial_accumulator_value: the sum at the start, at least 0.
         eps: added to the root, at least 0; a number or a tensor of one element. The root's derivative at 0 is taken
             to be 0, which is the limit as the gradient goes to 0.
-        moment_requires_grad: the first sums are leaves that require grad.
+        moment_requires_grad: make the initial sums leaves that require grad.
 
     Raises:
-        TypeError: an argument is of another type.
-        ValueError: one is out of its range.
+        TypeError: an argument has the wrong type.
+        ValueError: an argument is out of its range.
         TypeError: from ``update``: a gradient is sparse, where a graph may be recorded. Under ``torch.no_grad`` the
             direction of a sparse gradient is sparse, too.
 

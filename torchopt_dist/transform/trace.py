@@ -17,7 +17,7 @@ __all__ = ["TraceState", "check_momentum", "trace"]
 
 
 class TraceState(NamedTuple):
-    """What :func:`trace` remembers."""
+    """The state of :func:`trace`."""
 
     momentum_buffer: TensorTree
     """The running sums: a tensor a parameter, of its shape and dtype."""
@@ -57,13 +57,13 @@ def trace(
         momentum: how much of the running sum stays; a number that is at least 0 (0: the identity), or a
             tensor of one element, which may require grad.
         dampening: how much of a gradient is left out, from the second one on; as ``momentum``.
-        nesterov: look ahead.
-        moment_requires_grad: the first running sums are leaves that require grad, so that one can
+        nesterov: use Nesterov's look-ahead.
+        moment_requires_grad: make the initial running sums leaves that require grad, so that one can
             differentiate with respect to them.
 
     Raises:
-        TypeError: an argument is of another type.
-        ValueError: one is negative, or ``nesterov`` comes without a momentum or with dampening.
+        TypeError: an argument has the wrong type.
+        ValueError: an argument is negative, or ``nesterov`` comes without a momentum or with dampening.
 
     Example:
         >>> import torch
