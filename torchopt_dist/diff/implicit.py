@@ -42,28 +42,29 @@ def custom_root(
 ) -> Callable[[Callable[P, Any]], Callable[P, Any]]:
     """Decorate a solver ``solver(init, *args)``: its solution ``x`` fulfils ``optimality_fn(x, *args) = 0``.
 
-    For a minimum the optimality function is the objective's gradient. The gradients are right to any order, under
-    ``torch.func`` and ``vmap`` as well, if the solution is one. An optimality function under ``parallelize`` is
-    evaluated on the workers: in one call, and one backward pass through that call for each product that the linear
+    For a minimum the optimality function is the objective's gradient. If the solver has found a solution, the gradients
+    are exact to any order, under ``torch.func`` and ``vmap`` as well. An optimality function under ``parallelize`` is
+    evaluated on the workers: by one call, and by one backward pass through that call for each product that the linear
     solver asks for.
 
     Args:
         optimality_fn: the solution and the solver's other arguments → a tree of the solution's structure and shapes.
-        argnums: positions among the solver's arguments, trees of tensors, that get a gradient. The initial guess, 0,
-            has none.
-        has_aux: the solver returns ``(solution, anything)``; the latter has no gradient.
+        argnums: positions of the solver's arguments that get a gradient; these are trees of tensors. The initial guess,
+            position 0, has no gradient.
+        has_aux: whether the solver returns a pair ``(solution, aux)``; ``aux`` may be anything and has no gradient.
         solve: the linear solver, from ``torchopt_dist.linear_solve``, or any function ``solve(matvec, b)``;
-            ``solve_normal_cg()``, if not given. For a minimum ``solve_cg`` does, as a Hessian is symmetric.
+            ``solve_normal_cg()``, if not given. For a minimum ``solve_cg()`` is enough, since a Hessian is symmetric.
         adjoint: how the gradient is taken: ``'implicit'``, or ``'unrolled'`` through the solver's own steps, which
             then must be differentiable.
 
     Returns:
-        The decorator. The solver that it makes runs on detached arguments, positional or keyword ones as before.
+        The decorator. The decorated solver takes the same arguments, by position or by keyword, and runs on detached
+        ones.
 
     Raises:
         ValueError: ``argnums`` has a position below 1, or one that a call does not fill; ``adjoint`` is unknown; or, in
             backward, the optimality function returns another structure or other shapes than the solution's.
-        TypeError: an argument is of another type, or the solution has a leaf that is no floating-point tensor.
+        TypeError: an argument has the wrong type, or the solution has a leaf that is not a floating-point tensor.
 
     Example:
         >>> import torch
@@ -120,8 +121,8 @@ def custom_fixed_point(
 ) -> Callable[[Callable[P, Any]], Callable[P, Any]]:
     """Decorate a solver ``solver(init, *args)``: its solution ``x`` fulfils ``x = fixed_point_fn(x, *args)``.
 
-    Otherwise as :func:`custom_root`, of ``x - fixed_point_fn(x, *args)``. Where the iteration converges, so does
-    ``solve=linear_solve.solve_neumann()``.
+    All else is as in :func:`custom_root`, whose optimality function is ``x - fixed_point_fn(x, *args)`` here. Where the
+    fixed-point iteration converges, ``solve=linear_solve.solve_neumann()`` converges, too.
 
     Args:
         fixed_point_fn: the solution and the solver's other arguments → a tree of the solution's structure and shapes.
@@ -190,7 +191,7 @@ def attach(
 
 @dataclass(frozen=True)
 class _Equation:
-    """``F(x, tensors)``, all as lists: the optimality function with every tensor among its arguments taken out."""
+    """``F(x, tensors)`` of lists: the optimality function as a function of all tensors among its arguments."""
 
     function: Callable[..., TensorTree]
     spec: pytree.PyTreeSpec
@@ -231,12 +232,12 @@ class _Root(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
-        """There is none."""
+        """There is no forward-mode derivative."""
         refuse_forward_mode()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """``(∂F/∂x)ᴴ u = x's gradient``, and ``θ``'s is ``-(∂F/∂θ)ᴴ u``."""
+        """Solve ``(∂F/∂x)ᴴ u = x's gradient``; the gradient of ``θ`` is ``-(∂F/∂θ)ᴴ u``."""
         x, others = list(ctx.saved_tensors[: ctx.count]), list(ctx.saved_tensors[ctx.count :])
         wanted = ctx.needs_input_grad[3 + ctx.count :]
         way = _once if not torch.is_grad_enabled() and not transforms_are_active() else _differentiably
@@ -269,7 +270,7 @@ def _once(
     wanted: Sequence[bool],
     grads: Tensors,
 ) -> list[Tensor | None]:
-    """The function is evaluated a single time, and its graph serves all products."""
+    """The gradients, with a single evaluation of the function, whose graph serves all products."""
     with torch.enable_grad():
         point = [leaf.detach().requires_grad_() for leaf in x]
         given = [
@@ -333,7 +334,7 @@ def _bound(
 
 
 def _cut(tree: Any, *, keep: bool = False) -> Any:
-    """The tensors without their history; those that are to ``keep`` it require grad as before."""
+    """The tree with tensors detached from their history; with ``keep`` they require grad as before."""
 
     def cut(tensor: Tensor) -> Tensor:
         detached = tensor.detach()

@@ -1,4 +1,4 @@
-"""A loss, an optimizer, parameters and batches → adapted parameters, with a gradient that is taken as an argument says.
+"""A loss, an optimizer, parameters, batches → adapted parameters, with a gradient that the adjoint defines.
 
 The steps are the same whatever the adjoint; it decides what is kept of them and what a backward pass does.
 """
@@ -26,7 +26,7 @@ __all__ = ["InnerLoopResult", "inner_loop"]
 
 
 class InnerLoopResult(NamedTuple):
-    """What an inner loop came to."""
+    """The result of :func:`inner_loop`."""
 
     params: Any
     """The adapted parameters, connected as the adjoint says: a module for a module, with the last buffers; otherwise a
@@ -55,38 +55,38 @@ def inner_loop(
 ) -> InnerLoopResult:
     """Train for some steps, so that gradients flow through the training.
 
-    Gradients flow to the first parameters, to what ``meta`` lists, to hyper-parameters of the optimizer given as
-    tensors, to the first state, and to tensors of ``batches`` that require grad. How they are taken, and at what cost,
-    is the adjoint's matter; the numbers that come out are the same for all.
+    Gradients flow to the initial parameters, to what ``meta`` lists, to hyper-parameters of the optimizer given as
+    tensors, to the initial state, and to tensors of ``batches`` that require grad. The adjoint decides how gradients
+    are taken, and at what cost; the values that the loop computes are the same for all adjoints.
 
     Args:
         loss: ``loss(params, batch)``, or ``loss(params)`` if ``batches`` is a number, → a tensor of one element; with
-            ``has_aux`` a pair of such a tensor and anything. It may close over what ``meta`` lists.
+            ``has_aux`` a pair of such a tensor and any value. The loss may close over what ``meta`` lists.
         optimizer: a gradient transformation, such as ``todist.adam(lr=0.1)``; hyper-parameters are numbers, tensors or
             schedules.
-        params: the first parameters: a module, which is left as it is, or a tree of tensors. Those that do not require
-            grad are frozen, and a tied one is moved once.
-        batches: a sequence with a batch a step (a list, a tensor's first dimension), a function from the number of the
-            step, which begins at 0, to the batch, or a number of steps for a loss without data. Adjoints that run
-            steps again read a batch again.
-        meta: tensors that the loss, or a function of batches, uses from outside and that are to get gradients: a tree
-            of tensors and modules.
+        params: the initial parameters: a module, which is not changed, or a tree of tensors. Parameters that do not
+            require grad are frozen, and tied parameters are moved once.
+        batches: a sequence with one batch for each step, such as a list, or a tensor whose rows are the batches; a
+            function from the step's number, counted from 0, to its batch; or the number of steps, for a loss without
+            data. Adjoints that run steps again read their batches again.
+        meta: a tree of tensors and modules from outside that ``loss`` or a function ``batches`` uses, and that are to
+            get gradients.
         adjoint: how the gradient is taken: :class:`~torchopt_dist.Recorded`, :class:`~torchopt_dist.Replayed`,
             :class:`~torchopt_dist.Truncated`, :class:`~torchopt_dist.FirstOrder`, :class:`~torchopt_dist.Reptile`,
             :class:`~torchopt_dist.FiniteDifference`, :class:`~torchopt_dist.SAMA`, :class:`~torchopt_dist.Implicit`,
             :class:`~torchopt_dist.EvolutionStrategies`, :class:`~torchopt_dist.PersistentEvolutionStrategies`.
-        state: the optimizer's first state, from ``optimizer.init`` or an earlier result.
-        has_aux: the loss returns a pair.
-        seed: each step draws its random numbers from a seed of its own, made of this one and the step's number; if not
-            given, it is drawn from torch's generator. The generators are afterwards as they were.
-        steps: how many steps there are: needed where ``batches`` is a function; at most the length of a sequence.
-        stop: called after each step with its number and its loss; where it returns true, that was the last step.
+        state: the optimizer's initial state, from ``optimizer.init`` or an earlier result.
+        has_aux: whether the loss returns a pair.
+        seed: an integer from which, with the step's number, each step's own seed is made; if not given, it is drawn
+            from torch's generator. The steps leave the generators as they were.
+        steps: the number of steps. It is needed if ``batches`` is a function, and is at most the length of a sequence.
+        stop: called after each step with its number and its loss; if it returns true, that step is the last one.
 
     Returns:
-        The adapted parameters, the last state, the losses, and what else the loss returned.
+        The adapted parameters, the last state, the losses, and the other values that the loss returned.
 
     Raises:
-        TypeError: an argument is of another type; the loss returns no tensor, or no pair with ``has_aux``.
+        TypeError: an argument has the wrong type; the loss does not return a tensor, or, with ``has_aux``, a pair.
         ValueError: there are no parameters to move; ``batches`` has fewer than ``steps``; the loss has more than one
             element, or does not depend on the parameters.
         NotImplementedError: the adjoint is not :class:`~torchopt_dist.Recorded`, and a level of forward-mode

@@ -1,9 +1,9 @@
 """A function that need not be differentiable → the same function, with a gradient estimated from its values.
 
 The gradient is that of the function smoothed by noise, ``E f(x + sigma · z)``, by evolution strategies (Salimans et
-al., 2017, https://arxiv.org/abs/1703.03864). A sample is a seed: from it comes its noise, wherever it is evaluated and
-whenever. So samples can be spread over workers, the estimate is the same on any number of them, and only seeds go out
-and only numbers come back.
+al., 2017, https://arxiv.org/abs/1703.03864). A sample is a seed, which determines its noise wherever and whenever the
+sample is evaluated. So samples can be spread over workers: only seeds are sent and only numbers come back, and the
+estimate does not depend on the number of workers.
 """
 
 from __future__ import annotations
@@ -44,34 +44,35 @@ def zero_order(
     vectorize: bool = False,
     chunk_size: int | None = None,
 ) -> Callable[[Callable[P, Any]], Callable[P, Any]]:
-    """Decorate a function that returns a number: its gradient is estimated from values at points nearby.
+    """Decorate a function that returns a number: its gradient is estimated from its values at points nearby.
 
-    The estimates have the expectation of the smoothed function's gradient if the noise has mean 0, no correlations and
-    variance 1, and is normally distributed; for any such noise, as ``sigma`` goes to 0, that of the function's own.
+    The noise must have mean 0, variance 1 and no correlations. If it is normally distributed, the estimate is unbiased
+    for the gradient of the smoothed function; for other noise its expectation tends to the function's own gradient as
+    ``sigma`` goes to 0.
 
     Args:
-        distribution: of the noise ``z``. It has a method ``sample(shape)``, such as
+        distribution: the distribution of the noise ``z``. It has a method ``sample(shape)``, such as
             ``torch.distributions.Normal(0.0, 1.0)``, or is a function, shape → tensor, such as ``torch.randn``.
         method: ``'naive'`` averages ``f(x + sigma · z) z / sigma``; ``'forward'`` subtracts ``f(x)`` first, which costs
             one evaluation; ``'antithetic'`` averages ``(f(x + sigma · z) - f(x - sigma · z)) z / 2 sigma``, which costs
             twice as many. The latter two vary much less.
-        argnums: positions of the arguments, trees of tensors, that get the gradient; nothing else does.
-        num_samples: how many samples.
-        sigma: the width of the smoothing.
+        argnums: positions of the arguments that get a gradient; these are trees of tensors. Nothing else gets one.
+        num_samples: how many samples are averaged.
+        sigma: the scale of the noise, and so the width of the smoothing.
         parallel: how to spread the samples: a decorator for a function of a tensor of seeds, such as
             ``todist.parallelize(todist.batch_partitioner, todist.concatenate_reducer)``.
         vectorize: evaluate samples in one ``torch.vmap``, which the function must allow, instead of one after another.
-        chunk_size: how many samples at once, if vectorized; all, if not given.
+        chunk_size: how many samples are evaluated at once, if vectorized; all, if not given.
 
     Returns:
-        The decorator. The value of the function that it makes is the mean over the samples. Its noise follows from
-        ``torch.manual_seed``.
+        The decorator. The decorated function returns the mean over the samples. ``torch.manual_seed`` determines the
+        noise.
 
     Raises:
         ValueError: ``method`` is unknown, ``num_samples`` or ``chunk_size`` is below 1, ``sigma`` is not above 0; or,
             in a call, there is no argument of that position, the function does not return one number, or noise has
             another shape than its tensor.
-        TypeError: ``distribution`` has no ``sample`` and is no function, or an argument is of another type.
+        TypeError: ``distribution`` has no ``sample`` and is not a function, or an argument has the wrong type.
 
     Example:
         >>> import torch
@@ -158,7 +159,7 @@ def estimate(
 
 @dataclass
 class _Call:
-    """A call of a function of which some tensors are still to be given."""
+    """A call of a function, some of whose tensors are given later."""
 
     function: Callable[..., Any]
     args: list[Any]
@@ -184,14 +185,14 @@ class _Call:
         return value.detach().reshape(())
 
     def without(self) -> _Call:
-        """The same without the arguments that it replaces anyway, so that they need not travel."""
+        """The same call without the arguments that are replaced, so that these are not sent."""
         args = [None if n in set(self.places) else arg for n, arg in enumerate(self.args)]
         return _Call(self.function, args, self.kwargs, self.places, self.spec, self.rest, self.ours)
 
 
 @dataclass
 class _Samples:
-    """Seeds → values, of shape (samples, 1), or (samples, 2) if each is taken at both sides."""
+    """Seeds → values, of shape (samples, 1), or of shape (samples, 2) for antithetic pairs."""
 
     call: _Call
     tensors: list[Tensor]
@@ -233,9 +234,9 @@ def noise_of(
 
     Args:
         seeds: one a sample.
-        tensors: what has the shapes, types and devices of the noise.
-        draw: shape → noise, from torch's generators; if not given, the noise is normal, and from a generator of its
-            own, with which threads of a worker cannot interfere.
+        tensors: tensors with the shapes, dtypes and devices of the noise.
+        draw: shape → noise, from torch's generators; if not given, the noise is normal and comes from a separate
+            generator, with which other threads of a worker cannot interfere.
     """
     drawn = [_normal(seed, tensors) for seed in seeds] if draw is None else _drawn(seeds, tensors, draw)
     return [
@@ -288,7 +289,7 @@ def weighted_noise(
 
 
 def _drawn_at_once(tensors: Sequence[Tensor]) -> int:
-    """For how many seeds the noise is drawn at once: those of 65,536 numbers together, at least one."""
+    """For how many seeds the noise is drawn at once: as many as have 65,536 numbers together, at least one."""
     return max(1, 2**16 // max(1, sum(tensor.numel() for tensor in tensors)))
 
 

@@ -42,8 +42,8 @@ def elementwise(
     Args:
         state_type: the ``NamedTuple`` of the state.
         first: parameters → the first state; :func:`first_state`, or another module-level function, or a ``partial``.
-        formula: fields and gradients → directions and next fields, a function of the same kinds; it may overwrite the
-            fields if it is called with ``inplace=True``.
+        formula: the :class:`Formula`, also a module-level function or a ``partial``; it may overwrite the fields if it
+            is called with ``inplace=True``.
         sparse: the formula takes sparse gradients too.
     """
     return GradientTransformation(first, partial(_update, state_type, formula, sparse))

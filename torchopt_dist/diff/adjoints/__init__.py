@@ -1,4 +1,4 @@
-"""An inner loop → its outcome, with its gradient: one file a way to take it.
+"""An inner loop → its outcome, with its gradient: one file for each way to take it.
 
 How to add one is said in :mod:`torchopt_dist.diff.adjoints.adjoint`.
 """

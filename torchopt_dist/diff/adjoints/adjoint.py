@@ -1,4 +1,4 @@
-"""A loop → its outcome, connected to what the loop was made of in the way that an adjoint stands for.
+"""A loop → its outcome, connected to the tensors of the loop by the gradient that an adjoint defines.
 
 To add one, write a file with a dataclass that is an :class:`Adjoint`; its fields are its settings, which
 ``__post_init__`` checks. ``run`` gets a ``Loop`` (``_loop.py``) and runs its steps:
@@ -37,8 +37,8 @@ class Adjoint(ABC):
         """Run the loop.
 
         Args:
-            loop: what to run. Grad mode is on, unless nothing is to be connected.
+            loop: the loop to run. Grad mode is on, unless nothing is to be connected.
 
         Returns:
-            The last parameters and state, with whatever history the adjoint gives them, and the losses.
+            The last parameters and state, with the history that the adjoint gives them, and the losses.
         """

@@ -21,29 +21,29 @@ class EvolutionStrategies(Adjoint):
 
         mean over pairs of (f(λ + sigma·z) - f(λ - sigma·z)) z / (2 sigma),    z ~ N(0, 1),
 
-    where ``f`` is the sum of the last parameters times their outer gradient, and of the losses times theirs. That is
-    an unbiased estimate of the product of the outer gradient with the Jacobian of ``E f(λ + sigma·z)``. Its variance
-    grows with the number of elements in ``λ``, so it is for few of them; and it needs no inner loop that behaves well,
-    nor one that can be differentiated twice. See https://arxiv.org/abs/1703.03864.
+    where ``f`` is the inner product of the last parameters with their outer gradient, plus that of the losses with
+    theirs. That is an unbiased estimate of the product of the outer gradient with the Jacobian of ``E f(λ + sigma·z)``.
+    Its variance grows with the number of elements in ``λ``, so it suits a small ``λ``. The inner loop need be neither
+    smooth nor twice differentiable. See https://arxiv.org/abs/1703.03864.
 
-    Nothing is kept; a backward pass runs the loop ``2·samples`` times. Both loops of a pair draw the random numbers of
-    the loop itself. The first parameters and the first state get no gradient, unless ``meta`` lists them. There are no
-    second derivatives. Inside ``vmap`` each task has pairs of its own; their seeds are drawn from torch's generator in
-    the order of the tasks, as by a loop over the tasks with ``seed`` given.
+    No graph is kept; a backward pass runs the loop ``2·samples`` times. Both loops of a pair draw the same random
+    numbers as the loop itself. The initial parameters and the initial state get no gradient, unless ``meta`` lists
+    them. There are no second derivatives. Inside ``vmap`` each task has pairs of its own; their seeds are drawn from
+    torch's generator in the order of the tasks, as by a loop over the tasks with ``seed`` given.
 
     Args:
-        samples: how many pairs.
+        samples: the number of pairs.
         sigma: the standard deviation of the noise, for all tensors.
-        parallel: how to spread the pairs: a decorator for a function of a tensor of seeds, such as
-            ``todist.parallelize(todist.batch_partitioner, todist.concatenate_reducer)``. Two numbers a pair come back,
-            and the estimate is the same on any number of workers.
+        parallel: how to spread the pairs over workers: a decorator for a function of a tensor of seeds, such as
+            ``todist.parallelize(todist.batch_partitioner, todist.concatenate_reducer)``. Two numbers come back for each
+            pair, and the estimate is the same on any number of workers.
 
     Raises:
-        TypeError: a setting is of another type.
-        ValueError: ``samples`` is below 1, or ``sigma`` not finite and above 0; or, in a call, the loss depends on a
-            leaf that ``meta`` does not list.
-        NotImplementedError: in a call, inside another transform of ``torch.func`` than ``vmap``, or inside that with
-            ``parallel``.
+        TypeError: a setting has the wrong type.
+        ValueError: ``samples`` is below 1, or ``sigma`` not finite and above 0; or, from ``inner_loop``, the loss
+            depends on a leaf that ``meta`` does not list.
+        NotImplementedError: from ``inner_loop``, inside another transform of ``torch.func`` than ``vmap``, or inside
+            that with ``parallel``.
 
     Example:
         >>> import torch, torchopt_dist as todist

@@ -18,23 +18,24 @@ class FiniteDifference(Adjoint):
     """The gradient through the last step, as ``Truncated(1)``, without a second-order graph (DARTS, Liu et al., 2019).
 
     With ``c`` the outer gradient of the last parameters, ``J`` the optimizer's Jacobian ``∂update/∂g`` at the last step
-    and ``v = Jᵀ c``, what the loss uses gets
+    and ``v = Jᵀ c``, the tensors that the loss uses get
 
         (∂loss(θ + r·v)/∂meta - ∂loss(θ - r·v)/∂meta) / 2r,    r = eps / ‖v‖,
 
     at the parameters ``θ`` before the last step: equation 8 of https://arxiv.org/abs/1806.09055, where the optimizer is
     SGD and ``J`` its negative learning rate. The error falls with ``eps²``, until rounding takes over. Tensor
-    hyper-parameters get the exact gradient of the last step. The first parameters and the first state get none; losses
-    are not connected. Beside plain training two copies of the parameters and of the state are kept. There are no second
-    derivatives.
+    hyper-parameters get the exact gradient of the last step. The initial parameters and the initial state get no
+    gradient, and losses are not connected. Beside plain training two copies of the parameters and of the state are
+    kept. There are no second derivatives.
 
     Args:
-        eps: the length of ``r·v``, in the norm of all parameters together.
+        eps: the Euclidean norm of ``r·v`` over all parameters together.
 
     Raises:
-        TypeError: ``eps`` is no number.
-        ValueError: it is not finite and above 0; or, in a call, the loss depends on a leaf that ``meta`` does not list.
-        NotImplementedError: in a call, inside another transform of ``torch.func`` than ``vmap``.
+        TypeError: ``eps`` is not a number.
+        ValueError: it is not finite and above 0; or, from ``inner_loop``, the loss depends on a leaf that ``meta`` does
+            not list.
+        NotImplementedError: from ``inner_loop``, inside another transform of ``torch.func`` than ``vmap``.
 
     Example:
         >>> import torch, torchopt_dist as todist

@@ -21,10 +21,10 @@ __all__ = ["FirstOrder"]
 class FirstOrder(Adjoint):
     """The inner gradients are taken as constants: first-order MAML (Finn et al., 2017), ANIL with masked parameters.
 
-    There is no second-order graph. The first parameters, the first state and hyper-parameters get the gradient of what
-    the optimizer makes of constant gradients; meta tensors inside the loss get none. With hyper-parameters that are
-    numbers, no weight decay and a first state without history, nothing is kept beside plain training. Losses are not
-    connected.
+    There is no second-order graph. The initial parameters, the initial state and hyper-parameters get the gradient of
+    the optimizer's updates with the inner gradients held constant; meta tensors inside the loss get none. If
+    hyper-parameters are numbers, there is no weight decay, and the initial state has no history, nothing is kept beside
+    plain training. Losses are not connected.
     """
 
     runs_again: ClassVar[bool] = False
@@ -47,7 +47,7 @@ class FirstOrder(Adjoint):
 
 
 def _only_adds(loop: Loop) -> bool:
-    """Whether all that the steps do, if gradients are constants, is to add constants to the first parameters."""
+    """Whether the steps, with gradients as constants, only add constants to the initial parameters."""
     optimizer = loop.optimizer
     if not loop.trains_in_place or not isinstance(optimizer, ChainedGradientTransformation):
         return False
@@ -61,7 +61,7 @@ def _only_adds(loop: Loop) -> bool:
 
 
 class _Moved(torch.autograd.Function):
-    """First parameters → these plus constants."""
+    """Initial parameters → these plus constants."""
 
     apply: ClassVar[Any]
 

@@ -30,24 +30,26 @@ __all__ = ["Implicit"]
 class Implicit(Adjoint):
     """The gradient of a stationary point of the inner loss, however it was reached (iMAML, Rajeswaran et al., 2019).
 
-    With ``c`` the outer gradient of the last parameters ``θ`` and ``H`` the inner loss's Hessian there, what the loss
-    uses gets ``-(∂²loss/∂meta∂θ) H⁻¹ c``: a linear solve with products of the Hessian, whose memory is one step's. If
-    ``θ`` is only near to a stationary point of a strongly convex loss, the error is proportional to the distance; so it
-    falls with the number of steps as fast as the training converges. There are derivatives of any order.
+    With ``c`` the outer gradient of the last parameters ``θ`` and ``H`` the inner loss's Hessian there, the tensors
+    that the loss uses get ``-(∂²loss/∂meta∂θ) H⁻¹ c``: a linear solve with products of the Hessian, which needs the
+    memory of one step. If ``θ`` is only near to a stationary point of a strongly convex loss, the error is proportional
+    to the distance; so it falls with the number of steps as fast as the training converges. There are derivatives of
+    any order.
 
-    The first parameters, the first state and hyper-parameters have no influence on such a point and get no gradient;
-    so weight decay that is to count belongs in the loss. Losses are not connected.
+    The initial parameters, the initial state and hyper-parameters have no influence on such a point and get no
+    gradient; so put weight decay into the loss. Losses are not connected.
 
     Args:
         solver: the linear solver, from ``todist.linear_solve``, or any function ``solve(matvec, b)``;
             ``linear_solve.solve_cg()``, if not given. Where the Hessian is not positive definite, ``ridge=`` of a
             solver damps it.
-        batches: the point is one of the mean loss over so many batches, the last ones.
+        batches: the number of last batches; the point is taken to be stationary for the mean loss over these.
 
     Raises:
-        TypeError: ``solver`` is no function, or ``batches`` no integer.
-        ValueError: ``batches`` is below 1; or, in a call, the loss depends on a leaf that ``meta`` does not list.
-        NotImplementedError: in a call, inside another transform of ``torch.func`` than ``vmap``.
+        TypeError: ``solver`` is not a function, or ``batches`` is not an integer.
+        ValueError: ``batches`` is below 1; or, from ``inner_loop``, the loss depends on a leaf that ``meta`` does not
+            list.
+        NotImplementedError: from ``inner_loop``, inside another transform of ``torch.func`` than ``vmap``.
 
     Example:
         >>> import torch, torchopt_dist as todist

@@ -17,27 +17,27 @@ __all__ = ["PersistentEvolutionStrategies"]
 class PersistentEvolutionStrategies(EvolutionStrategies):
     """As :class:`EvolutionStrategies`, with new noise for every ``unroll`` steps (PES, Vicol et al., 2021).
 
-    Each pair of loops gets noise ``z_u`` of its own in its ``u``-th unroll and goes on from where it was. What it comes
-    to there, ``f_u``, is counted with the sum of its noise so far:
+    In its ``u``-th unroll each pair of loops continues from its own parameters and state, with new noise ``z_u``. The
+    value of that unroll, ``f_u``, is multiplied by the sum of the pair's noise so far:
 
         mean over pairs of Σ_u (f_u⁺ - f_u⁻) (z_1 + … + z_u) / (2 sigma).
 
-    So a loss is set against the noise of the steps before it only. See https://arxiv.org/abs/2112.13835; here the whole
-    loop is one estimate, which is unbiased for the loop smoothed by noise that changes with the unrolls. It is meant
-    for outer losses that are made of ``InnerLoopResult.losses``; for one of the last parameters only,
-    :class:`EvolutionStrategies` varies less. Two numbers a pair and unroll come back from a worker.
+    So a loss is correlated with the noise up to its own unroll only. See https://arxiv.org/abs/2112.13835; here the
+    whole loop is one estimate, which is unbiased for the loop smoothed by noise that changes with the unrolls. It is
+    meant for outer losses that are computed from ``InnerLoopResult.losses``; for one of the last parameters only,
+    :class:`EvolutionStrategies` varies less. Two numbers come back from a worker for each pair and unroll.
 
     Args:
-        samples: how many pairs.
+        samples: the number of pairs.
         sigma: the standard deviation of the noise, for all tensors.
         parallel: as in :class:`EvolutionStrategies`.
-        unroll: after how many steps a pair gets new noise.
+        unroll: the number of steps after which a pair gets new noise.
 
     Raises:
-        TypeError: as in :class:`EvolutionStrategies`; ``unroll`` is no integer.
-        ValueError: likewise; ``unroll`` is below 1.
-        NotImplementedError: in a call, inside another transform of ``torch.func`` than ``vmap``, or inside that with
-            ``parallel``.
+        TypeError: as in :class:`EvolutionStrategies`; ``unroll`` is not an integer.
+        ValueError: as in :class:`EvolutionStrategies`; ``unroll`` is below 1.
+        NotImplementedError: from ``inner_loop``, inside another transform of ``torch.func`` than ``vmap``, or inside
+            that with ``parallel``.
 
     Example:
         >>> import torch, torchopt_dist as todist

@@ -27,35 +27,37 @@ __all__ = ["Replayed"]
 
 @dataclass(frozen=True)
 class Replayed(Adjoint):
-    """The exact gradient without the graph of all steps: they are run again, and gone back through one by one.
+    """The exact gradient without the graph of all steps: steps are run again, and differentiated one by one.
 
     A snapshot has the parameters, the optimizer's state and the buffers that a step starts from. With fewer snapshots
     than steps, they are placed so that the fewest steps are run again (Griewank and Walther, 2000); with room for all
     steps, the inner gradient of each is kept, and few snapshots. Backward of a step is one sweep of forward over
     reverse mode, so no graph of a graph is made (Kemaev et al., 2025); where an operation of the loss has no forward
-    mode, the step is recorded by itself, and a warning says so. Where what the loss computes is small beside the
-    parameters, a graph of a graph is small, too, and is made, since that takes less time. The gradient can be
-    differentiated itself, by a replay whose steps are recorded one by one; a third derivative is that of all steps
-    together. ``meta`` must list every tensor that the loss uses from outside
-    and that requires grad. Inside of ``vmap`` the loops of all samples are replayed as one; inside of other transforms
-    of ``torch.func`` all steps are recorded.
+    mode, the step is recorded by itself, and a warning says so. Where the loss's intermediate results are small
+    compared with the parameters, the graph of a graph is small, too; it is recorded then, since that takes less time.
+    The gradient can be differentiated itself, by a replay whose steps are recorded one by one; a third derivative
+    records all steps together. ``meta`` must list every tensor that the loss uses from outside and that requires grad.
+    Inside of ``vmap`` the loops of all samples are replayed as one; inside of other transforms of ``torch.func`` all
+    steps are recorded.
 
     Args:
         memory: for the snapshots together: a number of bytes, or a string such as ``'2GiB'``.
-        snapshots: their number, that of the start among them, or ``'all'``: as many as make it needless to evaluate
-            the loss again to come back to a step. That is also the meaning of neither.
-        store: where snapshots are kept: beside the tensors, if not given; ``'cpu'``; or a folder.
+        snapshots: their number, that of the start among them, or ``'all'``: so many that no loss need be evaluated
+            again to return to a step. That is the default if neither is given.
+        store: where snapshots are kept: ``'cpu'``, or a folder; on the tensors' own device, if not given.
         blocks: an ``nn.Sequential`` or ``nn.ModuleList`` in the module that is adapted, whose modules its forward calls
             one after another; or ``"auto"``, the one with the most modules that has at least half of the parameters.
-            Gradients are then taken block by block: kept are what each block was given, and the graph of one block,
-            which is called once more. What comes before the first block and after the last one is as a block each.
+            Gradients are then taken block by block: the inputs of all blocks are kept, and the graph of one block at a
+            time, which is called once more. What is computed before the first block counts as a block, and so does what
+            is computed after the last one.
         sweep: how an inner gradient is differentiated: ``'forward'`` over reverse mode, which keeps the graph of the
-            loss; or ``'reverse'`` over reverse mode, which keeps that of its gradient. If not given, the
-            latter where what the loss computes takes less than twice the memory of parameters and state, or 16 MiB.
-        check: evaluate the first step twice, and demand the same loss and gradient.
+            loss; or ``'reverse'`` over reverse mode, which keeps that of its gradient. If not given, it is the latter
+            where the loss's intermediate results take less than twice the memory of parameters and state, or less than
+            16 MiB.
+        check: evaluate the first step twice, and raise an error unless loss and gradient are the same.
 
     Raises:
-        TypeError: an argument is of another type; from ``inner_loop``: a block returns something else than a tree of
+        TypeError: an argument has the wrong type; from ``inner_loop``: a block returns something else than a tree of
             tensors and numbers.
         ValueError: ``memory`` and ``snapshots`` are both given, or one is below 1; ``sweep`` is neither of these, or
             ``'reverse'`` with ``blocks``; from ``inner_loop``: ``memory`` is
@@ -134,7 +136,7 @@ class Replayed(Adjoint):
         return connected(Tape(loop, count, spacing, Store(self.store), self.sweep, self.check))
 
     def _room(self, loop: Loop) -> tuple[int, int | None]:
-        """For how many snapshots there is room; or, if for the gradients of all steps, how far these are apart."""
+        """How many snapshots there is room for; or, if there is room for all gradients, the steps between snapshots."""
         every = max(1, loop.steps)
         # So many steps share a snapshot, and have one each while they are gone back through.
         spacing = math.isqrt(every - 1) + 1

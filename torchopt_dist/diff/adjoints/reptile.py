@@ -1,4 +1,4 @@
-"""A loop → its outcome, whose gradient is how far the parameters went."""
+"""A loop → its outcome, whose gradient is the displacement of the parameters."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["Reptile"]
 
 @dataclass(frozen=True)
 class Reptile(Adjoint):
-    """The gradient of the first parameters is their displacement, first minus last (Nichol et al., 2018).
+    """The gradient of the initial parameters is their displacement, initial minus last (Nichol et al., 2018).
 
-    It is that whatever the outer loss is, as long as it depends on the last parameters: a step of SGD with learning
-    rate ``e`` moves the first parameters the part ``e`` of the way to the last ones. The gradients of several tasks
-    add up; to average them, divide the learning rate. Nothing else has a gradient, and losses are not connected.
+    It is the same for every outer loss that depends on the last parameters: a step of SGD with learning rate ``e``
+    moves the initial parameters by the fraction ``e`` of the way to the last ones. The gradients of several tasks add
+    up; to average them, divide the learning rate. Nothing else has a gradient, and losses are not connected.
     """
 
     runs_again: ClassVar[bool] = False

@@ -18,26 +18,27 @@ class SAMA(Adjoint):
     """The implicit gradient with the identity for the inner Jacobian (Choe et al., 2023), for every optimizer.
 
     With ``c`` the outer gradient of the last parameters, ``D = diag(∂update/∂g)`` the optimizer's own Jacobian at the
-    last step and ``v = D c``, what the loss uses gets
+    last step and ``v = D c``, the tensors that the loss uses get
 
         (∂loss(θ + r·v)/∂meta - ∂loss(θ - r·v)/∂meta) / 2r,    r = alpha / ‖v‖,
 
     at the last parameters ``θ`` and the last batch (https://arxiv.org/abs/2310.05674, section 3). ``D`` is the
     derivative of the optimizer's step by autograd, so it is that of any transformation; where a chain mixes the
     elements, as clipping by a norm does, it is the whole transposed Jacobian. Tensor hyper-parameters get the exact
-    gradient of the last step. The first parameters and the first state get none; losses are not connected. Beside plain
-    training a copy of the parameters and of the state is kept. There are no second derivatives.
+    gradient of the last step. The initial parameters and the initial state get no gradient, and losses are not
+    connected. Beside plain training a copy of the parameters and of the state is kept. There are no second derivatives.
 
-    The result stands for the last parameters as a function of the meta tensors where training goes on beside
-    meta-learning, a few steps at a time, each loop from the last one's parameters and state.
+    It is meant for meta-learning beside training: a few steps at a time, each loop starting from the parameters and the
+    state of the one before.
 
     Args:
-        alpha: the length of ``r·v``, in the norm of all parameters together.
+        alpha: the Euclidean norm of ``r·v`` over all parameters together.
 
     Raises:
-        TypeError: ``alpha`` is no number.
-        ValueError: it is not finite and above 0; or, in a call, the loss depends on a leaf that ``meta`` does not list.
-        NotImplementedError: in a call, inside another transform of ``torch.func`` than ``vmap``.
+        TypeError: ``alpha`` is not a number.
+        ValueError: it is not finite and above 0; or, from ``inner_loop``, the loss depends on a leaf that ``meta`` does
+            not list.
+        NotImplementedError: from ``inner_loop``, inside another transform of ``torch.func`` than ``vmap``.
 
     Example:
         >>> import torch, torchopt_dist as todist

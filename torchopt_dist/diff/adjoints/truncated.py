@@ -19,14 +19,15 @@ __all__ = ["Truncated"]
 class Truncated(Adjoint):
     """The gradient through the last steps only; the steps before are plain training (Shaban et al., 2019).
 
-    What the first steps do with the meta tensors, and where the loop starts, has no part in it: unless ``steps`` covers
-    the whole loop, the first parameters and the first state get no gradient. Losses of the last steps are connected.
+    The gradient ignores how earlier steps depend on the meta tensors, and where the loop starts: unless ``steps``
+    covers the whole loop, the initial parameters and the initial state get no gradient. Losses of the last steps are
+    connected.
 
     Args:
-        steps: through how many steps, at least 0; that many are recorded.
+        steps: the number of last steps that are recorded, at least 0.
 
     Raises:
-        TypeError: ``steps`` is no integer.
+        TypeError: ``steps`` is not an integer.
         ValueError: it is negative.
     """
 
@@ -53,7 +54,7 @@ class Truncated(Adjoint):
         return self._until_it_stops(loop)
 
     def _until_it_stops(self, loop: Loop) -> Outcome:
-        """Find out first which steps are the last ones."""
+        """Run the loop once to find out which steps are the last ones."""
         starts: deque[Carry] = deque(maxlen=self.steps + 1)
 
         def step(carry: Carry, number: int) -> tuple[Carry, Tensor, Any]:
