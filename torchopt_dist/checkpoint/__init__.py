@@ -1,4 +1,4 @@
-"""Objects with a state → files that a program goes on from after a crash."""
+"""Objects with a state → files from which a program continues after a crash."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class _Stateful(Protocol):
 
 
 class Leaf(NamedTuple):
-    """A part of an entry, as it is kept."""
+    """A part of an entry, as it is saved."""
 
     kind: str
     value: Any
@@ -68,7 +68,7 @@ def check(objects: Mapping[str, Any]) -> None:
     """Raise unless every part of every object has a state.
 
     Raises:
-        TypeError: one has none.
+        TypeError: a part has no state.
     """
     for name, entry in objects.items():
         _take_apart(name, entry)
@@ -142,10 +142,10 @@ def unpack_value(value: Any) -> Any:
 
 
 class Packer:
-    """States → what can be kept of them; a tensor that is there several times is kept once.
+    """States → plain values and tensors; a tensor that occurs several times is saved once.
 
     Args:
-        copy: take copies of all tensors, so that the objects may go on meanwhile.
+        copy: copy all tensors, so that the objects may change while the file is written.
     """
 
     def __init__(self, copy: bool) -> None:
@@ -157,7 +157,7 @@ class Packer:
 
         Args:
             value: the state.
-            where: what it is of, for the error.
+            where: a name of the object, for the error.
 
         Raises:
             TypeError: something is in it that cannot be kept.
@@ -217,7 +217,7 @@ class Packer:
 
 
 class _Filler:
-    """Leaves and saved values → the leaves to go on with."""
+    """Leaves and saved values → the leaves to continue with."""
 
     def __init__(self, leaves: list[Any], saved: list[Any]) -> None:
         self.pairs = list(zip(leaves, saved, strict=True))
@@ -287,7 +287,7 @@ def _generator_kind(value: Any) -> type | None:
 
 
 def _kind(leaf: Any) -> str:
-    """What a leaf is kept as; ``""`` if it has no state."""
+    """The kind as which a leaf is saved; ``""`` if it has no state."""
     if isinstance(leaf, Tensor):
         return "tensor"
     if _has_state(leaf):

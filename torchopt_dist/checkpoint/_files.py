@@ -1,4 +1,4 @@
-"""A folder → its checkpoints; contents → one more, whole or not at all; a checkpoint → its contents, or why not.
+"""A folder → its checkpoints; contents → a checkpoint, whole or not at all; a checkpoint → its contents, or an error.
 
 A checkpoint is one file, which ``torch.load(path, weights_only=True)`` reads. Its name has the step and the first 16
 digits of the SHA-256 of its bytes, so one rename makes both visible, and ``sha256sum`` checks it.
@@ -30,7 +30,7 @@ _DIGITS = 16
 
 
 class CorruptFileError(Exception):
-    """A file does not have the bytes that were written; the message says how that shows."""
+    """A file does not have the bytes that were written; the message says how this was found."""
 
 
 class CheckpointFile(NamedTuple):
@@ -87,7 +87,7 @@ def write(folder: Path, step: int, contents: dict[str, Any]) -> CheckpointFile:
     """Write a checkpoint: to a temporary file, and to the disk, before it gets its name.
 
     Raises:
-        OSError: it cannot be written, as on a full disk; the folder is as it was.
+        OSError: the file cannot be written, for example to a full disk; the folder is as it was.
     """
     temporary = None
     try:
@@ -121,8 +121,8 @@ def read(file: CheckpointFile) -> Any:
     """The contents of a checkpoint, its tensors on the CPU.
 
     Raises:
-        CorruptFileError: its bytes are not those that were written, or the disk does not give them.
-        CheckpointError: they are, but they have something else in them than plain values and tensors.
+        CorruptFileError: the file's bytes are not those that were written, or cannot be read.
+        CheckpointError: the file is whole, but holds something else than plain values and tensors.
     """
     try:
         with file.path.open("rb") as opened:
@@ -174,7 +174,7 @@ def _remove_abandoned(folder: Path) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Bring the names in a folder to the disk."""
+    """Write the names in a folder to the disk (``fsync``)."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -22,7 +22,7 @@ def capture_random_states() -> dict[str, Any]:
 
 
 def restore_random_states(states: dict[str, Any]) -> None:
-    """Go on from captured states; those of CUDA devices that are not here are left out."""
+    """Restore captured states; those of CUDA devices that do not exist here are left out."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])

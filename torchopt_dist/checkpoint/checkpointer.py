@@ -1,4 +1,4 @@
-"""Objects with a state, a step → a file of rank 0's that is whole or not there; the newest whole file → the objects."""
+"""Objects with a state, a step → a file that rank 0 writes whole or not at all; the newest whole file → the objects."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FORMAT = 1
 
 
 class Restored(NamedTuple):
-    """What :meth:`Checkpointer.restore` returns."""
+    """The result of :meth:`Checkpointer.restore`."""
 
     step: int
     """The step that was saved; 0 if there is no checkpoint."""
@@ -36,7 +36,7 @@ class Restored(NamedTuple):
 
 
 class Checkpointer:
-    """Saves the state of a program now and then, and brings it back after a crash.
+    """Saves the state of a program from time to time, and restores it after a crash.
 
     An object is anything with ``state_dict`` and ``load_state_dict`` (modules, optimizers, schedulers, samplers,
     gradient scalers), a generator of torch, numpy or Python, a tensor, a plain value (numbers, texts, arrays of numpy,
@@ -44,19 +44,19 @@ class Checkpointer:
     torch are saved with them.
 
     Rank 0 writes, and other ranks do nothing in :meth:`save`; all ranks can restore, where they share the folder. A
-    file is written under another name, brought to the disk and renamed, so a crash at any moment leaves the files
-    before it. Only the user can read it (mode 0600); ``torch.load(path, weights_only=True)`` loads it, too.
+    file is written under a temporary name, flushed to the disk and renamed, so a crash at any moment leaves the earlier
+    files intact. Only the user can read it (mode 0600); ``torch.load(path, weights_only=True)`` loads it, too.
 
     Args:
         folder: where the files are; made when the first one is written.
-        keep: how many of the newest files stay, at least 1; ``None`` means all.
-        every: :meth:`save` writes at steps that are multiples of this, at least 1.
+        keep: how many of the newest files are kept, at least 1; ``None`` means all.
+        every: :meth:`save` writes at steps that are multiples of this number, at least 1.
         background: write in a thread. :meth:`save` copies the tensors and returns; the next call raises what a write
             has raised. Call :meth:`close`, or use the checkpointer in a ``with``, so that the last file is whole.
         random_states: save the default generators, and restore them on rank 0.
 
     Raises:
-        TypeError: an argument is of another type.
+        TypeError: an argument has the wrong type.
         ValueError: ``keep`` or ``every`` is less than 1, or ``folder`` is a file.
 
     Example:
@@ -95,11 +95,11 @@ class Checkpointer:
         self._closed = False
 
     def restore(self, objects: Mapping[str, Any]) -> Restored:
-        """Go on from the newest checkpoint, if there is one.
+        """Restore the newest checkpoint, if there is one.
 
-        Objects with a state, and generators, are brought to the saved state, and so are, in place, leaf tensors that
-        require grad (an optimizer may hold them). Other tensors and plain values come back new. A file that is torn or
-        corrupt is told of by a ``RuntimeWarning``, and the one before is taken.
+        Objects with a state and generators get the saved state. Leaf tensors that require grad are overwritten in
+        place, since an optimizer may hold them. Other tensors and plain values are returned as new objects. For a
+        truncated or corrupt file there is a ``RuntimeWarning``, and the file before it is used.
 
         Args:
             objects: the objects by name, as they will be saved. Trees with tensors or objects in them must have
@@ -111,7 +111,8 @@ class Checkpointer:
         Raises:
             TypeError: an object has no state, or is of another kind than was saved.
             ValueError: names or shapes differ from those that were saved, or an object refuses its state.
-            CheckpointError: there are checkpoints, but none that is whole; or a file of that name is none.
+            CheckpointError: there are checkpoints, but none is whole; or a file with a checkpoint's name is not a
+                checkpoint.
             OSError: files cannot be read, or an earlier file could not be written in the background.
         """
         self.wait()
@@ -129,22 +130,22 @@ class Checkpointer:
         return Restored(file.step, restored)
 
     def save(self, step: int, objects: Mapping[str, Any], *, force: bool = False) -> bool:
-        """Write a checkpoint, if it is time for one and this is rank 0.
+        """Write a checkpoint, if ``step`` is a multiple of ``every`` and this is rank 0.
 
         Args:
             step: the number of steps made, at least 0, which :meth:`restore` returns.
             objects: the objects by name.
-            force: write also where ``step`` is no multiple of ``every``, as after the last one.
+            force: write even if ``step`` is not a multiple of ``every``, for example after the last step.
 
         Returns:
             Whether a checkpoint is written; with ``background=True``, whether it will be.
 
         Raises:
-            TypeError: ``step`` is no integer, an object has no state, or something in a state cannot be kept.
+            TypeError: ``step`` is not an integer, an object has no state, or something in a state cannot be kept.
             ValueError: ``step`` is negative, or less than that of a checkpoint which is there; this checkpointer is
                 closed.
-            OSError: it cannot be written, as on a full disk, and the older ones are still there; or that happened to
-                an earlier one in the background.
+            OSError: the file cannot be written, for example to a full disk, and the older ones are still there; or this
+                happened to an earlier one in the background.
         """
         if self._closed:
             raise ValueError("`save` must come before `close`")
@@ -170,20 +171,20 @@ class Checkpointer:
         return True
 
     def wait(self) -> None:
-        """Wait until nothing is written in the background.
+        """Wait until all files have been written in the background.
 
         Raises:
-            OSError: it could not be written; that is raised once.
+            OSError: a file could not be written; this is raised once.
         """
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
 
     def close(self) -> None:
-        """Wait for what is written in the background, and end the thread; nothing can be saved any more.
+        """Wait until all files have been written, and end the thread; nothing can be saved afterwards.
 
         Raises:
-            OSError: it could not be written.
+            OSError: a file could not be written.
         """
         self._closed = True
         try:

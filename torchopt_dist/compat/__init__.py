@@ -1,4 +1,4 @@
-"""A program written for TorchOpt → the same program run on torchopt_dist, not a line changed.
+"""A program written for TorchOpt → the same program, unchanged, run on torchopt_dist.
 
 ``python -m torchopt_dist.compat train.py --lr 0.1`` runs a script in which ``import torchopt`` and everything below it
 (``torchopt.distributed as todist``, ``from torchopt.nn import …``) mean torchopt_dist; so does
@@ -111,7 +111,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m torchopt_dist.com
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """``torchopt.x`` → a module whose names are looked up in torchopt_dist when they are asked for."""
+    """``torchopt.x`` → a module whose names are looked up in torchopt_dist when they are used."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -10,7 +10,7 @@ __all__ = ["Adam", "AdamW", "MetaAdam", "MetaAdamW", "adam", "adamw"]
 
 
 def _with_fused(options: dict[str, Any]) -> dict[str, Any]:
-    """The options under torchopt_dist's name.
+    """The options, with the option under torchopt_dist's name.
 
     Raises:
         ValueError: the option is given under both names.

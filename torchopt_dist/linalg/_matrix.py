@@ -39,8 +39,8 @@ def as_operator(
     """The operator of ``A``, its parameters, and the leaves and the structure of ``b``.
 
     Raises:
-        TypeError: a leaf of ``A`` or ``b`` is no tensor.
-        ValueError: ``A`` has another structure than ``b``, or a leaf of it is no square matrix that fits.
+        TypeError: a leaf of ``A`` or ``b`` is not a tensor.
+        ValueError: ``A`` has another structure than ``b``, or a leaf of it is not a square matrix that fits.
     """
     leaves, spec = pytree.flatten(b)
     for leaf in leaves:
@@ -63,7 +63,7 @@ def check_square(matrices: list[Any]) -> None:
     """Demand square matrices.
 
     Raises:
-        TypeError: one is no tensor.
+        TypeError: one is not a tensor.
         ValueError: one is not square.
     """
     for matrix in matrices:
@@ -76,7 +76,7 @@ def check_square(matrices: list[Any]) -> None:
 def inverse_or_function(
     M: TensorTree | Callable[[TensorTree], TensorTree] | str | None,
 ) -> Any:
-    """A preconditioner as a solver takes it; a tree of matrices is multiplied leaf by leaf."""
+    """The preconditioner for a solver; a tree of matrices is multiplied leaf by leaf."""
     if M is None or isinstance(M, str) or (callable(M) and not isinstance(M, Tensor)):
         return M
     return lambda vector: pytree.tree_map(torch.matmul, M, vector)

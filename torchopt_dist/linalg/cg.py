@@ -28,13 +28,13 @@ def cg(
     The gradients are those of the solution, ``A⁻¹ b``, not of the iterations; to any order, under ``torch.func`` too.
 
     Args:
-        A: a tree of matrices, one a leaf of ``b``; or a function, tree → tree, as
-            :func:`torchopt_dist.linear_solve.solve_cg` takes it.
+        A: a tree of square matrices, one for each leaf of ``b``; or the product with the matrix, a function from tree
+            to tree, as :func:`torchopt_dist.linear_solve.solve_cg` takes it.
         b: a tree of tensors.
         x0: where to start, a tree like ``b``; zeros, if not given.
-        rtol: stop where ``‖b - A x‖`` is at most ``rtol · ‖b‖``, or
-        atol: at most ``atol``, whichever is larger.
-        maxiter: the most iterations; 10 times the number of elements, if not given.
+        rtol: relative tolerance: stop when ``‖b - A x‖`` is at most ``max(rtol · ‖b‖, atol)``.
+        atol: absolute tolerance; see ``rtol``.
+        maxiter: the largest number of iterations; 10 times the number of elements, if not given.
         M: an approximate inverse of ``A``: a tree of matrices, a function, or ``'jacobi'``.
 
     Returns:
@@ -42,7 +42,7 @@ def cg(
 
     Raises:
         torch.linalg.LinAlgError: ``A`` is not positive definite.
-        TypeError: an argument is of another type.
+        TypeError: an argument has the wrong type.
         ValueError: structures or shapes do not fit.
 
     Example:

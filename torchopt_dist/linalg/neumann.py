@@ -37,7 +37,7 @@ def ns(
 
     Raises:
         torch.linalg.LinAlgError: the series diverges.
-        TypeError: an argument is of another type.
+        TypeError: an argument has the wrong type.
         ValueError: structures or shapes do not fit.
     """
     operator, params, leaves, spec = as_operator(A, b)
@@ -58,8 +58,8 @@ def ns_inv(A: TensorTree, maxiter: int | None = None, *, alpha: float | None = N
 
     Raises:
         torch.linalg.LinAlgError: the series diverges.
-        TypeError: a leaf is no tensor.
-        ValueError: a leaf is no square matrix.
+        TypeError: a leaf is not a tensor.
+        ValueError: a leaf is not a square matrix.
     """
     matrices, spec = pytree.flatten(A)
     check_square(matrices)

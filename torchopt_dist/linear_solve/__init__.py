@@ -1,6 +1,6 @@
-"""A product with a matrix, a right-hand side → the solution: a solver is a file, and reports residual and iterations.
+"""A product with a matrix, a right-hand side → the solution, with its residual and its number of iterations.
 
-``solve_cg(...)`` and its like make a :class:`Solver`: ``solver(matvec, b)`` is the solution, and
+``solve_cg(...)`` and the other functions here make a :class:`Solver`: ``solver(matvec, b)`` is the solution, and
 ``solver.with_info(matvec, b)`` tells how it was found.
 """
 

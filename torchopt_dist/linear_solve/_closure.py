@@ -1,9 +1,9 @@
 """A function of a vector, perhaps with tensors inside → an operator, and these tensors as its parameters.
 
-Outside of ``torch.func`` the parameters are the leaves of torch's graph that a product depends on, however the function
-comes by them. Inside a transform there is no such graph: there the function is watched during one product, and the
-tensors that it takes from outside are replaced from then on. A function that applies a transform of its own to such a
-tensor must be a ``functools.partial`` that gives the tensors as arguments.
+Outside ``torch.func`` the parameters are the leaves of torch's graph on which a product depends, however the function
+gets them. Inside a transform there is no such graph: there one product is traced, and the tensors that the function
+takes from outside are replaced in later products. A function that applies a transform of its own to such a tensor must
+be a ``functools.partial`` that gives the tensors as arguments.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["Substitute", "convert"]
 def convert(
     matvec: Callable[[Any], Any], spec: pytree.PyTreeSpec, leaves: Tensors
 ) -> tuple[LinearOperator, Tensors]:
-    """Make an operator of a function, and find what tensors it depends on.
+    """Make an operator from a function, and find the tensors on which it depends.
 
     Args:
         matvec: tree → tree of the same structure and shapes, linear.
@@ -44,7 +44,7 @@ def convert(
         leaves: a vector's leaves, for one product.
 
     Raises:
-        TypeError: the function is no function, or does not return tensors.
+        TypeError: ``matvec`` is not a function, or does not return tensors.
         ValueError: it returns a tree of another structure or of other shapes, or, inside a ``torch.func`` transform,
             applies one of its own to a tensor that is not among its arguments.
         NotImplementedError: a level of forward-mode differentiation is open.
@@ -157,8 +157,8 @@ class _OfLeaves(LinearOperator):
 class _Closed(torch.autograd.Function):
     """A function of tensors that closes over leaves of the graph, which are arguments here.
 
-    Its backward is such a function, too, so there are derivatives of every order. What the function returns must depend
-    on the leaves by itself: the stand-ins are only there to be connected.
+    Its backward is such a function, too, so there are derivatives of every order. The function itself must use the
+    leaves: the arguments only connect the graph.
     """
 
     apply: ClassVar[Any]
@@ -202,7 +202,7 @@ class _Substituting(LinearOperator):
 
 
 class _Watch(TorchFunctionMode):
-    """Notes the tensors of a transform that come from outside."""
+    """Records the tensors of a transform that come from outside."""
 
     def __init__(self, known: Sequence[Tensor], closed_over: Sequence[Tensor]) -> None:
         super().__init__()
@@ -236,7 +236,7 @@ _LEAVES = (bool, int, float, str, torch.dtype, torch.device)
 
 
 class Substitute(TorchFunctionMode):
-    """Puts other tensors in the places of those found."""
+    """Replaces the tensors found by others."""
 
     def __init__(self, found: Sequence[Tensor], others: Sequence[Tensor]) -> None:
         super().__init__()

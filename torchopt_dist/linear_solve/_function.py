@@ -21,7 +21,7 @@ __all__ = ["as_solver"]
 
 
 def as_solver(solve: Any) -> Solver:
-    """A solver as it is, a function as a solver, and ``None`` as conjugate gradients on the normal equations.
+    """Return a solver as it is, a function as a solver, and for ``None`` conjugate gradients on the normal equations.
 
     Raises:
         TypeError: ``solve`` is none of these.
@@ -49,7 +49,7 @@ class _FunctionSolver(Solver):
         b: Tensors,
         start: Tensors,
     ) -> tuple[Tensors, SolverInfo]:
-        """Call the function; it reports nothing."""
+        """Call the function, which reports neither residual nor iterations."""
         x = self._call(spec, operator, params, b)
         unknown = torch.zeros(operator.batch_shape, device=b[0].device)
         return x, SolverInfo(unknown, unknown.long(), unknown == 0)
@@ -72,7 +72,7 @@ class _FunctionSolver(Solver):
         return [leaf.clone() for leaf in pytree.flatten_like(spec, x, "solve(matvec, b)", "b")]
 
     def run(self, system: System) -> Outcome:
-        """Nothing calls this."""
+        """Not used: ``forward`` calls the function."""
         raise NotImplementedError("the function is called instead")
 
 

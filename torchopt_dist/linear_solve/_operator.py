@@ -36,7 +36,7 @@ class LinearOperator(ABC):
 
     @property
     def batch_shape(self) -> tuple[int, ...]:
-        """The leading dimensions of every vector: so many matrices and vectors are multiplied at once."""
+        """The leading dimensions of every vector: the shape of the batch of products that are computed at once."""
         return ()
 
     @abstractmethod

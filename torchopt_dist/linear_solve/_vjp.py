@@ -1,8 +1,8 @@
-"""A function of tensors, a point → its value there, and products with the transposed Jacobian, as many as asked for.
+"""A function of tensors, a point → its value there, and a function for products with the transposed Jacobian.
 
 Outside of ``torch.func`` this is torch's own graph and ``torch.autograd.grad``, so that the function may call
-``autograd.grad`` itself, or workers: it runs once, and each product is one backward pass. Where a ``torch.func``
-transform is at work it is ``torch.func.vjp``.
+``autograd.grad`` itself, or workers: it runs once, and each product is one backward pass. Inside a ``torch.func``
+transform it is ``torch.func.vjp``.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def vjp(
 
     Args:
         function: tensors → tensors.
-        primals: where to evaluate it; floating-point tensors.
+        primals: the point at which to evaluate it; floating-point tensors.
 
     Returns:
-        The values, and a function: cotangents, one a value, → gradients, one a primal. If grad mode is on now, the
-        gradients are differentiable with regard to the primals and the cotangents.
+        The values, and a function from cotangents, one for each value, to gradients, one for each primal. If grad mode
+        is on now, the gradients are differentiable with regard to the primals and the cotangents.
     """
     if transforms_are_active():
         pulled: Any

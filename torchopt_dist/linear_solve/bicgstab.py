@@ -27,7 +27,7 @@ def solve_bicgstab(
     M: Preconditioner = None,
     not_converged: NotConverged = "warn",
 ) -> Solver:
-    """Stabilized biconjugate gradients, for any regular matrix: two products an iteration, and few vectors in memory.
+    """Stabilized biconjugate gradients, for any regular matrix: two products per iteration, and few vectors in memory.
 
     Args:
         ridge: as in :func:`solve_cg`.
@@ -42,8 +42,8 @@ def solve_bicgstab(
         The solver.
 
     Raises:
-        ValueError: a number is out of its range, or ``not_converged`` is none of the three.
-        TypeError: ``M`` is of another type.
+        ValueError: a number is out of its range, or ``not_converged`` is not one of the three values.
+        TypeError: ``M`` has the wrong type.
     """
     return BiCGSTAB(
         ridge=ridge, init=init, rtol=rtol, atol=atol, maxiter=maxiter, M=M, not_converged=not_converged
@@ -52,7 +52,7 @@ def solve_bicgstab(
 
 @dataclass(frozen=True, kw_only=True)
 class BiCGSTAB(Solver):
-    """What :func:`solve_bicgstab` returns."""
+    """The solver that :func:`solve_bicgstab` makes."""
 
     def run(self, system: System) -> Outcome:
         """Solve a batch of systems."""

@@ -26,26 +26,26 @@ def solve_cg(
     M: Preconditioner = None,
     not_converged: NotConverged = "warn",
 ) -> Solver:
-    """Conjugate gradients, for symmetric (Hermitian) positive definite matrices: one product an iteration.
+    """Conjugate gradients, for symmetric (Hermitian) positive definite matrices: one product per iteration.
 
     Args:
-        ridge: is added to the matrix's diagonal; at least 0. A tensor of one element may require grad.
+        ridge: a number, at least 0, that is added to the matrix's diagonal. A tensor of one element may require grad.
         init: where to start, a tree like ``b``; zeros, if not given.
-        rtol: stop where ``‖b - A x‖`` is at most ``rtol · ‖b‖``, or
-        atol: at most ``atol``, whichever is larger.
-        maxiter: the most iterations; 10 times the number of elements, if not given.
+        rtol: relative tolerance: stop when ``‖b - A x‖`` is at most ``max(rtol · ‖b‖, atol)``.
+        atol: absolute tolerance; see ``rtol``.
+        maxiter: the largest number of iterations; 10 times the number of elements, if not given.
         M: the preconditioner, an approximate inverse of the matrix, symmetric positive definite: a function of a tree;
-            or ``'jacobi'``, the inverse of the diagonal, which takes as many products as there are elements (where you
+            or ``'jacobi'``, the inverse of the diagonal, which takes as many products as there are elements (if you
             know the diagonal, :func:`jacobi` takes none).
-        not_converged: what to do with a solution that is not within the tolerance, but better than zeros:
-            ``'warn'`` with a :class:`ConvergenceWarning`, ``'raise'`` or ``'ignore'``.
+        not_converged: what to do if the solution is not within the tolerance, but better than zeros: ``'warn'`` with a
+            :class:`ConvergenceWarning`, ``'raise'`` a ``torch.linalg.LinAlgError``, or ``'ignore'`` it.
 
     Returns:
         The solver: ``solver(matvec, b)``, ``solver.with_info(matvec, b)``.
 
     Raises:
-        ValueError: a number is out of its range, or ``not_converged`` is none of the three.
-        TypeError: ``M`` is of another type.
+        ValueError: a number is out of its range, or ``not_converged`` is not one of the three values.
+        TypeError: ``M`` has the wrong type.
 
     Example:
         >>> import torch
@@ -61,7 +61,7 @@ def solve_cg(
 
 @dataclass(frozen=True, kw_only=True)
 class ConjugateGradient(Solver):
-    """What :func:`solve_cg` returns."""
+    """The solver that :func:`solve_cg` makes."""
 
     symmetric = True
 

@@ -29,15 +29,16 @@ def solve_gmres(
     M: Preconditioner = None,
     not_converged: NotConverged = "warn",
 ) -> Solver:
-    """Generalized minimal residuals, restarted, for any regular matrix: one product an iteration.
+    """Generalized minimal residuals, restarted, for any regular matrix: one product per iteration.
 
     Args:
         ridge: as in :func:`solve_cg`.
         init: as in :func:`solve_cg`.
         rtol: as in :func:`solve_cg`.
         atol: as in :func:`solve_cg`.
-        maxiter: the most iterations, those of all restarts together; 10 times the number of elements, if not given.
-        restart: start again after so many iterations; so many vectors are kept in memory.
+        maxiter: the largest number of iterations, counted over all restarts; 10 times the number of elements, if not
+            given.
+        restart: the number of iterations between restarts, and of vectors that are kept in memory.
         M: the preconditioner, applied from the right: a function of a tree, or ``'jacobi'``.
         not_converged: as in :func:`solve_cg`.
 
@@ -45,8 +46,8 @@ def solve_gmres(
         The solver.
 
     Raises:
-        ValueError: a number is out of its range, or ``not_converged`` is none of the three.
-        TypeError: ``M`` is of another type.
+        ValueError: a number is out of its range, or ``not_converged`` is not one of the three values.
+        TypeError: ``M`` has the wrong type.
     """
     return GMRES(
         ridge=ridge,
@@ -62,7 +63,7 @@ def solve_gmres(
 
 @dataclass(frozen=True, kw_only=True)
 class GMRES(Solver):
-    """What :func:`solve_gmres` returns."""
+    """The solver that :func:`solve_gmres` makes."""
 
     restart: int = 20
 
@@ -130,7 +131,7 @@ def _cycle(
 
 
 def _least_squares(hessenberg: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
-    """The smallest residual of ``hessenberg y = (norm, 0, …)``; a matrix that has not full rank will do."""
+    """The least-squares solution of ``hessenberg y = (norm, 0, …)``; the matrix need not have full rank."""
     right = torch.zeros_like(hessenberg[..., :1])
     right[..., 0, 0] = norm
     y = torch.linalg.pinv(hessenberg) @ right

@@ -1,4 +1,4 @@
-"""Any regular system → its solution, by the whole matrix and a factorization of it."""
+"""Any regular system → its solution, by building the whole matrix and factorizing it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["DirectSolver", "solve_inv"]
 def solve_inv(*, ridge: Numeric | None = None) -> Solver:
     """Build the matrix from as many products as it has columns, and solve with it; for small systems.
 
-    The matrix has all blocks, those between one leaf and another too. As for every solver the result is
-    differentiable without a record.
+    The matrix includes the blocks between different leaves. As with every solver, differentiating the result needs no
+    graph of these computations.
 
     Args:
         ridge: as in :func:`solve_cg`.
 
     Returns:
-        The solver. It reports 0 iterations. A singular matrix is a ``torch.linalg.LinAlgError``.
+        The solver. It reports 0 iterations, and raises ``torch.linalg.LinAlgError`` for a singular matrix.
 
     Raises:
         ValueError: ``ridge`` is below 0, or a tensor of more than one element.
@@ -32,7 +32,7 @@ def solve_inv(*, ridge: Numeric | None = None) -> Solver:
 
 @dataclass(frozen=True, kw_only=True)
 class DirectSolver(Solver):
-    """What :func:`solve_inv` returns."""
+    """The solver that :func:`solve_inv` makes."""
 
     def run(self, system: System) -> Outcome:
         """Solve a batch of systems."""

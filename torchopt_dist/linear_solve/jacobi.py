@@ -12,13 +12,13 @@ __all__ = ["jacobi"]
 
 
 def jacobi(diagonal: TensorTree) -> Callable[[TensorTree], TensorTree]:
-    """Make Jacobi's preconditioner of a diagonal that is known.
+    """Make Jacobi's preconditioner from a diagonal that is known.
 
     Args:
         diagonal: a tree like ``b``, without zeros.
 
     Returns:
-        What a solver takes as ``M``.
+        A preconditioner, for the argument ``M`` of a solver.
 
     Example:
         >>> import torch

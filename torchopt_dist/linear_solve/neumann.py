@@ -22,7 +22,7 @@ def solve_neumann(
     maxiter: int | None = None,
     not_converged: NotConverged = "warn",
 ) -> Solver:
-    """Sum up the Neumann series ``alpha · Σ (I - alpha · A)ⁱ b`` up to the power ``maxiter``: one product a power.
+    """Sum the Neumann series ``alpha · Σ (I - alpha · A)ⁱ b`` up to the power ``maxiter``: one product per power.
 
     It converges where all eigenvalues of ``I - alpha · A`` are inside the unit circle: for a symmetric positive
     definite matrix, where ``alpha`` is below 2 over the largest eigenvalue. Cut off early, it is a cheap approximation
@@ -37,10 +37,10 @@ def solve_neumann(
         not_converged: as in :func:`solve_cg`.
 
     Returns:
-        The solver. A series that diverges is a ``torch.linalg.LinAlgError``.
+        The solver. It raises ``torch.linalg.LinAlgError`` if the series diverges.
 
     Raises:
-        ValueError: a number is out of its range, or ``not_converged`` is none of the three.
+        ValueError: a number is out of its range, or ``not_converged`` is not one of the three values.
     """
     return NeumannSeries(
         ridge=ridge,
@@ -54,7 +54,7 @@ def solve_neumann(
 
 @dataclass(frozen=True, kw_only=True)
 class NeumannSeries(Solver):
-    """What :func:`solve_neumann` returns."""
+    """The solver that :func:`solve_neumann` makes."""
 
     alpha: float = 1.0
 
@@ -64,7 +64,7 @@ class NeumannSeries(Solver):
             raise ValueError(f"`alpha` must be above 0, got {self.alpha}")
 
     def default_maxiter(self, elements: int) -> int:
-        """How far a series goes is no matter of its terms' size."""
+        """A fixed number: how many terms a series needs does not depend on the number of elements."""
         return 1000
 
     def run(self, system: System) -> Outcome:

@@ -24,16 +24,17 @@ def solve_normal_cg(
     M: Preconditioner = None,
     not_converged: NotConverged = "warn",
 ) -> Solver:
-    """Conjugate gradients on ``(Aᴴ A + ridge · I) x = Aᴴ b``, for any matrix: two products an iteration.
+    """Conjugate gradients on ``(Aᴴ A + ridge · I) x = Aᴴ b``, for any matrix: two products per iteration.
 
-    The matrix need be neither symmetric nor definite; if it is singular the solution is one of least squares. Its
-    condition number counts twice, so :func:`solve_gmres` or :func:`solve_bicgstab` may be faster.
+    The matrix need be neither symmetric nor definite; if it is singular, the result is a least-squares solution. The
+    condition number is squared, so :func:`solve_gmres` or :func:`solve_bicgstab` may be faster.
 
     Args:
-        ridge: is added to the diagonal of ``Aᴴ A``; otherwise as in :func:`solve_cg`.
+        ridge: a number, at least 0, that is added to the diagonal of ``Aᴴ A``; otherwise as in :func:`solve_cg`.
         init: as in :func:`solve_cg`.
-        rtol: bounds the residual of the normal equations, ``‖Aᴴ (b - A x)‖``, as a part of ``‖Aᴴ b‖``.
-        atol: bounds the same; the larger of the two counts.
+        rtol: relative tolerance: stop when the residual of the normal equations, ``‖Aᴴ (b - A x)‖``, is at most
+            ``max(rtol · ‖Aᴴ b‖, atol)``.
+        atol: absolute tolerance; see ``rtol``.
         maxiter: as in :func:`solve_cg`.
         M: an approximate inverse of ``Aᴴ A``, or ``'jacobi'``.
         not_converged: as in :func:`solve_cg`.
@@ -42,8 +43,8 @@ def solve_normal_cg(
         The solver; the residual that it reports is that of the normal equations.
 
     Raises:
-        ValueError: a number is out of its range, or ``not_converged`` is none of the three.
-        TypeError: ``M`` is of another type.
+        ValueError: a number is out of its range, or ``not_converged`` is not one of the three values.
+        TypeError: ``M`` has the wrong type.
     """
     return NormalConjugateGradient(
         ridge=ridge, init=init, rtol=rtol, atol=atol, maxiter=maxiter, M=M, not_converged=not_converged
@@ -52,7 +53,7 @@ def solve_normal_cg(
 
 @dataclass(frozen=True, kw_only=True)
 class NormalConjugateGradient(ConjugateGradient):
-    """What :func:`solve_normal_cg` returns."""
+    """The solver that :func:`solve_normal_cg` makes."""
 
     def solve(
         self, operator: LinearOperator, params: Tensors, b: Tensors, spec: pytree.PyTreeSpec

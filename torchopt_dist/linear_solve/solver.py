@@ -1,8 +1,8 @@
 """``solver(matvec, b)`` → ``x`` with ``matvec(x) = b``, differentiable to any order without a record of the iterations.
 
-A solver is a file: a subclass of :class:`Solver` whose ``run`` works on plain vectors. What is here is common to
-all: trees become vectors, the derivative is one more solve with the transposed matrix, a ``vmap`` becomes a batch of
-vectors, and a solve that fails says so.
+A solver is a subclass of :class:`Solver` in a file of its own, whose ``run`` works on plain vectors. This file has what
+all solvers share: trees become vectors, the derivative is one more solve with the transposed matrix, a ``vmap`` becomes
+a batch of vectors, and a solve that fails raises or warns.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ Preconditioner: TypeAlias = Callable[[TensorTree], TensorTree] | Literal["jacobi
 
 
 class ConvergenceWarning(UserWarning):
-    """A solver stopped before it reached its tolerance; the message says how far it came."""
+    """A solver stopped before it reached its tolerance; the message has the residual and the tolerance."""
 
 
 class SolverInfo(NamedTuple):
-    """How a solve went. Under ``vmap`` every field is batched as the solution is."""
+    """Residual and iterations of a solve. Under ``vmap`` every field is batched as the solution is."""
 
     residual: Tensor
     """The norm of what is left over, ``‖b - A x‖``."""
@@ -74,8 +74,8 @@ class Solver(ABC):
     """A linear solver: ``solver(matvec, b)`` is the solution, ``solver.with_info(matvec, b)`` tells how it was found.
 
     Solutions are differentiable with regard to ``b`` and to whatever ``matvec`` depends on, to any order, under
-    autograd and under ``torch.func``; ``vmap`` solves a batch at once. The derivative is the solution's, not that of
-    the iterations, so a solution that is not accurate has a gradient that is not.
+    autograd and under ``torch.func``; ``vmap`` solves a batch at once. The derivative is that of the solution, not of
+    the iterations, so if the solution is inaccurate, the gradient is, too.
     """
 
     symmetric: ClassVar[bool] = False
@@ -110,8 +110,9 @@ class Solver(ABC):
 
         Args:
             matvec: the product with a square matrix: a tree → a tree of the same structure and shapes. It may close
-                over tensors. Gradients arrive at leaves of the graph; for gradients of other tensors, and if it applies
-                a ``torch.func`` transform to a tensor inside another transform, pass ``functools.partial(f, tensor)``.
+                over tensors, and those that are leaves of the graph get gradients. For gradients of other tensors, and
+                if the function applies a ``torch.func`` transform to a tensor inside another transform, pass
+                ``functools.partial(f, tensor)``.
             b: a tree of tensors.
 
         Returns:
@@ -119,7 +120,7 @@ class Solver(ABC):
 
         Raises:
             torch.linalg.LinAlgError: the method broke down, or its result is worse than zeros.
-            TypeError: ``b`` has a leaf that is no floating-point tensor, or ``matvec`` is no function.
+            TypeError: ``b`` has a leaf that is not a floating-point tensor, or ``matvec`` is not a function.
             ValueError: ``matvec`` returns another structure or other shapes.
             NotImplementedError: it is called under ``torch.func.jvp`` or another forward-mode derivative.
         """
@@ -152,7 +153,7 @@ class Solver(ABC):
         b: Tensors,
         start: Tensors,
     ) -> tuple[Tensors, SolverInfo]:
-        """Lists of leaves → vectors → the solution's leaves; and a warning or an error if it is none."""
+        """Lists of leaves → vectors → the solution's leaves; warns or raises if the solve has failed."""
         layout = VectorLayout(b, len(operator.batch_shape))
         prepared = operator.prepared(params, b)
 
@@ -179,7 +180,7 @@ class Solver(ABC):
         return layout.leaves(found.x, like=b), info
 
     def default_maxiter(self, elements: int) -> int:
-        """How many iterations are allowed, if the user does not say, for vectors of so many elements."""
+        """The default of ``maxiter`` for vectors of so many elements."""
         return 10 * elements
 
     def _preconditioner(
@@ -231,7 +232,7 @@ class Solver(ABC):
 
 
 def report(says: str, not_converged: NotConverged) -> None:
-    """Warn of a solution that is less accurate than was asked for, or raise, or say nothing."""
+    """Warn of a solution that is less accurate than was asked for, or raise, or ignore it."""
     if not_converged == "raise":
         raise torch.linalg.LinAlgError(says)
     if not_converged == "warn":
@@ -239,10 +240,10 @@ def report(says: str, not_converged: NotConverged) -> None:
 
 
 def check_limits(rtol: float, atol: float, maxiter: int | None, not_converged: str) -> None:
-    """Demand tolerances, a number of iterations and a reaction that a solver can take.
+    """Check the tolerances, the number of iterations and ``not_converged``.
 
     Raises:
-        ValueError: one of them is out of its range.
+        ValueError: an argument is out of its range.
     """
     for name, value in (("rtol", rtol), ("atol", atol)):
         if not value >= 0:
@@ -306,12 +307,12 @@ class _Solve(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
-        """There is none."""
+        """There is no forward-mode derivative."""
         refuse_forward_mode()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """``A x = b``, so ``Aᴴ u = x's gradient``; ``u`` is b's gradient, and A's is ``-u xᴴ``."""
+        """Solve ``Aᴴ u = x's gradient``; the gradient of ``b`` is ``u``, and that of ``A`` is ``-u xᴴ``."""
         count, started = ctx.counts
         x, params = list(ctx.saved_tensors[:count]), list(ctx.saved_tensors[count:])
         operator = ctx.operator if ctx.solver.symmetric else ctx.operator.transposed()
@@ -324,7 +325,7 @@ class _Solve(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Tensor, ...], int]:
-        """A batch of systems is one system of longer vectors to the solver."""
+        """Solve a batch of systems as one system with longer vectors."""
         solver, spec, operator, counts = args[:4]
         tensors = [
             tensor if dim is None else tensor.movedim(dim, 0)

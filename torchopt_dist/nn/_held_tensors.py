@@ -37,7 +37,7 @@ def deepcopy_memo(target: Any, take: Callable[[Tensor], Tensor]) -> dict[int, An
     """A memo for ``copy.deepcopy(target, memo)`` by which tensors with a history, which it refuses, are copied.
 
     Args:
-        target: what is to be copied.
+        target: the object that is to be copied.
         take: copies a tensor.
     """
     return {id(tensor): take(tensor) for tensor in held_tensors(target) if has_history(tensor)}
@@ -63,5 +63,5 @@ def _parts(one: Any) -> Iterator[Any]:
 
 
 def _says_how_to_copy(kind: type) -> bool:
-    """Whether ``deepcopy`` asks the object, so that its attributes may be anything."""
+    """Whether the class has its own way to be copied, so that ``deepcopy`` does not look at its attributes."""
     return any(not _COPYING.isdisjoint(vars(one)) for one in kind.__mro__[:-1])

@@ -77,5 +77,5 @@ def _copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _is_plain_tuple(attribute: Any) -> bool:
-    """Whether it is something like the strides of a convolution."""
+    """Whether it is a tuple of plain values, such as the strides of a convolution."""
     return type(attribute) is tuple and _PLAIN.issuperset(map(type, attribute))

@@ -20,7 +20,7 @@ _MODES = {
 
 
 class TensorCopier:
-    """Copies tensors, each one once, so that tied weights stay tied.
+    """Copies each tensor once, so that tied weights stay tied.
 
     Args:
         by: ``'reference'`` (``'ref'``), the tensor itself; ``'copy'`` (``'clone'``), a clone through which
@@ -41,7 +41,7 @@ class TensorCopier:
         self._seen: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """Copy one tensor, or give the copy that was made of it before."""
+        """Copy one tensor, or return the copy that was made of it before."""
         if id(tensor) not in self._seen:
             self._seen[id(tensor)] = tensor, self._copy(tensor)  # the original is kept, and with it its id
         return self._seen[id(tensor)][1]

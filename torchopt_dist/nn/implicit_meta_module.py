@@ -25,7 +25,7 @@ class ImplicitMetaGradientModule(MetaGradientModule):
 
     After ``solve`` the parameters are functions of the meta-parameters, with the exact gradient of
     :func:`torchopt_dist.diff.implicit.custom_root`. So a loss that is computed with them has a gradient for the outer
-    optimizer, whatever ``solve`` has done. A subclass has ``solve``, and one of ``objective`` and ``optimality``::
+    optimizer, whatever ``solve`` has done. A subclass defines ``solve``, and either ``objective`` or ``optimality``::
 
         class Inner(ImplicitMetaGradientModule, linear_solve=linear_solve.solve_cg(maxiter=5)):
             def __init__(self, meta_net): ...  # given: a meta-module
@@ -34,17 +34,18 @@ class ImplicitMetaGradientModule(MetaGradientModule):
 
             def solve(self, x, y): ...  # moves `self.parameters()`, in place perhaps; returns what it likes
 
-    Each solve starts from the parameters' values, cut off from their history. Another thread that calls the module or
-    its ``solve`` waits while its parameters are exchanged.
+    Each solve starts from the parameters' values, detached from their history. While its parameters are exchanged,
+    other threads that call the module or its ``solve`` wait.
 
     Args:
-        linear_solve: of the class statement; as ``solve`` in :func:`torchopt_dist.diff.implicit.custom_root`.
+        linear_solve: an argument of the class statement: the linear solver, as ``solve`` of
+            :func:`torchopt_dist.diff.implicit.custom_root`.
     """
 
     linear_solve: ClassVar[Solver] = as_solver(None)
 
     def __init_subclass__(cls, linear_solve: LinearSolver | None = None, **kwargs: Any) -> None:
-        """Make ``solve`` one that connects the parameters.
+        """Replace ``solve`` by a method that also connects the parameters.
 
         Raises:
             TypeError: the class has ``solve``, but neither ``objective`` nor ``optimality``.
@@ -61,17 +62,17 @@ class ImplicitMetaGradientModule(MetaGradientModule):
             cls.solve = _connecting(cls.solve)  # type: ignore[method-assign]
 
     def solve(self, *args: Any, **kwargs: Any) -> Any:
-        """Bring the parameters to where :meth:`optimality` is zero."""
+        """Move the parameters to where :meth:`optimality` is zero."""
         raise NotImplementedError(f"{type(self).__name__} must have a method `solve`")
 
     def objective(self, *args: Any, **kwargs: Any) -> Tensor:
-        """What ``solve`` minimizes, a scalar; it takes the arguments of ``solve``."""
+        """The scalar that ``solve`` minimizes; it takes the arguments of ``solve``."""
         raise NotImplementedError(f"{type(self).__name__} must have a method `objective` or `optimality`")
 
     def optimality(self, *args: Any, **kwargs: Any) -> Sequence[Tensor]:
-        """What is zero at the solution: one tensor a parameter that requires grad, in their order and shapes.
+        """What is zero at the solution: a tensor for each parameter that requires grad, in their order and shapes.
 
-        Unless a subclass says otherwise this is the gradient of :meth:`objective`.
+        Unless a subclass overrides it, this is the gradient of :meth:`objective`.
         """
         named = _trainable(self)
         if transforms_are_active():
@@ -96,7 +97,7 @@ def _trainable(module: ImplicitMetaGradientModule) -> dict[str, Tensor]:
 
 
 def _cut(module: ImplicitMetaGradientModule) -> None:
-    """Make leaves of the last solution, of their own memory, so that a solve in place does not write into its graph."""
+    """Replace the last solution by leaves with their own memory: a solve in place must not write into its graph."""
     for container in module._own_containers():
         for name, tensor in container.items():
             if tensor is not None and tensor.grad_fn is not None:

@@ -1,4 +1,4 @@
-"""A module with parameters of its own, and meta-parameters that were given to it and are somebody else's."""
+"""A module with parameters of its own, and with meta-parameters that were passed to its constructor."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["MetaGradientModule"]
 
 
 class MetaGradientModule(nn.Module):
-    """A module that tells its own parameters from those that were given to it.
+    """A module that distinguishes its own parameters from those that were passed to its constructor.
 
-    Tensors that require grad, and modules, are meta-parameters and meta-modules where they were among the arguments of
-    the constructor and are assigned to an attribute. ``parameters()``, ``modules()``, ``state_dict()`` and what
-    rests on them, such as an inner optimizer, leave them out; :meth:`meta_parameters` has them, for the outer one.
+    A tensor that requires grad, or a module, becomes a meta-parameter or meta-module if it is an argument of the
+    constructor and is assigned to an attribute. ``parameters()``, ``modules()`` and ``state_dict()`` leave it out, and
+    so does an inner optimizer made from them; :meth:`meta_parameters` has it, for the outer optimizer.
 
     Example:
         >>> import torch
@@ -41,7 +41,7 @@ class MetaGradientModule(nn.Module):
     _meta_modules: dict[str, nn.Module | None]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Take note of what the constructor is given."""
+        """Remember the arguments of the constructor."""
         self = super().__new__(cls)
         arguments: Any = [args, kwargs]
         given: dict[int, Any] = {}
@@ -55,10 +55,10 @@ class MetaGradientModule(nn.Module):
         return self
 
     def register_meta_parameter(self, name: str, param: Tensor | None) -> None:
-        """Keep a tensor as a meta-parameter under a name, whether or not it was given to the constructor.
+        """Register a tensor as a meta-parameter under a name, whether or not it was given to the constructor.
 
         Raises:
-            TypeError: ``param`` is no tensor that requires grad, nor ``None``.
+            TypeError: ``param`` is neither a tensor that requires grad nor ``None``.
             KeyError: there is something else of that name, or the name is empty or has a dot in it.
         """
         if param is not None and not (isinstance(param, Tensor) and param.requires_grad):
@@ -67,10 +67,10 @@ class MetaGradientModule(nn.Module):
         self._meta_parameters[name] = param
 
     def register_meta_module(self, name: str, module: nn.Module | None) -> None:
-        """Keep a module as a meta-module under a name, whether or not it was given to the constructor.
+        """Register a module as a meta-module under a name, whether or not it was given to the constructor.
 
         Raises:
-            TypeError: ``module`` is no module, nor ``None``.
+            TypeError: ``module`` is neither a module nor ``None``.
             KeyError: there is something else of that name, or the name is empty or has a dot in it.
         """
         if module is not None and not isinstance(module, nn.Module):
@@ -79,7 +79,7 @@ class MetaGradientModule(nn.Module):
         self._meta_modules[name] = module
 
     def meta_parameters(self, recurse: bool = True) -> Iterator[Tensor]:
-        """Every meta-parameter once, those of meta-modules among them."""
+        """Every meta-parameter once, those of meta-modules included."""
         for _, parameter in self.named_meta_parameters(recurse=recurse):
             yield parameter
 
@@ -87,8 +87,8 @@ class MetaGradientModule(nn.Module):
         """Every meta-parameter once, with its name.
 
         Args:
-            prefix: what to put before the names.
-            recurse: take those of meta-modules, and of sub-modules that have some of their own, too.
+            prefix: a text that is put before the names.
+            recurse: whether to include those of meta-modules and of sub-modules.
         """
         seen: set[int] = set()
         parts = self.named_modules(prefix=prefix) if recurse else [(prefix, self)]

@@ -1,9 +1,9 @@
-"""A module, an optimizer or a tree of tensors → a snapshot, a copy, or itself cut off from its history.
+"""A module, an optimizer or a tree of tensors → a snapshot, a copy, or itself detached from its history.
 
-``extract_state_dict`` and ``recover_state_dict`` take a snapshot and go back to it, ``module_clone`` makes a
-second module, ``stop_gradient`` and ``module_detach_`` truncate the graph, so that memory stays flat. In
-all of them tied weights stay tied, frozen ones frozen, non-persistent buffers come along, a shared
-sub-module counts once.
+``extract_state_dict`` and ``recover_state_dict`` take a snapshot and go back to it, ``module_clone`` makes a second
+module, ``stop_gradient`` and ``module_detach_`` truncate the graph, so that memory stays flat. In all of them tied
+weights stay tied, frozen parameters stay frozen, non-persistent buffers are included, and a shared sub-module counts
+once.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ class StateHolder(Protocol):
     """An optimizer whose state is part of the graph, such as ``MetaOptimizer`` and ``FuncOptimizer``."""
 
     def get_states(self) -> tuple[OptState, ...]:
-        """The states, one a parameter group."""
+        """The states, one for each parameter group."""
 
     def set_states(self, states: Sequence[OptState]) -> None:
-        """Go on from these states."""
+        """Replace the states by these."""
 
     def clone_with(self, clone: Callable[[Any], Any]) -> Any:
-        """Make a second optimizer, ``clone`` applied to its modules and to its states."""
+        """Make a second optimizer, with ``clone`` applied to the modules and to the states."""
 
 
 @overload
@@ -104,20 +104,20 @@ def extract_state_dict(
 
     Args:
         target: a module, or a ``MetaOptimizer`` or ``FuncOptimizer``, whose states are then taken.
-        by: ``'reference'`` (``'ref'``), the same tensors; ``'copy'`` (``'clone'``), clones through which
-            gradients flow back to the module; ``'deepcopy'``, leaves of their own memory.
+        by: ``'reference'`` (``'ref'``), the same tensors; ``'copy'`` (``'clone'``), clones through which gradients flow
+            back to the module; ``'deepcopy'``, leaves with their own memory.
         device: where to move the tensors; where they are, if not given.
         with_buffers: take buffers too.
-        detach_buffers: take the buffers as copies of their own memory whatever ``by`` says, so that a layer
-            that writes its running statistics does not write into the snapshot.
+        detach_buffers: copy the buffers to their own memory, whatever ``by`` is, so that a layer that writes its
+            running statistics does not write into the snapshot.
         enable_visual: keep parameters by name, for a picture of the graph.
         visual_prefix: a prefix of these names.
 
     Returns:
-        A :class:`ModuleState`, or a tuple with one optimizer state a parameter group.
+        A :class:`ModuleState`, or a tuple with one optimizer state for each parameter group.
 
     Raises:
-        TypeError: ``target`` is neither.
+        TypeError: ``target`` is neither a module nor such an optimizer.
         ValueError: ``by`` is none of these.
     """
     take = TensorCopier(by, device)
@@ -147,7 +147,7 @@ def recover_state_dict(target: nn.Module | StateHolder, state: ModuleState | Seq
         state: from :func:`extract_state_dict`.
 
     Raises:
-        TypeError: ``state`` is no snapshot, or one of another kind of object than ``target``.
+        TypeError: ``state`` is not a snapshot, or is one of another kind of object than ``target``.
         ValueError: ``state`` is of a module of another structure, with parameters of other shapes, or of another
             optimizer.
     """
@@ -181,7 +181,7 @@ def module_clone(
     Args:
         target: a module; a ``MetaOptimizer``, whose modules and states are then cloned; or a tree of tensors.
         by: how its tensors are copied, as in :func:`extract_state_dict`.
-        detach_buffers: the clone gets buffers of its own, whatever ``by`` says.
+        detach_buffers: the clone gets buffers with their own memory, whatever ``by`` is.
         device: where to move the tensors; where they are, if not given.
 
     Returns:
@@ -202,13 +202,13 @@ def module_clone(
 
 
 def module_detach_(target: T) -> T:
-    """Cut a target off from its history, as :func:`stop_gradient`, and return it."""
+    """Detach a target from its history, as :func:`stop_gradient`, and return it."""
     stop_gradient(target)
     return target
 
 
 def stop_gradient(target: ModuleState | nn.Module | StateHolder | TensorTree) -> None:
-    """Cut a target off from its history: values and ``requires_grad`` stay, gradients flow no further back.
+    """Detach a target from its history: values and ``requires_grad`` stay, gradients flow no further back.
 
     A module, an optimizer and a snapshot get new tensors on the same memory, so that graphs and snapshots
     that hold the old ones keep them. The tensors of a plain tree are detached in place

@@ -1,7 +1,7 @@
 """A module, other tensors by name → the module with these tensors in it, for a while or until they are swapped back.
 
-Whoever only calls a module has ``torch.func.functional_call``. Here a whole block of code, or an objective that is a
-method, sees the other tensors.
+To only call a module with other tensors, use ``torch.func.functional_call``. Here a whole block of code, or an
+objective that is a method, uses them.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ def reparametrize(
     named_tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
     allow_missing: bool = False,
 ) -> Iterator[nn.Module]:
-    """Put other tensors into a module while a block runs; afterwards, and after an error, the old ones are back.
+    """Put other tensors into a module while a block runs, and put the old ones back afterwards, also after an error.
 
     Other threads that reparametrize the same module wait for the end of the block.
 
     Args:
         module: the module; tied weights are replaced in all places.
-        named_tensors: full names of parameters or buffers → tensors, with a history perhaps.
+        named_tensors: full names of parameters or buffers → tensors, which may have a history.
         allow_missing: whether names that the module does not have are ignored.
 
     Yields:
@@ -39,7 +39,7 @@ def reparametrize(
 
     Raises:
         KeyError: the module has no tensor of a name, and ``allow_missing`` is false.
-        TypeError: a value is no tensor.
+        TypeError: a value is not a tensor.
 
     Example:
         >>> import torch
@@ -72,7 +72,7 @@ def swap_state(
 
     Raises:
         KeyError: as in :func:`reparametrize`; the module is then as it was.
-        TypeError: as in :func:`reparametrize`; likewise.
+        TypeError: as in :func:`reparametrize`; the module is then as it was.
     """
     new = dict(named_tensors)
     with lock_of(module):

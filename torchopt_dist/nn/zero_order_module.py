@@ -18,7 +18,8 @@ __all__ = ["ZeroOrderGradientModule"]
 class ZeroOrderGradientModule(nn.Module):
     """A module whose ``forward`` returns a number, with a gradient by :func:`torchopt_dist.diff.zero_order.zero_order`.
 
-    The class statement has the settings, and a method ``sample`` the noise, unless ``distribution`` is given::
+    The settings are arguments of the class statement. The noise comes from ``distribution`` or, if that is not given,
+    from a method ``sample``::
 
         class Policy(ZeroOrderGradientModule, method="antithetic", num_samples=100, sigma=0.1):
             def forward(self, environment): ...  # a number, which need not be differentiable
@@ -27,13 +28,14 @@ class ZeroOrderGradientModule(nn.Module):
                 return torch.randn(sample_shape)
 
     Args:
-        distribution: of the class statement, as all of these; as there.
-        method: as there.
-        num_samples: as there.
-        sigma: as there.
-        parallel: as there.
-        vectorize: as there.
-        chunk_size: as there.
+        distribution: the distribution of the noise. This and the others are arguments of the class statement, with the
+            meaning that they have in :func:`torchopt_dist.diff.zero_order.zero_order`.
+        method: as in ``zero_order``.
+        num_samples: as in ``zero_order``.
+        sigma: as in ``zero_order``.
+        parallel: as in ``zero_order``.
+        vectorize: as in ``zero_order``.
+        chunk_size: as in ``zero_order``.
     """
 
     _settings: ClassVar[dict[str, Any]] = {"distribution": None}
@@ -49,11 +51,12 @@ class ZeroOrderGradientModule(nn.Module):
         chunk_size: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Keep the settings, those of the base class where there are none, and have them checked.
+        """Check and keep the settings; those that are not given are the base class's.
 
         Raises:
             ValueError: as :func:`torchopt_dist.diff.zero_order.zero_order`.
-            TypeError: likewise; or the class has neither a ``distribution`` nor a method ``sample``.
+            TypeError: as :func:`torchopt_dist.diff.zero_order.zero_order`; or the class has neither a ``distribution``
+                nor a method ``sample``.
         """
         super().__init_subclass__(**kwargs)
         new = {

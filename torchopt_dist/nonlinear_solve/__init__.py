@@ -1,4 +1,4 @@
-"""A function, a start → a fixed point, or a root: a solver is a file, and reports residual and iterations."""
+"""A function, a start → a fixed point or a root, with its residual and its number of iterations."""
 
 from torchopt_dist.nonlinear_solve.anderson import anderson
 from torchopt_dist.nonlinear_solve.broyden import broyden

@@ -27,10 +27,10 @@ def anderson(
     maxiter: int = 100,
     not_converged: NotConverged = "warn",
 ) -> NonlinearSolver:
-    """Go where the last few steps together foretell the least residual; fewer iterations than a plain one.
+    """Mix the last few steps so that their residual is smallest; takes fewer iterations than the plain iteration.
 
     Args:
-        history: how many steps are mixed, at least 1; so many pairs of vectors are kept.
+        history: the number of steps that are mixed, and of pairs of vectors that are kept, at least 1.
         damping: as in :func:`fixed_point_iteration`.
         ridge: regularizes the mixing, relative to its matrix; above 0.
         rtol: as in :func:`fixed_point_iteration`.
@@ -57,7 +57,7 @@ def anderson(
 
 @dataclass(frozen=True, kw_only=True)
 class Anderson(NonlinearSolver):
-    """What :func:`anderson` returns."""
+    """The solver that :func:`anderson` makes."""
 
     history: int = 5
     damping: float = 1.0

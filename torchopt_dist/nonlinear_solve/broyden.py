@@ -29,9 +29,9 @@ def broyden(
     """Broyden's good method for ``function(x) = 0``: learn the inverse Jacobian from the steps themselves.
 
     Args:
-        scale: the first guess of the inverse Jacobian is ``scale`` times the identity; not 0. For ``x - f(x)`` with a
-            contraction ``f`` 1 is right, for ``f(x) - x`` it is -1.
-        history: how many corrections are kept, two vectors each, at least 1; then all are forgotten.
+        scale: the initial inverse Jacobian is ``scale`` times the identity; not 0. With a contraction ``f``, use 1 for
+            the function ``x - f(x)`` and -1 for ``f(x) - x``.
+        history: the number of corrections, of two vectors each, after which all are dropped; at least 1.
         rtol: as in :func:`newton`.
         atol: as in :func:`newton`.
         maxiter: as in :func:`newton`.
@@ -50,7 +50,7 @@ def broyden(
 
 @dataclass(frozen=True, kw_only=True)
 class Broyden(NonlinearSolver):
-    """What :func:`broyden` returns."""
+    """The solver that :func:`broyden` makes."""
 
     scale: float = 1.0
     history: int = 20

@@ -1,4 +1,4 @@
-"""A contraction → its fixed point, by applying it again and again."""
+"""A contraction → its fixed point, by repeated application."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ def fixed_point_iteration(
     """Go from ``x`` to ``(1 - damping) · x + damping · function(x)``.
 
     Args:
-        damping: of the step, above 0 and at most 1.
-        rtol: stop where ``‖function(x) - x‖`` is at most ``rtol · ‖x‖ + atol``.
-        atol: see ``rtol``.
-        maxiter: the most iterations.
-        not_converged: ``'warn'``, ``'raise'`` or ``'ignore'`` a solution that is not within the tolerance.
+        damping: the factor of each step, above 0 and at most 1.
+        rtol: relative tolerance: stop when ``‖function(x) - x‖`` is at most ``rtol · ‖x‖ + atol``.
+        atol: absolute tolerance; see ``rtol``.
+        maxiter: the largest number of iterations.
+        not_converged: what to do if the solution is not within the tolerance: ``'warn'``, ``'raise'`` a
+            ``torch.linalg.LinAlgError``, or ``'ignore'`` it.
 
     Returns:
         The solver: ``solver(function, init)``, ``solver.with_info(function, init)``.
@@ -48,7 +49,7 @@ def fixed_point_iteration(
 
 @dataclass(frozen=True, kw_only=True)
 class FixedPointIteration(NonlinearSolver):
-    """What :func:`fixed_point_iteration` returns."""
+    """The solver that :func:`fixed_point_iteration` makes."""
 
     damping: float = 1.0
 

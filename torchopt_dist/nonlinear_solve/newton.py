@@ -27,15 +27,15 @@ def newton(
     """Newton's method for ``function(x) = 0``: solve with the Jacobian in every step.
 
     Args:
-        linear_solver: for the step, such as ``linear_solve.solve_gmres()``; by default the whole Jacobian is built,
-            from as many products as there are elements. Not inside ``torch.func``.
-        rtol: stop where ``‖function(x)‖`` is at most ``rtol · ‖x‖ + atol``.
-        atol: see ``rtol``.
-        maxiter: the most iterations.
+        linear_solver: solves for each step, such as ``linear_solve.solve_gmres()``; not inside ``torch.func``. By
+            default the whole Jacobian is built, from as many products as there are elements.
+        rtol: relative tolerance: stop when ``‖function(x)‖`` is at most ``rtol · ‖x‖ + atol``.
+        atol: absolute tolerance; see ``rtol``.
+        maxiter: the largest number of iterations.
         not_converged: as in :func:`fixed_point_iteration`.
 
     Returns:
-        The solver. A singular Jacobian is a ``torch.linalg.LinAlgError``.
+        The solver. It raises ``torch.linalg.LinAlgError`` for a singular Jacobian.
 
     Raises:
         ValueError: a number is out of its range.
@@ -52,7 +52,7 @@ def newton(
 
 @dataclass(frozen=True, kw_only=True)
 class Newton(NonlinearSolver):
-    """What :func:`newton` returns."""
+    """The solver that :func:`newton` makes."""
 
     linear_solver: Solver | None = field(default=None)
     solves_for_root = True

@@ -1,8 +1,8 @@
 """``solver(function, init)`` → a fixed point, or a root, and how accurate it is.
 
-A solver is a file: a subclass of :class:`NonlinearSolver` whose ``steps`` works on a plain vector. Its steps are made
-of differentiable operations, so a solution can be unrolled; ``custom_fixed_point`` and ``custom_root`` in
-``torchopt_dist.diff.implicit`` give it the implicit gradient instead.
+A solver is a subclass of :class:`NonlinearSolver` in a file of its own, whose ``steps`` works on a plain vector. Its
+steps are made of differentiable operations, so a solution can be unrolled; ``custom_fixed_point`` and ``custom_root``
+in ``torchopt_dist.diff.implicit`` give it the implicit gradient instead.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ __all__ = ["NonlinearSolver"]
 class NonlinearSolver(ABC):
     """A solver of ``x = function(x)``, or of ``function(x) = 0``.
 
-    Under ``vmap`` each sample has a solution of its own; all make ``maxiter`` iterations, as nobody can look whether
-    they have converged, and those that have stay where they are.
+    Under ``vmap`` each sample has a solution of its own. All samples then make ``maxiter`` iterations, since
+    convergence cannot be tested there; a sample that has converged stays where it is. ``solves_for_root`` tells which
+    of the two equations a solver solves.
     """
 
     rtol: float = 1e-5
@@ -59,7 +60,7 @@ class NonlinearSolver(ABC):
 
         Raises:
             torch.linalg.LinAlgError: the iterations diverged, or, if ``not_converged='raise'``, did not converge.
-            TypeError: ``init`` has a leaf that is no floating-point tensor.
+            TypeError: ``init`` has a leaf that is not a floating-point tensor.
             ValueError: ``function`` returns another structure or other shapes.
         """
         leaves, spec = pytree.flatten(init)

@@ -1,10 +1,10 @@
-"""A tree of tensors → its leaves and its structure, and back again; trees → their sum, their product, and so on.
+"""A tree of tensors ⇄ its leaves and its structure; trees → their sum, their product, and other arithmetic.
 
-To ``flatten``, ``tree_map`` and the like ``None`` is a leaf: a gradient tree with a ``None`` in it has the structure of
-its parameter tree, and a transformation can skip that leaf and keep its state.
+For ``flatten``, ``tree_map`` and similar functions ``None`` is a leaf: a gradient tree with a ``None`` in it has the
+structure of its parameter tree, and a transformation can skip that leaf and keep its state.
 
-To the arithmetic, as to optree's own functions, ``None`` is a node without leaves: where all trees have ``None``, so
-has the result, and where only some of them have it, that is an error.
+For the arithmetic, as for optree's own functions, ``None`` is a node without leaves: where all trees have ``None``, the
+result has it, too; where only some have it, an error is raised.
 """
 
 from __future__ import annotations

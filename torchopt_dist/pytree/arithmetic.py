@@ -46,11 +46,11 @@ def tree_add(*trees: TensorTree) -> Any:
         trees: one or more trees of one structure, of tensors or numbers.
 
     Returns:
-        A tree of the structure of the first.
+        A tree with the structure of the first.
 
     Raises:
         TypeError: no tree is given.
-        ValueError: one of them has another structure than the first.
+        ValueError: a tree has another structure than the first.
 
     Example:
         >>> tree_add({"a": 1, "b": None}, {"a": 2, "b": None}, {"a": 3, "b": None})
@@ -64,7 +64,7 @@ def tree_sub(minuend_tree: TensorTree, subtrahend_tree: TensorTree) -> Any:
 
     Args:
         minuend_tree: a tree of tensors or numbers.
-        subtrahend_tree: likewise, of the same structure.
+        subtrahend_tree: a tree of the same structure, of tensors or numbers.
 
     Raises:
         ValueError: the structures differ.
@@ -95,7 +95,7 @@ def tree_scalar_mul(scalar: Numeric, multiplicand_tree: TensorTree) -> Any:
         multiplicand_tree: a tree of tensors or numbers.
 
     Raises:
-        TypeError: ``scalar`` is neither.
+        TypeError: ``scalar`` is neither a number nor a tensor.
         ValueError: ``scalar`` is a tensor of another size.
 
     Example:
@@ -110,11 +110,11 @@ def tree_add_scalar_mul(tree_x: TensorTree, tree_y: TensorTree, alpha: Numeric |
 
     Args:
         tree_x: a tree of tensors or numbers.
-        tree_y: likewise, of the same structure.
+        tree_y: a tree of the same structure, of tensors or numbers.
         alpha: a number, or a tensor of one element, which may require grad; 1, if not given.
 
     Raises:
-        TypeError: ``alpha`` is neither.
+        TypeError: ``alpha`` is neither a number nor a tensor.
         ValueError: the structures differ, or ``alpha`` is a tensor of another size.
 
     Example:
@@ -136,12 +136,12 @@ def tree_sub_scalar_mul(tree_x: TensorTree, tree_y: TensorTree, alpha: Numeric |
 def tree_vdot_real(tree_x: TensorTree, tree_y: TensorTree) -> Numeric:
     r"""The real part of the inner product of two trees, ``Re(Σ conj(x) · y)`` over all elements of all leaves.
 
-    The result is a tensor, not a ``float``, so that it can be differentiated, batched and compiled, and no
-    GPU is waited for; in arithmetic it does for a number.
+    The result is a tensor, not a ``float``, so that it can be differentiated, batched and compiled without
+    synchronizing with a GPU. It can be used as a number in arithmetic.
 
     Args:
-        tree_x: a tree of tensors or numbers; these are conjugated.
-        tree_y: likewise, of the same structure and shapes.
+        tree_x: a tree of tensors or numbers; its elements are conjugated.
+        tree_y: a tree of the same structure and shapes.
 
     Returns:
         A tensor without dimensions on the first tensor's device; a number if there is no tensor, 0 for an

@@ -29,8 +29,8 @@ def tree_wait(future_tree: PyTree[Any]) -> Any:
         The tree of their values.
 
     Raises:
-        TypeError: a leaf is no future.
-        Exception: what the first future that failed has raised, once all are done.
+        TypeError: a leaf is not a future.
+        Exception: that of the first future that has failed, raised when all are done.
 
     Example:
         >>> import torch
@@ -55,10 +55,10 @@ def tree_wait(future_tree: PyTree[Any]) -> Any:
 
 
 def tree_as_rref(tree: TensorTree) -> Any:
-    """Make a remote reference to each leaf, which other workers can fetch.
+    """Make a remote reference to each leaf, so that other workers can fetch it.
 
     Args:
-        tree: a tree of anything.
+        tree: a tree with any leaves.
 
     Returns:
         The tree of ``torch.distributed.rpc.RRef``; this process owns the values.
@@ -85,13 +85,13 @@ def tree_to_here(rref_tree: PyTree[Any], timeout: float = -1.0) -> Any:
 
     Args:
         rref_tree: a tree of ``torch.distributed.rpc.RRef``.
-        timeout: seconds for each; 0 means for ever, and a negative number RPC's own limit.
+        timeout: seconds for each value; 0 means no limit, and a negative number RPC's own time-out.
 
     Returns:
         The tree of values.
 
     Raises:
-        TypeError: a leaf is no remote reference.
+        TypeError: a leaf is not a remote reference.
     """
     references, spec = optree.tree_flatten(rref_tree)
     for reference in references:

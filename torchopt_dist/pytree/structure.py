@@ -1,4 +1,4 @@
-"""A tree → its leaves and its structure, and back again."""
+"""A tree ⇄ its leaves and its structure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _BEFORE_2_13 = TorchVersion(torch.__version__) < "2.13"
 
 
 def flatten(tree: PyTree[Any]) -> tuple[list[Any], PyTreeSpec]:
-    """Take a tree apart: its leaves, ``None`` counted, and its structure."""
+    """Take a tree apart into its leaves, ``None`` included, and its structure."""
     return optree.tree_flatten(tree, none_is_leaf=True)
 
 
@@ -57,8 +57,8 @@ def flatten_like(spec: PyTreeSpec, tree: PyTree[Any], name: str, like: str) -> l
 def _differ(got: PyTreeSpec, spec: PyTreeSpec) -> bool:
     """Whether two structures differ.
 
-    A structure holds functions, and torch 2.11 cannot compile a comparison of those (2.13 can). And one that a compiled
-    function has made is not equal to one that optree has made. There the nodes' types and keys are compared.
+    A structure holds functions, and torch 2.11 cannot compile a comparison of these (2.13 can). A structure made in a
+    compiled function is not equal to one that optree has made. In both cases the nodes' types and keys are compared.
     """
     if not (_BEFORE_2_13 and torch.compiler.is_compiling()) and got == spec:
         return False
@@ -80,7 +80,7 @@ def tree_map(
     none_is_leaf: bool = True,
     namespace: str = "",
 ) -> Any:
-    """Apply a function leaf by leaf, ``None`` counted as a leaf; otherwise ``optree.tree_map``."""
+    """Apply a function leaf by leaf, as ``optree.tree_map``, with ``None`` as a leaf."""
     return optree.tree_map(
         function, tree, *rests, is_leaf=is_leaf, none_is_leaf=none_is_leaf, namespace=namespace
     )

@@ -1,7 +1,7 @@
 """Numbers or tensors → numbers or tensors: the arithmetic that schedules are made of.
 
-All numbers give a number, one tensor among them gives a tensor. Nothing branches on what is in a tensor, and
-what a ``where`` leaves out has a finite derivative: 0 times infinity would make the gradient nan.
+All numbers give a number, one tensor among them gives a tensor. Nothing branches on the values of a tensor, and the
+branch that a ``where`` discards has a finite derivative: 0 times infinity would make the gradient NaN.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def scalar(value: Numeric) -> Numeric:
 
 
 def clamp(value: Numeric, low: float | None, high: float | None) -> Numeric:
-    """The value, or the limit that it is beyond."""
+    """The value, or the limit that it exceeds."""
     if isinstance(value, Tensor):
         return value if low is None and high is None else value.clamp(low, high)
     if low is not None:
@@ -57,15 +57,15 @@ def power(base: Numeric, exponent: Numeric) -> Numeric:
 
 
 def progress(count: Numeric, begin: float, steps: float) -> Numeric:
-    """How much of a transition is done: 0 up to ``begin``, 1 from ``begin + steps`` on; 0 without steps."""
+    """The fraction of a transition that is done: 0 up to ``begin``, 1 from ``begin + steps`` on; 0 without steps."""
     return clamp(count - begin, 0, steps) / (steps or 1)
 
 
 def fall(left: Numeric, exponent: Numeric) -> Numeric:
     """``left ** exponent`` for ``left`` in [0, 1] and an exponent that is at least 0.
 
-    Where nothing is left, all derivatives are 0, which for the exponent is the limit. An exponent that is the
-    number 1 costs nothing.
+    Where ``left`` is 0, all derivatives are 0; for the exponent this is the limit. The exponent 1, as a number, costs
+    nothing.
     """
     if not isinstance(exponent, Tensor) and exponent == 1:
         return left
@@ -76,5 +76,5 @@ def fall(left: Numeric, exponent: Numeric) -> Numeric:
 
 
 def between(start: Numeric, end: Numeric, share: Numeric) -> Numeric:
-    """``share`` of ``start`` and the rest of ``end``: exactly ``start`` at 1 and ``end`` at 0."""
+    """``share * start + (1 - share) * end``: exactly ``start`` at 1 and ``end`` at 0."""
     return start * share + end * (1 - share)

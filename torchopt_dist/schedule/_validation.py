@@ -34,7 +34,7 @@ def check_steps(name: str, value: Any, *, at_least: float | None = None, above: 
     """Demand a finite number within its limits.
 
     Raises:
-        TypeError: it is no number.
+        TypeError: it is not a number.
         ValueError: it is nan, infinite or beyond its limits.
     """
     if not isinstance(value, numbers.Real):

@@ -22,20 +22,20 @@ def cosine_decay(
 ) -> Schedule:
     """From ``init_value`` to ``alpha * init_value`` along half a cosine.
 
-    ``init_value * (alpha + (1 - alpha) * ((1 + cos(pi * s)) / 2) ** exponent)``, where ``s`` is the part of
-    the steps that is done.
+    ``init_value * (alpha + (1 - alpha) * ((1 + cos(pi * s)) / 2) ** exponent)``, where ``s`` is the fraction of the
+    steps that is done.
 
     Args:
         init_value: the value at step 0; a number or a tensor of one element.
-        decay_steps: how long the decay takes, above 0.
-        alpha: the part of ``init_value`` that remains from then on; a number or a tensor of one element.
-        exponent: of the curve, at least 0; likewise.
+        decay_steps: the number of steps that the decay takes, above 0.
+        alpha: the fraction of ``init_value`` that remains after the decay; a number or a tensor of one element.
+        exponent: the exponent of the curve, at least 0; a number or a tensor of one element.
 
     Returns:
         The schedule: a step count, or a tensor of them, → the value.
 
     Raises:
-        TypeError: an argument is of another type.
+        TypeError: an argument has the wrong type.
         ValueError: a number is out of its range, or a tensor has more than one element.
 
     Example:
@@ -62,17 +62,18 @@ def warmup_cosine(
 
     Args:
         init_value: the value at step 0; a number or a tensor of one element.
-        peak_value: the value at step ``warmup_steps``; likewise.
-        warmup_steps: how long the rise takes, at least 0.
-        decay_steps: how long all takes, the rise included; above ``warmup_steps``.
+        peak_value: the value at step ``warmup_steps``; a number or a tensor of one element.
+        warmup_steps: the number of steps that the rise takes, at least 0.
+        decay_steps: the number of steps of rise and decay together; above ``warmup_steps``.
         end_value: the value from step ``decay_steps`` on; a number or a tensor of one element.
-        exponent: of the cosine curve (see :func:`cosine_decay`), at least 0; likewise.
+        exponent: the exponent of the cosine curve (see :func:`cosine_decay`), at least 0; a number or a tensor of one
+            element.
 
     Returns:
         The schedule: a step count, or a tensor of them, → the value.
 
     Raises:
-        TypeError: an argument is of another type.
+        TypeError: an argument has the wrong type.
         ValueError: a number is out of its range, or a tensor has more than one element.
 
     Example:

@@ -22,25 +22,25 @@ def exponential_decay(
     staircase: bool = False,
     end_value: Numeric | None = None,
 ) -> Schedule:
-    """A value that begins at ``init_value`` and is taken times ``decay_rate`` every ``transition_steps`` steps.
+    """A value that starts at ``init_value`` and is multiplied by ``decay_rate`` every ``transition_steps`` steps.
 
     ``init_value * decay_rate ** ((count - transition_begin) / transition_steps)``.
 
     Args:
         init_value: the value up to step ``transition_begin``; a number or a tensor of one element.
-        decay_rate: above 0; likewise. Above 1 the value grows.
-        transition_begin: the step at which it begins, at least 0.
-        transition_steps: in how many steps the value is multiplied by ``decay_rate`` once; above 0.
-        staircase: only whole powers of ``decay_rate``, so that the value changes every ``transition_steps``
-            steps and not at each.
-        end_value: a number or a tensor of one element that no value is below or, for a ``decay_rate`` that is
-            1 or above, that no value is above; ``init_value`` too is cut off there. No limit, if not given.
+        decay_rate: the factor, above 0; a number or a tensor of one element. Above 1 the value grows.
+        transition_begin: the step at which the transition begins, at least 0.
+        transition_steps: the number of steps in which the value is multiplied by ``decay_rate`` once; above 0.
+        staircase: use only whole powers of ``decay_rate``, so that the value changes every ``transition_steps`` steps
+            instead of at each step.
+        end_value: the lower limit of the values or, for a ``decay_rate`` of 1 or above, their upper limit, also for
+            ``init_value``; a number or a tensor of one element. No limit, if not given.
 
     Returns:
         The schedule: a step count, or a tensor of them, → the value.
 
     Raises:
-        TypeError: an argument is of another type.
+        TypeError: an argument has the wrong type.
         ValueError: a number is out of its range, or a tensor has more than one element.
 
     Example:

@@ -17,7 +17,7 @@ __all__ = ["join_schedules"]
 
 
 def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
-    """Run schedules one after another; each counts from 0 where it begins.
+    """Run schedules one after another; each counts its steps from 0.
 
     Args:
         schedules: one or more schedules.
@@ -29,8 +29,8 @@ def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> 
         ``schedules``, each with counts within its part.
 
     Raises:
-        TypeError: a schedule is not callable, or a boundary is no number.
-        ValueError: there is no schedule, the boundaries are not one fewer, or they do not rise.
+        TypeError: a schedule is not callable, or a boundary is not a number.
+        ValueError: there is no schedule, the boundaries are not one fewer, or they do not increase.
 
     Example:
         >>> from torchopt_dist.schedule.polynomial import linear_schedule
@@ -69,9 +69,9 @@ def _join(schedules: tuple[Schedule, ...], boundaries: tuple[float, ...], count:
 
 
 def _value(schedule: Schedule, count: Tensor, low: float | None, high: float | None) -> Tensor:
-    """What a schedule says of the counts of its part; of others, what it says at the border.
+    """The values of a schedule at the counts of its part; for other counts, its value at the boundary.
 
-    It is not called with those, where it might be infinite and turn the gradient of all into nan.
+    It is not called with those, where it might be infinite and make the whole gradient NaN.
     """
     within = clamp(count, low, high)
     value = schedule(within)

@@ -15,18 +15,18 @@ __all__ = ["ScheduleLR"]
 
 
 class ScheduleLR(LRScheduler):
-    """Set the learning rate of each group to what a schedule says.
+    """Set the learning rate of each group to the value of a schedule.
 
-    After ``t`` calls of ``step`` it is ``schedule(t)`` itself, whatever it was before.
+    After ``t`` calls of ``step`` it is ``schedule(t)``, whatever it was before.
 
     Args:
-        optimizer: any ``torch.optim.Optimizer`` whose groups have an ``lr``. One that is a number stays a
-            number; one that is a tensor stays that tensor and is filled.
-        schedule: a schedule for all groups, or a list of schedules, one a group.
-        last_epoch: number of the last step made; -1 to begin anew.
+        optimizer: any ``torch.optim.Optimizer`` whose groups have an ``lr``. A number stays a number; a tensor stays
+            the same tensor and is filled in place.
+        schedule: a schedule for all groups, or a list of schedules, one for each group.
+        last_epoch: the number of the last step made; -1 to start from the beginning.
 
     Raises:
-        TypeError: ``optimizer`` is no optimizer, ``schedule`` is no schedule, or a group's ``lr`` is a schedule
+        TypeError: ``optimizer`` is not an optimizer, ``schedule`` is not a schedule, or a group's ``lr`` is a schedule
             already.
         ValueError: there are not as many schedules as groups, or a group has no ``lr``.
 
@@ -75,7 +75,7 @@ class ScheduleLR(LRScheduler):
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of steps made and the rest, without the optimizer and the schedules: these are code."""
+        """The state as a dictionary, without the optimizer and the schedules, which are code."""
         return {name: value for name, value in super().state_dict().items() if name != "schedule"}
 
 

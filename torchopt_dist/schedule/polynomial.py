@@ -20,22 +20,22 @@ def polynomial_schedule(
 ) -> Schedule:
     """From ``init_value`` to ``end_value`` along a polynomial.
 
-    ``end_value + (init_value - end_value) * (1 - s) ** power``, where ``s`` is the part of the transition
-    that is done.
+    ``end_value + (init_value - end_value) * (1 - s) ** power``, where ``s`` is the fraction of the transition that is
+    done.
 
     Args:
         init_value: the value up to step ``transition_begin``; a number or a tensor of one element.
-        end_value: the value from step ``transition_begin + transition_steps`` on; likewise.
-        power: of the polynomial, at least 0 (0: no transition); likewise.
+        end_value: the value from step ``transition_begin + transition_steps`` on; a number or a tensor of one element.
+        power: the exponent of the polynomial, at least 0 (0: no transition); a number or a tensor of one element.
         transition_steps: how long the transition takes; if not above 0 there is none, and the value is always
             ``init_value``.
-        transition_begin: the step at which it begins, at least 0.
+        transition_begin: the step at which the transition begins, at least 0.
 
     Returns:
         The schedule: a step count, or a tensor of them, → the value.
 
     Raises:
-        TypeError: an argument is of another type.
+        TypeError: an argument has the wrong type.
         ValueError: a number is out of its range, or a tensor has more than one element.
 
     Example:
@@ -58,16 +58,16 @@ def linear_schedule(
 
     Args:
         init_value: the value up to step ``transition_begin``; a number or a tensor of one element.
-        end_value: the value from step ``transition_begin + transition_steps`` on; likewise.
+        end_value: the value from step ``transition_begin + transition_steps`` on; a number or a tensor of one element.
         transition_steps: how long the transition takes; if not above 0 there is none, and the value is always
             ``init_value``.
-        transition_begin: the step at which it begins, at least 0.
+        transition_begin: the step at which the transition begins, at least 0.
 
     Returns:
         The schedule: a step count, or a tensor of them, → the value.
 
     Raises:
-        TypeError: an argument is of another type.
+        TypeError: an argument has the wrong type.
         ValueError: a number is out of its range, or a tensor has more than one element.
 
     Example:
