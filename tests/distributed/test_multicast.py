@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +19,7 @@ from torch.autograd import gradcheck, gradgradcheck
 import torchopt_dist as todist
 from tests.distributed.programs import kept
 from torchopt_dist.distributed import _multicast, _relay
+from torchopt_dist.distributed._gradient_streams import Deferred, GradientStreams
 from torchopt_dist.distributed._group import current_group
 from torchopt_dist.distributed._kept_graphs import KeptGraph, KeptGraphs
 from torchopt_dist.distributed._payload import ExecutionOptions, group_by_worker
@@ -104,6 +106,33 @@ def test_chunks_that_nobody_wants_or_nobody_sends_are_let_go_of():
     streams.put(other, chunk)
     assert not vars(streams)["_unwanted"]
     assert not vars(streams)["_queues"]
+
+
+def test_gradients_that_come_in_chunks_are_taken_by_number_and_a_failure_ends_the_wait():
+    streams, leaf = GradientStreams(), torch.zeros(CHUNK // 4 + 7)
+    values = torch.randn_like(leaf)
+    chunks = chunks_of([values])
+    arriving, reply = streams.opened((0, 1)), Future()
+    arriving.ends_with(reply)
+    for index in (1, 0):
+        streams.put((0, 1), index, chunks[index])
+    assert arriving.take(0) is chunks[0]
+    streams.put((0, 1), 0, chunks[0])
+    reply.set_result(None)
+    grads = [None, None]
+    arriving.put_together(grads, [torch.zeros(1), leaf], [1])
+    assert grads[0] is None
+    assert torch.equal(grads[1], values)
+
+    def fails():
+        raise ArithmeticError("in backward")
+
+    with pytest.raises(ArithmeticError):
+        Deferred([leaf], arriving, fails).take(2)
+    del arriving
+    gc.collect()
+    streams.put((0, 1), 2, chunks[0])  # nobody waits any more
+    assert not vars(streams)["_arriving"]
 
 
 def test_a_graph_that_is_there_after_its_caller_was_lost_is_not_kept():
@@ -218,6 +247,20 @@ def derivatives(fan_out, model):
     return [value.detach(), *(g.detach() for g in first), *second], profile
 
 
+def plain_gradients(fan_out, model):
+    """Not recorded: those of the large tensor come in chunks."""
+    torch.manual_seed(3)
+    x, y = torch.randn(19, 6, dtype=torch.float64), torch.randn(19, 1, dtype=torch.float64)
+    call = todist.parallelize(todist.batch_partitioner, todist.mean_reducer, fan_out=fan_out)(loss_of)
+    value = call(model, x, y)
+    with todist.profile() as profile:
+        return torch.autograd.grad(value, [*model.parameters()]), profile
+
+
+def bytes_to_the_caller(profile):
+    return [span.size for span in profile.spans if 0 == span.peer != span.worker and span.phase == "reply"]
+
+
 def values_are_those_of_a_star():
     """19 samples on 8 workers; and the caller sends and gets as much as it has children."""
     model = Model()
@@ -229,11 +272,12 @@ def values_are_those_of_a_star():
         again, _ = derivatives(fan_out, model)
         assert all(map(torch.equal, found, again)), "two runs of one tree differ"
         sent = [span.size for span in profile.spans if 0 == span.worker != span.peer and span.phase == "pack"]
-        came = [
-            span.size for span in profile.spans if 0 == span.peer != span.worker and span.phase == "reply"
-        ]
-        for size in (sum(sent), sum(came)):
+        plain, chunked = plain_gradients(fan_out, model)
+        assert all(map(torch.equal, plain, found[1 : 1 + len(plain)])), "a sum of chunks has other bits"
+        came, chunks = bytes_to_the_caller(profile), bytes_to_the_caller(chunked)
+        for size in (sum(sent), sum(came), sum(chunks)):
             assert 0.99 < size / (fan_out * model.nbytes()) < 1.01
+        assert len(chunks) >= 3 * fan_out, "gradients came whole"
     asynchronous = todist.parallelize_async(to_each(8), todist.sum_reducer, fan_out=2)(shifted)
     buffer = torch.ones(CHUNK // 8 + 1, dtype=torch.float64)
     small = torch.ones(3)
@@ -248,6 +292,24 @@ def shifted(buffer, small, rank):
     buffer.add_(1)  # of this worker alone
     small.add_(1)
     return total
+
+
+def using(one, other, unused, user, rank):
+    return one.sum() if rank == user else other[::2].mean() * (1 + rank)
+
+
+def gradients_that_some_workers_do_not_have():
+    """Chunks hold pieces of those that there are; a gradient of a sum is not contiguous."""
+    size = CHUNK // 4 + 3
+    tensors = [torch.ones(size, requires_grad=True) for _ in range(3)]
+    for user in (0, 1, 7):
+        call = todist.parallelize(to_each(8), todist.sum_reducer, fan_out=2)(using)
+        one, other, unused = torch.autograd.grad(call(*tensors, user), tensors, allow_unused=True)
+        assert unused is None
+        assert torch.equal(one, torch.ones(size))
+        even = torch.full([(size + 1) // 2], (36 - 1 - user) / ((size + 1) // 2))
+        torch.testing.assert_close(other[::2], even)
+        assert not other[1::2].any()
 
 
 def nested(x, rank):
@@ -289,8 +351,15 @@ def raising(x, failing, when, rank):
 
 def errors_name_the_worker_that_has_raised():
     """Also where that is three relays down; and no gradient is half added up."""
-    x = torch.ones(2, requires_grad=True)
-    for when, failing in (("forward", 1), ("forward", 5), ("backward", 1), ("backward", 6)):
+    small, large = torch.ones(2, requires_grad=True), torch.ones(CHUNK // 2, requires_grad=True)
+    for x, when, failing in (
+        (small, "forward", 1),
+        (small, "forward", 5),
+        (small, "backward", 1),
+        (small, "backward", 6),
+        (large, "backward", 1),
+        (large, "backward", 6),
+    ):
         call = todist.parallelize(to_each(8), todist.sum_reducer, fan_out=2)(raising)
         with pytest.raises(ArithmeticError, match=f"in {when}") as raised:
             call(x, failing, when).backward()
@@ -325,6 +394,7 @@ def test_derivatives_values_and_errors_through_trees(world):
     def body():
         gradients_are_those_of_finite_differences()
         values_are_those_of_a_star()
+        gradients_that_some_workers_do_not_have()
         calls_nest_in_relays()
         errors_name_the_worker_that_has_raised()
         no_graph_is_left(range(8))
@@ -385,7 +455,7 @@ def test_a_relay_that_dies_fails_the_call_by_name_and_the_others_go_on(world, tr
     size = len(moments) + 3
 
     def body():
-        x = torch.ones(CHUNK // 4, requires_grad=True)
+        x = torch.ones(CHUNK // 2, requires_grad=True)
         alive = list(range(size))
         for moment in moments:
             # a chain: the second one hands on to the rest

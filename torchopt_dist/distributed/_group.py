@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
+from torchopt_dist.distributed._gradient_streams import GradientStreams
 from torchopt_dist.distributed._graph_releaser import GraphReleaser
 from torchopt_dist.distributed._kept_graphs import KeptGraphs
 from torchopt_dist.distributed._members import Member, OnLoss
@@ -54,6 +55,7 @@ class Group:
         residents: values that stay on this worker.
         replicas: modules that this worker holds as others do, each with its optimizer.
         streams: tensors that come to this worker in chunks.
+        gradient_streams: gradients that do.
         bars: by number, what is called with a worker and how many of its tasks are done, for calls that show that.
         recorder: keeps what this worker does for calls, while a profile is on.
         retries: who does the shares of workers that are lost.
@@ -84,6 +86,7 @@ class Group:
         self.residents = Residents()
         self.replicas = Replicas()
         self.streams = Streams()
+        self.gradient_streams = GradientStreams()
         self.bars: dict[int, Callable[[int, int], None]] = {}
         self.recorder = Recorder(self.rank)
         self.releaser = GraphReleaser()

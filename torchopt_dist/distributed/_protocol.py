@@ -82,6 +82,7 @@ class Backward:
         retain_graph: whether the outputs that take part are kept for another backward; all others are kept anyway.
         key: names this backward, and its own graph, if that is kept.
         keep: whether to keep its graph, for a higher order.
+        streamed: the places of inputs whose gradients are sent in chunks, before the reply.
     """
 
     graph: Key
@@ -90,6 +91,7 @@ class Backward:
     retain_graph: bool
     key: Key
     keep: bool
+    streamed: tuple[int, ...] = ()
 
     def __reduce__(self) -> tuple[type[Backward], tuple[Any, ...]]:
         """Its fields, without their names."""

@@ -159,6 +159,8 @@ class _Child:
             digest: structures[digest] for parcel in branch.parcels() for digest in parcel.structures
         }
         self._anchor = graph.connect(message, keep=keep)
+        if chunks > 1:
+            graph.streamed = range(sum(tensor.requires_grad for tensor in hoisted))
         sent = message.detached()
         sent.tensors = [
             tensor.new_empty(0) if number < len(hoisted) else prepare(tensor)

@@ -18,7 +18,7 @@ These nodes are used inside the contexts of ``torch.distributed.autograd`` too: 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -33,6 +33,7 @@ from torchopt_dist._torch_private import (
 from torchopt_dist.distributed._ask import Ask, Sent
 from torchopt_dist.distributed._device_placement import receiving_device
 from torchopt_dist.distributed._direct_copy import packed_directly
+from torchopt_dist.distributed._gradient_streams import Arriving
 from torchopt_dist.distributed._group import Group, find_group
 from torchopt_dist.distributed._here import Beside, Here
 from torchopt_dist.distributed._message import Message
@@ -57,6 +58,10 @@ class _UnderWay(NamedTuple):
     graph: RemoteGraph
     inputs: list[Versioned]
     """The call's inputs, each with its version at the call."""
+    arriving: Arriving | None
+    """Gradients that come in chunks."""
+    streamed: tuple[int, ...]
+    """The places of the inputs that these are of."""
 
 
 class RemoteGraph:
@@ -88,6 +93,7 @@ class RemoteGraph:
         self.key: Key = (group.rank, next(group.numbers))
         self.inputs: list[Versioned] = []  # with versions; empty once every result is used up
         self.staying: Collection[int] = ()  # the places of inputs whose gradients stay on the worker
+        self.streamed: Sequence[int] = ()  # of inputs whose gradients, if not recorded, come in chunks
         self.unused: set[int] = set()  # the results that no backward has used up
         self._main_by_name = group.same_program(worker)
 
@@ -278,9 +284,11 @@ class RemoteGraph:
             siblings=self.siblings,
         )
         graph.tried, graph.has_moved, graph.has_sent = self.tried, self.has_moved, True
+        streamed = () if recorded else tuple(place for place in self.streamed if wanted[place])
+        arriving = self.group.gradient_streams.opened(graph.key) if streamed else None
         with graph.span("pack") as span:
             message = graph.pack(
-                Backward(self.key, output_grads, wanted, retain_graph, graph.key, keep=recorded)
+                Backward(self.key, output_grads, wanted, retain_graph, graph.key, recorded, streamed)
             )
             span.made(message)
         sent = message.detached()
@@ -293,11 +301,13 @@ class RemoteGraph:
         graph.kept = recorded
         with graph.span("send") if self.turn == LAST else nullcontext():
             reply = self.ask(sent, graph if recorded else None)
+        if arriving is not None:
+            arriving.ends_with(reply)
         if self.used_up:
             self.requests = []
         if self.turn == LAST:
             self.siblings.add(reply, self.worker_name)
-        return _UnderWay(message, reply, graph, inputs)
+        return _UnderWay(message, reply, graph, inputs, arriving, streamed)
 
     def finish_backward(self, under_way: _UnderWay) -> list[Tensor | None]:
         """Wait for the inputs' gradients; if recorded, these are connected to the results' gradients and to the inputs.
@@ -305,7 +315,7 @@ class RemoteGraph:
         Raises:
             RuntimeError: the backward is recorded, and an input has been changed in place.
         """
-        message, reply, graph, inputs = under_way
+        message, reply, graph, inputs, arriving, streamed = under_way
         tensors = [tensor for tensor, _ in inputs]
         anchor = None
         if torch.is_grad_enabled():
@@ -313,6 +323,14 @@ class RemoteGraph:
             own = message.inputs()
             graph.staying = [len(own) + place for place in self.staying]
             anchor = dispatch(graph, [*own, *tensors])
-        grads = graph.collect(anchor, graph.wait_for(reply))
+
+        def finish() -> list[Tensor | None]:
+            return graph.collect(anchor, graph.wait_for(reply))
+
+        if arriving is not None and self.group.gradient_streams.put_off(tensors, streamed, arriving, finish):
+            return [None] * len(tensors)
+        grads = finish()
+        if arriving is not None:
+            arriving.put_together(grads, tensors, streamed)
         # A worker may have computed on its GPU what came from a CPU.
         return [g if g is None else g.to(x.device) for g, x in zip(grads, tensors, strict=True)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from torchopt_dist._torch_private import advance_sequence_numbers, next_sequence
 from torchopt_dist.distributed import _execute
 from torchopt_dist.distributed._device_placement import receiving_device
 from torchopt_dist.distributed._direct_copy import packed_directly
+from torchopt_dist.distributed._gradient_streams import Deferred
+from torchopt_dist.distributed._gradient_sums import add_up
 from torchopt_dist.distributed._group import answering_group
 from torchopt_dist.distributed._kept_graphs import KeptGraph, KeptGraphs
 from torchopt_dist.distributed._lost_gradients import code_of, description_of_losses
@@ -143,20 +146,29 @@ def _differentiate(
         advance_sequence_numbers(graph.end)
     retain_graph = content.retain_graph or graph.shared
     found: Sequence[torch.Tensor | None]
-    if not content.keep and has_reentrant_checkpoint(outputs):
-        with graph.lock:
-            found = gradients_by_backward(outputs, output_grads, wanted, retain_graph=retain_graph)
-    else:
-        found = torch.autograd.grad(
-            outputs,
-            wanted,
-            output_grads,
-            retain_graph=retain_graph,
-            create_graph=content.keep,
-            allow_unused=True,
-        )
+    with ExitStack() as stack:
+        deferred: list[Deferred] = []
+        if content.streamed:
+            streams = answering_group().gradient_streams
+            deferred = stack.enter_context(
+                streams.deferring([graph.inputs[place] for place in content.streamed])
+            )
+        if not content.keep and has_reentrant_checkpoint(outputs):
+            with graph.lock:
+                found = gradients_by_backward(outputs, output_grads, wanted, retain_graph=retain_graph)
+        else:
+            found = torch.autograd.grad(
+                outputs,
+                wanted,
+                output_grads,
+                retain_graph=retain_graph,
+                create_graph=content.keep,
+                allow_unused=True,
+            )
     grads = iter(found)
-    all_grads = (next(grads) if is_wanted else None for is_wanted in content.wanted)
+    all_grads = [next(grads) if is_wanted else None for is_wanted in content.wanted]
+    if content.streamed:
+        all_grads = add_up(all_grads, graph.inputs, content.streamed, deferred, content.key)
     return keep_grads(content.key, graph.homes, all_grads), outputs
 
 
