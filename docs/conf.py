@@ -99,9 +99,15 @@ def caption_blocks(app: Sphinx, page: str, text: list[str]) -> None:
         text[0] = re.sub(of_make_gallery, drawn, text[0], flags=re.MULTILINE)
 
 
+def caption_included_blocks(app: Sphinx, path: Any, page: str, text: list[str]) -> None:
+    """The same for the parts of README.md that the first page includes."""
+    caption_blocks(app, page, text)
+
+
 def setup(app: Sphinx) -> None:
     """Register the functions above."""
     app.connect("builder-inited", make_pictures_and_pages)
     app.connect("source-read", caption_blocks)
+    app.connect("include-read", caption_included_blocks)
     app.connect("autodoc-process-docstring", no_type_before_colon, priority=400)
     app.connect("missing-reference", plain_annotation)
