@@ -408,6 +408,24 @@ def test_no_op_has_a_kernel_where_the_dispatcher_does_not_say(monkeypatch: pytes
     assert not private.has_kernel("aten::add.Tensor", "cpu")
 
 
+@pytest.mark.parametrize("hide", [False, True])
+def test_a_function_is_traced_where_the_compiler_cannot_be_kept_out(
+    monkeypatch: pytest.MonkeyPatch, hide: bool
+) -> None:
+    if hide:
+        monkeypatch.delattr(torch._compile, "_disable_dynamo")
+    traced = []
+
+    @private.left_to_python
+    def double(x: Tensor) -> Tensor:
+        traced.append(torch.compiler.is_compiling())
+        return 2 * x
+
+    compiled = torch.compile(lambda x: double(x) + 1, backend="eager")
+    assert compiled(torch.ones(1)).item() == 3.0
+    assert traced == [hide]
+
+
 class Doubled(torch.autograd.Function):
     @classmethod
     def apply(cls, *args: Any) -> Any:

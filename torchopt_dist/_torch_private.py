@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from multiprocessing import util
 from pathlib import Path
 from types import FrameType
-from typing import Any, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,7 @@ __all__ = [
     "is_batched_gradient",
     "is_functorch_tensor",
     "leave_finalizers",
+    "left_to_python",
     "memory_is_shared",
     "next_sequence_number",
     "outside_of_transforms",
@@ -71,6 +72,8 @@ __all__ = [
     "vmaps",
 ]
 
+P = ParamSpec("P")
+R = TypeVar("R")
 CPP_LIBRARY = "libc10.dylib" if sys.platform == "darwin" else "libc10.so"
 
 
@@ -275,6 +278,19 @@ def fused_step(name: str) -> Callable[..., None] | None:
     Without the name it is ``None``: formulas run, or this package's own kernels.
     """
     return cast("Callable[..., None] | None", getattr(torch, f"_fused_{name}_", None))
+
+
+# Compilers.
+
+
+def left_to_python(function: Callable[P, R]) -> Callable[P, R]:
+    """A function that ``torch.compile`` runs as it is, and does not look into.
+
+    As ``torch.compiler.disable``, which would import the compiler now. Without the name it is the function itself, and
+    the compiler finds out slowly, function by function, what it cannot trace.
+    """
+    disable = _find("_compile._disable_dynamo")
+    return function if disable is None else cast("Callable[P, R]", disable(function))
 
 
 # Transformations of ``torch.func``.

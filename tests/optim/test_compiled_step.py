@@ -90,7 +90,8 @@ def compare(row, options, schedulers, steps=3, *, begun=False, **compiling):
     ("name", "fused"), [*((name, None) for name in ROWS), *((name, True) for name in WITH_A_KERNEL)]
 )
 def test_every_class(name, fused):
-    """Without a graph break; with ``fused=True`` the kernel is one."""
+    """Without a graph break, in two graphs, of which the second has ``lr`` as a symbol; or, fused, left to Python."""
+    torch._dynamo.utils.counters.clear()
     row = ROWS[name]
     options = {**list(row.options.values())[-1], **({"fused": True} if fused else {})}
     compare(
@@ -100,6 +101,11 @@ def test_every_class(name, fused):
         begun=name not in ("SGD", "Adam") or fused,
         fullgraph=not fused,
     )
+    counters = torch._dynamo.utils.counters
+    if fused:
+        assert counters["frames"]["total"] < 15  # not each function of the step
+    else:
+        assert counters["stats"]["unique_graphs"] <= 2
 
 
 def test_every_scheduler():

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from torchopt_dist._torch_private import left_to_python
 from torchopt_dist.nn._held_tensors import deepcopy_memo
 from torchopt_dist.nn._tensor_copier import TensorCopier
 from torchopt_dist.ops import _bias_correction as bias_correction
@@ -94,7 +95,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def __init__(self, params: Iterable[Any], *args: Any, **kwargs: Any) -> None:
         self._schedules = learning_rate.Schedules()
-        self._layouts: dict[tuple[int, bool], tuple[Any, Layout]] = {}
+        self._layouts: dict[int, tuple[Any, Layout]] = {}
         self._built: dict[int, tuple[list[Any], GradientTransformation]] = {}
         self._impl: GradientTransformation | None = None
         options: dict[str, Any] = {}
@@ -154,9 +155,10 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with torch.no_grad():
-            for index, group in enumerate(self.param_groups):
-                self._step_group(index, group)
+        if torch.compiler.is_compiling() and any(group.get("fused") for group in self.param_groups):
+            self._step_groups_by_kernel()
+        else:
+            self._step_groups()
         return loss
 
     def state_dict(self) -> dict[str, Any]:
@@ -251,6 +253,16 @@ class Optimizer(torch.optim.Optimizer):
         other.__setstate__(copy.deepcopy(state, memo))
         return other
 
+    @torch.no_grad()
+    def _step_groups(self) -> None:
+        for index, group in enumerate(self.param_groups):
+            self._step_group(index, group)
+
+    @left_to_python
+    def _step_groups_by_kernel(self) -> None:
+        """The step where a group demands the kernel, and a compiler would make one of the formula."""
+        self._step_groups()
+
     def _step_group(self, index: int, group: dict[str, Any]) -> None:
         params = group["params"]
         grads = [p.grad for p in params]
@@ -324,18 +336,23 @@ class Optimizer(torch.optim.Optimizer):
     def _layout(self, index: int, group: dict[str, Any], impl: GradientTransformation) -> Layout:
         """The layout of a group's state; it may depend on which options are 0, not on their values.
 
-        A compiler has trees of its own, so a layout made in the graph cannot be used outside, nor the other way round.
+        A compiler makes it in the graph: a remembered one would be one more reason to compile again.
         Where the layout is made again, the state gets the dtypes that a new state would have.
         """
+        if torch.compiler.is_compiling():
+            return self._new_layout(group, impl)
         options = [*(sort_of(group[name]) for name in self.defaults), *(p.dtype for p in group["params"])]
-        place = index, torch.compiler.is_compiling()
-        known = self._layouts.get(place)
+        known = self._layouts.get(index)
         if known is None or known[0] != options:
-            first = impl.init(group["params"])
-            known = options, layout_of(first)
-            self._layouts[place] = known
-            fit_dtypes(known[1], first, [self.state.get(p, {}) for p in group["params"]])
+            known = options, self._new_layout(group, impl)
+            self._layouts[index] = known
         return known[1]
+
+    def _new_layout(self, group: dict[str, Any], impl: GradientTransformation) -> Layout:
+        first = impl.init(group["params"])
+        layout = layout_of(first)
+        fit_dtypes(layout, first, [self.state.get(p, {}) for p in group["params"]])
+        return layout
 
 
 def _is_same_option(before: Any, now: Any) -> bool:
