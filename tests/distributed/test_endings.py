@@ -296,7 +296,7 @@ def test_an_error_that_main_handles_is_none(world):
 
 DEATHS = {
     "os._exit(7)": lambda: os._exit(7),
-    # Sent to the process, a signal that dumps core may end it after `os.kill` has returned; sent to the thread, at once.
+    # Sent to the process, a signal that dumps core may end it after `os.kill` has returned; to the thread, at once.
     "SIGSEGV": lambda: signal.raise_signal(signal.SIGSEGV),
 }
 
