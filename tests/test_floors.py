@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "torchopt_dist"
 
 GROUND = {
+    "_deep_graphs",
     "_evaluation",
     "_liveness",
     "_network",

@@ -15,8 +15,6 @@ purple      one of the two ends of a call to another worker, where the graph goe
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -25,6 +23,7 @@ import optree
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
+from torchopt_dist._deep_graphs import make_freeable
 from torchopt_dist.nn.module_state import ModuleState
 from torchopt_dist.typing import TensorTree
 
@@ -91,7 +90,7 @@ def make_dot(
     for _, tensor in outputs:
         picture.box(tensor)
     picture.draw_all()
-    _make_freeable(picture.operations)
+    make_freeable(picture.operations)
     resize_graph(picture.dot)
     return picture.dot
 
@@ -296,56 +295,3 @@ def _empty() -> Digraph:
         ) from error
     style = {"shape": "box", "style": "filled", "fontname": "monospace", "fontsize": "10", "height": "0.2"}
     return Digraph(node_attr=style, edge_attr={"fontname": "monospace", "fontsize": "8"})
-
-
-_STRIDE = 1000
-"""How many operations deep a graph may be freed by recursion."""
-
-
-def _make_freeable(nodes: list[Node]) -> None:
-    """Let a deep graph be freed, whenever that will be, without overflowing the stack.
-
-    Torch 2.13 frees a graph that Python has walked through by recursion, and some 30,000 operations deep the
-    process dies. So each ``_STRIDE``-th level gets a :class:`_Link`, which ends the recursion.
-    """
-    if len(nodes) <= _STRIDE:
-        return
-    sources = {node: [source for source, _ in node.next_functions if source is not None] for node in nodes}
-    users = Counter(source for node in nodes for source in sources[node])
-    level = dict.fromkeys(nodes, 0)
-    ready = [node for node in nodes if not users[node]]
-    while ready:
-        node = ready.pop()
-        for source in sources[node]:
-            level[source] = max(level[source], level[node] + 1)
-            users[source] -= 1
-            if not users[source]:
-                ready.append(source)
-    for node in nodes:
-        below = [source for source in sources[node] if level[source] // _STRIDE > level[node] // _STRIDE]
-        if below:
-            metadata: Any = node.metadata  # torch's annotation says method, but it is a property
-            metadata["torchopt_dist.visual"] = _Link(below)
-
-
-class _Freeing(threading.local):
-    def __init__(self) -> None:
-        self.waiting: list[Node] = []
-        self.under_way = False
-
-
-class _Link:
-    """Holds operations for the one that uses them; when that is freed they are freed in a loop."""
-
-    def __init__(self, below: list[Node]) -> None:
-        self._below = below
-
-    def __del__(self, freeing: _Freeing = _Freeing()) -> None:  # noqa: B008 - still there at exit
-        freeing.waiting += self._below
-        self._below = []
-        if freeing.under_way:
-            return  # the loop is further up the stack
-        freeing.under_way = True
-        while freeing.waiting:
-            freeing.waiting.pop()
-        freeing.under_way = False

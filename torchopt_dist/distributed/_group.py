@@ -1,6 +1,7 @@
 """The RPC group that this process is in → all of its state: names, connections, kept graphs, threads.
 
-It all ends with the group. The one global is which group that is; ``init_rpc.py`` makes it, starts it and ends it.
+All of it ends with the group. The only global is which group that is; ``_running_group.py`` makes, starts and ends
+the group.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from torchopt_dist.launch.options import check_handler, check_integer
+from torchopt_dist.launch._option_kinds import check_handler, check_integer
 
 __all__ = ["LineSplitter", "TerminalHandler", "WorkerLogs", "log_folder", "on_ranks"]
 
