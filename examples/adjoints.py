@@ -1,19 +1,19 @@
-"""One inner loop, all the ways to take its gradient: how wrong each is, and what it costs.
+"""One inner loop, and every way to compute its gradient: how wrong each way is, and what it costs.
 
     python examples/adjoints.py
     torchrun --nproc_per_node=2 examples/adjoints.py
 
-Softmax regression on handwritten digits is trained with momentum. How good it then is on other images depends on a
-weight of each of the ten classes, and on the ridge. The gradient of the validation loss for these eleven numbers is
-taken by every adjoint that has one; only the word after ``adjoint=`` changes. The picture shows each one's error
-against its time and against the memory that it adds to the program.
+Softmax regression on handwritten digits is trained with momentum. Its loss on other images depends on a weight of each
+of the ten classes and on the ridge penalty. The program computes the gradient of this validation loss with respect to
+these eleven numbers by every adjoint that has one; only the argument ``adjoint=`` changes. The picture shows the error
+of each adjoint against its time and against the memory that it adds to the program.
 
-``Recorded`` is exact and keeps every step. ``Replayed`` is as exact, and keeps snapshots. ``Truncated`` buys memory
-with error, and ``Implicit`` needs neither where training has converged: its error falls with ``--steps``.
-``FiniteDifference`` and ``SAMA`` see the last step alone; they are meant for training and meta-learning side by side.
-The noise of ``EvolutionStrategies`` falls with the root of the number of pairs, which are spread over the workers; the
-estimate is the same on any number of them. ``FirstOrder`` and ``Reptile`` are missing: they are for the first
-parameters.
+``Recorded`` is exact and keeps every step. ``Replayed`` is as exact, and keeps snapshots. ``Truncated`` saves memory
+and makes an error. ``Implicit`` saves memory and is exact where training has converged: its error falls with
+``--steps``. ``FiniteDifference`` and ``SAMA`` use the last step only; they are meant for training and meta-learning at
+the same time. The noise of ``EvolutionStrategies`` falls with the square root of the number of pairs, which are spread
+over the workers; the estimate is the same on any number of them. ``FirstOrder`` and ``Reptile`` are missing, because
+they give gradients of the initial parameters only.
 """
 
 from __future__ import annotations

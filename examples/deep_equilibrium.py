@@ -1,13 +1,15 @@
-"""A layer of infinite depth on handwritten digits: a fixed point, with its implicit gradient.
+"""A layer of infinite depth on handwritten digits: its output is a fixed point, and its gradient is implicit.
 
     python examples/deep_equilibrium.py
 
-A deep equilibrium model (Bai et al., 2019, https://arxiv.org/abs/1909.01377) has one cell, ``tanh(W z + U x + b)``, and
-its output is the ``z`` that the cell leaves as it is. Anderson's method finds it; the gradient comes from one linear
-system (``custom_fixed_point``), so memory does not grow with the iterations. ``--adjoint unrolled`` goes through them.
+A deep equilibrium model (Bai et al., 2019, https://arxiv.org/abs/1909.01377) has one cell, ``tanh(W z + U x + b)``. Its
+output is the ``z`` that the cell does not change. Anderson's method finds it, and the gradient comes from one linear
+system (``custom_fixed_point``), so memory does not grow with the iterations. ``--adjoint unrolled`` differentiates the
+iterations instead.
 
-scikit-learn's ``load_digits``: 1,400 images of 8x8 pixels to train on, 397 held out, of which some 90 % are recognized.
-The picture shows the accuracy, and how many iterations Anderson's method and plain ones take to the same tolerance.
+The data are scikit-learn's ``load_digits``: 1,400 images of 8x8 pixels to train on, and 397 held out, of which the
+model recognizes some 90 %. The picture shows the accuracy, and the number of iterations that Anderson's method and
+plain iteration need for the same tolerance.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
     python examples/evolution_strategies.py                          # one process, the same curve up to rounding
 
 Evolution strategies (Salimans et al., 2017, https://arxiv.org/abs/1703.03864) estimate the gradient of a return from
-its values at points nearby: ``zero_order``. The simulator, a pole on a cart as in Barto, Sutton and Anderson (1983), is
-a loop of numbers, without any derivative. A sample is a seed, so only seeds and the controller's weights go out, and
-only returns come back; the curve is the same up to rounding on any number of workers.
+its values at points nearby, here by ``zero_order``. The simulator, a pole on a cart as in Barto, Sutton and Anderson
+(1983), is a loop over plain numbers and has no derivative. A sample is a seed, so workers receive only seeds and the
+controller's weights and send only returns back. The curve is the same, up to rounding, on any number of workers.
 
 The controller is linear. Untrained it holds the pole for a fraction of a second; after some twenty steps it holds it to
 the end of the episode, 4 seconds.

@@ -4,14 +4,14 @@
     python examples/imaml_digits.py                          # one process, the same curve up to rounding
 
 Implicit MAML (Rajeswaran et al., 2019, https://arxiv.org/abs/1909.04630) adapts a copy of the weights to a task until
-it minimizes the task's loss plus its squared distance to the meta-weights. The meta-gradient is that of the minimum,
-from one linear system, solved by five steps of conjugate gradients. So memory does not grow with the inner steps, of
-which there can be many, by any optimizer.
+it minimizes the task's loss plus its squared distance to the meta-weights. The meta-gradient is that of the minimum. It
+comes from one linear system, which five steps of conjugate gradients solve. So memory does not grow with the inner
+steps, and you can take many of them, with any optimizer.
 
-The images are scikit-learn's ``load_digits``, 8x8 pixels. A class is a digit and one of four rotations: 28 classes of
-the digits 0-6 to meta-train on, 12 of the digits 7-9 held out. A task has 5 classes with 5 images each to adapt to, and
-10 to be tested on. The weights may move little, so random ones adapt to about 60 % only; 160 meta-steps, half a minute,
-find some that adapt to about 80 %.
+The images are scikit-learn's ``load_digits``, 8x8 pixels. A class is a digit in one of four rotations: 28 classes of
+the digits 0-6 are for meta-training, and 12 of the digits 7-9 are held out. A task has 5 classes, with 5 images each to
+adapt to and 10 to test on. Adaptation may move the weights only a little, so random weights reach about 60 %. After 160
+meta-steps, half a minute, the weights adapt to about 80 %.
 """
 
 from __future__ import annotations

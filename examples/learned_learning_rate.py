@@ -3,25 +3,25 @@
     python examples/learned_learning_rate.py
     torchrun --nproc_per_node=2 examples/learned_learning_rate.py
 
-Thirty steps of SGD, on 32 handwritten digits each, train a small network. How good it then is on validation images is
-a differentiable function of the thirty learning rates and of the momentum: the steps are unrolled, the gradient goes
-back through them all, and Adam moves the hyper-parameters. The tasks are initializations, each with batches of its
-own. They are spread over the workers, and each worker trains its tasks all at once (``vectorize=True``).
+Thirty steps of SGD, on 32 handwritten digits each, train a small network. The resulting validation loss is a
+differentiable function of the thirty learning rates and of the momentum: the gradient goes back through all unrolled
+steps, and Adam updates these hyper-parameters. The tasks are initializations, each with its own batches. They are
+spread over the workers, and each worker trains all its tasks at once (``vectorize=True``).
 
-The opponent is a grid search: eleven rates, constant or falling linearly, and five momenta. The test is on
-images, initializations and batches that neither has seen. With seed 0, where the search and the learning take about
-the same time:
+The baseline is a grid search over eleven rates, constant or falling linearly, and five momenta. The test uses
+images, initializations and batches that neither method has seen. With seed 0, and with about the same time for search
+and learning:
 
     constant, best of 55    test loss 0.342, accuracy 89.3 %
     falling, best of 55     test loss 0.296, accuracy 90.5 %
     learned                 test loss 0.276, accuracy 91.4 %
 
-The learned rates stay high for two thirds of the way and then fall close to zero, but for the very last one. Every
-outer step draws new tasks: where they are always the same, the rates learn them by heart (low for a bad batch) and gain
-less on others.
+The learned rates stay high for two thirds of the steps and then fall close to zero, except for the very last one. Every
+outer step draws new tasks. If the tasks were always the same, the rates would overfit to them (a low rate for a bad
+batch) and gain less on others.
 
-On one worker or on many, the numbers printed are the same up to rounding. Tasks so small, all done at once, leave a
-second worker little to gain.
+On one worker or on many, the numbers printed are the same up to rounding. The tasks are small and run all at once, so a
+second worker gains little.
 """
 
 from __future__ import annotations

@@ -1,30 +1,31 @@
-"""Learning from labels three in five of which are wrong: each example's weight is learned while the network trains.
+"""Learning from labels of which three in five are wrong: each example's weight is learned during training.
 
     python examples/learning_to_reweight.py
     torchrun --nproc_per_node=2 examples/learning_to_reweight.py
 
-Before each step of training, ask of every example in the batch whether it helps: take a step of SGD on the weighted
-loss, with all weights 0, and differentiate the loss on a few clean images through that step. An example whose weight
-would make the clean loss fall gets a weight, the others none. Then comes the real step (Ren et al. 2018, Learning to
-Reweight Examples for Robust Deep Learning, https://arxiv.org/abs/1803.09050, algorithm 1).
+Before each training step, the program asks of every example in the batch whether it helps. It takes a step of SGD on
+the weighted loss, with all weights 0, and differentiates the loss on a few clean images through that step. An example
+gets a weight if the weight would make the clean loss fall, and otherwise none. Then comes the real step (Ren et al.
+2018, Learning to Reweight Examples for Robust Deep Learning, https://arxiv.org/abs/1803.09050, algorithm 1).
 
-At weights 0 the network has not moved, so an example's answer does not depend on the others: every worker asks about
-its share of the batch, and the answers are put together. The loss of the real step is spread too.
+At weights 0 the network has not moved, so the answer for an example does not depend on the others. Every worker
+computes the answers for its share of the batch, and they are concatenated. The loss of the real step is spread over the
+workers, too.
 
-There are 1000 handwritten digits with 60 % of the labels changed to another digit at random, and 100 with the right
-ones. Test accuracy at the end, the mean of 3 seeds:
+There are 1000 handwritten digits, of which 60 % have a random wrong label, and 100 with the right labels. This is the
+test accuracy at the end, the mean of 3 seeds:
 
     reweighted         90.4 %    the 1000, their weights learned from the 100
     noisy only         80.6 %    the 1000, all weights equal
     noisy and clean    85.0 %    the 1100, all weights equal
     clean only         88.1 %    the 100
 
-The wrong labels keep 27 % of the weight, for 61 % of the examples. Note how far 100 clean images go alone: digits are
-easy. With ``--noise 0.4`` little is left to gain: 92.1 %, against 91.8 % for noisy and clean.
+The wrong labels keep 27 % of the weight, for 61 % of the examples. Digits are easy: note how good 100 clean images are
+alone. With ``--noise 0.4`` little is left to gain: 92.1 %, against 91.8 % for noisy and clean.
 
-On one worker or on many, the numbers printed are the same up to rounding. At a high rate (``--lr 0.1``) 600 steps
-enlarge even that, to a test image or two. A network so small does not repay its calls: one worker is done in 6 s, two
-in 20 s. It shows how a large one is spread.
+On one worker or on many, the numbers printed are the same up to rounding. At a high rate (``--lr 0.1``), 600 steps
+amplify even rounding to a difference of a test image or two. The network is too small for its calls to pay: one worker
+takes 6 s, two take 20 s. The example shows how to spread a large one.
 """
 
 from __future__ import annotations

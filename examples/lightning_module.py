@@ -3,17 +3,17 @@
     pip install lightning
     python examples/lightning_module.py
 
-The outer optimizer is ``todist.Adam``, a real ``torch.optim.Optimizer``, with a scheduler of torch; the trainer clips
-the outer gradient, validates and saves checkpoints as for any module. Validation runs without gradients, and adapts
-all the same, since ``step`` is given a function: it is called with gradients enabled.
+The outer optimizer is ``todist.Adam``, a real ``torch.optim.Optimizer``, with a scheduler of torch. The trainer clips
+the outer gradient, validates and saves checkpoints as for any module. Validation runs without gradients, and still
+adapts the model: ``step`` gets a function, and calls it with gradients enabled.
 
-Where Lightning is not installed, the program says so and ends.
+If Lightning is not installed, the program says so and ends.
 
-A task is a sine of some phase: ten points to adapt to, ten to be tested with. It runs in one process;
-``docs/lightning.md`` says how tasks are spread over workers.
+A task is a sine of some phase, with ten points to adapt to and ten to test on. The program runs in one process;
+``docs/lightning.md`` shows how to spread the tasks over workers.
 
-Run by hand with Lightning 2.6.6, in single precision and as ``bf16-mixed``: the loss on new sines falls from 0.30 to
-0.08, and to 0.09.
+By hand, with Lightning 2.6.6, the loss on new sines fell from 0.30 to 0.08 in single precision, and to 0.09 as
+``bf16-mixed``.
 """
 
 from __future__ import annotations

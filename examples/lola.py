@@ -3,16 +3,18 @@
     python examples/lola.py
     torchrun --nproc_per_node=2 examples/lola.py
 
-Both players defect if each follows the gradient of its own payoff. Learning with Opponent-Learning Awareness (LOLA,
-Foerster et al., 2018, https://arxiv.org/abs/1709.04326) follows the gradient of one's payoff *after the other's next
-step*: a derivative of second order that goes from one agent into the other. Then both find tit for tat.
+If each player follows the gradient of its own payoff, both defect. Learning with Opponent-Learning Awareness (LOLA,
+Foerster et al., 2018, https://arxiv.org/abs/1709.04326) follows the gradient of a player's payoff *after the opponent's
+next learning step*. This is a second-order derivative that goes from one agent into the other. Both players then learn
+tit for tat.
 
-A policy is five probabilities: to cooperate at first, and after each outcome of the last round. The payoff of the
-endless game, in which a round counts 0.96 of the one before, is exact: one linear system of four equations.
+A policy is five probabilities: to cooperate in the first round, and after each outcome of the previous round. The
+payoff of the infinite game, in which each round counts 0.96 times the one before, is computed exactly from one linear
+system of four equations.
 
-The pairs of players are independent, and are spread over the workers; each worker plays its pairs all at once
-(``vectorize=True``). On one worker or on many, the numbers printed are the same up to rounding. The arithmetic is tiny,
-so a second worker gains nothing here; where a policy is a network and a payoff needs many games, it does.
+The pairs of players are independent. They are spread over the workers, and each worker computes all its pairs at once
+(``vectorize=True``). On one worker or on many, the numbers printed are the same up to rounding. There is so little
+arithmetic that a second worker gains nothing here; it would if policies were networks and payoffs needed many games.
 
 Of 32 pairs, after 200 steps:
 

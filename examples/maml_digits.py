@@ -3,33 +3,33 @@
     torchrun --nproc_per_node=2 examples/maml_digits.py     # two workers
     python examples/maml_digits.py                          # one process, the same curve up to rounding
 
-Model-Agnostic Meta-Learning (Finn et al., 2017, https://arxiv.org/abs/1703.03400) looks for initial weights from which
+Model-Agnostic Meta-Learning (Finn et al., 2017, https://arxiv.org/abs/1703.03400) learns initial weights from which
 a few gradient steps on a few labelled images learn classes never seen before. The outer loss is differentiated
 through these steps, second derivatives included.
 
-The images are scikit-learn's ``load_digits``, 8x8 pixels, with noise on them (``--noise``): one alone is hard to read,
-so what is known of other classes counts. A class is a digit and one of four rotations: 28 classes of the digits 0-6 to
-meta-train on, 12 of the digits 7-9 held out. As in the paper, batch normalization uses the statistics of the batch at
-hand, be it the query set.
+The images are scikit-learn's ``load_digits``, 8x8 pixels, with added noise (``--noise``). The noise makes a single
+image hard to read, so it helps to have learned from other classes. A class is a digit in one of four rotations: 28
+classes of the digits 0-6 are for meta-training, and 12 of the digits 7-9 are held out. As in the paper, batch
+normalization uses the statistics of the current batch, even of the query set.
 
-The picture has two baselines, each adapted to the held-out tasks by as many steps, at the best of three rates:
-random weights, and weights that were trained in the ordinary way to tell the 28 classes apart, on as many images as
-the meta-training sees.
+The picture has two baselines. Each is adapted to the held-out tasks by as many steps, at the best of three rates. One
+starts from random weights, the other from weights that were trained in the ordinary way to tell the 28 classes apart,
+on as many images as the meta-training sees.
 
-Held-out accuracy after five steps, by 100 tasks:
+Held-out accuracy after five steps, on 100 tasks:
 
     random weights       58.8 %
     ordinary training    64.5 %
     meta-trained         66.7 % after 10 meta-steps, 69.7 % after 50
 
-``--checkpoint DIR`` saves the state every ``--eval-every`` meta-steps. Started again, by hand or by ``torchrun
---max-restarts=3``, the program goes on from there and ends with the same curve.
+``--checkpoint DIR`` saves the state every ``--eval-every`` meta-steps. If you start the program again, by hand or by
+``torchrun --max-restarts=3``, it resumes from there and ends with the same curve.
 
 ``python examples/maml_digits.py --chaos 3`` starts four workers and kills one of them every three seconds, until two
-are left. The tasks of those that are gone run on the others, and the curve is that of four workers, bit for bit.
-(torchrun ends all workers of a machine when one is killed, so the program starts these itself.)
+are left. The tasks of the lost workers run on the others, and the curve is that of four workers, bit for bit.
+(torchrun ends all workers of a machine when one is killed, so the program starts these workers itself.)
 
-``--omniglot DIR`` takes Omniglot (https://github.com/brendenlake/omniglot) instead, unpacked to
+``--omniglot DIR`` uses Omniglot (https://github.com/brendenlake/omniglot) instead, unpacked to
 ``DIR/images_background`` (meta-train) and ``DIR/images_evaluation`` (held out), each ``Alphabet/characterNN/*.png``.
 """
 

@@ -1,16 +1,16 @@
 """Meta-learning through an inner loop whose *loss* is spread over the workers.
 
-In ``maml_digits.py`` each task, with its whole inner loop, runs on one worker. Here there is one large task: the inner
-loss is a mean over a thousand images, and every worker computes it on its share of them, at every inner step. The outer
-gradient then goes through all these calls, to second order: an initialization and a learning rate for each tensor are
-learned, such that five steps of plain gradient descent classify handwritten digits. The baseline takes the same five
-steps from the weights that the learning began with, at the best of five rates.
-
     python examples/maml_parallel_inner.py
     torchrun --nproc_per_node=2 examples/maml_parallel_inner.py
 
-On one worker or on many, the numbers printed are the same up to rounding. A network so small does not repay a call at
-each inner step; one whose loss takes seconds does.
+In ``maml_digits.py`` each task, with its whole inner loop, runs on one worker. Here there is one large task: the inner
+loss is a mean over a thousand images, and at every inner step each worker computes it on its share of them. The outer
+gradient then goes through all these calls, to second order. It learns an initialization and a learning rate for each
+tensor, from which five steps of plain gradient descent classify handwritten digits. The baseline takes five steps from
+the initialization before learning, at the best of five rates.
+
+On one worker or on many, the numbers printed are the same up to rounding. The network is too small for a call in each
+inner step to pay; one whose loss takes seconds is large enough.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""The figure of the MAML paper: a network that fits any sine after a step or two, beside one that does not.
+"""The figure of the MAML paper: a network that fits any sine after a step or two, and one that does not.
 
     python examples/maml_sinusoid.py
     torchrun --nproc_per_node=2 examples/maml_sinusoid.py
 
 A task is a sine of some height and phase, of which ten points are known (Finn et al., 2017, section 5.1,
-https://arxiv.org/abs/1703.03400). The opponent is trained in the ordinary way on as many sines, and adapted in the same
-way: since it has seen them all, it has learned their mean, from which few steps lead nowhere.
+https://arxiv.org/abs/1703.03400). The baseline is trained in the ordinary way on as many sines, and adapted in the same
+way. Because it is trained on all sines together, it learns their mean, from which a few steps lead nowhere.
 
 The picture shows both on a sine that is new to them, after 0, 1 and 10 steps, and the mean error on 100 others. The
-tasks of a meta-step are spread over the workers, and each worker takes its tasks all at once (``vectorize=True``). On
-one worker or on many, the numbers printed are the same up to rounding. A network so small does not repay a second
-worker.
+tasks of a meta-step are spread over the workers, and each worker computes all its tasks at once (``vectorize=True``).
+On one worker or on many, the numbers printed are the same up to rounding. The network is too small for a second worker
+to pay.
 
     error on 100 new sines, after steps    0       1       2       5       10
     MAML                                   2.83    0.87    0.51    0.30    0.23

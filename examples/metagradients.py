@@ -3,13 +3,13 @@
     python examples/metagradients.py
     torchrun --nproc_per_node=2 examples/metagradients.py
 
-How good a network is on other images, after it has been trained from scratch, is a differentiable function of the
-learning rate at ten times during training. The gradient goes back through the whole training: ``Replayed`` runs the
-steps again from snapshots, so the memory is the same for 100 steps and for 1,000, where a record of the steps
-grows with them (Engstrom et al. 2025, https://arxiv.org/abs/2503.13751, do this at scale).
+After a network has been trained from scratch, its loss on other images is a differentiable function of the learning
+rate at ten times during training. The gradient goes back through the whole training. ``Replayed`` runs the steps again
+from snapshots, so the memory is the same for 100 steps and for 1,000, where a record of the steps grows with their
+number (Engstrom et al. 2025, https://arxiv.org/abs/2503.13751, do this at scale).
 
-The opponent is ``Truncated(20)``: the same program, but the gradient goes back through the last 20 steps. It is far
-cheaper, and sees what the end of training does to the loss; of the rates before, it learns nothing.
+The baseline is ``Truncated(20)``: the same program, but the gradient goes back through the last 20 steps only. It is
+far cheaper, but learns only from the effect of the last steps, and nothing about the earlier rates.
 
 Starting from a constant rate that is too low, after six meta-steps:
 
@@ -17,7 +17,7 @@ Starting from a constant rate that is too low, after six meta-steps:
     Replayed         test accuracy 95.7 %, validation loss 0.134    peak 5.4 MiB at 100 steps, 5.4 MiB at 1,000
     Truncated(20)    test accuracy 92.9 %, validation loss 0.546    (a record: 24.2 MiB, and 232.7 MiB)
 
-The tasks are initializations of the network, each with an order of the images of its own; they are spread over the
+The tasks are initializations of the network, each with its own order of the images; they are spread over the
 workers. On one worker or on many, the numbers printed are the same up to rounding.
 """
 

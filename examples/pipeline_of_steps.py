@@ -1,17 +1,16 @@
-"""Three steps in one script, each on as many workers as suit it: pre-train on two, adapt on one, test on two.
+"""Three steps in one script, each on its own number of workers: pre-train on two, adapt on one, test on two.
 
     python examples/pipeline_of_steps.py
 
-A small network learns to read scikit-learn's handwritten digits, 8x8 pixels. Then the page is turned: the same digits,
-rotated by a quarter. A few labelled images of these are enough to adapt the network, and the test shows what that
-gains. It prints:
+A small network learns to read scikit-learn's handwritten digits, 8x8 pixels. Then the images are rotated by 90 degrees.
+A few labelled rotated images are enough to adapt the network, and the test shows the gain. The program prints:
 
     pre-train on 2 workers: 90.9% of 397 upright images
     adapt on 1 worker: 100 turned images
     test on 2 workers: turned images, 10.3% before and 74.6% after
 
-Each step is a function that is called on its workers and returns what the next step needs. The workers of a step are
-gone when it is over, and so is the memory that they had; those of the next step start within a tenth of a second.
+Each step is a function that runs on its workers and returns what the next step needs. When a step is over, its workers
+end and their memory is free. The workers of the next step start within a tenth of a second.
 """
 
 from __future__ import annotations

@@ -2,12 +2,13 @@
 
     python examples/ridge_hyperparameters.py
 
-The 10 features of the diabetes data set (442 patients) are joined by 40 of noise. The weights minimize the training
-loss with a penalty for each feature; the logarithms of the penalties minimize the loss on held-out patients. That
-gradient goes through the minimum, by the implicit function theorem (``custom_root``), whatever found it.
+The 10 features of the diabetes data set (442 patients) are joined by 40 features of noise. The regression weights
+minimize the training loss with a penalty for each feature; the logarithms of the penalties minimize the loss on
+held-out patients. The gradient with respect to the penalties goes through the minimum, by the implicit function theorem
+(``custom_root``), whatever solver has found it.
 
-Here the minimum has a closed form. So the gradient is checked against autograd through that form at every step; the two
-agree to ten digits. The held-out loss falls below that of the best single penalty, as the noise is penalized away.
+Here the minimum has a closed form, so the program checks each gradient against autograd through this form; the two
+agree to ten digits. The held-out loss falls below that of the best single penalty, because the noise is penalized away.
 """
 
 from __future__ import annotations

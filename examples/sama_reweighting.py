@@ -1,16 +1,17 @@
-"""Learning from labels half of which are wrong: weights of the examples are learned beside training, by SAMA.
+"""Learning from labels half of which are wrong: weights of the examples are learned during training, by SAMA.
 
     python examples/sama_reweighting.py
     torchrun --nproc_per_node=2 examples/sama_reweighting.py
 
 A network is trained with Adam on 1,000 handwritten digits. After each step the loss on 100 clean images is
-differentiated for the weights of the examples in the batch, and the weights move, too. No step is differentiated
-twice: ``SAMA`` compares two first-order gradients at points nearby, along what Adam's own derivative makes of the clean
-loss's gradient (Choe et al. 2023, https://arxiv.org/abs/2310.05674). ``FiniteDifference`` is the same one step earlier,
-and ``Truncated(1)`` the exact gradient of that step; only the word after ``adjoint=`` differs.
+differentiated with respect to the weights of the examples in the batch, and the weights are updated, too. No step is
+differentiated twice: ``SAMA`` takes the difference of two first-order gradients at points nearby, in the direction that
+Adam's own derivative makes of the clean loss's gradient (Choe et al. 2023, https://arxiv.org/abs/2310.05674).
+``FiniteDifference`` does the same one step earlier, and ``Truncated(1)`` gives the exact gradient of that step; only
+the argument ``adjoint=`` differs.
 
-The inner loss is spread over the workers. On one worker or on many, the numbers printed are the same up to rounding. A
-network so small does not repay its calls.
+The inner loss is spread over the workers. On one worker or on many, the numbers printed are the same up to rounding.
+The network is too small for its calls to pay.
 """
 
 from __future__ import annotations

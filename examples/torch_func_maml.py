@@ -4,16 +4,16 @@
     python examples/torch_func_maml.py --backend none       # the same numbers without the compiler
 
 The inner optimizer is a pair of pure functions (``todist.adam``), the inner gradient is ``torch.func.grad``, and the
-tasks are a ``vmap``, so the compiler sees everything. An inner loop of a small network is hundreds of operations, each
-of which takes longer to start than to compute; compiled, they are a few kernels.
+tasks are a ``vmap``, so the compiler sees everything. The inner loop of a small network consists of hundreds of
+operations, and starting each takes longer than computing it. Compiled, they are a few kernels.
 
-A task is a sine of some height and phase, as in ``maml_sinusoid.py``: ten points to adapt to, ten to test with. The
-network and the rate of the inner Adam are learned. The picture shows the loss against time, with and without the
+A task is a sine of some height and phase, as in ``maml_sinusoid.py``, with ten points to adapt to and ten to test on.
+The network and the rate of the inner Adam are learned. The picture shows the loss against time, with and without the
 compiler.
 
-It runs in one process: where a meta-step takes less than a millisecond, a call to another one would take longer.
+The program runs in one process: a compiled meta-step is so short that a second worker would gain little.
 
-On one thread of a busy machine, a meta-step took 100 ms without the compiler, and 7.9 ms with it; to compile took five
+On one thread of a busy machine, a meta-step took 100 ms without the compiler, and 7.9 ms with it; compiling took five
 minutes. The loss falls from 4.30 to 2.76 in either case.
 """
 

@@ -1,23 +1,23 @@
-"""A small GPT that learns to learn a secret alphabet: a few inner steps on a text, and it predicts more of it.
+"""A small GPT that learns to learn a secret alphabet: it adapts to a text in a few steps, and predicts more of it.
 
     python examples/transformer_meta.py
     torchrun --nproc_per_node=2 examples/transformer_meta.py
 
-The text is what ships with Python: the source files of its standard library. A task is a file in an alphabet of its
-own, in which every character stands for another one: four pieces of it to adapt to, four others to be tested with.
-Initial weights and a rate for each tensor are learned through the inner steps. The opponent is the same network,
-trained in the ordinary way on as many pieces, and adapted by as many steps at the best of three rates. Both are
-tested on files and alphabets that they have not seen; the numbers are bits a character.
+The text ships with Python: the source files of its standard library. A task is a file in its own alphabet, in which
+every character stands for another one, with four pieces of the file to adapt to and four others to test on. Initial
+weights and a rate for each tensor are learned through the inner steps. The baseline is the same network, trained in the
+ordinary way on as many pieces, and adapted by as many steps at the best of three rates. Both are tested on files and
+alphabets that they have not seen; the numbers are bits per character.
 
-An inner step takes a gradient of a gradient, for which attention must be computed by its formula; ``step`` sees to it
-if it is given a function. The tasks of a meta-step are spread over the workers, and each worker sends back one gradient
+An inner step takes a gradient of a gradient, for which attention must be computed by its formula; ``step`` does this
+if you give it a function. The tasks of a meta-step are spread over the workers, and each worker sends back one gradient
 of the whole network. On one worker or on many, the numbers printed are the same up to rounding.
 
-    bits a character       before    after 3 steps
+    bits per character     before    after 3 steps
     ordinary training      6.00      5.09
     meta-trained           6.35      4.93
 
-The meta-trained network pays for what it gains: before it has seen an alphabet, it is the worse one.
+The meta-trained network pays a price for this: before it has seen an alphabet, it is the worse one.
 """
 
 from __future__ import annotations
