@@ -186,11 +186,13 @@ def draw(rows: list[Row], args: argparse.Namespace) -> None:
                 label=kind if first else None,
                 zorder=3,
             )
-            setting = row.name.partition("(")[2].rstrip(")")
+            setting = row.name.partition("(")[2].strip("')")
             axes.annotate(setting, place, xytext=(7, 5), textcoords="offset points", fontsize=8)
         axes.set(xscale="log", yscale="log", xlabel=label)
         axes.margins(x=0.12, y=0.1)
         axes.grid(alpha=0.3)
+    right.xaxis.set_minor_formatter("{x:g}")
+    right.xaxis.set_major_formatter("{x:g}")
     left.set_ylabel("relative error of the gradient")
     left.set_yticks([FLOOR, 1e-3, 1e-2, 1e-1, 1], ["exact", "0.1 %", "1 %", "10 %", "100 %"])
     figure.legend(*left.get_legend_handles_labels(), loc="outside right center")

@@ -109,7 +109,7 @@ def plot(path: Path, history: list[tuple[float, float]], single: float, penaltie
         left.plot(values, label=name)
     left.axhline(single, color="gray", linestyle="--", label="test, best single penalty")
     left.set(xlabel="outer step", ylabel="mean squared error", title="Loss")
-    left.legend(loc="center right")
+    left.legend(loc="upper right", bbox_to_anchor=(1.0, 0.95))
     colors = ["tab:blue"] * 10 + ["tab:gray"] * (len(penalties) - 10)
     right.bar(range(len(penalties)), penalties.tolist(), color=colors)
     right.set(
