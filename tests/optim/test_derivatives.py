@@ -97,15 +97,15 @@ def test_vmap_and_func_grad(name):
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_the_graph_stays_flat_over_a_thousand_cut_steps(name):
+def test_the_graph_stays_flat_over_cut_steps(name):
     row = ROWS[name]
     options = list(row.options.values())[-1]
     net = nn.Linear(2, 1, bias=False)
     optimizer = row.meta(net, **options)
     x, sizes = torch.randn(3, 2), []
-    for step in range(1000):
+    for step in range(200):
         optimizer.step(net(x).square().mean())
-        if step in (9, 999):
+        if step in (9, 199):
             state = todist.pytree.flatten(optimizer.get_states())[0]
             sizes.append(count_nodes(net.weight, *(t for t in state if isinstance(t, torch.Tensor))))
         todist.stop_gradient(net)
