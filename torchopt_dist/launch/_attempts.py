@@ -26,9 +26,10 @@ from torchopt_dist.errors import (
     RemoteError,
     WorkerFailedError,
 )
+from torchopt_dist.launch._agents import LONGEST_WAIT
 from torchopt_dist.launch._cluster import Host, Reach
 from torchopt_dist.launch._handles import may_be_an_echo
-from torchopt_dist.launch._job import LONGEST_WAIT, Job, StoppedError
+from torchopt_dist.launch._job import Job, StoppedError
 from torchopt_dist.launch._machine import Machine
 from torchopt_dist.launch._messages import Stop
 from torchopt_dist.launch._plan import Plan

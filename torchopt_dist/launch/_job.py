@@ -1,7 +1,7 @@
 """A plan → the values that all workers return, or the error that ended them: the launcher's side of one attempt.
 
-What agents and workers tell is noted in ``_handles.py``. Of several errors the likeliest cause is raised. Whatever
-happens, agents and workers are gone when :meth:`Job.run` returns or raises.
+``_agents.py`` has the streams to the agents, and ``_handles.py`` what is known of agents and workers. Of several errors
+the likeliest cause is raised. Agents and workers have ended when :meth:`Job.run` returns or raises.
 """
 
 from __future__ import annotations
@@ -9,9 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import os
-import selectors
-import signal
 import socket
 import time
 from collections import defaultdict
@@ -21,27 +18,22 @@ from typing import Any, NoReturn
 
 from torchopt_dist.errors import AgentFailedError, CallTimeoutError, InitializationError, WorkerFailedError
 from torchopt_dist.launch import _messages as messages
-from torchopt_dist.launch._cluster import Host
+from torchopt_dist.launch._agents import Agents
 from torchopt_dist.launch._handles import AgentHandle, WorkerHandle, may_be_an_echo
-from torchopt_dist.launch._pickling import pack, unpack_failure
+from torchopt_dist.launch._pickling import unpack_failure
 from torchopt_dist.launch._plan import Plan
-from torchopt_dist.launch._processes import umask
 from torchopt_dist.launch._rendezvous import agree
 
-__all__ = ["LONGEST_WAIT", "Job", "StoppedError"]
+__all__ = ["Job", "StoppedError"]
 
 log = logging.getLogger(__package__)
 
-AGENT_SECONDS, KILLED_SECONDS = 5.0, 1.0
-"""For an agent to end, beside what workers are given; and when it has been killed."""
 LOST_SECONDS = 0.5
-"""For it to become known, when an agent has ended, that its machine is lost."""
+"""Seconds, after an agent has ended, in which it may become known that its machine is lost."""
 ECHO_SECONDS, EXIT_SECONDS = 1.0, 0.25
-"""How long an error waits for another one that may have caused it: one of a broken connection, and an exit."""
+"""Seconds that an error waits for another one that may be its cause: a broken connection, and an exit."""
 SILENT_THERE = 1.5
-"""What is given to agents on other machines: if nothing at all is heard of a machine, that is known before."""
-LONGEST_WAIT = 86400.0
-"""Seconds that one call waits, at most: the kernel's calls know no more than 24 days."""
+"""The factor of the patience with agents on other machines: the loss of a whole machine is known before that."""
 
 
 class StoppedError(Exception):
@@ -63,17 +55,14 @@ class Job:
 
     def __init__(self, plan: Plan, restarts: int = 0, stop: socket.socket | None = None) -> None:
         self._plan, self._options, self._restarts, self._stop = plan, plan.options, restarts, stop
-        self._setups = {machine: plan.setup(machine) for machine in {host.machine for host in plan.hosts}}
         self._told_to_stop = self._is_ending = False
         self.lost: dict[str, str] = {}
         self.replaced: defaultdict[int, list[WorkerFailedError]] = defaultdict(list)
         self._master = ("", 0)
-        self._agents: list[AgentHandle] = []
+        self._agents = Agents(plan, self._hear)
         self._workers: list[WorkerHandle] = []
         self._failures: list[tuple[float, float, Exception]] = []
         """Errors: seconds in which the cause of each may still become known, when these are over, the error."""
-        self._kept: Exception | None = None
-        self._selector = selectors.DefaultSelector()
 
     def run(self) -> list[Any]:
         """The values of all ranks.
@@ -85,20 +74,21 @@ class Job:
         grace = self._options.stop_timeout
         try:
             if self._stop is not None:
-                self._selector.register(self._stop, selectors.EVENT_READ, self._note_stop)
+                self._agents.watch(self._stop, self._note_stop)
             for host in self._plan.hosts:
-                self._workers += self._connect(host).workers.values()
-            self._master = agree(self._agents, self._options.master_port, self._ask)
+                self._workers += self._agents.connect(host).workers.values()
+            self._master = agree(list(self._agents), self._options.master_port, self._ask)
             for index, agent in enumerate(self._agents):
-                self._start(agent, store=self._master[0] if index == 0 else None)
+                store = self._master[0] if index == 0 else None
+                self._agents.start(agent, self._master, self._restarts, store)
             while not self._all_returned:
                 self._turn()
             self._wait_for_exits()
             grace = 0.0
         finally:
             self._end(grace)
-        if self._kept is not None:
-            raise self._kept
+        if self._agents.raised is not None:
+            raise self._agents.raised
         return [worker.take_value() for worker in self._workers]
 
     @property
@@ -106,15 +96,7 @@ class Job:
         """The ranks without which the others have gone on → how they were lost."""
         return {worker.rank: worker.lost for worker in self._workers if worker.lost is not None}
 
-    # The start.
-
-    def _connect(self, host: Host, workers: Sequence[WorkerHandle] | None = None) -> AgentHandle:
-        connection = host.machine.connect(self._setups[host.machine].env)
-        agent = AgentHandle(host, connection, self._plan.logs, workers)
-        self._agents.append(agent)
-        self._selector.register(agent.stream, selectors.EVENT_READ, partial(self._hear, agent))
-        agent.tell(messages.Speak(self._plan.liveness.between_signs))
-        return agent
+    # The loop.
 
     def _ask(self, agents: Sequence[AgentHandle], question: object) -> list[Any]:
         """The answers of agents to a question."""
@@ -125,25 +107,6 @@ class Job:
             self._turn()
         return [agent.answer for agent in agents]
 
-    def _start(self, agent: AgentHandle, store: str | None = None) -> None:
-        setup, here = self._setups[agent.machine], agent.machine.here
-        variables = partial(self._plan.variables, self._plan.hosts.index(agent.host))
-        message = messages.StartWorkers(
-            header=pack(setup),
-            env={
-                rank: variables(
-                    worker.local_rank, self._master, self._restarts, setup.env, worker.incarnation
-                )
-                for rank, worker in agent.workers.items()
-            },
-            cores=frozenset(os.sched_getaffinity(0)) if here else None,
-            umask=umask() if here else None,
-            store=store,
-        )
-        agent.tell(message, self._plan.task)
-
-    # The loop.
-
     @property
     def _all_returned(self) -> bool:
         return all(worker.has_ended_well for worker in self._workers)
@@ -151,19 +114,11 @@ class Job:
     def _turn(self, until: float = math.inf) -> None:
         """Act on what happens next, or on what is due before; return at that moment if there is neither."""
         until = min([until, *(moment for moment, _ in self._deadlines())])
-        for act in self._ready(until - time.monotonic()):
+        for act in self._agents.ready(until - time.monotonic()):
             act()
         for moment, act in self._deadlines():
             if moment <= time.monotonic():
                 act()
-
-    def _ready(self, seconds: float) -> list[Callable[[], object]]:
-        """What is to be called, since something has come or can be sent."""
-        for agent in self._agents:
-            if not agent.ended:
-                events = selectors.EVENT_READ | (selectors.EVENT_WRITE if agent.stream.waits_to_send else 0)
-                self._selector.modify(agent.stream, events, partial(self._hear, agent))
-        return [key.data for key, _ in self._selector.select(min(seconds, LONGEST_WAIT))]
 
     def _deadlines(self) -> Iterator[tuple[float, Callable[[], object]]]:
         """Moments, by ``time.monotonic``, and what is to be done when they have come."""
@@ -238,10 +193,10 @@ class Job:
         worker.lost = error
         self.replaced[worker.rank].append(error)
         if worker.incarnation:
-            self._tell_to_stop(agent, 0.0)
+            self._agents.tell_to_stop(agent, 0.0)
         new = self._workers[worker.rank] = worker.successor()
         try:
-            self._start(self._connect(agent.host, [new]))
+            self._agents.start(self._agents.connect(agent.host, [new]), self._master, self._restarts)
         except (OSError, InitializationError) as reason:
             self._fail(reason, 0.0, new)
 
@@ -253,7 +208,7 @@ class Job:
 
     def _note_stop(self) -> None:
         assert self._stop is not None
-        self._selector.unregister(self._stop)
+        self._agents.unwatch(self._stop)
         self._told_to_stop = True
         for agent in self._agents:
             self._hear(agent)  # its workers may have returned just now
@@ -333,12 +288,9 @@ class Job:
                 self._fail(error, ECHO_SECONDS if may_be_an_echo(error) else 0.0, worker)
 
     def _agent_ended(self, agent: AgentHandle, how: str) -> None:
-        agent.ended = True
-        self._selector.unregister(agent.stream)
         workers = list(agent.workers.values())
         left = [worker for worker in workers if not worker.decided]
-        for worker in workers:
-            worker.note_end(-signal.SIGKILL if worker.status is None else worker.status)
+        self._agents.drop(agent)
         if agent.told_to_stop:
             return
         self.lost[agent.name] = f"its agent {how}"
@@ -357,45 +309,14 @@ class Job:
         """Have everything ended, and hand on the last lines."""
         self._is_ending = True
         try:
-            if self._stop is not None and self._stop in self._selector.get_map():
-                self._selector.unregister(self._stop)
-            for agent in self._agents:
-                if not agent.ended:
-                    self._tell_to_stop(agent, grace)
-            self._wait_for_agents(grace + AGENT_SECONDS)
-            for agent in self._agents:
-                if not agent.ended:
-                    self.lost[agent.name] = "its agent did not end when it was told to"
-                    if agent.pid is not None:
-                        self._attempt(partial(agent.machine.kill, agent.pid))
-            self._wait_for_agents(KILLED_SECONDS)
+            if self._stop is not None:
+                self._agents.unwatch(self._stop)
+            for agent in self._agents.end(grace):
+                self.lost[agent.name] = "its agent did not end when it was told to"
             for worker in self._workers:
-                self._attempt(worker.finish_lines)
+                self._agents.attempt(worker.finish_lines)
         finally:
-            self._selector.close()
-            for agent in self._agents:
-                agent.stream.close()
-
-    def _tell_to_stop(self, agent: AgentHandle, grace: float) -> None:
-        agent.told_to_stop = True
-        if agent.stream.waits_to_send:  # its task, so it has no workers; it sees that nobody is here
-            self._agent_ended(agent, "has no workers")
-            agent.stream.close()
-        else:
-            agent.tell(messages.Stop(grace))
-
-    def _wait_for_agents(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        while not all(agent.ended for agent in self._agents) and (left := deadline - time.monotonic()) > 0:
-            for act in self._ready(left):
-                self._attempt(act)
-
-    def _attempt(self, step: Callable[[], object]) -> None:
-        """Take a step of the end, which goes on though a handler of ``logging`` raises, say."""
-        try:
-            step()
-        except Exception as error:
-            self._kept = self._kept or error
+            self._agents.close()
 
 
 def _raise(error: Exception) -> NoReturn:

@@ -20,8 +20,8 @@ from tests.distributed.bare import say, soon, watch
 from tests.launch.elastic.worlds import Aside, in_worlds, kill_agent, launch, place, world_of
 from tests.launch.families import assert_gone
 from tests.launch.sshd import wait_until
+from torchopt_dist.launch import _agents as agents
 from torchopt_dist.launch import _attempts as attempts
-from torchopt_dist.launch import _job as job
 from torchopt_dist.launch._job import Job
 from torchopt_dist.launch._machine import ThisMachine
 from torchopt_dist.launch._messages import Raised
@@ -391,7 +391,7 @@ def test_the_whole_timeout_holds_while_hosts_are_waited_for(tmp_path, reachabili
 
 def test_a_host_whose_agent_never_gives_a_sign_of_life_is_lost(monkeypatch, caplog):
     """As one whose forkserver has been stopped: there is a connection, and nobody answers."""
-    monkeypatch.setattr(job, "AGENT_SECONDS", 0.2)
+    monkeypatch.setattr(agents, "AGENT_SECONDS", 0.2)
     launch(int)
     connect, silent = ThisMachine.connect, []
 
