@@ -32,6 +32,7 @@ from torchopt_dist.diff.adjoints import (
 )
 from torchopt_dist.diff.inner_loop import InnerLoopResult, inner_loop
 from torchopt_dist.distributed import (
+    Balance,
     Partition,
     Partitioner,
     PartitionFunction,
@@ -183,6 +184,7 @@ __all__ = [
     "Adamax",
     "Adan",
     "AgentFailedError",
+    "Balance",
     "CallTimeoutError",
     "ChainedGradientTransformation",
     "CheckpointError",

@@ -2,6 +2,7 @@
 
 from torchopt_dist.distributed import autograd
 from torchopt_dist.distributed.autograd import is_available
+from torchopt_dist.distributed.balance import Balance
 from torchopt_dist.distributed.barrier import barrier
 from torchopt_dist.distributed.init_rpc import auto_init_rpc
 from torchopt_dist.distributed.map import map
@@ -49,6 +50,7 @@ from torchopt_dist.distributed.world import (
 )
 
 __all__ = [
+    "Balance",
     "Partition",
     "PartitionFunction",
     "Partitioner",

@@ -55,7 +55,7 @@ def packed_directly(content: Call | Backward | Reply, *, main_by_name: bool) -> 
     elif isinstance(content, Backward):
         held, make = (content.output_grads,), functools.partial(_backward, content)
     elif content.exception is None:
-        held, make = (content.values,), functools.partial(_reply, content.warning)
+        held, make = (content.values,), functools.partial(_reply, content)
     else:
         return None
     try:
@@ -80,8 +80,8 @@ def _backward(like: Backward, output_grads: tuple[torch.Tensor | None, ...]) -> 
     return replace(like, output_grads=output_grads)
 
 
-def _reply(warning: str | None, values: list[Any]) -> Reply:
-    return Reply(values, warning=warning)
+def _reply(like: Reply, values: list[Any]) -> Reply:
+    return replace(like, values=values)
 
 
 class _NotPlainError(Exception):

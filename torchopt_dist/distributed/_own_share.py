@@ -56,7 +56,7 @@ def prepare(
         SerializationError: the share is isolated, and its objects cannot be rebuilt.
     """
     if not payload.options.isolate_own_share:
-        return _plain(payload, in_a_thread=snapshot)
+        return _plain(payload, siblings, in_a_thread=snapshot)
     group = current_group()
     here = Here(receiving_device(payload.options.device), group)
     graph = RemoteGraph(group, group.rank, here, 0, turn=HERE, siblings=siblings)
@@ -111,13 +111,17 @@ def run(
         own.set_exception(SerializedException.of(error).to_error(name))
 
 
-def _plain(payload: Payload, *, in_a_thread: bool) -> Callable[[], list[Any]]:
+def _plain(payload: Payload, siblings: Siblings | None, *, in_a_thread: bool) -> Callable[[], list[Any]]:
     held = hold_grad_accumulators(payload.tensors()) if in_a_thread else []
 
     def work() -> list[Any]:
+        group = current_group()
         try:
-            with current_group().recorder.span("run"):
-                return _execute.run(placed(payload))
+            with group.recorder.span("run"):
+                values, seconds = _execute.timed(placed(payload))
+            if siblings is not None and siblings.balance is not None:
+                siblings.balance.took(group.rank, seconds)
+            return values
         finally:
             held.clear()
 

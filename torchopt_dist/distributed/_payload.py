@@ -27,6 +27,7 @@ class Payload:
         state: the caller's state to compute under.
         options: how to run the tasks.
         ticket: of the caller's progress bar; ``None`` if there is none.
+        samples: how many samples the tasks hold, if the worker is to measure how long one takes; else 0.
     """
 
     function: Callable[..., Any]
@@ -35,11 +36,12 @@ class Payload:
     state: CallerState
     options: ExecutionOptions
     ticket: tuple[int, int] | None = None
+    samples: int = 0
 
     def plain(self) -> tuple[Any, ...]:
         """Its fields, those of its fields instead of the objects of this package."""
         options = tuple(vars(self.options).values())
-        return self.function, self.tasks, self.seeds, self.state.plain(), options, self.ticket
+        return self.function, self.tasks, self.seeds, self.state.plain(), options, self.ticket, self.samples
 
     @classmethod
     def of_plain(
@@ -50,9 +52,12 @@ class Payload:
         state: tuple[Any, ...],
         options: tuple[Any, ...],
         ticket: tuple[int, int] | None,
+        samples: int,
     ) -> Payload:
         """The inverse of :meth:`plain`."""
-        return cls(function, tasks, seeds, CallerState.of_plain(*state), ExecutionOptions(*options), ticket)
+        return cls(
+            function, tasks, seeds, CallerState.of_plain(*state), ExecutionOptions(*options), ticket, samples
+        )
 
     def tensors(self) -> list[Tensor]:
         """The function's and the arguments' tensors, and the parameters of the modules among these."""
@@ -148,8 +153,16 @@ def group_by_worker(
     function: Callable[..., Any],
     partitions: Sequence[tuple[int | str, Args, KwArgs]],
     options: ExecutionOptions,
+    *,
+    timed: bool = False,
 ) -> dict[int, tuple[Payload, list[int]]]:
     """Gather the partitions of each worker.
+
+    Args:
+        function: the function to call.
+        partitions: a worker and arguments each; those of a call that is timed have a size.
+        options: how to run them.
+        timed: whether each worker is to measure how long its samples take.
 
     Returns:
         For each worker's rank its payload, and the indices of its tasks among ``partitions``.
@@ -166,6 +179,7 @@ def group_by_worker(
                 tuple(seed + index for index in mine),
                 state,
                 options,
+                samples=sum(getattr(partitions[index], "size", 1) for index in mine) if timed else 0,
             ),
             mine,
         )

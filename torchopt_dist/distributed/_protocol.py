@@ -119,12 +119,14 @@ class Reply:
         values: one for each task of a call; one for each input of a graph, ``None`` where it has no gradient.
         exception: the exception that ended the request, if one did.
         warning: what the caller is to be warned of.
+        seconds: how long a sample of a call took, if the call asks.
     """
 
     values: list[Any] = field(default_factory=list)
     exception: SerializedException | None = None
     warning: str | None = None
+    seconds: float = 0.0
 
     def __reduce__(self) -> tuple[type[Reply], tuple[Any, ...]]:
         """Its fields, without their names."""
-        return Reply, (self.values, self.exception, self.warning)
+        return Reply, (self.values, self.exception, self.warning, self.seconds)

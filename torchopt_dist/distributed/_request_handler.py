@@ -104,18 +104,23 @@ def answer(
     recorder.add("receive", began, content.key, content.key[0])
     if isinstance(content, Call):
         with span("run"):
-            values = _execute.run(content.payload)
+            values, seconds = _execute.timed(content.payload)
         warning = _lost_gradients(content, values, request.tensors, kept_graphs)
         with span("reply") as packed:
             return packed.made(
                 _reply(
-                    values, request.inputs(), content, kept_graphs, homes=homes, warning=warning, here=here
+                    Reply(values, warning=warning, seconds=seconds),
+                    request.inputs(),
+                    content,
+                    kept_graphs,
+                    homes=homes,
+                    here=here,
                 )
             )
     if isinstance(content, Errand):
         values = content.run(request)
         with span("reply") as packed:
-            return packed.made(_reply(values, request.inputs(), content, kept_graphs, homes={}))
+            return packed.made(_reply(Reply(values), request.inputs(), content, kept_graphs, homes={}))
     graph = kept_graphs.find(content.graph)
     with span("backward"):
         input_grads, outputs = _differentiate(content, graph, kept_graphs)
@@ -124,7 +129,9 @@ def answer(
     homes = {len(own) + place: home for place, home in graph.homes.items()}
     with span("reply") as packed:
         reply = packed.made(
-            _reply(input_grads, inputs, content, kept_graphs, homes=homes, shared=content.keep, here=here)
+            _reply(
+                Reply(input_grads), inputs, content, kept_graphs, homes=homes, shared=content.keep, here=here
+            )
         )
     reply.used_up = graph, outputs
     return reply
@@ -192,17 +199,15 @@ def _lost_gradients(
 
 
 def _reply(
-    values: list[Any],
+    content: Reply,
     inputs: list[torch.Tensor],
     request: Call | Errand | Backward,
     kept_graphs: KeptGraphs,
     *,
     homes: dict[int, Home],
     shared: bool = False,
-    warning: str | None = None,
     here: bool = False,
 ) -> Message:
-    content = Reply(values, warning=warning)
     try:
         reply = packed_directly(content, main_by_name=True) if here else None
         reply = reply or pack(content, main_by_name=True)

@@ -1,4 +1,4 @@
-"""The backwards of one call's shares → all of them have succeeded, or none has given its inputs a gradient."""
+"""The shares of one call → what they have in common: backwards succeed together, and one who balances hears of all."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from torchopt_dist.distributed._call_log import CallLog
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._protocol import Reply
 from torchopt_dist.distributed._serialization import unpack
+from torchopt_dist.distributed.balance import Balance
 
 __all__ = ["Siblings"]
 
 
 class Siblings:
-    """The replies to backwards through the shares of one call.
+    """The shares of one call, above all the replies to backwards through them.
 
     The autograd engine adds to a leaf's ``.grad`` as soon as it has the leaf's gradient. So a share whose backward is
     done waits for the others before it gives its inputs their gradients.
@@ -25,9 +26,11 @@ class Siblings:
     Args:
         log: see ``log``.
         error_of: the error to raise for an exception of one of the shares and the name of its worker.
+        balance: see ``balance``.
 
     Attributes:
         log: of the call, while it is told to somebody.
+        balance: is told how long a worker took for a sample.
         error_of: as given.
     """
 
@@ -35,8 +38,10 @@ class Siblings:
         self,
         log: CallLog | None = None,
         error_of: Callable[[SerializedException, str], Exception] = SerializedException.to_error,
+        balance: Balance | None = None,
     ) -> None:
         self.log = log
+        self.balance = balance
         self.error_of = error_of
         self._replies: list[tuple[int, Future[Message], str]] = []
         self._lock = threading.Lock()

@@ -24,6 +24,7 @@ from torchopt_dist.distributed._progress import Bar
 from torchopt_dist.distributed._serialization import PackedModules
 from torchopt_dist.distributed._siblings import Siblings
 from torchopt_dist.distributed._timeout import UNSET_TIMEOUT, seconds_of
+from torchopt_dist.distributed.balance import balance_of
 from torchopt_dist.distributed.partition import Partitioner, check_partitioner, partition
 from torchopt_dist.distributed.reduce import ReducerOfSizes, check_reducer
 from torchopt_dist.typing import Args, KwArgs
@@ -179,11 +180,13 @@ class _Call:
                 f'retries={options.retries} needs `auto_init_rpc(on_loss="continue")` or "replace": the loss of a '
                 "worker ends all others here"
             )
-        self.payloads = group_by_worker(func, self.partitions, options)
+        self.balance = balance_of(partitioner)
+        self.payloads = group_by_worker(func, self.partitions, options, timed=self.balance is not None)
         self.me = self.group.rank
         self.bar = self.show_progress(func) if options.progress else None
         with ExitStack() as shown:
-            self.siblings = Siblings(shown.enter_context(call_log(func, self.payloads, self.group)))
+            log = shown.enter_context(call_log(func, self.payloads, self.group))
+            self.siblings = Siblings(log, balance=self.balance)
             if self.bar is not None:
                 shown.enter_context(self.bar)
             self.send(snapshot)

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from torchopt_dist.distributed._containers import flatten, tensors_hidden_in
-from torchopt_dist.distributed._spread import check_workers, even_share, ranks_of, spread
+from torchopt_dist.distributed._spread import check_workers, ranks_of
+from torchopt_dist.distributed.balance import Balance, check_balance, ranges
 from torchopt_dist.distributed.reduce import REDUCERS
 from torchopt_dist.distributed.resident import Resident, Shards
 from torchopt_dist.distributed.world import get_worker_id
@@ -193,9 +194,9 @@ def unwrap(tree: Any) -> Any:
 
 
 class TensorDimensionPartitioner:
-    """Split every tensor among the arguments along one dimension, evenly over the workers.
+    """Split every tensor among the arguments along one dimension, evenly over the workers or by their speed.
 
-    Sizes differ by at most one, and the parts keep their order. Tensors may sit anywhere in a tree of tuples,
+    Even sizes differ by at most one, and the parts keep their order. Tensors may sit anywhere in a tree of tuples,
     dictionaries, named tuples and other nodes that ``optree`` knows, in dataclasses, and in mappings and sequences of
     other classes, such as ``UserDict``; parts are of the same classes.
 
@@ -205,10 +206,11 @@ class TensorDimensionPartitioner:
         keepdim: whether the tensors of an exclusive task keep the dimension, with size 1. Parts that are not exclusive
             always keep it.
         workers: ranks or names of the workers to use, in this order; ``None`` means all.
+        balance: gives faster workers more indices; ``None`` splits evenly.
 
     Raises:
-        TypeError: ``dim`` is no integer, or ``workers`` no sequence of ranks and names; at the call: an object that
-            cannot be split holds a tensor that looks like a part of the batch.
+        TypeError: ``dim`` is no integer, ``balance`` no :class:`Balance`, or ``workers`` no sequence of ranks and
+            names; at the call: an object that cannot be split holds a tensor that looks like a part of the batch.
         ValueError: at the call: no tensor to split, too few dimensions, sizes that differ, a size of 0.
     """
 
@@ -219,10 +221,12 @@ class TensorDimensionPartitioner:
         exclusive: bool = False,
         keepdim: bool = False,
         workers: Sequence[int | str] | None = None,
+        balance: Balance | None = None,
     ) -> None:
         if isinstance(dim, bool) or not isinstance(dim, int):
             raise TypeError(f"dim must be an integer, got {type(dim).__name__} {dim!r}")
         check_workers(workers)
+        check_balance(balance)
         self.dim = dim
         for name, value in (("exclusive", exclusive), ("keepdim", keepdim)):
             if not isinstance(value, bool):
@@ -230,6 +234,7 @@ class TensorDimensionPartitioner:
         self.exclusive = exclusive
         self.keepdim = keepdim
         self.workers = None if workers is None else tuple(workers)
+        self.balance = balance
 
     def __call__(self, *args: Any, **kwargs: Any) -> list[Partition]:
         """Split ``args`` and ``kwargs``; the result is what ``partition`` makes a call of."""
@@ -239,9 +244,7 @@ class TensorDimensionPartitioner:
         size = self._common_size([(_argument(paths[index]), leaves[index]) for index in splittable])
         self._check_whole(zip(paths, leaves, strict=True), size)
         parts = []
-        tasks = size if self.exclusive else min(size, len(ranks))
-        for task, worker in enumerate(spread(tasks, ranks)):
-            start, stop = even_share(size, tasks, task)
+        for worker, start, stop in ranges(size, ranks, self.balance, exclusive=self.exclusive):
             part = list(leaves)
             for index in splittable:
                 part[index] = self._take(leaves[index], start, stop)
@@ -300,9 +303,9 @@ class TensorDimensionPartitioner:
 
     def __repr__(self) -> str:
         workers = "" if self.workers is None else f", workers={list(self.workers)}"
-        return (
-            f"{type(self).__name__}({self.dim}, exclusive={self.exclusive}, keepdim={self.keepdim}{workers})"
-        )
+        balance = "" if self.balance is None else f", balance={self.balance}"
+        options = f"exclusive={self.exclusive}, keepdim={self.keepdim}{workers}{balance}"
+        return f"{type(self).__name__}({self.dim}, {options})"
 
 
 _STATEFUL = (torch.Tensor, StateHolder, torch.optim.Optimizer)
@@ -329,13 +332,16 @@ def dim_partitioner(
     exclusive: bool = False,
     keepdim: bool = True,
     workers: Sequence[int | str] | None = None,
+    balance: Balance | None = None,
 ) -> PartitionFunction:
     """A partitioner that splits tensors along ``dim``; see :class:`TensorDimensionPartitioner`.
 
     ``dim_partitioner(0, exclusive=True, keepdim=False)``, which is :data:`tasks`, splits a batch of shape ``(T, B, *)``
     into ``T`` tasks of shape ``(B, *)``.
     """
-    return TensorDimensionPartitioner(dim, exclusive=exclusive, keepdim=keepdim, workers=workers)
+    return TensorDimensionPartitioner(
+        dim, exclusive=exclusive, keepdim=keepdim, workers=workers, balance=balance
+    )
 
 
 batch_partitioner: PartitionFunction = dim_partitioner(dim=0, keepdim=True)

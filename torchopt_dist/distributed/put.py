@@ -30,7 +30,8 @@ def put(value: Any, partitioner: PartitionFunction | None = None, *, check: bool
         ``value``.
 
     Raises:
-        ValueError: something in ``value`` requires grad, or it cannot be split.
+        ValueError: something in ``value`` requires grad, or it cannot be split, or the partitioner has a ``balance``
+            and is not exclusive.
         TypeError: ``partitioner`` is anything else.
         SerializationError: ``value`` cannot be sent.
         NotInitializedError: there is no RPC group.
@@ -50,6 +51,11 @@ def put(value: Any, partitioner: PartitionFunction | None = None, *, check: bool
         raise TypeError(
             "put needs what `dim_partitioner` returns, `batch_partitioner`, `tasks` or None as its partitioner, got "
             f"{type(partitioner).__name__} {partitioner!r:.80}"
+        )
+    if partitioner.balance is not None and not partitioner.exclusive:
+        raise ValueError(
+            "put keeps parts whose boundaries stay, and a balance moves them: give put and the calls a partitioner "
+            "with exclusive=True, or leave balance out"
         )
     parts: dict[tuple[int, int], Resident] = {}
     start = 0
