@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 import secrets
+import signal
 import socket
 import sys
 import threading
@@ -175,6 +176,65 @@ def a_late_reply_is_a_timeout():
     assert ask(echo, (1,)).values == [1]
 
 
+def many_short_calls():
+    """After them, a thread that receives may keep that role while it handles a message."""
+    for _ in range(30):
+        ask(echo, (1,))
+
+
+def replies_come_in_another_order_to_those_who_wait():
+    many_short_calls()
+    names = [secrets.token_hex(8) for _ in range(8)]
+    got: list[str] = []
+    threads = [
+        threading.Thread(target=lambda name=name: (ask(wait_for_release, (name,)), got.append(name)))
+        for name in names
+    ]
+    for thread in threads:
+        thread.start()
+    for name, thread in reversed([*zip(names, threads, strict=True)]):
+        ask(release_all, (name,))
+        thread.join(30)
+    assert got == names[::-1]
+
+
+def calls_are_nested_after_short_ones():
+    for _ in range(3):
+        many_short_calls()
+        assert todist.remote_call(1, nested, 3) == [1, 0, 1, 0]
+
+
+def one_who_is_interrupted_leaves_the_others():
+    many_short_calls()
+    mine, other = secrets.token_hex(8), secrets.token_hex(8)
+    waits = send(wait_for_release, (other,))
+    main = threading.main_thread()
+
+    def interrupt():
+        ask(wait_until_waited_for, (mine,))
+        signal.pthread_kill(main.ident, signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    thread = threading.Thread(target=interrupt)
+    try:
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            todist.remote_call(1, wait_for_release, mine)
+    finally:
+        thread.join(30)
+        signal.signal(signal.SIGINT, before)
+    ask(release_all, (mine,))
+    ask(release_all, (other,))
+    assert unpack(waits.result(30).received()).exception is None
+
+
+def wait_until_waited_for(name):
+    deadline = time.monotonic() + 30
+    while name not in released:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
 def a_reply_in_time_is_no_timeout():
     assert ask(echo, (4,), timeout=10).values == [4]
 
@@ -254,6 +314,9 @@ CHECKS = (
     an_exit_is_a_reply,
     what_cannot_be_sent_back_is_an_error,
     many_requests_are_in_flight_at_once,
+    replies_come_in_another_order_to_those_who_wait,
+    calls_are_nested_after_short_ones,
+    one_who_is_interrupted_leaves_the_others,
     a_late_reply_is_a_timeout,
     a_reply_in_time_is_no_timeout,
     gradients_of_order_1_and_2,

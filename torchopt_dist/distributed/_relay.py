@@ -253,6 +253,7 @@ class Relay(Errand):
         for leaf, shape in zip(self.hoisted, self.shapes, strict=True):
             leaf.data = torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
             flat.append(leaf.data.view(-1))  # has a version counter of its own
+        group.transport.about_to_wait()
         with group.streams.opened(self.key, self.chunks, self.seconds) as arriving:
             if group.has_gone(self.key):
                 raise group.membership.loss_of(self.key[0])

@@ -22,7 +22,7 @@ import zmq
 from torchopt_dist.distributed.transport._contacts import Contact, Endpoint, configure
 from torchopt_dist.distributed.transport._frames import Frame
 
-__all__ = ["Mesh"]
+__all__ = ["Mesh", "Received"]
 
 DATA, PROBE, TOLD, AGAIN = range(4)
 _HEADER = struct.Struct("<BIHQQ")

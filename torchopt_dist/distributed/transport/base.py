@@ -87,6 +87,10 @@ class Transport(Sender, Protocol):
         """
         ...
 
+    def about_to_wait(self) -> None:
+        """Take note that this thread, which may be one that answers a request, waits for other messages from now on."""
+        ...
+
     def unanswered(self) -> int:
         """How many requests of this worker wait for their reply."""
         ...

@@ -108,6 +108,9 @@ class RPCTransport:
         """See :class:`~torchopt_dist.distributed.transport.base.Transport`; TensorPipe refuses a name that it knows."""
         raise NotImplementedError(worker, incarnation)
 
+    def about_to_wait(self) -> None:
+        """See :class:`~torchopt_dist.distributed.transport.base.Transport`; torch's threads receive."""
+
     def unanswered(self) -> int:
         """See :class:`~torchopt_dist.distributed.transport.base.Transport`."""
         return len(self._pending)

@@ -30,8 +30,9 @@ from torchopt_dist.distributed._wire_format import (
 )
 from torchopt_dist.distributed.transport._contacts import Endpoint, contact_of
 from torchopt_dist.distributed.transport._frames import Frame, from_frames, to_frames
-from torchopt_dist.distributed.transport._mesh import Mesh
+from torchopt_dist.distributed.transport._mesh import Mesh, Received
 from torchopt_dist.distributed.transport._pending import Alarms, Pending, disconnected
+from torchopt_dist.distributed.transport._receiver import Receiver
 from torchopt_dist.distributed.transport.base import Sender, settle
 from torchopt_dist.errors import CallTimeoutError, InitializationError, WorkerLostError
 
@@ -93,6 +94,7 @@ class ZMQTransport:
         self._store: SealedStore | None = None
         self._reopening = threading.Lock()
         self._mesh = Mesh(self._context, self._here, ())
+        self._receiver: Receiver[Received] | None = None
 
     def start(self, store: SealedStore, timeout: float) -> None:
         """See :class:`~torchopt_dist.distributed.transport.base.Transport`; the time-out is the store's own."""
@@ -120,7 +122,8 @@ class ZMQTransport:
         self._store = store if replaces else None
         for member in membership.members:  # some may have come meanwhile
             self.worker_replaced(member.rank, member.incarnation)
-        self._group.threads.run(self._serve)
+        self._receiver = Receiver(self._mesh.receive, self._take, self._group.threads, self._here.close)
+        self._receiver.start()
         self._probe_again()
         if membership.joins_late:
             membership.announce(timeout)
@@ -147,6 +150,7 @@ class ZMQTransport:
             timeout: seconds.
             incarnation: of the worker's process that the request is for; ``None`` means the present one.
         """
+        self.about_to_wait()  # for the reply
         future = self._pending.add(worker)
         self._group.membership.watch(worker)
         present = self._mesh.incarnation(worker)
@@ -204,6 +208,11 @@ class ZMQTransport:
             self._mesh.forget(worker)
         self._pending.fail(worker, error)
 
+    def about_to_wait(self) -> None:
+        """See :class:`~torchopt_dist.distributed.transport.base.Transport`."""
+        if self._receiver is not None:
+            self._receiver.about_to_wait()
+
     def unanswered(self) -> int:
         """See :class:`~torchopt_dist.distributed.transport.base.Transport`."""
         return len(self._pending)
@@ -225,14 +234,8 @@ class ZMQTransport:
         first, *rest = [b""] if wire is None else to_frames(wire)
         return self._mesh.send(worker, [_ENVELOPE.pack(kind, number) + first, *rest], incarnation)
 
-    def _serve(self) -> None:
-        """Receive a message, let another thread receive the next one, and see to this one here."""
-        received = self._mesh.receive()
-        if received is None:
-            self._here.close()
-            return
-        self._group.threads.run(self._serve)
-        self._group.threads.prepare_this()
+    def _take(self, received: Received) -> None:
+        """See to a message."""
         worker, first, rest = received
         kind, number = _ENVELOPE.unpack_from(first)
         content = first[_ENVELOPE.size :]
