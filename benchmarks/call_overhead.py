@@ -39,8 +39,8 @@ def started(store: dist.Store, ipc: str) -> ZMQTransport:
 @todist.auto_init_rpc(lambda: torch.set_num_threads(1))
 def main() -> None:
     rank, group = todist.get_rank(), current_group()
-    port = int(os.environ["MASTER_PORT"]) + 1
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=rank == 0)
+    port = int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=False)
     ours = {"RPC": group.transport, "ZeroMQ": started(store, "1"), "TCP, CURVE": started(store, "0")}
     if rank == 0:
         rows = []

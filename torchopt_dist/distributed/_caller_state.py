@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
 
-from torchopt_dist._torch_private import outside_of_transforms
+from torchopt_dist._torch_private import outside_of_transforms, transforms_are_active
 
 __all__ = ["CallerState", "ThreadSettings", "draw_seed", "seeded"]
 
@@ -32,13 +32,12 @@ class CallerState:
     @classmethod
     def capture(cls) -> CallerState:
         """Read the state of this thread."""
-        devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
         return cls(
             torch.is_grad_enabled(),
             tuple(
                 (device, torch.get_autocast_dtype(device))
-                for device in devices
-                if torch.is_autocast_enabled(device)
+                for device in ("cpu", "cuda")
+                if torch.is_autocast_enabled(device) and (device == "cpu" or torch.cuda.is_available())
             ),
             torch.get_default_dtype(),
         )
@@ -56,9 +55,14 @@ class CallerState:
         named = tuple((device, getattr(torch, name)) for device, name in autocast)
         return cls(grad_enabled, named, getattr(torch, default_dtype))
 
+    def applied(self) -> AbstractContextManager[object]:
+        """Context manager, to be entered at once: until it is left this thread computes under this state."""
+        if not self.autocast and torch.get_default_dtype() == self.default_dtype:
+            return torch.set_grad_enabled(self.grad_enabled)
+        return self._applied()
+
     @contextmanager
-    def applied(self) -> Iterator[None]:
-        """Compute under this state until the context is left."""
+    def _applied(self) -> Iterator[None]:
         before = torch.get_default_dtype()
         with torch.set_grad_enabled(self.grad_enabled), ExitStack() as stack:
             for device, dtype in self.autocast:
@@ -101,8 +105,14 @@ class ThreadSettings:
 
 def draw_seed() -> int:
     """A number from the caller's default generator, from which the seeds of a call's tasks are derived."""
-    with outside_of_transforms():  # `vmap` refuses random numbers, and no result depends on this one's batch
-        return int(torch.randint(2**62, (), device="cpu").item())
+    if transforms_are_active():  # `vmap` refuses random numbers, and no result depends on this one's batch
+        with outside_of_transforms():
+            return _draw()
+    return _draw()
+
+
+def _draw() -> int:
+    return int(torch.randint(2**62, (), device="cpu").item())
 
 
 @contextmanager

@@ -50,11 +50,15 @@ class Message:
     rebuild: Callable[[list[torch.Tensor]], Any] | None = None
 
     def detached(self) -> Message:
-        """The message as it travels."""
+        """The message as it travels; itself, if it has no tensors."""
+        if not self.tensors:
+            return self
         return self.with_tensors([tensor.detach() for tensor in self.tensors])
 
     def received(self, device: torch.device | None = None) -> Message:
         """The message as it is used: its tensors are leaves, on ``device``, that require grad where the sender's do."""
+        if not self.tensors:
+            return self
         return self.with_tensors(
             [
                 nn.Parameter(tensor.to(device), requires_grad)

@@ -80,6 +80,8 @@ def calls(
 
 def _tree_for(group: Group, payloads: Mapping[int, Payload]) -> tuple[Twig, ...]:
     """The tree for a call, if there is to be one."""
+    if len(payloads) < 2:
+        return ()
     workers = [worker for worker in payloads if not group.retries.is_lost(worker)]
     if len(workers) < 2:
         return ()

@@ -88,8 +88,10 @@ class Retries:
         with self._lock:
             self._waiting += 1
             self._idle += not beside
+            left = bool(self._pending)
         try:
-            self._assign()
+            if left:
+                self._assign()
             yield
         finally:
             with self._lock:

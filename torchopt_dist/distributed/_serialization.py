@@ -27,6 +27,7 @@ from torchopt_dist.distributed._long_bytes import Holes, Writer, reader
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._names import find, name_of
 from torchopt_dist.distributed._parametrized_modules import is_parametrized, reduced
+from torchopt_dist.distributed._plain_messages import is_plain_skeleton, plain_skeleton, rebuilt
 from torchopt_dist.distributed._sendable_tensors import Tensors
 from torchopt_dist.distributed._shared_objects import rebinds, some_can_change
 from torchopt_dist.distributed._staying import StayingModule
@@ -63,6 +64,10 @@ def pack(value: Any, *, main_by_name: bool, modules: PackedModules | None = None
     tensors: Tensors = Tensors(main_by_name)
     structures: dict[bytes, bytes] = {}
     packed: PackedModules = {} if modules is None else modules
+    plain = plain_skeleton(value, tensors, main_by_name)
+    if plain is not None:
+        return message_of(plain, tensors)
+    tensors = Tensors(main_by_name)
     try:
         try:
             skeleton, holes, pickler = _dump(value, main_by_name, tensors, structures, packed)
@@ -104,6 +109,8 @@ def unpack(message: Message) -> Any:
     try:
         if message.rebuild is not None:
             return message.rebuild(message.tensors)
+        if is_plain_skeleton(message.skeleton):
+            return rebuilt(message.skeleton, message.tensors)
         file = reader(message.skeleton, message.holes, message.tensors)
         return _Unpickler(file, message.tensors, message.structures, message.references).load()
     except (Exception, SystemExit) as error:  # the objects' own code is run, which raises what it likes

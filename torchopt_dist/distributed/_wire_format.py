@@ -114,6 +114,8 @@ def to_wire(
         direct: whether the transport can send tensors on a GPU.
         whole_storages: whether the transport would send all of a storage that a tensor is a part of.
     """
+    if not (message.tensors or message.structures):
+        return _without_tensors(message)
     buffers: list[torch.Tensor] = []
     places: list[Place] = []
     shared: list[bool] = []
@@ -163,6 +165,24 @@ def to_wire(
     )
 
 
+def _without_tensors(message: Message) -> WireMessage:
+    references = message.references
+    return WireMessage(
+        message.skeleton,
+        [],
+        [],
+        [],
+        [],
+        [],
+        [],
+        (),
+        message.device,
+        message.holes,
+        references,
+        message.staying,
+    )
+
+
 def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, or its copy in pinned memory, to which a GPU copies twice as fast."""
     if not tensor.is_cuda:
@@ -181,6 +201,9 @@ def from_wire(wire: WireMessage, seen: Structures) -> Message:
     Raises:
         MissingStructureError: a structure was left out that is not among ``seen``.
     """
+    if not (wire.requires_grad or wire.structures):
+        references = list(wire.references)
+        return Message(wire.skeleton, [], [], [], device=wire.device, references=references)
     for digest, structure in wire.structures:
         if structure is not None:
             seen.add(digest, structure)
