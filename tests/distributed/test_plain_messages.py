@@ -35,7 +35,9 @@ def call_of(*args, function=function, **kwargs):
 PLAIN = {
     "constants": call_of(None, True, 3, 2.5, 1j, "text", b"bytes"),
     "tensors": call_of(X, (WEIGHT, (X, 2)), scale=X, name="x"),
-    "backward": Backward((1, 5), (X, None), (True, False), retain_graph=True, key=(1, 6), keep=False),
+    "backward": Backward(
+        (1, 5), (X, None), (True, False), retain_graph=True, key=(1, 6), keep=False, streamed=(0,)
+    ),
     "reply": Reply([X, (WEIGHT, None), "done"], warning="take care"),
     "empty reply": Reply(),
 }

@@ -57,9 +57,8 @@ def plain_skeleton(content: object, tensors: Tensors, main_by_name: bool) -> byt
         if isinstance(content, Call):
             fields = _call_fields(content, tensors, main_by_name)
         elif isinstance(content, Backward):
-            grads = [_plain(grad, tensors) for grad in content.output_grads]
-            rest = content.wanted, content.retain_graph, content.key, content.keep
-            fields = _BACKWARD, content.graph, grads, *rest
+            graph, grads, *rest = vars(content).values()
+            fields = _BACKWARD, graph, [_plain(grad, tensors) for grad in grads], *rest
         elif isinstance(content, Reply) and content.exception is None:
             fields = _REPLY, [_plain(value, tensors) for value in content.values], content.warning
         else:

@@ -18,6 +18,9 @@ SHORT_IN_A_ROW = 8
 TICK_SECONDS = 2e-3
 """After this time, at the latest after twice this time, another thread receives if a message was not short."""
 
+IDLE_TICKS = 25
+"""After so many ticks without a message the keeper sleeps, and the next message has to wake it."""
+
 M = TypeVar("M")
 
 
@@ -104,13 +107,15 @@ class Receiver(Generic[M]):
         self._threads.run(self._work)
 
     def _keep_time(self) -> None:
+        idle = 0
         while not self._has_ended:
             self._keeps_time.wait()
             seen = self._kept
             time.sleep(TICK_SECONDS)
-            if seen != self._kept:
-                continue
-            self._hand_on(seen)
-            with self._lock:
-                if seen == self._kept and not self._has_ended:
-                    self._keeps_time.clear()  # until there is the next message
+            idle = idle + 1 if seen == self._kept else 0
+            if idle:
+                self._hand_on(seen)
+            if idle >= IDLE_TICKS:
+                with self._lock:
+                    if seen == self._kept and not self._has_ended:
+                        self._keeps_time.clear()  # until there is the next message
