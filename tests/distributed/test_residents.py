@@ -99,6 +99,19 @@ def value_of(handle):
     return type(handle).__name__, loss(draw(5, 1), handle.value)
 
 
+def test_a_tensor_of_inference_mode_can_be_put(world):
+    """Torch counts no changes of such a tensor."""
+
+    def body():
+        with torch.inference_mode():
+            data = draw(3)
+        handle = todist.put(data)
+        return [todist.remote_call(rank, torch.sum, handle) for rank in range(2)], data.sum()
+
+    sums, expected = world(2).on_zero(body)
+    assert sums == [expected] * 2
+
+
 def test_a_handle_may_be_anywhere(world):
     def body():
         data, weight = large(), draw(5, 1)

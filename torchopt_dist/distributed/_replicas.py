@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchopt_dist._torch_private import tensor_version
+from torchopt_dist.distributed._held_values import HeldValues, Snapshot
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._protocol import Key
 from torchopt_dist.distributed._serialization import pack
@@ -59,15 +59,14 @@ class Held:
 
     def note(self) -> None:
         """Take the tensors as they are for what all workers have."""
-        self._states = [_state(tensor) for tensor in self.tensors]
+        self._snapshot = Snapshot(self.tensors)
 
     def changed(self) -> str | None:
-        """Which tensor has been changed since, if one has."""
-        for tensor, state in zip(self.tensors, self._states, strict=True):
-            if _state(tensor) != state:
-                kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
-                return f"a {kind} of shape {tuple(tensor.shape)}"
-        return None
+        """A description of a tensor that has been changed since, if one has."""
+        tensor = self._snapshot.changed()
+        if tensor is None:
+            return None
+        return f"a {'parameter' if isinstance(tensor, nn.Parameter) else 'buffer'} of shape {tuple(tensor.shape)}"
 
     def problem(self, version: int) -> ResidentError | None:
         """The error that this copy is not what the replica is in that version; ``None`` if it is."""
@@ -201,43 +200,11 @@ class Held:
         self.note()
 
 
-class Replicas:
-    """The replicas of a worker; they end with its group."""
+class Replicas(HeldValues[Held]):
+    """The replicas of a worker."""
 
     def __init__(self) -> None:
-        self._held: dict[Key, Held] = {}
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-    def nbytes(self) -> int:
-        """How many bytes the modules' tensors have."""
-        return sum(tensor.nbytes for held in [*self._held.values()] for tensor in held.tensors)
-
-    def put(self, key: Key, held: Held) -> None:
-        """Hold a replica."""
-        self._held[key] = held
-
-    def find(self, key: Key) -> Held:
-        """A replica that is here.
-
-        Raises:
-            ResidentError: it is not.
-        """
-        held = self._held.get(key)
-        if held is None:
-            raise ResidentError(
-                "a replica was used after its end, or where it is not: make a new `todist.replica`"
-            )
-        return held
-
-    def forget(self, key: Key) -> None:
-        """Let go of a replica, if it is here."""
-        self._held.pop(key, None)
-
-    def clear(self) -> None:
-        """Let go of all."""
-        self._held.clear()
+        super().__init__("a replica was used after its end, or where it is not: make a new `todist.replica`")
 
     def fill(self, message: Message) -> Message:
         """Put this worker's tensors in the places of those that were not sent.
@@ -249,7 +216,7 @@ class Replicas:
         """
         tensors = [*message.tensors]
         for key, version, places in message.staying:
-            held = self.find(key)
+            held = self.held(key)
             problem = held.problem(version)
             if problem is not None:
                 raise problem
@@ -261,7 +228,7 @@ class Replicas:
 
     def homes(self, message: Message) -> dict[int, Home]:
         """For the inputs of a request whose gradients stay, by their places among its inputs, where."""
-        return {number: (self.find(key), place) for number, (key, place) in message.staying_inputs().items()}
+        return {number: (self.held(key), place) for number, (key, place) in message.staying_inputs().items()}
 
 
 def keep_grads(backward: Key, homes: dict[int, Home], grads: Iterable[Tensor | None]) -> list[Tensor | None]:
@@ -282,7 +249,3 @@ def keep_grads(backward: Key, homes: dict[int, Home], grads: Iterable[Tensor | N
     for held, found in staying.values():
         held.accumulate(backward, found)
     return sent
-
-
-def _state(tensor: Tensor) -> tuple[int | None, int]:
-    return None if tensor.is_inference() else tensor_version(tensor), tensor.data_ptr()

@@ -7,7 +7,6 @@ keeps what comes until the home lets go of the handle.
 from __future__ import annotations
 
 import hashlib
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -15,24 +14,22 @@ from typing import Any
 
 import torch
 
-from torchopt_dist._torch_private import tensor_version
+from torchopt_dist.distributed._held_values import HeldValues, Snapshot
 from torchopt_dist.distributed._protocol import Key
 from torchopt_dist.distributed._serialization import pack, unpack
 from torchopt_dist.errors import ResidentError
 
 __all__ = ["Residents"]
 
-CLOSED = "a resident was used after its handle had been closed: `put` the value again"
-
 
 @dataclass
 class _Kept:
-    """A value, and how its tensors were when it was put or came.
+    """A value, and how its tensors were when it was put or received.
 
     Attributes:
         value: the value.
-        tensors: those in it.
-        versions: of the tensors; ``None`` where torch does not count.
+        tensors: the tensors in it.
+        snapshot: how they were.
         digest: of all its bytes; ``None`` if these are not compared.
         holders: at home, the workers that have fetched it.
         placed: copies on other devices.
@@ -40,14 +37,14 @@ class _Kept:
 
     value: Any
     tensors: list[torch.Tensor]
-    versions: list[int | None]
+    snapshot: Snapshot
     digest: bytes | None = None
     holders: set[int] = field(default_factory=set)
     placed: dict[torch.device, Any] = field(default_factory=dict)
 
     def check(self) -> None:
         """Raise if the value has been changed in place."""
-        changed = [tensor_version(tensor) for tensor in self.tensors] != self.versions
+        changed = self.snapshot.changed() is not None
         if changed or (self.digest is not None and _digest(self.value) != self.digest):
             what = _described(self.value)
             raise ResidentError(
@@ -64,27 +61,17 @@ class _Kept:
         return self.placed[device]
 
 
-class Residents:
-    """The values that stay on a worker; they end with its group.
+class Residents(HeldValues[_Kept]):
+    """The values that stay on a worker.
 
     Attributes:
         in_use: whether there has ever been one, so that a call without any need not look for them.
     """
 
     def __init__(self) -> None:
+        super().__init__("a resident was used after its handle had been closed: `put` the value again")
         self.in_use = False
-        self._kept: dict[Key, _Kept] = {}
         self._coming: dict[Key, Future[_Kept]] = {}
-        self._lock = threading.RLock()  # a finalizer may release a value while its thread is at work here
-
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    def nbytes(self) -> int:
-        """How many bytes the tensors of all values have."""
-        with self._lock:
-            kept = list(self._kept.values())
-        return sum(tensor.nbytes for each in kept for tensor in each.tensors)
 
     def put(self, key: Key, value: Any, *, check: bool) -> None:
         """Keep a value of this worker's own.
@@ -102,9 +89,8 @@ class Residents:
                     "`module.requires_grad_(False)`"
                 )
         kept.digest = _digest(value) if check else None
-        with self._lock:
-            self.in_use = True
-            self._kept[key] = kept
+        self.in_use = True
+        self.hold(key, kept)
 
     def find(self, key: Key, device: torch.device | None, fetch: Callable[[], Any] | None = None) -> Any:
         """The value; threads that want it at the same time fetch it once.
@@ -120,15 +106,14 @@ class Residents:
         mine = None
         with self._lock:
             self.in_use = True
-            kept, coming = self._kept.get(key), self._coming.get(key)
+            kept, coming = self._held.get(key), self._coming.get(key)
             if kept is None and coming is None and fetch is not None:
                 coming = mine = self._coming[key] = Future()
         if mine is not None and fetch is not None:
             self._fetch(key, fetch, mine)
         if kept is None and coming is not None:
             kept = coming.result()
-        if kept is None:
-            raise ResidentError(CLOSED)
+        kept = kept or self.held(key)
         kept.check()
         return kept.on(device)
 
@@ -142,39 +127,26 @@ class Residents:
         else:
             with self._lock:
                 del self._coming[key]
-                self._kept[key] = kept
+                self._held[key] = kept
             coming.set_result(kept)
 
     def hand_out(self, key: Key, worker: int) -> Any:
         """At home: the value, for a worker that keeps it from now on; errors as for :meth:`check`."""
         with self._lock:
-            value = self.check(key).value
-            self._kept[key].holders.add(worker)
-            return value
+            kept = self.check(key)
+            kept.holders.add(worker)
+            return kept.value
 
     def check(self, key: Key) -> _Kept:
         """Raise :class:`ResidentError` if a value of this worker's own has been changed in place, or let go of."""
-        kept = self._kept.get(key)
-        if kept is None:
-            raise ResidentError(CLOSED)
+        kept = self.held(key)
         kept.check()
         return kept
-
-    def forget(self, key: Key) -> set[int]:
-        """Let go of a value; returns the workers that have fetched it from here."""
-        with self._lock:
-            kept = self._kept.pop(key, None)
-        return set() if kept is None else kept.holders
-
-    def clear(self) -> None:
-        """Let go of all values."""
-        with self._lock:
-            self._kept.clear()
 
 
 def _kept(value: Any) -> _Kept:
     tensors = pack(value, main_by_name=True).tensors
-    return _Kept(value, tensors, [tensor_version(tensor) for tensor in tensors])
+    return _Kept(value, tensors, Snapshot(tensors))
 
 
 def _digest(value: Any) -> bytes:

@@ -187,7 +187,7 @@ class Replica(StayingModule):
         self._changed_options()
         gather(self._ask(_hold, self._key, self.module, self.optimizer, held.version), self._group.names)
         self._held = held
-        self._group.replicas.put(self._key, held)
+        self._group.replicas.hold(self._key, held)
         self._called = False
 
     def close(self) -> None:
@@ -208,7 +208,7 @@ class Replica(StayingModule):
         """Send the module to the other workers, and connect all of them."""
         group = self._group
         gather(self._ask(_hold, self._key, self.module, self.optimizer, 0), group.names)
-        group.replicas.put(self._key, self._held)
+        group.replicas.hold(self._key, self._held)
         if not self._others:
             return
         host = _network.local_address(os.environ.get("MASTER_ADDR", "127.0.0.1"))
@@ -308,23 +308,23 @@ def _let_go(group: Group, key: Key, others: list[int]) -> None:
 def _hold(key: Key, module: nn.Module, optimizer: torch.optim.Optimizer, version: int) -> None:
     replicas, held = answering_group().replicas, Held(module, optimizer)
     if version:
-        held.adopt(replicas.find(key))
-    replicas.put(key, held)
+        held.adopt(replicas.held(key))
+    replicas.hold(key, held)
 
 
 def _connect(key: Key, host: str, port: int, ranks: list[int], backend: str, seconds: float) -> None:
     group = answering_group()
     limit = timedelta(seconds=seconds)
     store = dist.TCPStore(host, port, None, is_master=False, wait_for_workers=False, timeout=limit)
-    group.replicas.find(key).connect(store, ranks.index(group.rank), len(ranks), backend, seconds)
+    group.replicas.held(key).connect(store, ranks.index(group.rank), len(ranks), backend, seconds)
 
 
 def _drop(key: Key) -> None:
-    answering_group().replicas.find(key).drop()
+    answering_group().replicas.held(key).drop()
 
 
 def _step(key: Key, version: int, trained: list[int], options: Options, before: Before | None) -> None:
-    held = answering_group().replicas.find(key)
+    held = answering_group().replicas.held(key)
     problem = held.problem(version)
     held.reduce(trained, problem=problem is not None)
     if problem is not None:

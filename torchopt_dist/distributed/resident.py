@@ -185,5 +185,6 @@ def _hand_out(key: Key, worker: int) -> Any:
 
 
 def _let_go(group: Group, key: Key) -> None:
-    for worker in group.residents.forget(key):
+    kept = group.residents.forget(key)
+    for worker in () if kept is None else kept.holders:
         group.releaser.release_resident(group.transport, worker, key)
