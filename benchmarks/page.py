@@ -17,7 +17,7 @@ from torchopt_dist.bench import machine
 
 END = "<!-- end -->"
 RATIO = "ratio | "
-PEERS = ("torchopt", "higher", "learn2learn", "torchrunx", "betty-ml")
+PEERS = ("torchopt", "higher", "learn2learn", "torchrunx", "betty-ml", "evotorch")
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
