@@ -1,4 +1,4 @@
-"""A function → worker processes that run it → what all of them returned: launching from plain Python."""
+"""A function → worker processes that run it → the values that they return: launching from plain Python."""
 
 from torchopt_dist.launch.launcher import Launcher, launch
 from torchopt_dist.launch.logs import TerminalHandler, on_ranks

@@ -24,8 +24,8 @@ def main(argv: list[str] | None = None, prog: str = "python -m torchopt_dist.lau
         prog: the command as the user typed it, for its usage and errors.
 
     Returns:
-        0, or the exit code of the worker that failed first, 128 and the number if a signal ended it, 1 if it raised,
-        and 2 if the command line is wrong.
+        0; if a worker failed, the exit code of the first one that did, 128 plus the signal's number if a signal ended
+        it, or 1 if it raised; 2 if the command line is wrong.
     """
     parser = _Parser(
         prog=prog,
@@ -60,7 +60,7 @@ def run_program(program: str, arguments: list[str], module: bool) -> None:
     Args:
         program: a path, or a module's name.
         arguments: its arguments.
-        module: which of the two.
+        module: whether ``program`` is a module's name.
 
     Raises:
         SystemExit: the program exited with anything but 0.
@@ -79,13 +79,13 @@ def run_program(program: str, arguments: list[str], module: bool) -> None:
 
 
 def _number(name: str) -> int:
-    """A signal's; real-time signals are called by it, as in ``signal 40``."""
+    """The number of a signal, whose name may be ``signal 40`` if it is a real-time signal."""
     return int(signal.Signals[name]) if name in signal.Signals.__members__ else int(name.rpartition(" ")[2])
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Say it, and why the script may not have been seen."""
+        """Print the error, with the reason for which the script may have been taken for something else."""
         if "required: script" in message or "unrecognized" in message:
             message += " (--hosts and --copy-env take all words that follow: write `--` before the script)"
         super().error(message)

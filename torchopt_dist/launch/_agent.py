@@ -1,9 +1,9 @@
 """One stream to the launcher ⇄ the workers of one host in one launch: their starts, their output and their ends.
 
-The agent is the only process on its host that speaks with the launcher. It forks the workers, hands on what they write,
-and tells how they end. It is the kernel's "child subreaper": a process that a worker has started, and whose parent has
-ended, becomes the agent's child. So whatever workers start stays among the agent's descendants, and the agent does not
-end before they have. When the launcher says so or ends, the agent ends all of them.
+The agent is the only process on its host that communicates with the launcher. It forks the workers, forwards their
+output, and reports how they end. It is the kernel's "child subreaper": a process that a worker has started, and whose
+parent has ended, becomes the agent's child. So whatever workers start stays among the agent's descendants, and the
+agent does not end before they have. When the launcher says so or ends, the agent ends all of them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _Worker:
 
     Attributes:
         rank: its rank.
-        pipes: descriptor of the end of a pipe to read from → what the worker knows it as.
+        pipes: descriptor of the reading end of a pipe → the name of the pipe: ``stdout``, ``stderr`` or ``report``.
     """
 
     rank: int
@@ -65,8 +65,9 @@ class Agent:
     """Looks after the workers of one host in one launch.
 
     Args:
-        connection: to the launcher.
-        watched: processes; when one of them ends, the launcher has ended. The first is at the other end.
+        connection: the socket to the launcher.
+        watched: descriptors of processes; the end of one of them means that the launcher has ended. The first is the
+            process at the other end of the connection.
     """
 
     def __init__(self, connection: socket.socket, watched: list[int]) -> None:
@@ -90,7 +91,7 @@ class Agent:
         self._spoke_at = -math.inf
 
     def run(self) -> None:
-        """Work until the launcher says that it is over, or ends."""
+        """Work until the launcher says that the launch is over, or ends."""
         os.setsid()
         setproctitle.setproctitle(f"todist: agent of {self._peer}")
         processes.adopt_orphans()
@@ -109,7 +110,7 @@ class Agent:
         self._selector.register(descriptor, selectors.EVENT_READ, then)
 
     def _turn(self, seconds: float) -> None:
-        """Do what there is to do, or wait so long for it."""
+        """Handle the next events; wait for them so many seconds."""
         now = time.monotonic()
         if now - self._spoke_at >= self._between_signs and not self._stream.waits_to_send:
             self._spoke_at = now
@@ -171,7 +172,7 @@ class Agent:
         return self._listeners.where
 
     def _goes_on(self) -> bool:
-        """Do what else there is to do; whether there is still somebody to do it for."""
+        """Handle all else that has happened; returns whether the launcher is still there."""
         self._turn(0.0)
         return self._grace is None and not self._launcher_has_ended
 
@@ -199,7 +200,7 @@ class Agent:
             ).start()
 
     def _hold_store(self, listener: socket.socket) -> None:
-        """Make the store, in a thread: torch looks names up, which may take seconds."""
+        """Make the store in a thread, since torch looks names up, which may take seconds."""
         try:
             self._store = store.store_at(listener)
         except RuntimeError as error:
@@ -238,7 +239,7 @@ class Agent:
         self._tell(messages.Started(rank, pid))
 
     def _become_worker(self, agent: int, not_for_it: list[int]) -> None:
-        """In a process that has just been forked: let go of all that is the agent's."""
+        """In a process that has just been forked: close everything that belongs to the agent."""
         processes.end_with_parent(agent)  # should the agent be killed
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -262,7 +263,7 @@ class Agent:
                 self._read(key.fd, writer)
 
     def _read(self, pipe: int, writer: _Worker) -> bool:
-        """Hand on a chunk of what has been written into a pipe; whether there was any."""
+        """Forward a chunk of what has been written into a pipe; returns whether there was any."""
         try:
             data = os.read(pipe, CHUNK)
         except BlockingIOError:
@@ -276,13 +277,13 @@ class Agent:
         return False
 
     def _drain(self, writer: _Worker, but: int | None = None) -> None:
-        """Hand on all that a worker has written up to now.
+        """Forward all that a worker has written up to now.
 
-        Others may write on: no more is read than the pipe can hold.
+        Its child processes may go on writing, so no more is read than the pipe can hold.
 
         Args:
             writer: the worker.
-            but: the descriptor of a pipe that is left out.
+            but: the descriptor of a pipe to leave out.
         """
         for pipe in writer.pipes.keys() - {but}:
             for _ in range(fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ) // CHUNK + 1):
@@ -311,7 +312,7 @@ class Agent:
                 self._tell(messages.Exited(changed.rank, os.waitstatus_to_exitcode(status), oom))
 
     def _end(self, grace: float) -> None:
-        """End the workers, gently first, and then everything that is left below this process.
+        """End the workers by SIGTERM, and then kill all descendants of this process that are left.
 
         Args:
             grace: seconds that workers have after SIGTERM.

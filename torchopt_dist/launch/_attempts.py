@@ -1,7 +1,7 @@
 """A plan → the values of the first attempt that succeeds: others follow failures, and hosts that come or go.
 
-In an elastic launch a :class:`Membership` says which hosts take part in each attempt. Hosts that are lost are reached
-again meanwhile.
+In an elastic launch a :class:`Membership` says which hosts take part in each attempt. Meanwhile lost hosts are reached
+again.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def run_attempts(plan: Plan, membership: Membership | None = None) -> LaunchResu
     """Run a task until it succeeds, or workers have failed once too often.
 
     Args:
-        plan: what is to be done. There is another attempt when what a worker raised, or its end, was the cause.
-        membership: which hosts take part in each attempt. There is another attempt when hosts were lost, or have come,
-            and these do not count. ``None``: those of the plan, and the loss of one is an error.
+        plan: the launch. There is another attempt when a worker has raised or died, up to ``max_restarts`` times.
+        membership: which hosts take part in each attempt. There is another attempt when hosts were lost or have come
+            back, and these attempts do not count. ``None``: the hosts of the plan, and the loss of one is an error.
 
     Returns:
         The values, by host, and the ranks that were lost.
@@ -93,7 +93,7 @@ class UnreachedMachine(Machine):
 
     Args:
         name: its name.
-        why: what was tried, and how that failed.
+        why: what was tried, and how it failed.
     """
 
     here = False
@@ -117,7 +117,7 @@ class UnreachedMachine(Machine):
 
 @dataclass(eq=False)
 class _Member:
-    """What is known of a host.
+    """The state of a host.
 
     Attributes:
         host: the host.
@@ -138,8 +138,8 @@ class Membership:
     """The hosts of one elastic launch, until :meth:`close`.
 
     Args:
-        plan: what is to be done, and all hosts that may take part. Its options ``min_hosts`` and ``max_hosts`` say
-            how many hosts an attempt needs, and how many take part at most; the others are spare.
+        plan: the launch, and all hosts that may take part. Its options ``min_hosts`` and ``max_hosts`` say how many
+            hosts an attempt needs, and how many take part at most; the others are spare.
         reach: names of machines → the machines, for those that were lost.
 
     Raises:
@@ -147,7 +147,7 @@ class Membership:
         ValueError: fewer hosts may take part than are needed.
 
     Attributes:
-        stop: there is something to read from this socket when hosts have come for which there is room.
+        stop: a socket that can be read when hosts have come back for which there is room.
     """
 
     def __init__(self, plan: Plan, reach: Reach) -> None:
@@ -173,7 +173,7 @@ class Membership:
         self.stop.setblocking(False)
 
     def close(self) -> None:
-        """Have the threads that reach hosts end, each as soon as it is done with what it tries."""
+        """Let the threads that reach hosts end, each after its present try."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -186,7 +186,7 @@ class Membership:
     def next_hosts(self) -> list[Host]:
         """The hosts of the next attempt, with ranks in their order; wait until there are enough.
 
-        Hosts of the attempt before stay, if they are not lost; spare hosts fill up the places, in the order of
+        Hosts of the last attempt stay, if they are not lost; spare hosts take the free places, in the order of
         ``hosts``.
 
         Raises:
@@ -219,8 +219,8 @@ class Membership:
         """Whether an attempt has failed because hosts were lost.
 
         Args:
-            error: how the attempt failed.
-            lost: the names of the hosts that it has lost → why.
+            error: the error of the attempt.
+            lost: the names of the hosts that the attempt has lost → the reasons.
         """
         kinds = (AgentFailedError, InitializationError, WorkerFailedError)
         may_follow = isinstance(error, kinds) or may_be_an_echo(error)
@@ -236,7 +236,7 @@ class Membership:
             time.sleep(POLL_SECONDS)
 
     def _note_losses(self, lost: Mapping[str, str]) -> None:
-        """See which hosts are lost, and have a thread reach each of them again."""
+        """Record which hosts are lost, and start a thread for each to reach it again."""
         there = [member for member in self._members if member.lost is None]
         for member in there:
             member.lost = lost.get(member.host.name) or member.host.machine.why_lost()
@@ -265,7 +265,7 @@ class Membership:
         raise AgentFailedError(f"{few}since {options.start_timeout:g} s (`start_timeout`):{why}")
 
     def _bring_back(self, member: _Member) -> None:
-        """Reach a lost host, in a thread, and have the attempt that runs stopped if there is room for the host."""
+        """Reach a lost host, in a thread, and stop the running attempt if there is room for the host."""
         machine = None
         pause = min(RETRY_SECONDS * 2.0 ** (member.losses - 1), LONGEST_RETRY_SECONDS)
         while machine is None:

@@ -20,10 +20,10 @@ class Host:
     """One entry of ``hosts``.
 
     Attributes:
-        name: the name that results and errors have; the second ``"localhost"`` is ``"localhost#2"``.
-        workers: how many workers run there.
+        name: its name in results and errors; the second ``"localhost"`` is ``"localhost#2"``.
+        workers: the number of its workers.
         first_rank: the rank of its first worker; the others follow.
-        machine: the machine it is.
+        machine: its machine.
     """
 
     name: str
@@ -33,14 +33,14 @@ class Host:
 
 
 def name_hosts(hosts: str | Sequence[str]) -> list[str]:
-    """The names of the hosts; a machine that is meant twice is named twice.
+    """The names of the hosts; a machine that is given twice has two entries.
 
     Args:
         hosts: ``"auto"``, ``"slurm"``, or names of the form ``[user@]host[:port]``.
 
     Raises:
-        ValueError: there is no host, a name has another form, or the hosts of a SLURM job cannot be told.
-        TypeError: a name is no string.
+        ValueError: there is no host, a name has another form, or the hosts of a SLURM job cannot be found out.
+        TypeError: a name is not a string.
     """
     if isinstance(hosts, str):
         if hosts == "slurm" or (hosts == "auto" and slurm.has_several_hosts()):
@@ -64,16 +64,16 @@ def name_hosts(hosts: str | Sequence[str]) -> list[str]:
 def find_hosts(
     hosts: str | Sequence[str], nproc_per_host: int | str | Sequence[int | str], reach: Reach | None = None
 ) -> list[Host]:
-    """Say how many workers run on each host.
+    """Find the machines, and how many workers run on each.
 
     Args:
         hosts: as in :func:`name_hosts`.
         nproc_per_host: a number, ``"auto"``, ``"cpu"``, ``"gpu"`` or ``"gpu:<number>"``; or one of these for each host.
-        reach: names of other machines → these; ``None`` if there are none.
+        reach: a function from names of other machines to these machines; ``None`` if there are none.
 
     Raises:
         ValueError: an argument is out of range, or asks for more than a machine has.
-        TypeError: an argument is of the wrong type.
+        TypeError: an argument has the wrong type.
         InitializationError: a host cannot be reached.
     """
     names = name_hosts(hosts)
@@ -119,7 +119,7 @@ RULE = '`nproc_per_host` must be an integer, "auto", "cpu", "gpu" or "gpu:<numbe
 
 
 def _checked(number: object) -> int | str:
-    """What asks for workers of one host; integers may be numpy's."""
+    """The entry of ``nproc_per_host`` for one host, checked; integers may be numpy's."""
     if isinstance(number, bool) or not isinstance(number, (Integral, str)):
         raise TypeError(f"{RULE}, got {type(number).__name__} {number!r}")
     if isinstance(number, Integral):

@@ -47,7 +47,7 @@ def read_env_file(path: str | os.PathLike[str]) -> dict[str, str]:
     """Read lines ``NAME=value``; ``export``, quotes around the value, empty lines and ``#`` comments are allowed.
 
     Raises:
-        ValueError: a line is none of these, or the file is no text.
+        ValueError: a line has another form, or the file is not text.
         OSError: the file cannot be read.
     """
     variables = {}
@@ -72,11 +72,11 @@ def read_env_file(path: str | os.PathLike[str]) -> dict[str, str]:
 
 
 def check_variables(option: str, variables: Mapping[str, str]) -> None:
-    """Refuse variables, given by an option of the launcher, that an environment cannot have.
+    """Check that variables, given by an option of the launcher, can be in an environment.
 
     Raises:
-        TypeError: a name or a value is no string.
-        ValueError: a system has no place for it.
+        TypeError: a name or a value is not a string.
+        ValueError: a name or a value has characters that an environment cannot hold.
     """
     for name, value in variables.items():
         if not isinstance(name, str) or not isinstance(value, str):
@@ -89,5 +89,5 @@ def check_variables(option: str, variables: Mapping[str, str]) -> None:
 
 
 def import_path() -> list[str]:
-    """``sys.path`` as Python goes through it: what is no string in it, such as a ``Path``, does nothing."""
+    """The entries of ``sys.path`` that Python uses: strings only, and no ``Path``, for instance."""
     return [entry for entry in sys.path if isinstance(entry, str)]

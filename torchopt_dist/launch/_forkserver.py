@@ -2,7 +2,7 @@
 
 Importing torch takes seconds, forking takes milliseconds. The forkserver is started by the first launch of a program,
 on this machine or by SSH on another, and lives as long as the program. It has one thread, and it never touches a GPU:
-CUDA does not survive a fork. An agent or a worker that launches in its turn connects to the same forkserver.
+CUDA does not survive a fork. An agent or a worker that itself launches workers connects to the same forkserver.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class _Server:
     """A forkserver of this program.
 
     Attributes:
-        address: of its socket, which has no name in the file system.
-        loaded: the variables that libraries read when it imported them.
+        address: the address of its socket, which is abstract: it is not in the file system.
+        loaded: the environment variables with which it imported libraries that read them.
         process: the process, if this one has started it.
     """
 
@@ -89,7 +89,7 @@ class _Server:
     process: subprocess.Popen[bytes] | None = None
 
     def stop(self) -> None:
-        """End it, which has nothing to put in order. The agents that it has forked go on."""
+        """Kill it. The agents that it has forked go on."""
         if self.process is not None:
             self.process.kill()  # since one that has been stopped does not see SIGTERM
             self.process.wait()
@@ -103,8 +103,8 @@ def connect(env: Mapping[str, str]) -> socket.socket:
     """A connection to a new agent on this machine.
 
     Args:
-        env: the environment of its workers. If variables among it that libraries read while they are imported have
-            changed, the forkserver is replaced by a new one.
+        env: the environment of its workers. If variables in it that libraries read when they are imported have changed,
+            the forkserver is replaced by a new one.
 
     Raises:
         OSError: the system lets no process be started, or no file be opened.
@@ -130,7 +130,7 @@ def connect(env: Mapping[str, str]) -> socket.socket:
 
 
 def read_on_import(env: Mapping[str, str]) -> dict[str, str]:
-    """Those of the variables that libraries read when they are imported."""
+    """The variables that libraries read when they are imported."""
     return {
         name: value for name, value in env.items() if READ_ON_IMPORT.match(name) and not SET_LATER.match(name)
     }
@@ -172,7 +172,7 @@ def serve(listener: int, launcher: int) -> None:
 
     Args:
         listener: descriptor of the socket to which launches connect.
-        launcher: the process of the launcher, after whose end there is nothing to do.
+        launcher: the process id of the launcher; when it ends, so does the forkserver.
     """
     launcher_end = processes.open_process(launcher)
     if launcher_end is not None:
@@ -185,9 +185,9 @@ def serve_by_ssh(start: dict[str, Any]) -> None:
     """The whole life of a forkserver on another machine, whose standard input and output lead to the launcher.
 
     Args:
-        start: what the launcher has sent: ``launcher``, what it is called; ``folder``, where its workers are to run;
-            ``patience``, the seconds without a byte from it after which it counts as lost; ``base``, those among the
-            variables ``env`` that all programs here should have; and what :data:`PROGRAM` has used or added.
+        start: what the launcher has sent: ``launcher``, its name; ``folder``, the working folder of workers;
+            ``patience``, the seconds without a byte from the launcher after which it counts as lost; ``base``, those of
+            the variables ``env`` that all programs here should have; and what :data:`PROGRAM` has used or added.
     """
     launcher_end, out = os.dup(0), os.dup(1)
     null = os.open(os.devnull, os.O_RDONLY)
@@ -221,7 +221,7 @@ def serve_by_ssh(start: dict[str, Any]) -> None:
 
 
 def versions() -> dict[str, str]:
-    """What must be the same on all hosts, since they send each other pickles and call each other's kernels."""
+    """The versions that must be the same on all hosts, since hosts send each other pickles."""
     package = sys.modules[__name__.partition(".")[0]]  # it is above this room, and there
     return {
         "Python": ".".join(platform.python_version_tuple()[:2]),
@@ -232,7 +232,7 @@ def versions() -> dict[str, str]:
 
 
 def _count_gpus() -> int:
-    """The number of GPUs, found by another process: to look at them may make a process unfit for forks."""
+    """The number of GPUs, found by another process, since a process that has used CUDA may not fork."""
     pid = os.fork()
     if pid == 0:
         number = 0
@@ -248,10 +248,10 @@ def _serve(connections: socket.socket, launcher_end: int, launcher: str, patienc
 
     Args:
         connections: the socket to which launches connect.
-        launcher_end: descriptor that can be read when the launcher has ended, or, if there is a patience, when it has
-            given a sign of life.
-        launcher: what it is called.
-        patience: seconds without a sign of life after which it counts as lost.
+        launcher_end: a descriptor that can be read when the launcher has ended or, if ``patience`` is given, when it
+            has given a sign of life.
+        launcher: its name, for messages.
+        patience: seconds without a sign of life after which the launcher counts as lost.
     """
     setproctitle.setproctitle(f"todist: forkserver of {launcher}")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -307,7 +307,7 @@ def _accept(connections: socket.socket) -> tuple[socket.socket | None, int]:
 
 
 def _bury(agents: set[int]) -> None:
-    """Take note of agents that have ended, and kill what those have left that could not do so themselves."""
+    """Remove agents that have ended, and kill the processes that were left by an agent that was killed itself."""
     ended = dict(processes.reap())
     left_something = any(pid not in agents or status != 0 for pid, status in ended.items())
     agents -= ended.keys()

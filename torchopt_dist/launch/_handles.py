@@ -1,4 +1,4 @@
-"""What the launcher knows of the agents and workers of one attempt, and the errors that tell how workers failed."""
+"""Messages of agents and workers → what the launcher knows of each, and the errors that say how workers failed."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ class WorkerHandle:
     Attributes:
         rank: its rank.
         local_rank: its rank on its host.
-        host: the name of that.
+        host: the name of its host.
         incarnation: how often the rank has been given to a new process before this one.
-        begun: when it was asked for.
-        logs: where its lines go.
-        lines: of standard output, and of standard error.
-        report: reads the frames in which it tells of its function.
-        pid: its process, once that is known.
-        running: whether its function is about to be called, or has been.
-        value: what it has returned, packed.
-        failed: whether there is an error that tells how it failed.
+        begun: the time at which its start was requested.
+        logs: takes its lines.
+        lines: the splitters of its standard output and of its standard error.
+        report: reads the frames in which it reports on its function.
+        pid: its process id, once it is known.
+        running: whether its function has been called, or is about to be.
+        value: the pickled value that it has returned.
+        failed: whether there is an error that says how it failed.
         lost: that error, where the others go on without it.
         status: its exit code, or minus a signal, once its process has ended.
-        halted: since when it has been stopped, and by which signal.
+        halted: the time since which it is stopped, and the signal that stopped it.
     """
 
     rank: int
@@ -77,7 +77,7 @@ class WorkerHandle:
 
     @property
     def decided(self) -> bool:
-        """Whether it is known what came of its function."""
+        """Whether the outcome of its function is known."""
         return self.failed or self.has_ended_well
 
     @property
@@ -86,10 +86,10 @@ class WorkerHandle:
         return self.value is not None or self.lost is not None
 
     def take_value(self) -> Any:
-        """What it has returned, or the error of one that was lost; can be asked once.
+        """Its value, or its error if it was lost; can be called once.
 
         Raises:
-            SerializationError: it cannot be read here.
+            SerializationError: the value cannot be unpickled here.
         """
         if self.value is None:
             assert self.lost is not None
@@ -98,7 +98,7 @@ class WorkerHandle:
         return unpack_value(packed, str(self))
 
     def successor(self) -> WorkerHandle:
-        """The worker that is to have the rank after this one."""
+        """The handle of the worker that gets the rank after this one."""
         return WorkerHandle(self.rank, self.local_rank, self.host, self.logs, self.incarnation + 1)
 
     def note_end(self, status: int) -> None:
@@ -106,16 +106,16 @@ class WorkerHandle:
         self.status, self.halted = status, None
 
     def finish_lines(self) -> None:
-        """Hand on unfinished lines, too."""
+        """Write out unfinished lines, too."""
         for lines in self.lines.values():
             lines.finish()
 
     def death(self, status: int, *, asked: bool = False, out_of_memory: bool = False) -> WorkerFailedError:
-        """The error that tells of its end.
+        """The error that describes its end.
 
         Args:
             status: its exit code, or minus the number of a signal.
-            asked: whether it was ``sys.exit``.
+            asked: whether it called ``sys.exit``.
             out_of_memory: whether the kernel has killed a process there for lack of memory.
         """
         before = "before its function returned"
@@ -130,7 +130,7 @@ class WorkerHandle:
         return self._failure(f"{how} {before}", status, None)
 
     def halt(self, number: int, seconds: float) -> WorkerFailedError:
-        """The error that tells that the signal of this number has stopped it, and that it has not gone on."""
+        """The error that says that a signal has stopped it, and that it has not continued."""
         name = _signal_name(number)
         return self._failure(f"was stopped by {name} and did not go on for {seconds:g} s", None, name)
 
@@ -154,24 +154,24 @@ class WorkerHandle:
 
 
 class AgentHandle:
-    """What is known of one agent.
+    """What the launcher knows of an agent.
 
     Args:
         host: where it is.
-        connection: to it.
-        logs: where the lines of its workers go.
-        workers: those that it is to look after; ``None``: all of the host, none of which has been started.
+        connection: the socket to it.
+        logs: takes the lines of its workers.
+        workers: the workers that it is to start; ``None``: all of the host.
 
     Attributes:
         host: where it is.
-        name: that of its host.
-        machine: the machine that its host is.
-        stream: to it.
+        name: the name of its host.
+        machine: the machine of its host.
+        stream: the stream to it.
         workers: those of its host, by rank.
-        pid: its process, once that is known.
-        heard: when it last gave a sign of life.
-        answer: what it has answered to the last question.
-        told_to_stop: whether it is to end.
+        pid: its process id, once it is known.
+        heard: the time of its last sign of life.
+        answer: its answer to the last question.
+        told_to_stop: whether it has been told to end.
         ended: whether it has ended, or counts as such.
     """
 
@@ -196,13 +196,13 @@ class AgentHandle:
         self.told_to_stop = self.ended = False
 
     def tell(self, message: object, payload: bytes = b"") -> None:
-        """Send a message; that the agent has ended is noticed where it is heard."""
+        """Send a message. If the agent has ended, this is noticed when the stream is read."""
         with contextlib.suppress(OSError):
             self.stream.put(message, payload)
 
 
 def may_be_an_echo(error: Exception) -> bool:
-    """Whether the error may follow from another worker's: somebody hung up."""
+    """Whether the error may be a consequence of another worker's: a connection was closed."""
     if isinstance(error, (PeerFailedError, WorkerLostError, ConnectionError, dist.DistError)):
         return True
     return isinstance(error, RuntimeError) and bool(BROKEN.search(safe_repr(error, str)))

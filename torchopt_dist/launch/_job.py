@@ -44,13 +44,13 @@ class Job:
     """One attempt to run a task on all workers.
 
     Args:
-        plan: what is to be done.
+        plan: the launch.
         restarts: how many attempts there have been before.
         stop: the job ends its workers when there is something to read from this socket.
 
     Attributes:
-        lost: the names of the hosts that were lost → why. It is complete when :meth:`run` has ended.
-        replaced: the ranks that were given to new processes → how each of the processes before was lost.
+        lost: the names of the hosts that were lost → the reasons. It is complete when :meth:`run` has ended.
+        replaced: the ranks that were given to new processes → the errors of the earlier processes.
     """
 
     def __init__(self, plan: Plan, restarts: int = 0, stop: socket.socket | None = None) -> None:
@@ -112,7 +112,7 @@ class Job:
         return all(worker.has_ended_well for worker in self._workers)
 
     def _turn(self, until: float = math.inf) -> None:
-        """Act on what happens next, or on what is due before; return at that moment if there is neither."""
+        """Handle the next events or the next deadline, whichever is first; return at ``until`` if neither comes."""
         until = min([until, *(moment for moment, _ in self._deadlines())])
         for act in self._agents.ready(until - time.monotonic()):
             act()
@@ -121,7 +121,7 @@ class Job:
                 act()
 
     def _deadlines(self) -> Iterator[tuple[float, Callable[[], object]]]:
-        """Moments, by ``time.monotonic``, and what is to be done when they have come."""
+        """The deadlines, by ``time.monotonic``, each with what is done when it is reached."""
         options, patience = self._options, self._plan.liveness.patience
         if self._failures:
             _, moment, error = min(self._failures, key=lambda failure: failure[0])  # of equals, the first
@@ -153,7 +153,7 @@ class Job:
         raise CallTimeoutError(f"{waiting} did not return within `timeout`, {seconds:g} s")
 
     def _give_up_agent(self, agent: AgentHandle) -> None:
-        """Kill an agent that has nothing to say, not even that it lives, unless this process has been slow to hear."""
+        """Kill an agent that gives no sign of life, unless its messages are there and were not read yet."""
         if not agent.stream.waits_to_be_read:
             if agent.pid is not None:
                 agent.machine.kill(agent.pid)
@@ -161,7 +161,7 @@ class Job:
             self._agent_ended(agent, f"gave no sign of life for {seconds:g} s, and was killed")
 
     def _give_up_halted(self, agent: AgentHandle, worker: WorkerHandle, number: int) -> None:
-        """Kill a worker that is stopped, so that it does not go on in a group that has gone on without it."""
+        """Kill a worker that is stopped, so that it cannot continue in a group that has gone on without it."""
         if not self._may_be_replaced(worker):
             self._lose(worker.halt(number, self._plan.liveness.patience), 0.0, worker)
         if self._options.on_loss != "end" and worker.pid is not None:
@@ -169,7 +169,7 @@ class Job:
             agent.machine.kill(worker.pid)
 
     def _lose(self, error: WorkerFailedError | AgentFailedError, wait: float, *workers: WorkerHandle) -> None:
-        """Take note that workers have died: the others go on without them, or this is a failure."""
+        """Record that workers have died: the others go on without them, or this is a failure."""
         can_be_spared = workers and all(worker.rank and worker.pid for worker in workers)
         if self._options.on_loss == "end" or not can_be_spared:
             self._fail(error, wait, *workers)
@@ -184,7 +184,7 @@ class Job:
         return self._options.on_loss == "replace" and worker.rank > 0 and not is_ending
 
     def _replace(self, agent: AgentHandle, worker: WorkerHandle, error: WorkerFailedError) -> None:
-        """Have the rank of a worker that has died given to a new process, below an agent of its own."""
+        """Give the rank of a worker that has died to a new process, started by an agent of its own."""
         most = self._options.max_replacements
         if worker.incarnation == most:
             self._fail(error, 0.0, worker)
@@ -201,7 +201,7 @@ class Job:
             self._fail(reason, 0.0, new)
 
     def _fail(self, error: Exception, wait: float, *workers: WorkerHandle) -> None:
-        """Take note that workers have failed by an error, whose cause may become known in so many seconds."""
+        """Record that workers have failed by an error, whose cause may become known in so many seconds."""
         for worker in workers:
             worker.failed = True
         self._failures.append((wait, time.monotonic() + wait, error))
@@ -214,7 +214,7 @@ class Job:
             self._hear(agent)  # its workers may have returned just now
 
     def _wait_for_exits(self) -> None:
-        """Wait until workers that have returned have ended, and tell of those that do not, or with an error."""
+        """Wait until workers that have returned have ended; log those that do not, or end with an error."""
         seconds = self._options.exit_timeout
         until = time.monotonic() + seconds
         while any(worker.status is None for worker in self._workers) and time.monotonic() < until:
@@ -306,7 +306,7 @@ class Job:
     # The end.
 
     def _end(self, grace: float) -> None:
-        """Have everything ended, and hand on the last lines."""
+        """End everything, and write out the last lines."""
         self._is_ending = True
         try:
             if self._stop is not None:

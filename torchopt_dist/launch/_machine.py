@@ -1,4 +1,4 @@
-"""A machine, as a launch sees it: how many workers it has room for, and a way to connect to new agents there."""
+"""A machine → its cores and GPUs, and connections to new agents on it."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ __all__ = ["Machine", "ThisMachine", "is_this_machine"]
 
 
 class Machine(ABC):
-    """What this machine and others have in common.
+    """A machine, this one or another.
 
     Attributes:
-        name: as errors call it.
-        here: whether it is this one.
+        name: its name in errors.
+        here: whether it is this machine.
         cores: the number of processor cores that workers may use.
         gpus: the number of its GPUs.
         env: the environment that programs have there.
         path: ``sys.path`` there.
-        address: where the launcher reaches it.
-        launcher_address: where it reaches the launcher, if there is no jump host between them.
+        address: the address at which the launcher reaches it.
+        launcher_address: the address at which it reaches the launcher, if there is no jump host between them.
     """
 
     name: str
@@ -54,13 +54,13 @@ class Machine(ABC):
 
     @abstractmethod
     def kill(self, pid: int) -> None:
-        """End a process that gives no sign of life: an agent, whose workers are ended with it, or a worker."""
+        """Kill a process that gives no sign of life: a worker, or an agent, whose workers end with it."""
 
     def why_lost(self, seconds: float = 0.0) -> str | None:
-        """Why it cannot be reached any more; ``None`` while it can.
+        """The reason for which the machine cannot be reached any more; ``None`` while it can.
 
         Args:
-            seconds: to wait for that to become known.
+            seconds: how long to wait for the reason to become known.
         """
         return None
 
@@ -80,7 +80,7 @@ class ThisMachine(Machine):
         return forkserver.connect(env)
 
     def kill(self, pid: int) -> None:
-        """Kill it."""
+        """Kill a process."""
         processes.kill(pid)
 
 

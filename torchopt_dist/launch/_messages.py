@@ -1,4 +1,4 @@
-"""What launcher, agents and workers tell each other: dataclasses, in the order in which they are sent.
+"""The messages between launcher, agents and workers: dataclasses, in the order in which they are sent.
 
 ``_stream.py`` carries them. Some have a payload, bytes that go with the message.
 """
@@ -68,7 +68,7 @@ class Reached:
 
 @dataclass(frozen=True)
 class Header:
-    """What a worker takes over from the launcher before it unpickles its task."""
+    """What a worker gets from the launcher before it unpickles its task."""
 
     env: dict[str, str]
     path: list[str]

@@ -1,6 +1,6 @@
-"""A function and its arguments → bytes → the same on a worker; what it returns or raises → bytes → it, in the launcher.
+"""A function and its arguments ⇄ bytes, for a worker; a value or an exception ⇄ bytes, for the launcher.
 
-All by cloudpickle, so that functions and classes of a script or a notebook go and come by value.
+All of it by cloudpickle, so that functions and classes of a script or a notebook are sent by value.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def pack(value: object) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-    """The value that :func:`pack` was given. Classes that are here already are left as they are."""
+    """Unpickle what :func:`pack` has made. Classes that are here already are not overwritten."""
     return _Unpickler(io.BytesIO(data)).load()
 
 
 class _Unpickler(pickle.Unpickler):
-    """Leaves classes that are here already as they are.
+    """Does not overwrite classes that are here already.
 
     A class of ``__main__`` travels by value. When an instance comes back, cloudpickle finds the class that it was made
     from, and would overwrite its methods and attributes with the worker's.
@@ -67,7 +67,7 @@ def pack_task(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
     """Pickle a function and its arguments.
 
     Raises:
-        SerializationError: one of them cannot be pickled.
+        SerializationError: the function or an argument cannot be pickled.
     """
     try:
         return pack((func, args, kwargs))
@@ -85,7 +85,7 @@ def pack_task(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
 
 
 def unpack_task(data: bytes) -> Task:
-    """The function and its arguments; what came with them from ``__main__`` is there too from now on.
+    """Unpickle a function and its arguments; what came with them from ``__main__`` is put into ``__main__``.
 
     Raises:
         SerializationError: they cannot be read here.
@@ -115,7 +115,7 @@ def fill_main(loaded: tuple[Any, ...]) -> None:
 
 
 def _globals_of(loaded: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
-    """Functions of ``__main__``, and all to which they refer: those that come together share their globals."""
+    """The globals of functions of ``__main__``; functions that were pickled together share them."""
     for part in loaded:
         if isinstance(part, functools.partial):
             yield from _globals_of((part.func, *part.args, *part.keywords.values()))
@@ -134,7 +134,7 @@ def _is_nested(found: Any) -> bool:
 
 
 def pack_value(value: object, rank: int) -> bytes:
-    """Pickle what the worker of that rank has returned.
+    """Pickle the value that the worker of that rank has returned.
 
     Raises:
         SerializationError: it cannot be pickled.
@@ -149,7 +149,7 @@ def pack_value(value: object, rank: int) -> bytes:
 
 
 def unpack_value(data: bytes, worker: str) -> Any:
-    """The value that a worker has packed.
+    """Unpickle the value of a worker.
 
     Raises:
         SerializationError: it cannot be read here.
@@ -163,7 +163,7 @@ def unpack_value(data: bytes, worker: str) -> Any:
 
 
 def pack_failure(error: BaseException) -> tuple[str, bytes]:
-    """The traceback of what a worker has raised, and that pickled as data."""
+    """The traceback of an exception on a worker, and the exception pickled as data."""
     failure = SerializedException.of(error)
     try:
         return failure.traceback, pack(failure)
@@ -172,7 +172,7 @@ def pack_failure(error: BaseException) -> tuple[str, bytes]:
 
 
 def unpack_failure(text: str, data: bytes, worker: str) -> Exception:
-    """The exception that a worker has packed, to raise it in the launcher; ``text`` is its traceback there."""
+    """Unpickle an exception of a worker, to raise it in the launcher; ``text`` is its traceback on the worker."""
     try:
         failure: SerializedException = pickle.loads(data)
         return failure.to_error(worker)

@@ -1,4 +1,4 @@
-"""What a launch is to do: what, where, and by which options → what torchrun would tell each worker."""
+"""A launch: its task, hosts and options → the environment variables that torchrun would set for each worker."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ __all__ = ["Plan"]
 
 @dataclass(frozen=True)
 class Plan:
-    """All that a launch is to do.
+    """A launch.
 
     Attributes:
-        options: those that the launcher was given.
-        begun: when the launch has begun, by ``time.monotonic``.
-        liveness: when a host or a worker is lost that has not ended.
-        hosts: where, and how many workers.
-        setup: machine → what its workers take over.
+        options: the launcher's options.
+        begun: the time at which the launch began, by ``time.monotonic``.
+        liveness: after how long a host or a worker that has not ended counts as lost.
+        hosts: the hosts, with the number of workers on each.
+        setup: a function from a machine to what its workers get from the launcher.
         task: the packed function and its arguments.
-        logs: where the workers' output goes.
-        run_id: a name of this launch that no other has.
+        logs: takes the workers' output.
+        run_id: a unique name of this launch.
     """
 
     options: LaunchOptions
@@ -48,14 +48,14 @@ class Plan:
         env: Mapping[str, str],
         incarnation: int = 0,
     ) -> dict[str, str]:
-        """What torchrun sets for one worker.
+        """The variables that torchrun would set for a worker.
 
         Args:
-            host: the worker's host, by its place among the hosts.
+            host: the index of the worker's host among the hosts.
             local_rank: the worker's rank there.
             master: address and port of the store at which workers meet.
             restarts: how often the workers have been started again.
-            env: the environment, two variables of which are left as they are if they are set.
+            env: the environment of the worker; two of the variables are kept if they are set there.
             incarnation: how often the rank has been given to a new process.
         """
         here = self.hosts[host]

@@ -1,4 +1,4 @@
-"""What an agent and a forkserver ask of the kernel: children that end are told of, orphans come to them, trees end."""
+"""Requests to the kernel → notice of children that end, orphans as children, ends of trees of processes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def adopt_orphans() -> None:
 
 
 def end_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the thread that has forked it ends.
+    """Let the kernel kill this process when the thread that has forked it ends.
 
     Args:
         parent: the process that has forked this one; if it has ended already, so does this one.
@@ -59,7 +59,7 @@ def end_with_parent(parent: int) -> None:
 
 
 def wake_on_children() -> tuple[int, int]:
-    """A pipe, both ends, whose first one has something to read when a child has ended, was stopped or goes on."""
+    """Both ends of a pipe; the first can be read when a child has ended, was stopped or continues."""
     woken, wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
@@ -78,7 +78,7 @@ def reap(options: int = 0) -> list[tuple[int, int]]:
     """The children that have ended, and their statuses.
 
     Args:
-        options: ``os.WUNTRACED`` and ``os.WCONTINUED``, to hear of children that were stopped and go on, too.
+        options: ``os.WUNTRACED`` and ``os.WCONTINUED``, for children that were stopped and that continue, too.
     """
     changed = []
     with contextlib.suppress(ChildProcessError):
@@ -88,13 +88,13 @@ def reap(options: int = 0) -> list[tuple[int, int]]:
 
 
 def kill(pid: int, number: int = signal.SIGKILL) -> None:
-    """Send a signal to a process, if it is there."""
+    """Send a signal to a process, if it exists."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
 
 
 def umask() -> int | None:
-    """This process's mask for the modes of new files, which cannot be asked for without setting it."""
+    """This process's file mode mask (``umask``), which can only be read by setting it."""
     found = UMASK.search(Path("/proc/self/status").read_text("utf-8", "replace"))
     return int(found[1], 8) if found else None
 
@@ -104,7 +104,7 @@ def end_tree(root: psutil.Process, and_janitors: bool) -> None:
 
     Args:
         root: the process.
-        and_janitors: whether those too that put things in order and then end by themselves.
+        and_janitors: whether to kill the processes, too, that clean up and then end by themselves.
     """
     with contextlib.suppress(psutil.NoSuchProcess):
         for process in root.children(recursive=True):
@@ -113,7 +113,7 @@ def end_tree(root: psutil.Process, and_janitors: bool) -> None:
 
 
 def end_descendants(and_janitors: bool) -> bool:
-    """Kill what is left below this process, and collect what has ended; whether nothing is left."""
+    """Kill all descendants of this process, and reap those that have ended; returns whether none is left."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

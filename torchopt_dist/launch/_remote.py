@@ -37,13 +37,13 @@ A_DAY = 86400.0
 
 @dataclass(frozen=True)
 class SshOptions:
-    """How other hosts are reached.
+    """The settings by which other hosts are reached.
 
     Attributes:
         python: the interpreter there.
         config: SSH's configuration file; ``None`` means ``~/.ssh/config``.
-        liveness: how often signs of life are given, and when a host counts as lost without them, for both sides.
-        env: variables that workers there will have, besides those that programs there have.
+        liveness: how often both sides give signs of life, and after how long without one the other counts as lost.
+        env: variables for workers there, in addition to those that programs there have.
     """
 
     python: str
@@ -58,8 +58,8 @@ class RemoteMachine(Machine):
     Args:
         name: ``[user@]host[:port]``.
         options: how it is reached.
-        connection: to it, of asyncssh.
-        process: its forkserver, of asyncssh.
+        connection: the connection to it, an object of asyncssh.
+        process: its forkserver, an object of asyncssh.
     """
 
     here = False
@@ -80,10 +80,10 @@ class RemoteMachine(Machine):
         Args:
             name: ``[user@]host[:port]``.
             options: how it is reached.
-            seconds: for the login, and for the forkserver's greeting.
+            seconds: the time limit of the login, and that of the forkserver's greeting.
 
         Raises:
-            InitializationError: it cannot be reached, or lacks what a launch needs.
+            InitializationError: the host cannot be reached, or lacks what a launch needs.
         """
         until = asyncio.get_running_loop().time() + seconds
         connection = await log_in(name, options.config, options.liveness.patience, seconds)
@@ -169,7 +169,7 @@ class RemoteMachine(Machine):
                 log.warning("%s: %s", self.name, text)
 
     async def _how_it_ended(self) -> str:
-        """How the forkserver ended, and the last that it said on standard error."""
+        """How the forkserver ended, and the last lines of its standard error."""
         why = "the SSH connection was lost"
         try:
             async with asyncio.timeout(CLOSE_SECONDS):
@@ -204,14 +204,14 @@ class RemoteMachine(Machine):
             await carry(end, *stream)
 
     def kill(self, pid: int) -> None:
-        """Have a process killed there."""
+        """Kill a process on the machine."""
         in_loop(self._connection.run(f"kill -9 {pid}"))
 
     def why_lost(self, seconds: float = 0.0) -> str | None:
-        """Why the connection or the forkserver has ended, if one has.
+        """The reason for which the connection or the forkserver has ended; ``None`` if neither has.
 
         Args:
-            seconds: to wait for that to become known.
+            seconds: how long to wait for the reason to become known.
         """
         return self._why_lost if self._lost.wait(seconds) else None
 
@@ -232,16 +232,17 @@ def connect(
     seconds: float,
     otherwise: Callable[[str, str], Machine] | None = None,
 ) -> dict[str, Machine]:
-    """Reach hosts, all at once. Those that an earlier launch has reached are still there.
+    """Reach hosts, all at once. Connections of an earlier launch are used again.
 
     Args:
         names: ``[user@]host[:port]``, each.
-        options: how.
-        seconds: for all of them.
-        otherwise: name of a host that cannot be reached, the reason → what stands for it; ``None``: it is an error.
+        options: the settings.
+        seconds: the time limit for all of them together.
+        otherwise: a function from the name of a host that cannot be reached, and the reason, to a machine in its place;
+            ``None``: such a host is an error.
 
     Raises:
-        InitializationError: some host cannot be reached, or lacks what a launch needs.
+        InitializationError: a host cannot be reached, or lacks what a launch needs.
     """
     machines: dict[str, Machine] = {}
     errors: list[BaseException] = []
@@ -282,7 +283,7 @@ def close_all(names: Collection[str] | None = None) -> None:
     """End the connections of this process.
 
     Args:
-        names: to which hosts; ``None`` means to all.
+        names: the hosts whose connections end; ``None`` means all.
     """
     keys = [key for key in _machines if key[0] == os.getpid() and (names is None or key[1] in names)]
     tasks = [_machines.pop(key) for key in keys]

@@ -29,10 +29,10 @@ def agree(agents: Sequence[AgentHandle], port: int, ask: Ask) -> tuple[str, int]
     Args:
         agents: those of all hosts, the first host's first.
         port: the port; 0 means any free one.
-        ask: a question to agents → their answers.
+        ask: a function from agents and a question to their answers.
 
     Raises:
-        InitializationError: the port is taken, or not all hosts reach the first.
+        InitializationError: the port is taken, or not all hosts can reach the first one.
     """
     first = agents[0]
     others = {agent.machine: agent for agent in agents if agent.machine is not first.machine}

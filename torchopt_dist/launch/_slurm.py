@@ -1,4 +1,4 @@
-"""SLURM's variables → the hosts of the job, and how much of each the job has."""
+"""SLURM's variables → the hosts of the job, and the cores and GPUs that the job has on each."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def hosts_of_job(env: Mapping[str, str] = os.environ) -> list[str]:
     """The names of the job's hosts, by ``scontrol``.
 
     Raises:
-        ValueError: there is no job, its hosts cannot be told, or this program is one of several tasks of ``srun``.
+        ValueError: there is no job, its hosts cannot be found out, or this program is one of several tasks of ``srun``.
     """
     if "SLURM_JOB_ID" not in env or "SLURM_JOB_NODELIST" not in env:
         raise ValueError(
@@ -79,5 +79,5 @@ def gpus_per_host(number: int, env: Mapping[str, str] = os.environ) -> list[int 
 
 
 def _of_job(name: str, env: Mapping[str, str]) -> str:
-    """A variable of the job; outside of one it is left from elsewhere."""
+    """A variable of the job; ``None`` outside a job, where the variable comes from elsewhere."""
     return env.get(name, "") if "SLURM_JOB_ID" in env else ""

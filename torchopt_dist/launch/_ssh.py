@@ -1,7 +1,7 @@
 """``user@host:port`` → an SSH connection, processes there, and sockets that are connected to sockets there.
 
-asyncssh does the work: keys and agents, known hosts, and what ``~/.ssh/config`` says of names, users, ports and jump
-hosts. Its event loop runs in a thread.
+asyncssh handles keys and agents, known hosts, and the names, users, ports and jump hosts of ``~/.ssh/config``. Its
+event loop runs in a thread.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _lock = threading.Lock()
 
 
 def check_name(name: str) -> None:
-    """Refuse a host that has not the form ``[user@]host[:port]``.
+    """Check that a host has the form ``[user@]host[:port]``.
 
     Raises:
         ValueError: it has another form.
@@ -78,13 +78,13 @@ def in_loop(work: Coroutine[Any, Any, T]) -> Future[T]:
 
 
 async def log_in(name: str, config: str | None, patience: float, seconds: float) -> Any:
-    """An SSH connection, of asyncssh.
+    """Open an SSH connection; returns an object of asyncssh.
 
     Args:
-        name: ``[user@]host[:port]``, or what the configuration file calls it.
+        name: ``[user@]host[:port]``, or a name of the configuration file.
         config: a configuration file; ``None`` means ``~/.ssh/config``.
-        patience: seconds without an answer of the host after which the connection is closed.
-        seconds: for the connection and the login.
+        patience: seconds without an answer from the host after which the connection is closed.
+        seconds: the time limit of the connection and the login.
 
     Raises:
         InitializationError: the host is unknown, cannot be reached, is not the one that is known, or refuses.
@@ -133,8 +133,8 @@ async def open_stream(connection: Any, path: str, python: str) -> tuple[Any, Any
     """Reader and writer of a connection to a socket on the host.
 
     Args:
-        connection: to the host.
-        path: of the socket.
+        connection: the connection to the host.
+        path: the path of the socket.
         python: an interpreter there, for hosts whose SSH servers forbid connections to sockets.
     """
     import asyncssh
@@ -149,7 +149,7 @@ async def open_stream(connection: Any, path: str, python: str) -> tuple[Any, Any
 
 
 async def carry(end: socket.socket, reader: Any, writer: Any) -> None:
-    """Carry bytes both ways between a socket here and a stream of SSH until one of them ends; both are closed."""
+    """Copy bytes both ways between a socket here and a stream of SSH until one of them ends; then both are closed."""
     loop = asyncio.get_running_loop()
 
     async def there() -> None:

@@ -1,6 +1,6 @@
 """An agent's part in the rendezvous: sockets at which the workers can meet, tried by other agents → the store there.
 
-A connection is only made to hand over a token: another machine may have the same address in another network.
+A connection only transfers a token, since another machine may have the same address in another network.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class Listeners:
     """Sockets at addresses of this machine, that give each caller a token.
 
     Args:
-        question: at which port and addresses.
+        question: the port and the addresses.
 
     Raises:
         InitializationError: the port is taken.
 
     Attributes:
-        where: what the launcher is told.
+        where: the message with the addresses, for the launcher.
     """
 
     def __init__(self, question: Listen) -> None:
@@ -65,7 +65,7 @@ class Listeners:
         return iter(self._listeners.values())
 
     def greet(self, listener: socket.socket) -> None:
-        """Give the next caller the token."""
+        """Send the token to the next process that connects."""
         with contextlib.suppress(OSError), listener.accept()[0] as caller:  # the caller may have left again
             caller.setblocking(False)
             caller.send(self.where.token)
@@ -101,8 +101,8 @@ def reach(question: Reach, goes_on: Callable[[], bool]) -> Reached:
     """Try all addresses at once.
 
     Args:
-        question: which addresses.
-        goes_on: called all the time; whether to go on.
+        question: the addresses.
+        goes_on: called repeatedly; returns whether to continue.
     """
     where, found = question.where, set()
     with contextlib.ExitStack() as opened, selectors.DefaultSelector() as selector:

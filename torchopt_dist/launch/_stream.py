@@ -1,4 +1,4 @@
-"""Messages, each with some bytes beside it ⇄ frames on one byte stream, at neither end of which anybody has to wait.
+"""Messages, each with a payload of bytes ⇄ frames on one byte stream, without blocking at either end.
 
 A frame is the length of a pickled message, the length of the bytes that go with it, and these two. Launcher and agent
 have one such stream, whatever it is made of: a Unix socket on one machine, a channel of SSH between two.
@@ -25,7 +25,7 @@ Buffer = bytes | bytearray | memoryview
 
 
 def frame(message: object, payload: Buffer = b"") -> tuple[bytes, Buffer]:
-    """The bytes that stand for a message: those before its payload, and this.
+    """The frame of a message: the bytes before the payload, and the payload.
 
     Args:
         message: one of the dataclasses of ``_messages.py``.
@@ -36,13 +36,13 @@ def frame(message: object, payload: Buffer = b"") -> tuple[bytes, Buffer]:
 
 
 class FrameReader:
-    """Bytes, in pieces as they come → messages and their payloads."""
+    """Bytes, in pieces as they arrive → messages and their payloads."""
 
     def __init__(self) -> None:
         self._data = bytearray()
 
     def feed(self, data: Buffer) -> list[tuple[Any, bytes]]:
-        """Take some bytes; the messages that are complete with them."""
+        """Take some bytes; returns the messages that are complete with them."""
         self._data += data
         found = []
         while len(self._data) >= HEAD.size:
@@ -76,21 +76,21 @@ class Stream:
 
     @property
     def waits_to_send(self) -> bool:
-        """Whether something has been put that is not sent yet."""
+        """Whether a message has not been sent completely yet."""
         return bool(self._to_send)
 
     @property
     def is_full(self) -> bool:
-        """Whether so much waits to be sent that what can wait elsewhere should."""
+        """Whether so much waits to be sent that nothing more should be put that can wait elsewhere."""
         return self._size > FULL
 
     @property
     def waits_to_be_read(self) -> bool:
-        """Whether something has come, or the end has, and has not been taken yet."""
+        """Whether bytes, or the end of the stream, have arrived and have not been read yet."""
         return self._ready(select.POLLIN, 0.0)
 
     def put(self, message: object, payload: Buffer = b"") -> None:
-        """Have a message sent as soon as the other end takes it.
+        """Send a message as soon as the other end takes it.
 
         Raises:
             OSError: the other end is gone.
@@ -131,7 +131,7 @@ class Stream:
                 self.send()
 
     def receive(self) -> list[tuple[Any, bytes]] | None:
-        """The messages, and their payloads, that are complete with what has come; ``None`` if nothing has.
+        """The messages and payloads that are complete with the bytes that have arrived; ``None`` if none have arrived.
 
         Raises:
             EOFError: the other end is gone.

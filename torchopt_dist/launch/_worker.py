@@ -1,4 +1,4 @@
-"""Task → its function's value or exception, in a process with torchrun's variables and an output of its own."""
+"""Task → its function's value or exception, in a process with torchrun's variables and its own output."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ connect_rpc: Callable[..., Callable[[Callable[..., Any]], Callable[..., Any]]] |
 
 
 def in_groups(func: Callable[P, T], backend: str | None, rpc: bool, on_loss: str) -> Callable[P, T]:
-    """Have ``func`` called in groups.
+    """Wrap ``func`` so that it runs in a process group, an RPC group, both or neither.
 
     Args:
-        func: any function; one that can be pickled still can.
+        func: any function; if it can be pickled, so can the result.
         backend: of the default process group; ``None`` means that none is made.
         rpc: whether to connect the workers for remote calls.
-        on_loss: what those that are connected so do when one of them dies.
+        on_loss: what the connected workers do when one of them dies.
     """
     if backend is not None:
         func = functools.partial(_in_process_group, func, backend)
@@ -65,11 +65,11 @@ def _in_rpc_group(func: Callable[..., T], on_loss: str, /, *args: Any, **kwargs:
 
 
 def work(rank: int, start: StartWorkers, task: bytes, *, stdout: int, stderr: int, report: int) -> NoReturn:
-    """Run the function, report what came of it, and end as a Python program ends.
+    """Run the function, report its value or exception, and end as a Python program ends.
 
     Args:
-        rank: the worker's.
-        start: what all workers of the host take over.
+        rank: the worker's rank.
+        start: the message with what all workers of the host get.
         task: the packed function and its arguments.
         stdout: descriptor of the pipe for what the worker prints.
         stderr: the same for standard error.
@@ -113,8 +113,8 @@ def _take_over(header: Header, own: dict[str, str]) -> None:
     """Take over the launcher's environment, path, arguments and folder.
 
     Args:
-        header: those.
-        own: variables of this worker alone.
+        header: the values to take over.
+        own: the variables of this worker alone.
     """
     os.environ.clear()
     os.environ.update({**header.env, **own})
@@ -130,7 +130,7 @@ def _take_over(header: Header, own: dict[str, str]) -> None:
 
 
 def _become_fresh(rank: int) -> None:
-    """Do what a fresh process does when it starts, or imports its libraries, and a forked one must do itself."""
+    """Do what a new process does when it starts and imports its libraries, and a forked one must do itself."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     leave_finalizers()
     program = " ".join(str(part) for part in sys.argv).encode("utf-8", "backslashreplace").decode()
@@ -149,13 +149,13 @@ def _report(pipe: int, message: Running | Returned | Raised, payload: bytes = b"
 
 
 def asked_to_exit(error: BaseException) -> int | None:
-    """The status that ``sys.exit`` asks for, as the system makes it; a text is written first, as Python does it.
+    """The exit status of a ``sys.exit``, as the system makes it; a text is printed first, as Python does it.
 
     Args:
-        error: what the function raised.
+        error: the exception of the function.
 
     Returns:
-        A number from 0 to 255, or ``None`` if it was not ``sys.exit``.
+        A number from 0 to 255, or ``None`` if the exception is not a ``SystemExit``.
     """
     if not isinstance(error, SystemExit):
         return None
@@ -169,7 +169,7 @@ def asked_to_exit(error: BaseException) -> int | None:
 
 
 def _leave(code: int) -> NoReturn:
-    """The end of an interpreter, without going back through the frames of the process that was forked."""
+    """End the interpreter, without returning through the frames of the process that was forked."""
     try:
         finish_interpreter()
         sys.stdout.flush()

@@ -1,7 +1,7 @@
-"""``Launcher(...).run(func, *args)`` → ``func(*args)`` on every worker → what all of them returned.
+"""``Launcher(...).run(func, *args)`` → ``func(*args)`` on every worker → the values that all of them return.
 
 The way of a launch: ``launcher.py`` → ``_cluster.py`` (which machines) → ``_job.py`` (this process's side) →
-``_forkserver.py`` (a process that has imported torch) → ``_agent.py`` (one a host) → ``_worker.py`` (one a rank) →
+``_forkserver.py`` (a process that has imported torch) → ``_agent.py`` (one per host) → ``_worker.py`` (one per rank) →
 back to ``_job.py``.
 """
 
@@ -61,7 +61,7 @@ class Launcher(LaunchOptions):
 
     Raises:
         ValueError: an argument is out of range.
-        TypeError: an argument is of the wrong type.
+        TypeError: an argument has the wrong type.
 
     Example:
         >>> import os
@@ -73,14 +73,14 @@ class Launcher(LaunchOptions):
 
     @classmethod
     def from_args(cls, args: Any) -> Launcher:
-        """The launcher that a command line asks for.
+        """Make a launcher from the arguments of a command line.
 
         Args:
-            args: what a parser with ``torchopt_dist.launch.add_launcher_args`` has parsed, or any object that has
-                attributes of these names; others are left alone.
+            args: what a parser with ``torchopt_dist.launch.add_launcher_args`` has parsed, or any object with
+                attributes of these names; other attributes are ignored.
 
         Raises:
-            TypeError: ``args`` is no such object, or an option is of the wrong type.
+            TypeError: ``args`` is not such an object, or an option has the wrong type.
             ValueError: an option is out of range.
         """
         try:
@@ -95,24 +95,24 @@ class Launcher(LaunchOptions):
         """Call ``func(*args, **kwargs)`` on every worker, and wait for all of them.
 
         Args:
-            func: any function: of a module, of a script, of a notebook, a lambda, a closure. It and its arguments are
-                pickled by cloudpickle, so workers get copies.
+            func: any function: of a module, a script or a notebook, a lambda or a closure. The function and its
+                arguments are pickled by cloudpickle, so workers get copies.
             args: its arguments.
             kwargs: its keyword arguments.
 
         Returns:
-            What it returned on each worker. Tensors that require grad still do, as leaves.
+            The values that ``func`` returned on the workers. Tensors that require grad still do, as leaves.
 
         Raises:
-            Exception: what ``func`` raised on a worker, as soon as it did. It is also a
+            Exception: the exception that ``func`` raised on a worker, as soon as it is raised. It is also a
                 :class:`~torchopt_dist.RemoteError`, with ``worker`` and ``remote_traceback``.
             WorkerFailedError: a worker was killed, crashed or exited before its function returned.
             AgentFailedError: the process that looks after the workers died.
             CallTimeoutError: ``timeout`` has passed.
-            InitializationError: ``start_timeout`` has passed, ``master_port`` is taken, or ``TODIST_LIVENESS`` is no
-                policy.
+            InitializationError: ``start_timeout`` has passed, ``master_port`` is taken, or ``TODIST_LIVENESS`` is
+                malformed.
             SerializationError: ``func``, an argument or a result cannot be sent.
-            ValueError: ``hosts`` or ``nproc_per_host`` ask for what is not there.
+            ValueError: ``hosts`` or ``nproc_per_host`` ask for hosts, cores or GPUs that do not exist.
             OSError: this system lacks what a launch needs, or the working folder has been deleted.
         """
         if not callable(func):
@@ -161,7 +161,7 @@ class Launcher(LaunchOptions):
             return run_attempts(plan, membership)
 
     def _setup(self, folder: str, added: Mapping[str, str], machine: Machine) -> Header:
-        """What workers on a machine take over."""
+        """What the workers on a machine get from the launcher."""
         if machine.here:
             env, path = {**os.environ, **added}, import_path()
         else:
@@ -191,7 +191,7 @@ def launch(
         func: any function.
         args: its arguments.
         kwargs: its keyword arguments.
-        options: those of :class:`Launcher`.
+        options: the arguments of :class:`Launcher`.
 
     Returns:
         What it returned on each worker.
@@ -223,19 +223,19 @@ def _too_many_files_told() -> Iterator[None]:
 
 
 class _Terminated(SystemExit):
-    """Raised where SIGTERM finds the main thread.
+    """Raised in the main thread on SIGTERM.
 
-    It goes on if the signal then does not end the program, which is so for the first process of a container.
+    It is passed on if the signal then does not end the program, as in the first process of a container.
     """
 
 
 @contextlib.contextmanager
 def ended_in_order() -> Iterator[None]:
-    """Have SIGTERM raise within, so that workers are ended in order, and end this process when that has come through.
+    """Let SIGTERM raise inside the context, so that workers are ended in order; then end this process.
 
-    By itself the signal would end the launcher at once, and who has sent it, such as SLURM or a container's runtime,
-    kills what a program leaves behind. Ctrl-C needs nothing of the kind: Python raises :class:`KeyboardInterrupt`.
-    Python handles signals in the main thread. Launches in other threads are left alone, and so are programs that handle
+    Otherwise the signal would end the launcher at once, and its sender, such as SLURM or a container's runtime, would
+    kill what the program leaves behind. Ctrl-C needs no such handling: Python raises :class:`KeyboardInterrupt`. Python
+    handles signals in the main thread. Launches in other threads are left alone, and so are programs that handle
     SIGTERM themselves.
     """
     in_main = threading.current_thread() is threading.main_thread()

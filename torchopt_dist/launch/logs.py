@@ -1,4 +1,4 @@
-"""What workers write on standard output and error → lines → logging handlers, files, and the ends of them in errors."""
+"""The standard output and error of workers → lines → logging handlers, files, and the last lines in errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LEVELS = {"stdout": logging.INFO, "stderr": logging.WARNING}
 
 
 class TerminalHandler(logging.Handler):
-    """Writes each line to the launcher's own standard output or error, after the worker's rank in brackets."""
+    """Writes each line to the launcher's standard output or error, after the worker's rank in brackets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,13 +37,13 @@ class TerminalHandler(logging.Handler):
 
     @classmethod
     def of_first_workers(cls) -> logging.Handler:
-        """A handler that writes the lines of each host's first worker only, whichever hosts there are at a time."""
+        """A handler that writes only the lines of the first worker of each host."""
         handler = cls()
         handler.addFilter(lambda record: getattr(record, "local_rank", None) == 0)
         return handler
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a worker's line, if there is somebody to read it."""
+        """Write a worker's line, unless the output is closed."""
         name = "stdout" if getattr(record, "stream", "") == "stdout" else "stderr"
         stream = getattr(sys, name)
         if stream is None or name in self._gone:
@@ -64,7 +64,7 @@ class TerminalHandler(logging.Handler):
 def on_ranks(
     handler: logging.Handler, ranks: Sequence[int] | None = None, stream: str | None = None
 ) -> logging.Handler:
-    """Let a handler see some ranks, or one stream, only.
+    """Restrict a handler to the lines of some ranks or of one stream.
 
     Args:
         handler: any handler of ``logging``; a filter is added to it.
@@ -104,7 +104,7 @@ def log_folder(asked: str | Path | None) -> Path | None:
         asked: the launcher's ``log_dir``.
 
     Raises:
-        OSError: the folder that was asked for cannot be made.
+        OSError: the folder cannot be made.
     """
     if asked is None or asked == "none":
         return None
@@ -116,9 +116,9 @@ def log_folder(asked: str | Path | None) -> Path | None:
 
 
 class _File:
-    """A file that is made, and its folder with it, when there is a first line; only the user can read it.
+    """A file that is made, with its folder, for the first line; only the user can read it.
 
-    That it cannot be written, since the disk is full say, is told once, and is no reason to end the work.
+    If it cannot be written, as on a full disk, there is one warning, and the work goes on.
     """
 
     def __init__(self, path: Path) -> None:
@@ -158,12 +158,13 @@ class _File:
 
 
 class WorkerLogs:
-    """Where the lines of one launch go.
+    """Takes the lines of one launch, and passes them to handlers and files.
 
     Args:
-        handlers: each gets a record a line, with the attributes ``rank``, ``local_rank``, ``host`` and ``stream``.
-        folder: of the files ``rank<n>.log``, which grow if they are there already; ``None`` means no files.
-        ranks: the ranks there are.
+        handlers: each gets a record for each line, with the attributes ``rank``, ``local_rank``, ``host`` and
+            ``stream``.
+        folder: the folder of the files ``rank<n>.log``, to which lines are appended; ``None`` means no files.
+        ranks: all ranks.
     """
 
     def __init__(self, handlers: Sequence[logging.Handler], folder: Path | None, ranks: range) -> None:
@@ -176,7 +177,7 @@ class WorkerLogs:
             self._files = {rank: _File(folder / f"rank{rank}.log") for rank in ranks}
 
     def write(self, line: str, rank: int, local_rank: int, host: str, stream: str) -> None:
-        """Hand on one line."""
+        """Pass one line on."""
         self._tails[rank].append(line)
         if rank in self._files:
             self._files[rank].write(line)
@@ -193,7 +194,7 @@ class WorkerLogs:
         return tuple(self._tails[rank])
 
     def forget_tails(self) -> None:
-        """The workers are about to be started again."""
+        """Forget the last lines, since the workers are about to be started again."""
         for tail in self._tails.values():
             tail.clear()
 
@@ -204,7 +205,7 @@ class WorkerLogs:
 
 
 class LineSplitter:
-    """Bytes that one worker, and whatever it starts, have written into one stream → lines.
+    """Bytes that a worker and its child processes have written into one stream → lines.
 
     A progress bar's carriage return ends a line, too.
 
@@ -212,7 +213,7 @@ class LineSplitter:
         logs: takes the lines.
         rank: the worker's.
         local_rank: its rank on its host.
-        host: the name of that.
+        host: the name of its host.
         stream: ``"stdout"`` or ``"stderr"``.
     """
 
@@ -223,7 +224,7 @@ class LineSplitter:
         self._part = ""
 
     def feed(self, data: bytes) -> None:
-        """Hand on the lines that are complete with these bytes."""
+        """Pass on the lines that are complete with these bytes."""
         *lines, self._part = (self._part + self._decoder.decode(data)).split("\n")
         if len(self._part) > LONGEST_LINE:
             lines.append(self._part)
@@ -232,7 +233,7 @@ class LineSplitter:
             self._logs.write(line, *self._place)
 
     def finish(self) -> None:
-        """Hand on an unfinished line, if there is one."""
+        """Pass on an unfinished line, if there is one."""
         part, self._part = self._part + self._decoder.decode(b"", final=True), ""
         if part:
             self._logs.write(part.removesuffix("\n"), *self._place)

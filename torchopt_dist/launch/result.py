@@ -1,4 +1,4 @@
-"""What every worker returned → it, by rank, or by host and local rank."""
+"""The values of all workers → a value by rank, or by host and local rank."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class LaunchResult(Generic[T]):
-    """What the function returned on every worker.
+    """The values that the function returned on the workers.
 
     Attributes:
-        results: host → the values of its workers, by local rank. Hosts are in the order of ``hosts``; where one is
-            given twice, the second is called ``"<name>#2"``. The value of a worker that was lost
-            (``on_loss="continue"``) is the error that tells how.
-        lost: the ranks of such workers → these errors.
-        replaced: the ranks that were given to new processes (``on_loss="replace"``) → how each process before was lost.
-            The value is that of the last process, or ``None`` if it came when the others were at their end.
+        results: host → the values of its workers, by local rank. Hosts are in the order of ``hosts``; the second entry
+            of the same host is called ``"<name>#2"``. The value of a worker that was lost (``on_loss="continue"``) is
+            the error that says how.
+        lost: the ranks of the workers that were lost → these errors.
+        replaced: the ranks that were given to new processes (``on_loss="replace"``) → the errors of the earlier
+            processes. The value of such a rank is that of its last process, or ``None`` if this process started when
+            the others were ending.
 
     Example:
         >>> result = LaunchResult({"localhost": ["a", "b"], "localhost#2": ["c"]})
@@ -41,7 +42,7 @@ class LaunchResult(Generic[T]):
         Raises:
             WorkerFailedError: the rank was lost, as was its host if it is an :class:`AgentFailedError`.
             IndexError: there is no such rank.
-            TypeError: ``i`` is no integer.
+            TypeError: ``i`` is not an integer.
         """
         values = [value for values in self.results.values() for value in values]
         check_integer("i", i)
