@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import replace
 
 import pytest
@@ -29,7 +30,11 @@ def function(*args, **kwargs):
 
 def call_of(*args, function=function, **kwargs):
     tasks = ((args, kwargs), ((1,), {}))
-    return Call(Payload(function, tasks, (2**62, 7), STATE, OPTIONS, (0, 5)), (1, 2**40 + 3), keep=True)
+    return Call(
+        Payload(function, tasks, (2**62, 7), STATE, OPTIONS, ticket=(0, 5), samples=19),
+        (1, 2**40 + 3),
+        keep=True,
+    )
 
 
 PLAIN = {
@@ -38,7 +43,7 @@ PLAIN = {
     "backward": Backward(
         (1, 5), (X, None), (True, False), retain_graph=True, key=(1, 6), keep=False, streamed=(0,)
     ),
-    "reply": Reply([X, (WEIGHT, None), "done"], warning="take care"),
+    "reply": Reply([X, (WEIGHT, None), "done"], warning="take care", seconds=0.25),
     "empty reply": Reply(),
 }
 SHARED = [1]
@@ -93,6 +98,16 @@ def test_a_plain_message_says_what_a_pickle_says(monkeypatch, name):
     assert [(type(x), x.requires_grad) for x in got.tensors] == [
         (type(x), x.requires_grad) for x in expected.tensors
     ]
+
+
+@pytest.mark.parametrize(
+    "content", [PLAIN["tensors"], PLAIN["tensors"].payload, PLAIN["backward"], PLAIN["reply"]]
+)
+def test_these_messages_show_each_field(content):
+    """A field that is new, and has its default here, could be left out and nobody would see."""
+    for each in dataclasses.fields(content):
+        default = each.default if each.default_factory is dataclasses.MISSING else each.default_factory()
+        assert each.name == "exception" or getattr(content, each.name) != default, each.name
 
 
 @pytest.mark.parametrize("name", OTHERS)

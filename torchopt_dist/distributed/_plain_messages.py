@@ -60,7 +60,8 @@ def plain_skeleton(content: object, tensors: Tensors, main_by_name: bool) -> byt
             graph, grads, *rest = vars(content).values()
             fields = _BACKWARD, graph, [_plain(grad, tensors) for grad in grads], *rest
         elif isinstance(content, Reply) and content.exception is None:
-            fields = _REPLY, [_plain(value, tensors) for value in content.values], content.warning
+            values, *rest = vars(content).values()
+            fields = _REPLY, [_plain(value, tensors) for value in values], *rest
         else:
             return None
     except _NotPlainError:
@@ -77,12 +78,12 @@ def rebuilt(skeleton: bytes, tensors: Sequence[torch.Tensor]) -> Call | Backward
     """The inverse of :func:`plain_skeleton`, with these tensors."""
     kind, *fields = pickle.loads(memoryview(skeleton)[1:])
     if kind == _REPLY:
-        values, warning = fields
-        return Reply([_whole(value, tensors) for value in values], warning=warning)
+        values, *rest = fields
+        return Reply([_whole(value, tensors) for value in values], *rest)
     if kind == _BACKWARD:
         graph, grads, *rest = fields
         return Backward(graph, tuple([_whole(grad, tensors) for grad in grads]), *rest)
-    common, plain, seeds, ticket, key, keep = fields
+    common, plain, seeds, more, *rest = fields
     name, state, options = _common_fields(common)
     tasks = tuple(
         [
@@ -93,24 +94,23 @@ def rebuilt(skeleton: bytes, tensors: Sequence[torch.Tensor]) -> Call | Backward
             for args, kwargs in plain
         ]
     )
-    return Call(Payload(find(*name), tasks, seeds, state, options, ticket), key, keep)
+    return Call(Payload(find(*name), tasks, seeds, state, options, *more), *rest)
 
 
 def _call_fields(call: Call, tensors: Tensors, main_by_name: bool) -> tuple[Any, ...]:
-    payload = call.payload
-    function = payload.function
+    payload, *rest = vars(call).values()
+    function, tasks, seeds, state, options, *more = vars(payload).values()
     name = name_of(function, main_by_name) if type(function) is FunctionType else None
     if name is None:
         raise _NotPlainError
-    tasks = [
+    plain = [
         (
             [_plain(value, tensors) for value in args],
             {each: _plain(value, tensors) for each, value in kwargs.items()} if kwargs else None,
         )
-        for args, kwargs in payload.tasks
+        for args, kwargs in tasks
     ]
-    common = _common(name, payload.state, payload.options)
-    return _CALL, common, tasks, payload.seeds, payload.ticket, call.key, call.keep
+    return _CALL, _common(name, state, options), plain, seeds, more, *rest
 
 
 def _plain(value: Any, tensors: Tensors) -> Any:
