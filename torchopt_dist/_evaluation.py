@@ -73,9 +73,9 @@ def evaluate(run: Callable[[], T]) -> T:
 
 
 @contextmanager
-def with_gradients() -> Iterator[None]:
-    """A context in which graphs are recorded, under ``torch.inference_mode()`` too."""
-    with torch.inference_mode(False), torch.enable_grad():
+def with_gradients(record: bool = True) -> Iterator[None]:
+    """A context in which graphs are recorded, or not, and tensors are ordinary ones under ``inference_mode()`` too."""
+    with torch.inference_mode(False), torch.set_grad_enabled(record):
         yield
 
 

@@ -12,6 +12,7 @@ from torchopt_dist.nn import (
     recover_state_dict,
     stop_gradient,
 )
+from torchopt_dist.nn._tensor_dicts import parts_and_parameters
 
 MODES = ["reference", "ref", "copy", "clone", "deepcopy"]
 
@@ -304,3 +305,34 @@ def test_an_object_that_says_how_it_is_copied_is_not_looked_through():
     net = nn.Linear(1, 1)
     net.shared = [object.__new__(Shared)]
     assert module_clone(net).shared[0] is net.shared[0]
+
+
+class Renamed(nn.Linear):
+    def named_modules(self, *args, **kwargs):
+        return ((f"{name}?", part) for name, part in super().named_modules(*args, **kwargs))
+
+
+class Chosen(nn.Linear):
+    def named_parameters(self, *args, **kwargs):
+        yield "only", self.bias
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Net,
+        lambda: nn.ModuleList([Net(), nn.Tanh(), nn.Sequential(nn.PReLU(), Renamed(1, 1))]),
+        lambda: nn.Sequential(Net(), nn.ModuleDict({"b": nn.Linear(1, 1), "a": nn.Linear(1, 1)})),
+        lambda: Chosen(1, 1),
+    ],
+)
+def test_one_walk_finds_what_torch_finds_in_its_order(make):
+    module = make()
+    if isinstance(module, nn.ModuleList):
+        module[2].add_module("none", None)
+        module[2].add_module("again", module[0].first)
+    parts, named = parts_and_parameters(module)
+    assert list(map(id, parts)) == list(map(id, module.modules()))
+    assert [(name, id(p)) for name, p in named.items()] == [
+        (name, id(p)) for name, p in dict(module.named_parameters()).items()
+    ]

@@ -11,6 +11,7 @@ import torchopt_dist as todist
 from tests.optim.programs import make
 from tests.optim.table import ROWS
 from torchopt_dist.ops import library
+from torchopt_dist.optim import _signatures as signatures
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -70,3 +71,24 @@ def test_fused_has_one_name_and_tells_the_truth(monkeypatch):
     assert w.tolist() == pytest.approx([1 - 1e-3] * 2)
     with pytest.raises(RuntimeError, match=r"`fused=True` cannot be kept: .*adam"):
         todist.Adam([w], eps_root=0.1, fused=True).step()  # torch's has no `eps_root`
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"), [((0.1,), {}), ((0.1, 0.9), {"fused": False}), ((), {"maximize": True, "lr": 0.2})]
+)
+def test_arguments_are_bound_as_inspect_binds_them(args, kwargs):
+    signature = inspect.signature(todist.MetaSGD)
+    bound = signature.bind(None, *args, **kwargs)
+    bound.apply_defaults()
+    expected = dict(list(bound.arguments.items())[1:])
+    found = signatures.bind(todist.MetaSGD, signature, None, args, kwargs)
+    assert list(found.items()) == list(expected.items())
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [((), {}), ((0.1, 0.9, 0.0, 0.0, False, True), {}), ((0.1,), {"lr": 0.1}), ((0.1,), {"rate": 1.0})],
+)
+def test_arguments_that_inspect_refuses_are_refused(args, kwargs):
+    with pytest.raises(TypeError, match=r"MetaSGD: .*argument"):
+        signatures.bind(todist.MetaSGD, inspect.signature(todist.MetaSGD), None, args, kwargs)

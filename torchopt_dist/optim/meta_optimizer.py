@@ -121,7 +121,7 @@ class MetaOptimizer:
                 f"`module` must be a torch.nn.Module, got {type(module).__name__}: "
                 "give the module itself, not its parameters"
             )
-        params: dict[str, Tensor] = dict(module.named_parameters())
+        _, params = _tensor_dicts.parts_and_parameters(module)
         if not params:
             raise ValueError(f"`module` must have parameters, got {type(module).__name__} with none")
         known = {id(parameter) for other in self.modules for parameter in other.parameters()}
@@ -178,24 +178,22 @@ class MetaOptimizer:
                 loss = loss()
         else:
             need_gradients()
-        groups = [dict(module.named_parameters()) for module in self.modules]
+        parts, groups = zip(*map(_tensor_dicts.parts_and_parameters, self.modules), strict=True)
         leaves = [p for params in groups for p in params.values()]
         create_graph = recorded and not first_order
-        parts = [list(module.modules()) for module in self.modules]
+        usual = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         recording = refuse_recomputation(chain(*parts)) if create_graph else nullcontext()
-        with with_gradients(), recording:
-            grads = gradients(loss, leaves, create_graph=create_graph, retain_graph=True)
-        rest = iter(grads)
-        with torch.inference_mode(False), torch.set_grad_enabled(recorded):
+        with nullcontext() if usual else with_gradients(), recording:
+            rest = iter(gradients(loss, leaves, create_graph=create_graph, retain_graph=True))
+        with nullcontext() if usual and recorded else with_gradients(recorded):
             for index, params in enumerate(groups):
-                own = {name: next(rest) for name in params}
+                own = dict(zip(params, rest, strict=False))
                 moved, state = self._move(self._impls[index], params, own, self._state_for(index, params))
                 if not recorded:
                     moved = {name: p if p is params[name] else leaf(p) for name, p in moved.items()}
                     state = pytree.map_tensors(torch.detach, state)
                 self._states[index] = state
-                new = {id(old): moved[name] for name, old in params.items()}
-                _tensor_dicts.replace(parts[index], new)
+                _tensor_dicts.replace(parts[index], {id(old): moved[name] for name, old in params.items()})
 
     def run(
         self,

@@ -64,7 +64,7 @@ def explain(loss: Tensor, grads: Sequence[OptionalTensor], leaves: Sequence[Tens
         grads: its gradients, with a graph.
         leaves: what the loss was differentiated with respect to; the graph behind them is not looked at.
     """
-    if any(node.name().startswith(_KERNELS) for node in _nodes([loss], leaves)):
+    if any(kind.__name__.startswith(_KERNELS) for kind in {*map(type, _nodes([loss], leaves))}):
         for node in _nodes([grad for grad in grads if grad is not None], leaves):
             if node.name().endswith("NotImplemented"):
                 node.register_prehook(_refuse)
@@ -81,14 +81,13 @@ def _refuse(grad_outputs: tuple[OptionalTensor, ...]) -> None:
 
 def _nodes(ends: Sequence[Tensor], begins: Sequence[Tensor]) -> list[Any]:
     """The nodes of the graph between tensors."""
-    seen: set[Any] = {tensor.grad_fn for tensor in begins}
+    seen: set[Any] = {None, *[tensor.grad_fn for tensor in begins]}
     found: list[Any] = []
     waiting: list[Any] = [tensor.grad_fn for tensor in ends]
     while waiting and len(found) < _NODES:
         node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        found.append(node)
-        waiting.extend(following for following, _ in node.next_functions)
+        if node not in seen:
+            seen.add(node)
+            found.append(node)
+            waiting += [following for following, _ in node.next_functions if following not in seen]
     return found

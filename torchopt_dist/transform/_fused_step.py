@@ -63,6 +63,8 @@ class FusedStep:
     """The steps stand for this link of the chain and all after it; the links before it run first, as they are."""
     of_gradients_alone: bool = False
     """What is added to the parameters is known to depend on nothing but gradients, the state and numbers."""
+    gradient_factor: float | None = None
+    """So many times the gradient is added to a parameter, and that is all; ``None`` where more is done."""
 
     def after(self, links: int) -> FusedStep:
         """The same steps, behind so many links more."""
@@ -85,7 +87,7 @@ class FusedStep:
                 kept = {key: value for key, value in options.items() if key != "lr"}
                 made[name] = partial(step.func, *rest, schedule, {**kept, **number})
         alone = self.of_gradients_alone and schedule is None
-        return replace(self, of_gradients_alone=alone, **made)
+        return replace(self, of_gradients_alone=alone, gradient_factor=None, **made)
 
 
 def fused_step(
@@ -201,7 +203,7 @@ def _differentiable_step(
     }
     before = [pick(column, places) for column in (leaves, *fields.values())]
     given = [pick(grad_leaves, places), *before]
-    some_are_complex = any(x.is_complex() for x in before[0])
+    some_are_complex = any(map(Tensor.is_complex, before[0]))
     if some_are_complex:
         given = [as_real(column) for column in given]
     real_grads, real_params, *old = given
@@ -213,6 +215,8 @@ def _differentiable_step(
         pytree.unflatten(spec, put(column, places, new))
         for column, new in zip((leaves, *fields.values()), made, strict=True)
     )
+    if not fields:
+        return moved, state
     changed = dict(zip(fields, after, strict=True))
     return moved, tuple(
         type(own)(*(changed.get((link, name), field) for name, field in zip(own._fields, own, strict=True)))

@@ -78,21 +78,20 @@ def gradients(
 def _outside_of_transforms(
     loss: Tensor, leaves: Sequence[OptionalTensor], create_graph: bool, retain_graph: bool | None
 ) -> list[OptionalTensor]:
-    wanted = {place: leaf for place, leaf in enumerate(leaves) if leaf is not None and leaf.requires_grad}
-    own = list(wanted.values())
+    own = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
     found: Sequence[OptionalTensor] = ()
     if loss.requires_grad and own:
         found = torch.autograd.grad(
             loss, own, create_graph=create_graph, retain_graph=retain_graph, allow_unused=True
         )
-    out: list[OptionalTensor] = [None] * len(leaves)
-    for place, grad in zip(wanted, found, strict=False):
-        out[place] = grad
-    if all(grad is None for grad in out):
-        raise ValueError(_nothing_found(len(leaves), len(wanted)))
+    if all(grad is None for grad in found):
+        raise ValueError(_nothing_found(len(leaves), len(own)))
     if create_graph:
         _attention.explain(loss, found, own)
-    return out
+    if len(own) == len(leaves):
+        return list(found)
+    rest = iter(found)
+    return [next(rest) if leaf is not None and leaf.requires_grad else None for leaf in leaves]
 
 
 def _nothing_found(count: int, wanted: int) -> str:

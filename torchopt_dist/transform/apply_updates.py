@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torchopt_dist import pytree
 from torchopt_dist.ops import _foreach as foreach
-from torchopt_dist.ops._columns import pick, present, put
+from torchopt_dist.ops._columns import PLAIN, pick, present, put
 from torchopt_dist.transform._pulled_step import PulledStep, StepBars
 from torchopt_dist.transform.base import ChainedGradientTransformation, GradientTransformation
 from torchopt_dist.transform.scale import learning_rate_of
@@ -105,9 +105,18 @@ def differentiable_step(
     impl: GradientTransformation, params: Params, grads: Updates, state: OptState
 ) -> tuple[Params, OptState]:
     """Gradients → new parameters, connected to the graph, and the next state."""
-    if isinstance(impl, ChainedGradientTransformation) and impl.fused_step.differentiable is not None:
-        updates, before, rest = _before_fused_step(impl, params, grads, state, inplace=False)
-        made = impl.fused_step.differentiable(params, updates, rest)
+    fused_step = impl.fused_step if isinstance(impl, ChainedGradientTransformation) else None
+    if fused_step is not None and fused_step.differentiable is not None:
+        assert isinstance(impl, ChainedGradientTransformation)
+        updates, before, rest = grads, (), state
+        if fused_step.first_link:
+            updates, before, rest = _before_fused_step(impl, params, grads, state, inplace=False)
+        added = None
+        if fused_step.gradient_factor is not None:
+            added = _with_gradients_added(params, updates, fused_step.gradient_factor)
+        if added is not None:
+            return added, (*before, *rest)
+        made = fused_step.differentiable(params, updates, rest)
         if made is not None:
             return made[0], (*before, *made[1])
         links = ChainedGradientTransformation(*impl.transformations[len(before) :])
@@ -115,6 +124,21 @@ def differentiable_step(
         return apply_updates(params, updates, inplace=False), (*before, *rest)
     updates, state = impl.update(grads, state, params=params, inplace=False)
     return apply_updates(params, updates, inplace=False), state
+
+
+def _with_gradients_added(params: Params, grads: Updates, factor: float) -> dict[str, Tensor] | None:
+    """Parameters plus ``factor`` times gradients in a flat dict, by one call of torch; ``None`` for other arguments.
+
+    Beside a small module's backward the time of this is that of looking at the arguments.
+    """
+    if type(params) is not dict or type(grads) is not dict or params.keys() != grads.keys():
+        return None
+    names = [name for name, grad in grads.items() if grad is not None]
+    old, step = [params[name] for name in names], [grads[name] for name in names]
+    plain = PLAIN.issuperset(map(type, [*old, *step])) and not any(map(Tensor.is_complex, old))
+    if not plain or foreach.runs_in_a_loop(old) or [p.shape for p in old] != [g.shape for g in step]:
+        return None
+    return {**params, **dict(zip(names, foreach.add(old, step, factor), strict=True))}
 
 
 def step_pulled_back(
