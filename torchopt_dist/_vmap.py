@@ -49,7 +49,9 @@ class Values(NamedTuple):
     def tensor(self, values: Tensor | None = None) -> Tensor:
         """The tensor that has these values, or others of their shape."""
         made = self.values if values is None else values
-        for (level, _), dim in zip(vmaps() if self.dims else (), self.dims, strict=True):
+        if not self.dims:
+            return made
+        for (level, _), dim in zip(vmaps(), self.dims, strict=True):
             if dim is not None:
                 made = batched(made, dim, level)
         return made

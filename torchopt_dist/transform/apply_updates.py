@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -126,11 +127,14 @@ def differentiable_step(
     return apply_updates(params, updates, inplace=False), state
 
 
-def _with_gradients_added(params: Params, grads: Updates, factor: float) -> dict[str, Tensor] | None:
-    """Parameters plus ``factor`` times gradients in a flat dict, by one call of torch; ``None`` for other arguments.
+def _with_gradients_added(params: Params, grads: Updates, factor: float) -> Params | None:
+    """Parameters plus ``factor`` times gradients, tensors or flat dicts, by one call of torch; ``None`` for others.
 
     Beside a small module's backward the time of this is that of looking at the arguments.
     """
+    if isinstance(params, Tensor) and isinstance(grads, Tensor):
+        moved = _with_gradients_added({"": params}, {"": grads}, factor)
+        return None if moved is None else cast("dict[str, Tensor]", moved)[""]
     if type(params) is not dict or type(grads) is not dict or params.keys() != grads.keys():
         return None
     names = [name for name, grad in grads.items() if grad is not None]

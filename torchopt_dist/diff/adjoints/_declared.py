@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from torchopt_dist import pytree
 from torchopt_dist._torch_private import is_functorch_tensor, sequence_number, transforms_are_active
+from torchopt_dist.transform.base import ChainedGradientTransformation
 
 __all__ = [
     "depends_on_others",
@@ -61,6 +62,10 @@ def tensors_of_meta(meta: Any) -> list[Tensor]:
 
 def tensors_within(thing: Any) -> list[Tensor]:
     """The tensors that functions of an optimizer were made with: its hyper-parameters."""
+    if isinstance(thing, ChainedGradientTransformation):
+        whole = thing.fused_step
+        if whole.of_gradients_alone and whole.first_link == 0:
+            return []  # all are numbers
     found: list[Tensor] = []
     visited: set[int] = set()
     waiting = [thing]
@@ -139,15 +144,17 @@ def depends_on_others(output: Tensor, inputs: Iterable[Tensor], since: int) -> b
         since: the number of the node that was made next then.
     """
     known = {id(tensor) for tensor in inputs}
-    visited: set[Any] = set()
-    waiting = [output.grad_fn]
+    visited: set[Any] = {None}
+    waiting: list[Any] = [output.grad_fn]
     while waiting:
         node = waiting.pop()
-        if node is None or node in visited:
+        if node in visited:
             continue
         visited.add(node)
-        leaf = leaf_of(node)
-        if sequence_number(node) < since or (leaf is not None and id(leaf) not in known):
+        if sequence_number(node) < since:
             return True
-        waiting += [following for following, _ in node.next_functions]
+        if following := node.next_functions:
+            waiting += [other for other, _ in following]
+        elif (leaf := leaf_of(node)) is not None and id(leaf) not in known:
+            return True
     return output.grad_fn is None and output.requires_grad and id(output) not in known

@@ -22,9 +22,12 @@ from torchopt_dist.diff.adjoints._randomness import kept_generators
 from torchopt_dist.diff.adjoints._second_order import without_second_order
 from torchopt_dist.diff.adjoints._tasks import Tasks
 from torchopt_dist.diff.adjoints._undeclared import watched, watched_as_it_is
+from torchopt_dist.transform.base import ChainedGradientTransformation
 from torchopt_dist.typing import OptionalTensor
 
 __all__ = ["run_with_differences"]
+
+_WIDE = frozenset({torch.float32, torch.float64})
 
 
 def run_with_differences(loop: Loop, radius: float, what: str, tasks: Tasks, *, at_the_end: bool) -> Outcome:
@@ -81,10 +84,19 @@ def run_with_differences(loop: Loop, radius: float, what: str, tasks: Tasks, *, 
         between.carry = Carry([leaf.detach() for leaf in between.carry.params], (), between.carry.buffers)
         return moved
 
-    outcome = loop.run(step, loop.own(loop.first))
+    reads_once = at_the_end and loop.steps == 1 and _only_adds_gradients(loop)
+    outcome = loop.run(step, loop.cut(loop.first) if reads_once else loop.own(loop.first))
     if 0 < len(outcome.losses) < loop.steps:  # `stop` has said so after the step
         return outcome._replace(carry=connected(*last[0]))
     return outcome
+
+
+def _only_adds_gradients(loop: Loop) -> bool:
+    """Whether a step adds a multiple of the gradient to the parameters, and its graph needs their values no more."""
+    if not isinstance(loop.optimizer, ChainedGradientTransformation):
+        return False
+    whole = loop.optimizer.fused_step
+    return whole.first_link == 0 and whole.gradient_factor is not None
 
 
 @dataclass
@@ -113,7 +125,7 @@ class _Between:
     ) -> list[OptionalTensor]:
         """The derivative, along directions, of the loss's gradients with respect to tensors that are declared."""
         (length,) = self.tasks.again(lambda: [_norm(self._directions(directions))])
-        distance = self.radius / torch.where(length > 0, length, 1.0)
+        distance = self._distance(length, directions)
         weight = length / (2 * self.radius)
         wanted = [tensor for tensor in given if tensor.requires_grad]
         with kept_generators(), self.autocast.again():
@@ -123,13 +135,20 @@ class _Between:
         found = iter([None if a is None or b is None else a - b for a, b in zip(ahead, behind, strict=True)])
         return [next(found) if tensor.requires_grad else None for tensor in given]
 
+    def _distance(self, length: Tensor, directions: Sequence[Tensor]) -> Tensor | float:
+        """The factor of the directions; a number where that gives the same products and can be looked at."""
+        if not self.tasks.levels and length.is_cpu and _WIDE.issuperset([v.dtype for v in directions]):
+            norm = length.item()
+            return self.radius / (norm if norm > 0 else 1.0)
+        return self.radius / torch.where(length > 0, length, 1.0)
+
     def _directions(self, values: Sequence[Tensor]) -> list[Tensor]:
         return [one.tensor(direction) for one, direction in zip(self.grads, values, strict=True)]
 
     def _side(
         self,
         directions: Sequence[Tensor],
-        distance: Tensor,
+        distance: Tensor | float,
         weight: Tensor,
         given: Sequence[Tensor],
         wanted: list[Tensor],
@@ -138,7 +157,7 @@ class _Between:
         """The gradient at a distance from the point, times a weight for each task."""
 
         def evaluate() -> list[Tensor]:
-            apart = self.tasks.stacked(distance).tensor()
+            apart = self.tasks.stacked(distance).tensor() if isinstance(distance, Tensor) else distance
             return [self._loss(self._directions(directions), apart, given, loop)]
 
         with torch.enable_grad():
@@ -148,14 +167,14 @@ class _Between:
         return torch.autograd.grad(loss, wanted, weight.to(loss), allow_unused=True)
 
     def _loss(
-        self, directions: Sequence[Tensor], distance: Tensor, given: Sequence[Tensor], loop: Loop
+        self, directions: Sequence[Tensor], distance: Tensor | float, given: Sequence[Tensor], loop: Loop
     ) -> Tensor:
         if loop.others is not None:
             others = tuple(one.tensor(values) for one, values in zip(self.declared, given, strict=True))
             loop = replace(loop, others=others)
         params = list(self.carry.params)
         for place, v in zip(self.places, directions, strict=True):
-            params[place] = params[place] + distance.to(v) * v
+            params[place] = params[place] + (distance.to(v) if isinstance(distance, Tensor) else distance) * v
         if not self.tasks.levels:
             for place in loop.model.moved_places:
                 params[place] = params[place].detach().requires_grad_()

@@ -7,7 +7,7 @@ can be run again: random numbers come from a seed a step, and the buffers of a m
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
@@ -42,6 +42,7 @@ from torchopt_dist.typing import OptionalTensor
 __all__ = ["Batches", "Carry", "Evaluation", "Loop", "Outcome", "StepFn", "StopFn"]
 
 _substituting: ContextVar[bool] = ContextVar("substituting", default=False)
+_AS_IT_IS = nullcontext()
 _HERE = object()
 """Stands where a tensor is to be put back."""
 
@@ -106,15 +107,15 @@ class Loop:
         """The same loop, which ends only where it is told to."""
         return replace(self, stop=None)
 
-    @contextmanager
-    def substituted(self) -> Iterator[None]:
+    def substituted(self) -> AbstractContextManager[None]:
         """A context in which ``others`` stand in the places of ``declared``."""
-        if self.others is None:
-            yield
-            return
+        return _AS_IT_IS if self.others is None else self._substituted(self.others)
+
+    @contextmanager
+    def _substituted(self, others: tuple[Tensor, ...]) -> Iterator[None]:
         before = _substituting.set(True)
         try:
-            with Substitute(self.declared, self.others):
+            with Substitute(self.declared, others):
                 yield
         finally:
             _substituting.reset(before)
@@ -263,7 +264,8 @@ class Loop:
         look([loss], wanted, after)
         found: Sequence[OptionalTensor] = [None] * len(wanted)
         if loss.requires_grad:
-            found = torch.autograd.grad(loss, wanted, torch.ones_like(loss), allow_unused=True)
+            ones = None if loss.numel() == 1 and loss.is_floating_point() else torch.ones_like(loss)
+            found = torch.autograd.grad(loss, wanted, ones, allow_unused=True)
         return Evaluation(loss, aux, list(found), after)
 
     def evaluate(

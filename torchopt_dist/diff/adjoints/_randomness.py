@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 
-from torchopt_dist._torch_private import outside_of_transforms
+from torchopt_dist._torch_private import outside_of_transforms, transforms_are_active
 
 __all__ = ["draw_seed", "generators", "kept_generators", "seed_step"]
 
 
 def draw_seed() -> int:
     """A number from the caller's generator, from which the seeds of the steps are derived."""
-    with outside_of_transforms():  # `vmap` refuses random numbers
+    # `vmap` refuses random numbers.
+    with outside_of_transforms() if transforms_are_active() else nullcontext():
         return int(torch.randint(2**62, ()).item())
 
 
