@@ -6,6 +6,7 @@ import inspect
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
 import torchopt_dist as todist
@@ -51,6 +52,20 @@ def test_every_number_may_be_a_tensor_but_those_that_are_named() -> None:
             if is_number and name not in row.tensors:
                 numbers |= {(name, row.function.__name__)}
     assert numbers == set(re.findall(r"`(\w+)` of `(\w+)`", excepted))
+
+
+@pytest.mark.parametrize(
+    ("word", "page"),
+    [("Checkpoint", "checkpoints"), ("Freeze", "per_layer"), ("GPU", "gpus"), ("SLURM", "slurm")],
+)
+def test_a_word_that_is_searched_for_is_in_the_heading_of_one_page(word: str, page: str) -> None:
+    headings = {
+        path.stem: re.findall(r"^##? (.*)", path.read_text("utf-8"), re.M)
+        for path in DOCS.glob("*.md")
+        if path.stem != "api"
+    }
+    assert page in {name for name, texts in headings.items() if any(word in text for text in texts)}
+    assert {name for name, texts in headings.items() if texts and word in texts[0]} <= {page}
 
 
 def test_each_page_is_linked_from_the_readme_and_the_index() -> None:
