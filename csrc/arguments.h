@@ -22,9 +22,12 @@ namespace todist {
 enum class Role {
   kNew,      // is made here and returned
   kUpdated,  // is read and overwritten
+  kWritten,  // is overwritten, whatever is in it
   kRead,
   kOptional,  // is read; zeros if the list is empty
 };
+
+constexpr bool overwrites(Role role) { return role == Role::kUpdated || role == Role::kWritten; }
 
 struct Argument {
   const char* name;
@@ -55,7 +58,7 @@ constexpr size_t new_count() {
 
 template <class Op, size_t K, class T>
 C10_HOST_DEVICE inline arithmetic_t<T> load(const T* from) {
-  if constexpr (Op::kArguments[K].role == Role::kNew) {
+  if constexpr (Op::kArguments[K].role == Role::kNew || Op::kArguments[K].role == Role::kWritten) {
     return 0;
   } else {
     return static_cast<arithmetic_t<T>>(*from);
@@ -64,7 +67,7 @@ C10_HOST_DEVICE inline arithmetic_t<T> load(const T* from) {
 
 template <class Op, size_t K, class T>
 C10_HOST_DEVICE inline void store(T* to, arithmetic_t<T> value) {
-  if constexpr (Op::kArguments[K].role == Role::kNew || Op::kArguments[K].role == Role::kUpdated) {
+  if constexpr (Op::kArguments[K].role == Role::kNew || overwrites(Op::kArguments[K].role)) {
     *to = static_cast<T>(value);
   }
 }
@@ -100,7 +103,7 @@ Views<Op> views_of(const Lists<Op>& lists, size_t i, CheckDevice check_device) {
     if (lists[k - kNew]->empty()) {
       continue;
     }
-    const bool written = Op::kArguments[k].role == Role::kUpdated;
+    const bool written = overwrites(Op::kArguments[k].role);
     const View& view = views[k].emplace((*lists[k - kNew])[i], written ? Access::kWrite : Access::kRead);
     check_device(Op::kName, name(k), view, name(kNew), *views[kNew]);
     check_alike(Op::kName, name(k), view, name(kNew), *views[kNew]);

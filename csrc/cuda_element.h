@@ -34,7 +34,7 @@ __device__ __forceinline__ void read(Pack<T, kWidth>& pack, const T* from) {
         pack.values[i] = static_cast<T>(0.f);
       }
     }
-  } else if constexpr (kRole != Role::kNew) {
+  } else if constexpr (kRole != Role::kNew && kRole != Role::kWritten) {
     pack = *reinterpret_cast<const Pack<T, kWidth>*>(from);
   }
 }
@@ -42,7 +42,7 @@ __device__ __forceinline__ void read(Pack<T, kWidth>& pack, const T* from) {
 template <class Op, size_t K, class T, int kWidth>
 __device__ __forceinline__ void write(const Pack<T, kWidth>& pack, T* to) {
   constexpr Role kRole = Op::kArguments[K].role;
-  if constexpr (kRole == Role::kNew || kRole == Role::kUpdated) {
+  if constexpr (kRole == Role::kNew || overwrites(kRole)) {
     *reinterpret_cast<Pack<T, kWidth>*>(to) = pack;
   }
 }
