@@ -587,7 +587,7 @@ def test_a_function_with_a_loop_in_it_compiles():
 
 
 class _Operations(TorchDispatchMode):
-    """The names of the operations on large tensors."""
+    """The names of the operations that make large tensors, and of our own."""
 
     def __init__(self):
         super().__init__()
@@ -596,7 +596,7 @@ class _Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         made = func(*args, **(kwargs or {}))
         flat = todist.pytree.flatten(made)[0]
-        if any(isinstance(x, Tensor) and x.numel() >= 100 for x in flat):
+        if func.namespace == "todist" or any(isinstance(x, Tensor) and x.numel() >= 100 for x in flat):
             self.names.append(func.name())
         return made
 
@@ -629,10 +629,49 @@ def test_backward_of_an_update_is_the_kernel_of_its_derivative(make):
     with _Operations() as done:
         torch.autograd.grad(result.params.sum(), (p, lr))
     ops = [name for name in done.names if name.startswith(("todist::", "aten::_foreach"))]
-    assert ops.count("todist::adam_backward") == 1
-    assert len(ops) == (
-        2 if make is todist.adam else 3
-    )  # the directions, and what decays, for the learning rate
+    assert ops == ["todist::adam_backward_"]
+
+
+class _Sum(torch.autograd.Function):
+    """The sum of products; a gradient of its gradient is the very tensor that it is given."""
+
+    @staticmethod
+    def forward(ctx, one, other):
+        ctx.save_for_backward(one, other)
+        return (one * other).sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        one, other = ctx.saved_tensors
+        return other.view_as(other), one.view_as(one)
+
+
+@pytest.mark.parametrize("make", [todist.adam, todist.adamw])
+def test_what_a_backward_overwrites_is_its_own(make):
+    """Not the gradients that it was given, what a second one needs, or what the first one has found."""
+    torch.manual_seed(0)
+    p, weights = (torch.randn(20, dtype=D, requires_grad=True) for _ in range(2))
+    lr = torch.tensor(0.1, dtype=D, requires_grad=True)
+    given = torch.randn(20, dtype=D)
+
+    def gradients(adjoint):
+        optimizer = make(lr=lr)
+        result = todist.inner_loop(
+            lambda p: _Sum.apply(weights, p) + (p**4).sum(), optimizer, p, 7, meta=weights, adjoint=adjoint
+        )
+        outputs = (result.params, *todist.pytree.flatten(result.state)[0][:2])
+        before = given.clone()
+        found = [
+            torch.autograd.grad(outputs, (p, weights, lr), [given] * 3, retain_graph=keep)
+            for keep in (True, False)
+        ]
+        assert torch.equal(given, before)
+        return found
+
+    (expected, _again) = gradients(todist.Recorded())
+    for settings in ({"snapshots": 2}, {"snapshots": "all"}):
+        for found in gradients(todist.Replayed(**settings)):
+            agree((found, expected))
 
 
 def test_parameters_that_are_overwritten_before_backward_are_an_error():

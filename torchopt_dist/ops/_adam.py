@@ -33,7 +33,7 @@ from torchopt_dist.ops._columns import (
 )
 from torchopt_dist.ops._foreach import Factor, Factors
 
-__all__ = ["adam", "adam_"]
+__all__ = ["adam", "adam_", "corrections_of"]
 
 
 def adam(
@@ -200,12 +200,12 @@ class _Adam(node.Step):
 
     def _arguments(self, count: int) -> tuple[Any, ...]:
         """The numbers that the kernels take."""
-        corrections = _corrections(self.bias_correction1, self.bias_correction2, count)
+        corrections = corrections_of(self.bias_correction1, self.bias_correction2, count)
         factors = (self.direction_factor, self.param_factor)
         return corrections, *factors, *self._numbers(), self.weight_decay, self.maximize
 
 
-def _corrections(bias_correction1: Factors, bias_correction2: Factors, count: int) -> Tensor:
+def corrections_of(bias_correction1: Factors, bias_correction2: Factors, count: int) -> Tensor:
     """Both bias corrections of each tensor, a row for each."""
     columns = (bias_correction1, bias_correction2)
     if not any(isinstance(column, list) for column in columns):

@@ -9,6 +9,7 @@ from torch import nn
 
 from torchopt_dist.ops._adam import adam as adam_op
 from torchopt_dist.ops._adam import adam_
+from torchopt_dist.ops._adam_backward import adam_backward_
 from torchopt_dist.optim._signatures import arguments_of
 from torchopt_dist.optim.meta_optimizer import MetaOptimizer
 from torchopt_dist.optim.optimizer import Optimizer
@@ -86,7 +87,9 @@ def adam(
         *penalized(weight_decay, maximize),
         scale_by_adam(b1, b2, eps, eps_root, moment_requires_grad, amsgrad=amsgrad, fused=fused),
         scale_by_learning_rate(lr),
-        fused_step=None if amsgrad else fused_step(adam_, adam_op, ScaleByAdamState, **options),
+        fused_step=None
+        if amsgrad
+        else fused_step(adam_, adam_op, ScaleByAdamState, backward_in_place=adam_backward_, **options),
     )
 
 

@@ -15,7 +15,7 @@ from torchopt_dist.ops._columns import as_complex, as_real, pick, present, put
 from torchopt_dist.ops._foreach import runs_in_a_loop
 from torchopt_dist.transform._hyperparameters import is_number
 from torchopt_dist.transform._pulled_step import PulledFn, leaves_of, pulled_step
-from torchopt_dist.typing import OptState, Params, ScalarOrSchedule, Schedule, Updates
+from torchopt_dist.typing import OptionalTensor, OptState, Params, ScalarOrSchedule, Schedule, Updates
 
 __all__ = ["FusedStep", "fused_step"]
 
@@ -61,6 +61,8 @@ class FusedStep:
     """The derivative of the differentiable step, by itself."""
     first_link: int = 0
     """The steps stand for this link of the chain and all after it; the links before it run first, as they are."""
+    pulls_in_place: bool = False
+    """The derivative may overwrite what it is given."""
     of_gradients_alone: bool = False
     """What is added to the parameters is known to depend on nothing but gradients, the state and numbers."""
     gradient_factor: float | None = None
@@ -94,6 +96,7 @@ def fused_step(
     in_place: Callable[..., None] | None,
     differentiable: Callable[..., tuple[list[Any], ...]] | None,
     *state_types: type[Any] | None,
+    backward_in_place: Callable[..., OptionalTensor] | None = None,
     **options: Any,
 ) -> FusedStep | None:
     """Make the whole steps of a chain from two ops.
@@ -105,6 +108,9 @@ def fused_step(
             links' states by theirs where they are not ``()``, and the options; gives the moved parameters and the next
             fields, in the order of the chain. With gradients of these, but for a last field that counts steps, as
             ``bars``, it gives those of its gradients, of these fields and of the parameters.
+        backward_in_place: as ``differentiable`` with ``bars``, but it takes the gradients of its results as lists, and
+            overwrites them, and what is to be overwritten by the gradients of its gradients as ``to_grads``; with
+            ``terms``, tensors to compute in, it gives the gradient of ``lr``. ``None`` from it: nothing was done.
         state_types: the types of those links' states, ``None`` for a link left out; the other links have no state.
         options: the hyper-parameters, and whatever else both ops take; one that is ``None`` is not passed. ``lr``
             may be a schedule, if the last link is the one that it makes, or a tensor of one element on the CPU: then
@@ -125,7 +131,10 @@ def fused_step(
         None
         if differentiable is None
         else partial(_differentiable_step, differentiable, types, schedule, given),
-        None if differentiable is None else partial(pulled_step, differentiable, types, schedule, given),
+        None
+        if differentiable is None
+        else partial(pulled_step, differentiable, backward_in_place, types, schedule, given),
+        pulls_in_place=backward_in_place is not None,
         of_gradients_alone=(
             differentiable is not None and schedule is None and not given.get("weight_decay", 0.0)
         ),

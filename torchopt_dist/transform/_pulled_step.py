@@ -15,7 +15,7 @@ from torchopt_dist import pytree
 from torchopt_dist.ops._columns import pick, present, put
 from torchopt_dist.typing import OptionalTensor, OptState, Schedule
 
-__all__ = ["PulledFn", "PulledStep", "StepBars", "leaves_of", "pulled_step"]
+__all__ = ["PulledFn", "PulledStep", "Room", "StepBars", "leaves_of", "pulled_step"]
 
 
 class StepBars(NamedTuple):
@@ -35,7 +35,18 @@ class PulledStep(NamedTuple):
     grads: Sequence[OptionalTensor]
     """Of the gradients, one a leaf of the parameters."""
     lr: Tensor | None
-    """The learning rate, 0-d, if it has a graph: its gradient is not among these."""
+    """The learning rate, 0-d, if it has a graph."""
+    of_lr: OptionalTensor = None
+    """Its gradient, where the step was gone back through in place, and then only; 0 if it has no graph."""
+
+
+class Room(NamedTuple):
+    """Memory that is to be overwritten, beside the gradients of a step's results: tensors like the parameters."""
+
+    grads: Sequence[OptionalTensor]
+    """By the gradients of the gradients."""
+    terms: Sequence[OptionalTensor]
+    """By whatever the gradient of the learning rate is computed from."""
 
 
 class PulledFn(Protocol):
@@ -45,7 +56,13 @@ class PulledFn(Protocol):
     """
 
     def __call__(
-        self, params: Sequence[Any], grads: Sequence[Any], state: Any, bars: StepBars, /
+        self,
+        params: Sequence[Any],
+        grads: Sequence[Any],
+        state: Any,
+        bars: StepBars,
+        room: Room | None = None,
+        /,
     ) -> PulledStep | None:
         """Go back through one step.
 
@@ -54,6 +71,8 @@ class PulledFn(Protocol):
             grads: as many gradients; one that is ``None`` leaves its parameter and its state alone.
             state: the states of the links that the step stands for.
             bars: the gradients of its results.
+            room: if given, it and the memory of ``bars`` may be overwritten: the results are there, if there is
+                ``of_lr``.
         """
 
 
@@ -64,6 +83,7 @@ def leaves_of(field: Any) -> list[Any]:
 
 def pulled_step(
     op: Callable[..., tuple[list[Any], ...]],
+    op_in_place: Callable[..., OptionalTensor] | None,
     state_types: tuple[type[Any], ...],
     schedule: Schedule | Tensor | None,
     options: dict[str, Any],
@@ -71,6 +91,7 @@ def pulled_step(
     grads: Sequence[Any],
     state: OptState,
     bars: StepBars,
+    room: Room | None = None,
     /,
 ) -> PulledStep | None:
     """See :class:`PulledFn`; the other arguments are those of ``fused_step``."""
@@ -99,11 +120,33 @@ def pulled_step(
     ]
     to_grads: Sequence[OptionalTensor] = [None] * len(params)
     to_params, to_state = bars.params, list(bars.state)
+    with_graph = lr if isinstance(lr, Tensor) and lr.requires_grad else None
+    named = {f"{name}s": pick(field, places) for name, field in (fields | counts).items()}
+    if room is not None and op_in_place is not None and places:
+        columns = [
+            [torch.zeros_like(params[p]) if column[p] is None else column[p] for p in places]
+            for column in (bars.params, *of.values())
+        ]
+        of_lr = op_in_place(
+            *columns,
+            to_grads=pick(room.grads, places),
+            terms=None if with_graph is None else pick(room.terms, places),
+            grads=pick(grads, places),
+            params=pick(params, places),
+            **named,
+            **options,
+        )
+        if of_lr is not None:
+            for name, column in zip(fields, columns[1:], strict=True):
+                for place, bar in zip(places, column, strict=True):
+                    to_state[starts[name] + place] = bar
+            before = StepBars(put(to_params, places, columns[0]), to_state)
+            return PulledStep(before, put(to_grads, places, pick(room.grads, places)), with_graph, of_lr)
     if places:
         found, *of_fields, moved = op(
             pick(grads, places),
             params=pick(params, places),
-            **{f"{name}s": pick(field, places) for name, field in (fields | counts).items()},
+            **named,
             **options,
             bars=[[column[place] for place in places] for column in (bars.params, *of.values())],
         )
@@ -111,7 +154,6 @@ def pulled_step(
         for name, new in zip(fields, of_fields, strict=True):
             for place, bar in zip(places, new, strict=True):
                 to_state[starts[name] + place] = bar
-    with_graph = lr if isinstance(lr, Tensor) and lr.requires_grad else None
     return PulledStep(StepBars(to_params, to_state), to_grads, with_graph)
 
 

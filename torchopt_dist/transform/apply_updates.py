@@ -11,7 +11,7 @@ from torch import Tensor
 from torchopt_dist import pytree
 from torchopt_dist.ops import _foreach as foreach
 from torchopt_dist.ops._columns import PLAIN, pick, present, put
-from torchopt_dist.transform._pulled_step import PulledStep, StepBars
+from torchopt_dist.transform._pulled_step import PulledStep, Room, StepBars
 from torchopt_dist.transform.base import ChainedGradientTransformation, GradientTransformation
 from torchopt_dist.transform.scale import learning_rate_of
 from torchopt_dist.typing import OptionalTensor, OptState, Params, Updates
@@ -20,6 +20,7 @@ __all__ = [
     "apply_updates",
     "differentiable_step",
     "move_",
+    "pulls_in_place",
     "step_in_place",
     "step_pulled_back",
     "training_step",
@@ -145,10 +146,28 @@ def _with_gradients_added(params: Params, grads: Updates, factor: float) -> Para
     return {**params, **dict(zip(names, foreach.add(old, step, factor), strict=True))}
 
 
+def pulls_in_place(impl: GradientTransformation) -> bool:
+    """Whether :func:`step_pulled_back` may be able to work in place."""
+    return isinstance(impl, ChainedGradientTransformation) and impl.fused_step.pulls_in_place
+
+
 def step_pulled_back(
-    impl: GradientTransformation, params: Params, grads: Updates, state: OptState, bars: StepBars
+    impl: GradientTransformation,
+    params: Params,
+    grads: Updates,
+    state: OptState,
+    bars: StepBars,
+    room: Room | None = None,
 ) -> tuple[PulledStep, Tensor | None] | None:
     """Gradients of what :func:`differentiable_step` makes → of what it is made of, without a graph.
+
+    Args:
+        impl: the transformation.
+        params: as there.
+        grads: likewise.
+        state: likewise.
+        bars: the gradients.
+        room: see :class:`~torchopt_dist.transform._pulled_step.PulledFn`.
 
     Returns:
         The gradients, and that of the learning rate, if it has a graph; ``None`` where that is not known for the chain.
@@ -160,9 +179,11 @@ def step_pulled_back(
         return None
     leaves, spec = pytree.flatten(params)
     with torch.no_grad():
-        found = pull(leaves, pytree.flatten_like(spec, grads, "updates", "params"), state, bars)
+        found = pull(leaves, pytree.flatten_like(spec, grads, "updates", "params"), state, bars, room)
         if found is None or found.lr is None:
             return None if found is None else (found, None)
+        if found.of_lr is not None:
+            return found, found.of_lr.to(found.lr)
         links_before = ChainedGradientTransformation(*links[:-1])
         directions, _ = links_before.update(grads, state[:-1], params=params, inplace=False)
         steps = pytree.flatten_like(spec, directions, "updates", "params")

@@ -6,7 +6,7 @@ stays as it was: the memory of such a parameter is left to it, and the step goes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -21,12 +21,25 @@ from torchopt_dist.typing import OptionalTensor, OptState
 __all__ = ["moved_in_place", "owned"]
 
 
-def owned(leaves: Sequence[Tensor], state: OptState, places: Sequence[int]) -> tuple[list[Tensor], OptState]:
-    """Copies, without history, of the leaves at ``places`` and of a state; other leaves stay the same tensors."""
+def owned(
+    leaves: Sequence[Tensor],
+    state: OptState,
+    places: Sequence[int],
+    copied: Callable[[Tensor], Tensor] | None = None,
+) -> tuple[list[Tensor], OptState]:
+    """Copies, without history, of the leaves at ``places`` and of a state; other leaves stay the same tensors.
+
+    Args:
+        leaves: the parameters.
+        state: the optimizer's.
+        places: of what is copied.
+        copied: makes a copy; it has new memory, if not given.
+    """
+    copy = copied or _copied
     copies = list(leaves)
     for place in places:
-        copies[place] = _copied(copies[place])
-    return copies, pytree.map_tensors(_copied, state)
+        copies[place] = copy(copies[place])
+    return copies, pytree.map_tensors(copy, state)
 
 
 def _copied(tensor: Tensor) -> Tensor:

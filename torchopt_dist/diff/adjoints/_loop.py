@@ -162,11 +162,11 @@ class Loop:
             params, state = moved_in_place(self.optimizer, self.model, carry.params, found.grads, carry.state)
         return Carry(params, state, found.buffers)
 
-    def own(self, carry: Carry) -> Carry:
-        """The same numbers, without history, in memory that :meth:`training_step` may overwrite."""
+    def own(self, carry: Carry, copied: Callable[[Tensor], Tensor] | None = None) -> Carry:
+        """The same numbers, without history, in memory that :meth:`training_step` may overwrite; ``copied`` copies."""
         if not self.trains_in_place:
             return self.cut(carry)
-        params, state = owned(carry.params, carry.state, self.model.moved_places)
+        params, state = owned(carry.params, carry.state, self.model.moved_places, copied)
         return Carry(self._tied(params), state, [buffer.detach() for buffer in carry.buffers])
 
     def first_order_step(self, carry: Carry, number: int) -> tuple[Carry, Tensor, Any]:

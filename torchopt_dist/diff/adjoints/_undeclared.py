@@ -13,9 +13,8 @@ from torchopt_dist.diff.adjoints._declared import depends_on_others, leaf_of, no
 from torchopt_dist.diff.adjoints._loop import Carry, Loop
 from torchopt_dist.diff.adjoints._randomness import kept_generators
 from torchopt_dist.diff.adjoints._tasks import Tasks
-from torchopt_dist.diff.replay._step import refuse
 
-__all__ = ["refuse_undeclared", "watched", "watched_as_it_is"]
+__all__ = ["refuse", "refuse_undeclared", "watched", "watched_as_it_is"]
 
 
 def watched(loop: Loop, tasks: Tasks) -> Loop:
@@ -110,3 +109,17 @@ def refuse_undeclared(
 
 def _leaves(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
     return [leaf for node in nodes_between(outputs, inputs) if (leaf := leaf_of(node)) is not None]
+
+
+def refuse(undeclared: Sequence[Tensor]) -> None:
+    """Raise if there are tensors whose gradient would be lost.
+
+    Raises:
+        ValueError: there are some.
+    """
+    if undeclared:
+        shapes = ", ".join(str(tuple(leaf.shape)) for leaf in undeclared)
+        raise ValueError(
+            "`meta` must list every tensor that requires grad and that the loss or the optimizer uses from outside; "
+            f"it lacks {len(undeclared)}, of shape {shapes}: list them, or detach what is to have no gradient"
+        )

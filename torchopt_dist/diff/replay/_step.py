@@ -23,18 +23,20 @@ from torchopt_dist import pytree
 from torchopt_dist._torch_private import bytes_of_results
 from torchopt_dist.diff.adjoints._declared import leaf_of, nodes_between
 from torchopt_dist.diff.adjoints._loop import Carry, Evaluation, Loop
+from torchopt_dist.diff.adjoints._undeclared import refuse
 from torchopt_dist.diff.replay._blocks import Tangents, sweep
 from torchopt_dist.diff.replay._blockwise import BlockwiseLoop
 from torchopt_dist.diff.replay._duals import NoForwardModeError, plus
 from torchopt_dist.diff.replay._forward_mode import Formulas, loses_tangents
+from torchopt_dist.diff.replay._pool import Pool, add_to, apart_from, own, room_like
 from torchopt_dist.diff.replay._reverse_mode import Graph, graph_of, leaf_like, leaves_at, pulled_back
 from torchopt_dist.diff.replay._snapshots import Snapshot, bytes_of
 from torchopt_dist.ops._columns import put
-from torchopt_dist.transform._pulled_step import StepBars
-from torchopt_dist.transform.apply_updates import step_pulled_back
+from torchopt_dist.transform._pulled_step import Room, StepBars
+from torchopt_dist.transform.apply_updates import pulls_in_place, step_pulled_back
 from torchopt_dist.typing import OptionalTensor
 
-__all__ = ["Bars", "StepGradient", "SweepMode", "refuse", "state_places"]
+__all__ = ["Bars", "StepGradient", "SweepMode", "state_places"]
 
 SweepMode = Literal["forward", "reverse"]
 """Of the derivative of an inner gradient: forward over reverse, or reverse over reverse."""
@@ -49,6 +51,8 @@ class Bars(NamedTuple):
     """One a moved parameter."""
     state: list[OptionalTensor]
     """One a leaf of the state at :func:`state_places`."""
+    are_own: bool = False
+    """Nobody else has their memory, and no two of them share theirs."""
 
 
 def state_places(loop: Loop) -> list[int]:
@@ -90,7 +94,14 @@ class StepGradient:
             self._ways = ["recorded"]
         elif sweep == "reverse":
             self._ways.insert(0, "reverse")
+        self._room: Room | None = None
+        self._in_place = not self._blocks and pulls_in_place(loop.optimizer)
         self._chooses = sweep is None and not self._blocks and self._ways[0] == "forward"
+
+    @property
+    def reuses_memory(self) -> bool:
+        """Whether memory is worth less than time: not where it is gone through by blocks."""
+        return not self._blocks
 
     def choose(self, loss: Tensor) -> None:
         """Decide, if the caller has not, in which mode the sweep goes, by the graph of the first step's loss."""
@@ -104,21 +115,21 @@ class StepGradient:
             self._ways.insert(0, "reverse")
 
     def pull(
-        self, start: Snapshot, bars: Bars, loss_bar: OptionalTensor
+        self, start: list[Snapshot], bars: Bars, loss_bar: OptionalTensor, pool: Pool | None = None
     ) -> tuple[Bars, list[OptionalTensor]]:
         """Go back through one step.
 
         Args:
-            start: what the step started from.
+            start: what the step started from, in a list from which it is taken.
             bars: gradients of what it handed on; they are used up.
             loss_bar: gradient of its loss, 0-d.
+            pool: takes the memory of what the step started from; if given, that of ``bars`` may be overwritten.
 
         Returns:
             The gradients of what it started from, and one a declared tensor.
         """
         # What is no longer needed is let go at once: copies of all parameters are much of the memory.
-        number, carry, grads = start
-        del start
+        number, carry, grads = start.pop()
         if self._ways[0] == "recorded":
             return self._recorded(carry, number, bars, loss_bar)
         graph = None
@@ -131,11 +142,15 @@ class StepGradient:
                 grads = put([None] * len(carry.params), self._loop.model.moved_places, cut)
         if grads is None:
             grads = self._loop.gradient(carry, number, record=False).grads
-        before, direct, through = self._through_update(carry, bars, list(grads))
+        before, direct, through = self._through_update(carry, bars, list(grads), pool is not None)
         if loss_bar is None and all(bar is None for bar in through):
             return before, direct
         del grads
+        used = pytree.flatten(carry.state)[0]
         carry = carry._replace(state=None)
+        if pool is not None:
+            pool.take_back(used)
+        del used
         bars.params.clear()
         bars.state.clear()
         found = None
@@ -153,8 +168,17 @@ class StepGradient:
                         stacklevel=2,
                     )
         along, mixed = found or self._products_by_recording(carry, number, through, loss_bar)
+        sum_of = add_to if before.are_own else plus
         for place, more in enumerate(along):
-            before.params[place], along[place] = plus(before.params[place], more), None
+            before.params[place], along[place] = sum_of(before.params[place], more), None
+        del found, graph
+        if pool is not None:
+            self._loop.model.let_go()
+            used = list(carry.params)
+            del carry
+            pool.take_back(used)
+        if before.are_own and self._room is not None:
+            mixed = [apart_from(self._room.grads, bar) for bar in mixed]
         return before, [plus(a, b) for a, b in zip(direct, mixed, strict=True)]
 
     def inputs(self, carry: Carry) -> tuple[Carry, list[Tensor]]:
@@ -174,9 +198,14 @@ class StepGradient:
         return [*moved, *(leaves[place] for place in self._places)]
 
     def _through_update(
-        self, carry: Carry, bars: Bars, grads: list[OptionalTensor]
+        self, carry: Carry, bars: Bars, grads: list[OptionalTensor], overwrite: bool
     ) -> tuple[Bars, list[OptionalTensor], list[OptionalTensor]]:
-        known = self._by_derivative(carry, bars, grads)
+        room = None
+        if overwrite and self._in_place:
+            room = self._room = self._room or room_like(carry.params, self._loop.model.moved_places)
+        if room is not None and not bars.are_own:
+            bars = Bars([own(bar) for bar in bars.params], [own(bar) for bar in bars.state], True)
+        known = self._by_derivative(carry, bars, grads, room)
         if known is not None:
             return known
         given, inputs = self.inputs(carry)
@@ -193,7 +222,7 @@ class StepGradient:
         return Bars(found[:count], found[count:more]), list(rest), through
 
     def _by_derivative(
-        self, carry: Carry, bars: Bars, grads: list[OptionalTensor]
+        self, carry: Carry, bars: Bars, grads: list[OptionalTensor], room: Room | None
     ) -> tuple[Bars, list[OptionalTensor], list[OptionalTensor]] | None:
         """As :meth:`_through_update`, by the derivative that comes with the optimizer's step, if one does.
 
@@ -204,6 +233,7 @@ class StepGradient:
         leaves = pytree.flatten(carry.state)[0]
         through: list[OptionalTensor] = [None] * len(carry.params)
         direct: list[OptionalTensor] = [None] * len(self._declared)
+        nothing = all(bar is None for bar in (*bars.params, *bars.state))
         for portion in self._portions:
             of_params: list[OptionalTensor] = put([None] * len(carry.params), places, bars.params)
             of_state: list[OptionalTensor] = put([None] * len(leaves), self._places, bars.state)
@@ -214,10 +244,13 @@ class StepGradient:
                     model.tree([grad if place in portion else None for place, grad in enumerate(grads)]),
                     carry.state,
                     StepBars(of_params, of_state),
+                    room,
                 )
             if pulled is None:
                 return None
-            (before, of_grads, lr), of_lr = pulled
+            (before, of_grads, lr, known), of_lr = pulled
+            if room is not None:
+                self._in_place = nothing or known is not None
             bars.params[:] = [before.params[place] for place in places]
             bars.state[:] = [before.state[place] for place in self._places]
             for place in portion:
@@ -226,7 +259,12 @@ class StepGradient:
                 refuse(self.undeclared([lr], []))
                 more = pulled_back([lr], [of_lr], self._declared)
                 direct = [plus(a, b) for a, b in zip(direct, more, strict=True)]
-        return Bars(list(bars.params), list(bars.state)), direct, [through[place] for place in places]
+        are_own = room is not None and self._in_place
+        return (
+            Bars(list(bars.params), list(bars.state), are_own),
+            direct,
+            [through[place] for place in places],
+        )
 
     def _mixed(
         self,
@@ -289,20 +327,6 @@ class StepGradient:
         """Leaves that require grad and that outputs depend on, and that are neither inputs nor declared."""
         nodes = nodes_between(outputs, [*inputs, *self._declared])
         return [leaf for node in nodes if (leaf := leaf_of(node)) is not None]
-
-
-def refuse(undeclared: Sequence[Tensor]) -> None:
-    """Raise if there are tensors whose gradient would be lost.
-
-    Raises:
-        ValueError: there are some.
-    """
-    if undeclared:
-        shapes = ", ".join(str(tuple(leaf.shape)) for leaf in undeclared)
-        raise ValueError(
-            "`meta` must list every tensor that requires grad and that the loss or the optimizer uses from outside; "
-            f"it lacks {len(undeclared)}, of shape {shapes}: list them, or detach what is to have no gradient"
-        )
 
 
 def _portions(loop: Loop, count: int) -> list[frozenset[int]]:

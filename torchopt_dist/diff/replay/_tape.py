@@ -15,15 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchopt_dist import pytree
 from torchopt_dist._torch_private import memory_is_shared, outside_of_transforms
 from torchopt_dist.diff.adjoints._autocast import current_autocast, forget_casts
 from torchopt_dist.diff.adjoints._declared import differentiable
 from torchopt_dist.diff.adjoints._loop import Carry, Evaluation, Loop, Outcome
 from torchopt_dist.diff.adjoints._randomness import kept_generators
+from torchopt_dist.diff.adjoints._undeclared import refuse
 from torchopt_dist.diff.replay._binomial import places, split
 from torchopt_dist.diff.replay._duals import plus
+from torchopt_dist.diff.replay._pool import Pool
 from torchopt_dist.diff.replay._snapshots import Snapshot, Store
-from torchopt_dist.diff.replay._step import Bars, StepGradient, SweepMode, refuse, state_places
+from torchopt_dist.diff.replay._step import Bars, StepGradient, SweepMode, state_places
 from torchopt_dist.diff.replay._twice import Trail, back_through_pull, gradients_of
 from torchopt_dist.transform._attention import attention_by_formula
 from torchopt_dist.typing import OptionalTensor
@@ -114,10 +117,17 @@ class Tape:
         last = [_own(tensor) for tensor in self._gradient.outputs(self.outcome.carry)]
         return [*last, torch.stack(losses) if losses else torch.zeros(0)]
 
-    def _keep(self, kept: list[Kept], number: int, carry: Carry, grads: list[OptionalTensor] | None) -> None:
+    def _keep(
+        self,
+        kept: list[Kept],
+        number: int,
+        carry: Carry,
+        grads: list[OptionalTensor] | None,
+        copied: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
         """Take a snapshot of what the next step overwrites: not of the first parameters and state."""
         if carry.params and number and not self.store.copies:
-            carry = self.loop.own(carry)
+            carry = self.loop.own(carry, copied)
         kept.append((number, self.store.keep(Snapshot(number, carry, grads))))
 
     def _check(self, found: Evaluation, carry: Carry) -> None:
@@ -150,6 +160,8 @@ class Tape:
         *_, loss_bars = bars
         now = Bars(list(bars[:count]), list(bars[count:-1]))
         totals: list[OptionalTensor] = [None] * len(self.declared)
+        last = trail is None and starts is None
+        pool = self._pool() if last and self._gradient.reuses_memory else None
         self.run_again = 0
         with self._contexts():
             for number in reversed(range(len(self.outcome.losses))):
@@ -157,11 +169,15 @@ class Tape:
                 if trail is not None:
                     trail.insert(0, (Bars(list(now.params), list(now.state)), loss_bar))
                 if any(bar is not None for bar in (*now.params, *now.state, loss_bar)):
-                    now, more = self._gradient.pull(self._start_of(number, kept), now, loss_bar)
+                    start = [self._start_of(number, kept, pool)]  # which it takes out, and can let go of
+                    now, more = self._gradient.pull(start, now, loss_bar, pool)
                     totals = [plus(a, b) for a, b in zip(totals, more, strict=True)]
                 if starts is not None:
-                    pairs = (zip(a, b, strict=True) for a, b in zip(now, starts[number], strict=True))
-                    now = Bars(*([plus(a, b) for a, b in pair] for pair in pairs))
+                    also = starts[number]
+                    now = Bars(
+                        [plus(a, b) for a, b in zip(now.params, also.params, strict=True)],
+                        [plus(a, b) for a, b in zip(now.state, also.state, strict=True)],
+                    )
                 forget_casts()
         return [*now.params, *now.state, *totals]
 
@@ -199,19 +215,26 @@ class Tape:
             stack.enter_context(self._autocast.again())
             yield
 
-    def _start_of(self, number: int, kept: list[Kept]) -> Snapshot:
+    def _start_of(self, number: int, kept: list[Kept], pool: Pool | None) -> Snapshot:
         """What a step starts from; the snapshots left are those of steps before it."""
         while kept[-1][0] > number:
             kept.pop()
+        if pool is not None:
+            pool.room = self.spacing or self.snapshots - len(kept) + 1
         at, give = kept[-1]
         if at == number:
             found = give()
             if not found.is_whole:
-                self._fill(kept)
-                return self._start_of(number, kept)
+                self._fill(kept, pool)
+                return self._start_of(number, kept, pool)
             kept.pop()
             return found
-        carry, rest, room = self.loop.own(give().carry), number + 1 - at, self.snapshots - len(kept) + 1
+        copied = None if pool is None else pool.copied
+        carry, rest, room = (
+            self.loop.own(give().carry, copied),
+            number + 1 - at,
+            self.snapshots - len(kept) + 1,
+        )
         while at < number:
             ahead = split(rest, room) if room > 1 else rest - 1
             with kept_generators():
@@ -222,10 +245,15 @@ class Tape:
             rest -= ahead
             room -= 1
             if at < number:
-                self._keep(kept, at, carry, None)
+                self._keep(kept, at, carry, None, copied)
         return Snapshot(number, carry, None)
 
-    def _fill(self, kept: list[Kept]) -> None:
+    def _pool(self) -> Pool:
+        params, state, _buffers = self.loop.first
+        moved = [params[place] for place in self.loop.model.moved_places]
+        return Pool([*moved, *pytree.flatten(state)[0]])
+
+    def _fill(self, kept: list[Kept], pool: Pool | None) -> None:
         """Make the last snapshots whole, back to one that is, by steps whose gradients are known."""
         waiting: list[Snapshot] = []
         while not (last := kept.pop()[1]()).is_whole:
@@ -235,7 +263,11 @@ class Tape:
             assert last.grads is not None
             given, after = last.carry, waiting.pop()
             found = Evaluation(given.params[0], None, last.grads, after.carry.buffers)
-            last = Snapshot(after.number, self.loop.moved(given, found, record=False), after.grads)
+            if pool is None or not self.loop.trains_in_place:
+                carry = self.loop.moved(given, found, record=False)
+            else:
+                carry = self.loop.trained(self.loop.own(given, pool.copied), found)
+            last = Snapshot(after.number, carry, after.grads)
             kept.append((last.number, partial(_itself, last)))
 
     def record(

@@ -1,0 +1,102 @@
+"""Gradients of the results of a step of Adam → of what it was made of, over the memory of the former, by one kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torchopt_dist.ops import _bias_correction as bias_correction
+from torchopt_dist.ops import _dispatch as dispatch
+from torchopt_dist.ops._adam import corrections_of
+from torchopt_dist.ops._columns import flatten
+
+__all__ = ["adam_backward_"]
+
+
+def adam_backward_(
+    moved_grads: list[Tensor],
+    exp_avg_grads: list[Tensor],
+    exp_avg_sq_grads: list[Tensor],
+    *,
+    to_grads: list[Tensor],
+    terms: list[Tensor] | None,
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    steps: Sequence[Tensor],
+    params: list[Tensor],
+    lr: float,
+    b1: float,
+    b2: float,
+    eps: float,
+    eps_root: float = 0.0,
+    weight_decay: float = 0.0,
+    decoupled: bool = False,
+    maximize: bool = False,
+    fused: bool | None = None,
+) -> Tensor | None:
+    """Go back through a step of Adam or AdamW; see :func:`~torchopt_dist.ops._adam.adam` for what is not said here.
+
+    Args:
+        moved_grads: gradients of the moved parameters; overwritten by those of the parameters.
+        exp_avg_grads: of the next ``exp_avgs``; overwritten by those of ``exp_avgs``.
+        exp_avg_sq_grads: likewise.
+        to_grads: tensors of the same shapes; overwritten by the gradients of ``grads``.
+        terms: tensors of the same shapes to compute in, if the gradient of ``lr`` is asked for.
+        grads: what the step was made of, as the next four.
+        exp_avgs: likewise.
+        exp_avg_sqs: likewise.
+        steps: likewise.
+        params: likewise.
+        lr: as in :func:`~torchopt_dist.ops._adam.adam_`, as all others.
+        b1: likewise.
+        b2: likewise.
+        eps: likewise.
+        eps_root: likewise.
+        weight_decay: likewise.
+        decoupled: likewise.
+        maximize: likewise.
+        fused: likewise.
+
+    Returns:
+        The gradient of ``lr``, 0-d, or 0 where it is not asked for; ``None`` where there is no kernel: then nothing is
+        overwritten. That is so for weight decay that is not decoupled, and for half precision, too, in which sums
+        of terms would not be exact enough.
+    """
+    written = [moved_grads, exp_avg_grads, exp_avg_sq_grads, to_grads, *([] if terms is None else [terms])]
+    rest = flatten([*written, exp_avgs, exp_avg_sqs, params])[1]
+    if (
+        (weight_decay != 0 and not decoupled)
+        or {x.dtype for x in grads} - {torch.float32, torch.float64}
+        or not dispatch.use_kernel("adam_backward_", grads, rest, None if fused else fused)
+    ):
+        return None
+    of_first, of_second = bias_correction.bias_corrections((b1, b2), steps, ahead=1)
+    torch.ops.todist.adam_backward_(
+        to_grads,
+        terms or [],
+        exp_avg_grads,
+        exp_avg_sq_grads,
+        moved_grads,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
+        corrections_of(of_first, of_second, len(grads)),
+        -lr,
+        b1,
+        b2,
+        eps,
+        eps_root,
+        maximize,
+    )
+    of_lr = torch.zeros((), dtype=torch.float64, device=grads[0].device)
+    for place, term in enumerate(terms or []):
+        of_lr -= term.sum()
+        if weight_decay != 0:
+            of_lr -= weight_decay * torch.sum(torch.mul(moved_grads[place], params[place], out=term))
+    if weight_decay != 0:
+        torch._foreach_mul_(moved_grads, 1 - lr * weight_decay)
+    torch.autograd.graph.increment_version([x for column in written for x in column])
+    return of_lr
