@@ -190,7 +190,7 @@ impl = torchopt.adam(0.1, use_accelerated_op=True)
 try:
     impl.update([w], impl.init([w]), params=[w])
 except RuntimeError as error:
-    assert "`fused=True` cannot be kept" in str(error)
+    assert "`fused=True` cannot be used" in str(error)
 else:
     raise AssertionError
 """

@@ -291,7 +291,9 @@ class _EndsEarly:
 
 
 def test_batches_that_end_early():
-    with pytest.raises(ValueError, match="`batches` must have one batch a step: it ended at step 2 of 3"):
+    with pytest.raises(
+        ValueError, match="`batches` must have one batch for each step: they ended at step 2 of 3"
+    ):
         _run(batches=_EndsEarly())
 
 

@@ -107,7 +107,7 @@ def test_without_scontrol_the_hosts_cannot_be_told(job, monkeypatch, tmp_path):
     job()
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(
-        ValueError, match=r"hosts of the SLURM job cannot be told: .*No such file.*'scontrol'"
+        ValueError, match=r"hosts of the SLURM job cannot be found out: .*No such file.*'scontrol'"
     ):
         Launcher().run(print)
 
@@ -115,7 +115,7 @@ def test_without_scontrol_the_hosts_cannot_be_told(job, monkeypatch, tmp_path):
 def test_what_a_failing_scontrol_says_is_told(job, scontrol):
     job()
     scontrol("echo slurm_load: no controller >&2; exit 3")
-    rule = r"cannot be told: .*'scontrol'.* non-zero exit status 3\. slurm_load: no controller$"
+    rule = r"cannot be found out: .*'scontrol'.* non-zero exit status 3\. slurm_load: no controller$"
     with pytest.raises(ValueError, match=rule):
         Launcher().run(print)
 
@@ -124,7 +124,7 @@ def test_a_scontrol_that_prints_nothing_is_an_error(job, scontrol):
     job()
     scontrol("exit 0")
     with pytest.raises(
-        ValueError, match=r"cannot be told: scontrol show hostnames node\[1-2\] printed nothing"
+        ValueError, match=r"cannot be found out: scontrol show hostnames node\[1-2\] printed nothing"
     ):
         Launcher().run(print)
 
@@ -134,7 +134,7 @@ def test_a_scontrol_that_does_not_answer_is_given_up(job, scontrol, monkeypatch)
     scontrol("exec sleep 60")
     monkeypatch.setattr(slurm, "SECONDS", 0.3)
     start = time.monotonic()
-    with pytest.raises(ValueError, match=r"cannot be told: .*timed out after 0\.3 seconds"):
+    with pytest.raises(ValueError, match=r"cannot be found out: .*timed out after 0\.3 seconds"):
         Launcher().run(print)
     assert time.monotonic() - start < 5
 

@@ -228,7 +228,7 @@ def test_bad_implicit_modules():
     inner = Short(*meta())
     inner.solve(*data())
     with pytest.raises(
-        ValueError, match="`optimality` must return a sequence of 1 tensors, one a parameter, got 0"
+        ValueError, match="`optimality` must return a sequence of 1 tensors, one for each parameter, got 0"
     ):
         inner(data()[0]).sum().backward()
     weight = inner.net.weight

@@ -117,7 +117,7 @@ def test_package_without_library_works_and_says_so_once(tmp_path):
     done = run_copy(tmp_path, WITHOUT, {"_build_note.txt": "there is no C++ compiler"})
     assert done.returncode == 0, done.stderr
     reason = "the kernel library was not built: there is no C++ compiler"
-    assert done.stdout.splitlines() == [reason, f"`fused=True` cannot be kept: {reason}"]
+    assert done.stdout.splitlines() == [reason, f"`fused=True` cannot be used: {reason}"]
     note = f"torchopt_dist runs without its kernels, by the slower reference formulas: {reason}. "
     build = f"This command builds them: cd {tmp_path} && python setup.py build_ext --inplace"
     assert done.stderr.splitlines() == [note + build]

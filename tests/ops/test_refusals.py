@@ -106,7 +106,7 @@ def test_sparse_gradients(fused):
 def test_sparse_gradients_are_not_for_the_kernel():
     p = nn.Parameter(torch.ones(3))
     p.grad = torch.ones(3).to_sparse()
-    with pytest.raises(RuntimeError, match="cannot be kept: the kernel takes dense tensors"):
+    with pytest.raises(RuntimeError, match="cannot be used: the kernel takes dense tensors"):
         todist.SGD([p], lr=0.1, fused=True).step()
 
 

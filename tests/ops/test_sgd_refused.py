@@ -114,7 +114,7 @@ def test_other_dtypes_are_for_the_formula(name):
         for got, want in zip(other, found[-1], strict=True):
             torch.testing.assert_close(got, want, check_dtype=False, rtol=1e-3, atol=1e-3)
     if ops.is_available("sgd"):
-        message = "`fused=True` cannot be kept: the kernel takes tensors of one dtype, and some that belong"
+        message = "`fused=True` cannot be used: the kernel takes tensors of one dtype, and some that belong"
         refused(sgd_, given(**DTYPES[name]), message, **MOMENTUM, **IN_PLACE, fused=True)
         refused(sgd, given(**DTYPES[name]), message, **MOMENTUM, fused=True)
 
@@ -123,7 +123,7 @@ def test_other_dtypes_are_for_the_formula(name):
 def test_what_keeps_the_kernel_from_being_used_is_said():
     one, options = [torch.ones(2)], {"lr": 0.1, "fused": True}
     with pytest.raises(
-        RuntimeError, match=r"`fused=True` cannot be kept: the kernel takes hyper-parameters that"
+        RuntimeError, match=r"`fused=True` cannot be used: the kernel takes hyper-parameters that"
     ):
         sgd(one, lr=torch.tensor(0.1), fused=True)
     with (

@@ -184,7 +184,7 @@ def test_batched_counts_are_for_the_formula():
 
     want = torch.stack([step(row, count, False) for row, count in zip(x, counts, strict=True)])
     torch.testing.assert_close(vmap(step)(x, counts), want)
-    message = r"`fused=True` cannot be kept: the kernel must look at `steps`, which `vmap` runs over"
+    message = r"`fused=True` cannot be used: the kernel must read `steps`, which `vmap` batches"
     with pytest.raises(RuntimeError, match=message):
         vmap(lambda x, count: step(x, count, True))(x, counts)
 

@@ -69,7 +69,7 @@ def test_a_state_of_another_optimizer_is_refused():
         recover_state_dict(optimizer, extract_state_dict(adagrad))
     with pytest.raises(ValueError, match="must have 1 groups, got 0"):
         optimizer.load_state_dict({"state": []})
-    with pytest.raises(ValueError, match="`states` must be 1, one a group, got 0"):
+    with pytest.raises(ValueError, match="`states` must be 1, one for each group, got 0"):
         optimizer.set_states(())
     with pytest.raises(ValueError, match="`states` must have the parameters"):
         optimizer.set_states(({"w": {}},))

@@ -126,7 +126,7 @@ def test_amsgrad_has_no_kernel(name):
         net = torch.nn.Linear(1, 1)
         target = net if "Meta" in make_one.__name__ else net.parameters()
         with pytest.raises(
-            RuntimeError, match="`fused=True` cannot be kept: there is no kernel for `amsgrad`"
+            RuntimeError, match="`fused=True` cannot be used: there is no kernel for `amsgrad`"
         ):
             make_one(target, amsgrad=True, fused=True)
 

@@ -163,7 +163,7 @@ def test_a_kernel_that_is_demanded_is_used(monkeypatch):
         {"lr": 0.1, "momentum": torch.tensor(0.9)},
     ):
         with pytest.raises(
-            RuntimeError, match="`fused=True` cannot be kept: the kernel takes hyper-parameters that"
+            RuntimeError, match="`fused=True` cannot be used: the kernel takes hyper-parameters that"
         ):
             todist.sgd(**hyper, fused=True)
     nodes = {}
@@ -175,7 +175,7 @@ def test_a_kernel_that_is_demanded_is_used(monkeypatch):
     assert "OptimizerStepBackward" not in (nodes[False, 0.0], nodes[False, 0.9], nodes[None, 0.0])
     monkeypatch.setattr("torchopt_dist.ops.library._KERNELS", frozenset())
     for momentum in (0.0, 0.9):
-        with pytest.raises(RuntimeError, match=r"`fused=True` cannot be kept: .*`sgd` has no CPU kernel"):
+        with pytest.raises(RuntimeError, match=r"`fused=True` cannot be used: .*`sgd` has no CPU kernel"):
             unrolled(todist.sgd(0.1, momentum, fused=True))
         unrolled(todist.sgd(0.1, momentum))
 

@@ -122,7 +122,7 @@ def test_one_schedule_serves_a_group_that_comes_later_and_a_list_does_not():
     optimizer.step()
     one.step()
     assert one.get_last_lr() == [0.75, 0.75]
-    with pytest.raises(ValueError, match="`schedule` must be one schedule, or one a group: 2, got 1"):
+    with pytest.raises(ValueError, match="`schedule` must be one schedule, or one for each group: 2, got 1"):
         listed.step()
 
 
@@ -218,7 +218,7 @@ def constant(count):
         ),
         ({"lr": 1.0}, 0.5, TypeError, "`schedule` must be a schedule or a list of schedules, got float"),
         ({"lr": 1.0}, [0.5], TypeError, r"`schedule\[0\]` must be callable, got float"),
-        ({"lr": 1.0}, [], ValueError, "`schedule` must be one schedule, or one a group: 1, got 0"),
+        ({"lr": 1.0}, [], ValueError, "`schedule` must be one schedule, or one for each group: 1, got 0"),
         ({"lr": 1.0}, [constant] * 2, ValueError, "`schedule` must be one schedule, .* got 2"),
         ({"lr": 1.0}, lambda _: torch.ones(2), ValueError, r"`schedule` must return one element, .*\(2,\)"),
     ],

@@ -36,7 +36,7 @@ class InnerLoopResult(NamedTuple):
     losses: Tensor
     """The inner losses, of shape (steps,), each before its step's update; connected where the adjoint is exact."""
     aux: list[Any]
-    """What else the loss returned, one a step; ``None`` a step without ``has_aux``."""
+    """What else the loss returned, one for each step; ``None`` a step without ``has_aux``."""
 
 
 def inner_loop(
@@ -190,12 +190,12 @@ def _batches_and_steps(batches: Any, steps: Any) -> tuple[Batches, int]:
             raise ValueError("`steps` is for `batches` that are a function or a sequence, not a number")
         return None, batches
     if isinstance(batches, Tensor) and batches.ndim == 0:
-        raise TypeError("`batches` must have a batch a step, got a Tensor without dimensions")
+        raise TypeError("`batches` must have a batch for each step, got a Tensor without dimensions")
     if hasattr(batches, "__len__") and hasattr(batches, "__getitem__"):
         count = len(batches)
         if steps is not None and steps > count:
             raise ValueError(
-                f"`batches` must have one batch a step: `steps` is {steps}, and there are {count}"
+                f"`batches` must have one batch for each step: `steps` is {steps}, and there are {count}"
             )
         return batches, count if steps is None else steps
     if callable(batches):

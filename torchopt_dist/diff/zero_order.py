@@ -233,7 +233,7 @@ def noise_of(
     Torch's generators are left as they were.
 
     Args:
-        seeds: one a sample.
+        seeds: one for each sample.
         tensors: tensors with the shapes, dtypes and devices of the noise.
         draw: shape → noise, from torch's generators; if not given, the noise is normal and comes from a separate
             generator, with which other threads of a worker cannot interfere.

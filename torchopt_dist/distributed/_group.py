@@ -136,7 +136,7 @@ class Group:
         """Raise :class:`NotInitializedError` in a fork of this worker, which would wait for a reply for ever."""
         if self.process != os.getpid():
             raise NotInitializedError(
-                f"this process is a fork of {self.names[self.rank]}, and has not its connections: "
+                f"this process is a fork of {self.names[self.rank]}, and does not have its connections: "
                 "make remote calls in the worker itself"
             )
 

@@ -130,7 +130,7 @@ def open_store(plain: dist.Store, nonce: str, rank: int, on_one_machine: bool) -
         try:
             path = Path(plain.get(FILE).decode())
         except dist.DistError as error:
-            raise InitializationError(f"rank {rank} waited in vain for rank 0: {error}") from error
+            raise InitializationError(f"rank {rank} did not hear from rank 0: {error}") from error
         yield SealedStore(plain, nonce, _read(path))
 
 

@@ -155,6 +155,6 @@ def _leaves(inputs: TensorOrTensors) -> list[Tensor]:
     for index, leaf in enumerate(leaves):
         if not leaf.is_leaf or not leaf.requires_grad:
             raise ValueError(
-                f"inputs must be leaf tensors that require grad; number {index}, of shape {tuple(leaf.shape)}, is none"
+                f"inputs must be leaf tensors that require grad; number {index}, of shape {tuple(leaf.shape)}, is not"
             )
     return leaves

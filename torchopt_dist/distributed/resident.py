@@ -128,7 +128,7 @@ class Shards:
         found = self._parts.get((start, stop))
         if found is None or (dim, selected) != (self.dim, self.selected):
             raise ValueError(
-                f"a call wants indices {start} to {stop - 1} along dim={dim} of what `put` has split into "
+                f"a call needs indices {start} to {stop - 1} along dim={dim} of a value that `put` has split into "
                 f"{len(self._parts)} parts of {self.size} indices along dim={self.dim}: give both the same partitioner"
             )
         return found

@@ -307,7 +307,7 @@ class Membership:
                 while agent.recv(1 << 12):
                     pass
             except TimeoutError:
-                raise AgentFailedError(f"an agent on {host.name} took no orders for {seconds:g} s") from None
+                raise AgentFailedError(f"an agent on {host.name} did not answer for {seconds:g} s") from None
         if (lost := machine.why_lost()) is not None:
             raise AgentFailedError(lost)
         return machine

@@ -45,10 +45,14 @@ def hosts_of_job(env: Mapping[str, str] = os.environ) -> list[str]:
         )
     except (OSError, subprocess.SubprocessError) as error:
         said = (getattr(error, "stderr", None) or "").strip()
-        raise ValueError(f"the hosts of the SLURM job cannot be told: {error} {said}".rstrip()) from error
+        raise ValueError(
+            f"the hosts of the SLURM job cannot be found out: {error} {said}".rstrip()
+        ) from error
     names = done.stdout.split()
     if not names:
-        raise ValueError(f"the hosts of the SLURM job cannot be told: {' '.join(command)} printed nothing")
+        raise ValueError(
+            f"the hosts of the SLURM job cannot be found out: {' '.join(command)} printed nothing"
+        )
     return names
 
 

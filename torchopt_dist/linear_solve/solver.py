@@ -222,7 +222,8 @@ class Solver(ABC):
         )
         says = (
             f"{name} stopped{among} after {int(found.iterations.max())} iterations with a residual of "
-            f"{worst:.2g} of ‖b‖; asked for were rtol={self.rtol:g}, atol={self.atol:g}, maxiter={system.maxiter}"
+            f"{worst:.2g} of ‖b‖; the limits are rtol={self.rtol:g}, atol={self.atol:g}, maxiter={system.maxiter}: "
+            "raise one of them, or give a preconditioner `M`, where the solver takes one, or a `ridge`"
         )
         if found.failure:
             raise torch.linalg.LinAlgError(f"{found.failure}: {says}")

@@ -13,12 +13,12 @@ __all__ = ["buffer_containers", "parameter_containers", "parts_and_parameters", 
 
 
 def parameter_containers(module: nn.Module) -> list[TensorContainer]:
-    """The live dicts of parameters, one a sub-module in the order of ``modules()``, shared ones once."""
+    """The live dicts of parameters, one for each sub-module in the order of ``modules()``, shared ones once."""
     return [parameters_of(part) for part in module.modules()]
 
 
 def buffer_containers(module: nn.Module) -> list[TensorContainer]:
-    """The live dicts of buffers, non-persistent ones included, one a sub-module in the order of ``modules()``."""
+    """The live dicts of buffers, also non-persistent ones, one for each sub-module in the order of ``modules()``."""
     return [buffers_of(part) for part in module.modules()]
 
 

@@ -140,7 +140,7 @@ def _connect(module: ImplicitMetaGradientModule, args: tuple[Any, ...], kwargs: 
         if not isinstance(values, (tuple, list)) or len(values) != len(params):
             got = len(values) if isinstance(values, (tuple, list)) else type(values).__name__
             raise ValueError(
-                f"`optimality` must return a sequence of {len(params)} tensors, one a parameter, got {got}"
+                f"`optimality` must return a sequence of {len(params)} tensors, one for each parameter, got {got}"
             )
         return dict(zip(params, values, strict=True))
 

@@ -116,8 +116,9 @@ class NonlinearSolver(ABC):
 
     def _complain(self, iterations: int, norm: float) -> None:
         says = (
-            f"{type(self).__name__} stopped after {iterations} iterations with a residual of {norm:.2g}; asked "
-            f"for were rtol={self.rtol:g}, atol={self.atol:g}, maxiter={self.maxiter}"
+            f"{type(self).__name__} stopped after {iterations} iterations with a residual of {norm:.2g}; the "
+            f"limits are rtol={self.rtol:g}, atol={self.atol:g}, maxiter={self.maxiter}: raise one of them, or start "
+            "nearer to the solution"
         )
         if not norm < float("inf"):
             raise torch.linalg.LinAlgError(f"{type(self).__name__} diverged: {says}")

@@ -96,7 +96,9 @@ def adam(
     kernel = dispatch.use_kernel("adam", grads, flatten(columns[1:])[1], fused)
     numbers = not any(isinstance(number, Tensor) for number in (b1, b2, eps, eps_root))
     if fused and not numbers:
-        raise RuntimeError("`fused=True` cannot be kept: the kernel takes hyper-parameters that are numbers")
+        raise RuntimeError(
+            "`fused=True` cannot be used: the kernel takes hyper-parameters that are numbers; leave `fused` out"
+        )
     if not kernel:
         check_tensors(named)
     counts = bias_correction.counts(steps)

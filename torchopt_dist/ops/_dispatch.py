@@ -40,7 +40,7 @@ def use_kernel(op: str, first: Sequence[Tensor], rest: Sequence[Tensor], fused: 
         else obstacle(op, first, rest)
     )
     if reason is not None and fused:
-        raise RuntimeError(f"`fused=True` cannot be kept: {reason}")
+        raise RuntimeError(f"`fused=True` cannot be used: {reason}")
     return reason is None
 
 
@@ -122,9 +122,7 @@ def are_concrete(values: Factors, fused: bool | None) -> bool:
     if not batched or not _torch_private.transforms_are_active():
         return True
     if fused:
-        raise RuntimeError(
-            "`fused=True` cannot be kept: the kernel must look at `steps`, which `vmap` runs over"
-        )
+        raise RuntimeError("`fused=True` cannot be used: the kernel must read `steps`, which `vmap` batches")
     return False
 
 

@@ -97,7 +97,9 @@ def rmsprop(
     kernel = dispatch.use_kernel("rmsprop", grads, flatten(columns[1:])[1], fused)
     numbers = not any(isinstance(number, Tensor) for number in (alpha, eps, momentum))
     if fused and not numbers:
-        raise RuntimeError("`fused=True` cannot be kept: the kernel takes hyper-parameters that are numbers")
+        raise RuntimeError(
+            "`fused=True` cannot be used: the kernel takes hyper-parameters that are numbers; leave `fused` out"
+        )
     if not kernel:
         check_tensors(named)
     factor = 1.0 if params is None else -lr

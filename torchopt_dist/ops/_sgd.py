@@ -104,7 +104,9 @@ def sgd(
     kernel = dispatch.use_kernel("sgd", grads, join(columns.values()), fused)
     numbers = not any(isinstance(number, Tensor) for number in (lr, momentum, dampening, weight_decay))
     if fused and not numbers:
-        raise RuntimeError("`fused=True` cannot be kept: the kernel takes hyper-parameters that are numbers")
+        raise RuntimeError(
+            "`fused=True` cannot be used: the kernel takes hyper-parameters that are numbers; leave `fused` out"
+        )
     if not kernel:
         _check_tensors({"grads": grads, **columns}, is_zero(weight_decay) and not nesterov)
     taken = _taken(dampening, counts)

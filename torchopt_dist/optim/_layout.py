@@ -22,7 +22,7 @@ class Layout(NamedTuple):
     """Which leaf of a transformation's state is where."""
 
     spec: pytree.PyTreeSpec
-    """Structure of the state, its lists (a tensor a parameter) taken as leaves."""
+    """Structure of the state, its lists (a tensor for each parameter) taken as leaves."""
     keys: list[str | None]
     """A leaf's key in ``state[p]``; ``None`` for a leaf of the whole group, which is in ``group['shared_state']``."""
     paths: list[str]
@@ -62,7 +62,7 @@ def fit_dtypes(layout: Layout, first: OptState, states: Sequence[dict[str, Any]]
     Args:
         layout: the layout of the state.
         first: the first state of the parameters as they are now; only its dtypes count.
-        states: a dict a parameter, which is changed; what it lacks stays away.
+        states: a dict for each parameter, which is changed; what it lacks stays away.
 
     Raises:
         ValueError: a real parameter has become a complex one, or the other way round.

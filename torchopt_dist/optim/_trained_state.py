@@ -28,7 +28,7 @@ def trained_states(
     """Make the states of transformations from an optimizer's.
 
     Args:
-        impls: a transformation a group.
+        impls: a transformation for each group.
         modules: whose parameters they move, and the optimizer was given, in this order.
         state_dict: what the optimizer's ``state_dict`` has returned; its options are not looked at.
 

@@ -136,7 +136,7 @@ class DifferentiableOptimizer(MetaOptimizer):
     def set_states(self, states: Sequence[OptState]) -> None:
         """Continue from these states, as :meth:`MetaOptimizer.set_states`."""
         if len(states) != len(self._states):
-            raise ValueError(f"`states` must be {len(self._states)}, one a group, got {len(states)}")
+            raise ValueError(f"`states` must be {len(self._states)}, one for each group, got {len(states)}")
         for impl, state, mine in zip(self._impls, states, self._states, strict=True):
             if not isinstance(state, dict) or state.keys() != mine.keys():
                 got = list(state) if isinstance(state, dict) else type(state).__name__

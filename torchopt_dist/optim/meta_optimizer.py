@@ -230,7 +230,7 @@ class MetaOptimizer:
             )
         if not isinstance(self._impls[0], GradientTransformation):
             raise TypeError(
-                "`run` needs a gradient transformation, and the formula of a torch optimizer is none: "
+                "`run` needs a gradient transformation, which an optimizer of todist.differentiable does not have: "
                 "make the steps one by one, or use one of todist's optimizers"
             )
         (module,) = self.modules
@@ -276,7 +276,7 @@ class MetaOptimizer:
         return differentiable_step(impl, params, grads, state)
 
     def state_dict(self) -> dict[str, Any]:
-        """The states as ``{'state': [{where: tensor}, ...]}``, a dict a group, for ``torch.save``.
+        """The states as ``{'state': [{where: tensor}, ...]}``, a dict for each group, for ``torch.save``.
 
         The tensors are those of the state, history included.
         """
@@ -301,7 +301,7 @@ class MetaOptimizer:
         self._states = [restore_state(like, flat) for like, flat in zip(self._states, saved, strict=True)]
 
     def get_states(self) -> tuple[OptState, ...]:
-        """The states, one a parameter group; the tensors are the same."""
+        """The states, one for each parameter group; the tensors are the same."""
         return tuple(self._states)
 
     def set_states(self, states: Sequence[OptState]) -> None:
@@ -311,7 +311,7 @@ class MetaOptimizer:
             ValueError: their number or the structure of one differs.
         """
         if len(states) != len(self._states):
-            raise ValueError(f"`states` must be {len(self._states)}, one a group, got {len(states)}")
+            raise ValueError(f"`states` must be {len(self._states)}, one for each group, got {len(states)}")
         for state, mine in zip(states, self._states, strict=True):
             pytree.flatten_like(pytree.flatten(mine)[1], state, "states", "the optimizer's state")
         self._take_over(states)

@@ -72,7 +72,9 @@ def sgd(
     """
     check_momentum(momentum, dampening, nesterov)
     if fused and not is_number(lr, momentum, dampening, weight_decay):
-        raise RuntimeError("`fused=True` cannot be kept: the kernel takes hyper-parameters that are numbers")
+        raise RuntimeError(
+            "`fused=True` cannot be used: the kernel takes hyper-parameters that are numbers; leave `fused` out"
+        )
     links = penalized(weight_decay, maximize)
     if not is_zero(momentum):
         links.append(trace(momentum, dampening, nesterov, moment_requires_grad))

@@ -67,7 +67,7 @@ class ScheduleLR(LRScheduler):
         schedules = self.schedule if isinstance(self.schedule, list) else [self.schedule] * len(groups)
         if len(schedules) != len(groups):
             raise ValueError(
-                f"`schedule` must be one schedule, or one a group: {len(groups)}, got {len(schedules)}"
+                f"`schedule` must be one schedule, or one for each group: {len(groups)}, got {len(schedules)}"
             )
         return [
             _of_kind(group["lr"], schedule(self.last_epoch))

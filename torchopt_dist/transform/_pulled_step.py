@@ -33,7 +33,7 @@ class PulledStep(NamedTuple):
     before: StepBars
     """Of the parameters and the state."""
     grads: Sequence[OptionalTensor]
-    """Of the gradients, one a leaf of the parameters."""
+    """Of the gradients, one for each leaf of the parameters."""
     lr: Tensor | None
     """The learning rate, 0-d, if it has a graph."""
     of_lr: OptionalTensor = None

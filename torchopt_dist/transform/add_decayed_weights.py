@@ -71,7 +71,7 @@ def _update(
     inplace: bool = False,
 ) -> tuple[Updates, OptState]:
     if params is None:
-        raise ValueError("`params` must be given to `update`: weight decay looks at the parameters, got None")
+        raise ValueError("`params` must be given to `update`: weight decay needs the parameters, got None")
     leaves, spec = pytree.flatten(updates)
     weights = pytree.flatten_like(spec, params, "params", "updates")
     places = present(leaves)

@@ -198,7 +198,7 @@ def _chain_update(
 ) -> tuple[Updates, OptState]:
     if not isinstance(state, tuple) or len(state) != len(links):
         raise ValueError(
-            f"`state` must be a tuple of {len(links)} states, one a link of the chain, got {state!r}"
+            f"`state` must be a tuple of {len(links)} states, one for each link of the chain, got {state!r}"
         )
     states = []
     for link, link_state in zip(links, state, strict=True):

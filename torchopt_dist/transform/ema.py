@@ -21,7 +21,7 @@ class EmaState(NamedTuple):
     """The state of :func:`ema`."""
 
     exp_avg: TensorTree
-    """The running averages: a tensor a parameter, of its shape and dtype."""
+    """The running averages: a tensor for each parameter, of its shape and dtype."""
     step: TensorTree
     """How many updates each parameter has had: a 0-d float32 tensor each, on the CPU."""
 

@@ -24,7 +24,7 @@ class MultiStepsState(NamedTuple):
     mini_step: Tensor
     """Gradients gathered since the inner transformation's last update: 0-d, int64, on the CPU."""
     summed: TensorTree
-    """Their sums: a tensor a parameter, of its shape and dtype."""
+    """Their sums: a tensor for each parameter, of its shape and dtype."""
     step: TensorTree
     """How many gradients each parameter has had since then: a 0-d float32 tensor each, on the CPU."""
     inner_state: OptState

@@ -20,7 +20,7 @@ class ScaleByAdadeltaState(NamedTuple):
     """The state of :func:`scale_by_adadelta`; the names are those of ``torch.optim.Adadelta``."""
 
     square_avg: TensorTree
-    """Running averages of the squared gradients: a tensor a parameter, of its shape and dtype."""
+    """Running averages of the squared gradients: a tensor for each parameter, of its shape and dtype."""
     acc_delta: TensorTree
     """Running averages of the squared steps."""
 

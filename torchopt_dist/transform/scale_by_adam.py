@@ -22,7 +22,7 @@ class ScaleByAdamState(NamedTuple):
     """The state of :func:`scale_by_adam`; the names are those of ``torch.optim.Adam``."""
 
     exp_avg: TensorTree
-    """Running averages of the gradients: a tensor a parameter, of its shape and dtype."""
+    """Running averages of the gradients: a tensor for each parameter, of its shape and dtype."""
     exp_avg_sq: TensorTree
     """Running averages of their squares."""
     step: TensorTree
@@ -36,7 +36,7 @@ class ScaleByAmsgradState(NamedTuple):
     """As in :class:`ScaleByAdamState`; so are the next two."""
     exp_avg_sq: TensorTree
     max_exp_avg_sq: TensorTree
-    """The greatest that ``exp_avg_sq`` has been: a tensor a parameter, of its shape and dtype."""
+    """The greatest that ``exp_avg_sq`` has been: a tensor for each parameter, of its shape and dtype."""
     step: TensorTree
 
 
@@ -89,7 +89,7 @@ def scale_by_adam(
     if amsgrad:
         if fused:
             raise RuntimeError(
-                "`fused=True` cannot be kept: there is no kernel for `amsgrad`; leave `fused` out"
+                "`fused=True` cannot be used: there is no kernel for `amsgrad`; leave `fused` out"
             )
         return elementwise(
             ScaleByAmsgradState,

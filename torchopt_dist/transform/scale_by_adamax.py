@@ -21,7 +21,7 @@ class ScaleByAdamaxState(NamedTuple):
     """The state of :func:`scale_by_adamax`; the names are those of ``torch.optim.Adamax``."""
 
     exp_avg: TensorTree
-    """Running averages of the gradients: a tensor a parameter, of its shape and dtype."""
+    """Running averages of the gradients: a tensor for each parameter, of its shape and dtype."""
     exp_inf: TensorTree
     """Their largest absolute values, which decay."""
     step: TensorTree

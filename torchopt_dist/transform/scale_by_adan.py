@@ -22,7 +22,7 @@ class ScaleByAdanState(NamedTuple):
     """The state of :func:`scale_by_adan`."""
 
     exp_avg: TensorTree
-    """Running averages of the gradients: a tensor a parameter, of its shape and dtype."""
+    """Running averages of the gradients: a tensor for each parameter, of its shape and dtype."""
     exp_avg_diff: TensorTree
     """Running averages of their changes."""
     exp_avg_sq: TensorTree

@@ -21,7 +21,7 @@ class ScaleByLionState(NamedTuple):
     """The state of :func:`scale_by_lion`."""
 
     exp_avg: TensorTree
-    """Running averages of the gradients: a tensor a parameter, of its shape and dtype."""
+    """Running averages of the gradients: a tensor for each parameter, of its shape and dtype."""
 
 
 def scale_by_lion(

@@ -30,7 +30,7 @@ class ScaleByRAdamState(NamedTuple):
     """The state of :func:`scale_by_radam`; the names are those of ``torch.optim.RAdam``."""
 
     exp_avg: TensorTree
-    """Running averages of the gradients: a tensor a parameter, of its shape and dtype."""
+    """Running averages of the gradients: a tensor for each parameter, of its shape and dtype."""
     exp_avg_sq: TensorTree
     """Running averages of their squares."""
     step: TensorTree

@@ -23,14 +23,14 @@ class ScaleByRmsState(NamedTuple):
     """The state of :func:`scale_by_rms`; the names are those of ``torch.optim.RMSprop``."""
 
     square_avg: TensorTree
-    """Running averages of the squared gradients: a tensor a parameter, of its shape and dtype."""
+    """Running averages of the squared gradients: a tensor for each parameter, of its shape and dtype."""
 
 
 class ScaleByStddevState(NamedTuple):
     """The state of :func:`scale_by_stddev`; the names are those of ``torch.optim.RMSprop``."""
 
     square_avg: TensorTree
-    """Running averages of the squared gradients: a tensor a parameter, of its shape and dtype."""
+    """Running averages of the squared gradients: a tensor for each parameter, of its shape and dtype."""
     grad_avg: TensorTree
     """Running averages of the gradients."""
 

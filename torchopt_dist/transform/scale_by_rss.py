@@ -21,7 +21,7 @@ class ScaleByRssState(NamedTuple):
     """The state of :func:`scale_by_rss`; the name is that of ``torch.optim.Adagrad``."""
 
     sum: TensorTree
-    """Sums of the squared gradients: a tensor a parameter, of its shape and dtype."""
+    """Sums of the squared gradients: a tensor for each parameter, of its shape and dtype."""
 
 
 def scale_by_rss(

@@ -38,9 +38,7 @@ def _update(
     updates: Updates, state: EmptyState, *, params: Params | None = None, inplace: bool = False
 ) -> tuple[Updates, OptState]:
     if params is None:
-        raise ValueError(
-            "`params` must be given to `update`: a trust ratio looks at the parameters, got None"
-        )
+        raise ValueError("`params` must be given to `update`: a trust ratio needs the parameters, got None")
     leaves, spec = pytree.flatten(updates)
     weights = pytree.flatten_like(spec, params, "params", "updates")
     places = present(leaves)

@@ -20,7 +20,7 @@ class TraceState(NamedTuple):
     """The state of :func:`trace`."""
 
     momentum_buffer: TensorTree
-    """The running sums: a tensor a parameter, of its shape and dtype."""
+    """The running sums: a tensor for each parameter, of its shape and dtype."""
     step: TensorTree
     """How many gradients each parameter has had: a 0-d float32 tensor each, on the CPU; ``()`` without
     dampening, where the first gradient needs no distinction."""

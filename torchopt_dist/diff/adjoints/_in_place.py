@@ -59,7 +59,7 @@ def moved_in_place(
         optimizer: makes the step.
         model: of the leaves; what it was filled with is let go.
         leaves: the parameters, a tied one at each of its places.
-        grads: a gradient a leaf; they stay as they are.
+        grads: a gradient for each leaf; they stay as they are.
         state: the optimizer's.
 
     Returns:

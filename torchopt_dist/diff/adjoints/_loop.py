@@ -1,7 +1,8 @@
 """A loss, an optimizer, parameters, batches → the steps of an inner loop, one at a time, recorded or not.
 
 A step is a pure function of its number and of the :class:`Carry` that the step before has handed on, so that any step
-can be run again: random numbers come from a seed a step, and the buffers of a module are part of what is handed on.
+can be run again: random numbers come from a seed for each step, and the buffers of a module are part of what is handed
+on.
 """
 
 from __future__ import annotations
@@ -310,7 +311,7 @@ class Loop:
             return self.batches[number]
         except IndexError:
             raise ValueError(
-                f"`batches` must have one batch a step: it ended at step {number} of {self.steps}"
+                f"`batches` must have one batch for each step: they ended at step {number} of {self.steps}"
             ) from None
 
     def moved(self, carry: Carry, found: Evaluation, *, record: bool) -> Carry:

@@ -126,7 +126,7 @@ class StepGradient:
             pool: takes the memory of what the step started from; if given, that of ``bars`` may be overwritten.
 
         Returns:
-            The gradients of what it started from, and one a declared tensor.
+            The gradients of what it started from, and one for each declared tensor.
         """
         # What is no longer needed is let go at once: copies of all parameters are much of the memory.
         number, carry, grads = start.pop()

@@ -75,7 +75,7 @@ class VmappedLoop(Loop):
     def evaluate(
         self, leaves: Sequence[Tensor], buffers: Sequence[Tensor], number: int
     ) -> tuple[Tensor, Any, list[Tensor]]:
-        """As :meth:`Loop.evaluate`, with a loss a sample."""
+        """As :meth:`Loop.evaluate`, with a loss for each sample."""
 
         def inside() -> tuple[Tensor, Any, list[Tensor]]:
             given = _each(_entry, leaves, self.same_params)
