@@ -98,7 +98,7 @@ def check_learning_rate(name: str, value: Any) -> None:
 
 
 def check_per_leaf(name: str, value: Any) -> None:
-    """As :func:`check_at_least_zero`; a tree of numbers and tensors of any shape, one for each parameter, is allowed, too."""
+    """As :func:`check_at_least_zero`; or a tree of numbers and tensors of any shape, one for each parameter."""
     if not is_per_leaf(value):
         check_at_least_zero(name, value)
         return

@@ -1,7 +1,7 @@
 """A loop → its outcome, whose gradient is estimated by running the loop again with noise, in pairs.
 
-A pair is a seed: from it comes its noise, wherever the pair is run. Of each pair, and each part of the loop, two
-numbers come back: what the outcomes of both runs amount to along the outer gradient.
+A pair is a seed, which determines its noise wherever the pair is run. Two numbers come back for each pair and each part
+of the loop: the inner products of both outcomes with the outer gradient.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ def run_with_pairs(
     """Train without a graph, and connect the parameters and the losses.
 
     Args:
-        loop: what to run.
-        samples: how many pairs.
+        loop: the loop to run.
+        samples: the number of pairs.
         sigma: the noise's standard deviation.
-        part: after how many steps a pair gets new noise; never, if not given.
-        parallel: how pairs are spread.
-        tasks: what the loop runs in. Each task has pairs of its own, whose seeds are drawn in the order of the tasks.
+        part: the number of steps after which a pair gets new noise; never, if not given.
+        parallel: how pairs are spread over workers.
+        tasks: the tasks of the ``vmap`` around the loop. Each task has pairs of its own, whose seeds are drawn in the
+            order of the tasks.
 
     Raises:
         NotImplementedError: pairs are to be spread inside ``vmap``.
@@ -88,13 +89,13 @@ def run_with_pairs(
 
 
 def _parts(steps: int, length: int) -> list[tuple[int, int]]:
-    """Where each part begins, and where it ends; at least one."""
+    """The start and the end of each part of the loop; at least one part."""
     return [(start, min(steps, start + length)) for start in range(0, max(1, steps), length)]
 
 
 @dataclass(frozen=True)
 class _Pairs:
-    """Seeds → numbers, of shape (seeds, parts, 2): a part of the loop, run with the noise and with its opposite."""
+    """Seeds → numbers, of shape (seeds, parts, 2): parts of the loop, run with the noise and with its negative."""
 
     what: str
     """The adjoint, for errors."""
@@ -137,7 +138,7 @@ class _Pairs:
         return [torch.stack(numbers)]
 
     def _noise(self, seeds: Tensor, part: int) -> list[Tensor]:
-        """A tensor for each that is declared; inside ``vmap`` each task's is of its own seed."""
+        """The noise for each declared tensor; inside ``vmap`` each task's noise comes from its own seed."""
         sizes, own = self.tasks.sizes, [seed_of(seed, part) for seed in seeds.reshape(-1).tolist()]
         with self.tasks.outside():
             drawn = noise_of(own, _alike(self.loop.declared))
@@ -146,7 +147,7 @@ class _Pairs:
 
 
 def _alike(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors outside of ``vmap`` that have the shapes, types and devices of those given, and no values."""
+    """Tensors outside ``vmap`` with the shapes, dtypes and devices of those given, without values."""
     return [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in tensors]
 
 
@@ -215,7 +216,7 @@ class _Estimate(torch.autograd.Function):
 
 
 def _of_values(found: Tensor, held: Values, tasks: Tasks) -> Tensor:
-    """Gradients of all tasks, one after another → that of the values that the tasks have, or share."""
+    """Gradients of all tasks, one after another → the gradient of the values that the tasks have, or share."""
     found = found.reshape((*tasks.sizes, *found.shape[1:]))
     shared = [place for place, dim in enumerate(held.dims) if dim is None]
     if shared:

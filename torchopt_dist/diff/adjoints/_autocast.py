@@ -15,14 +15,14 @@ _DEVICES = ("cpu", "cuda")
 
 @dataclass(frozen=True)
 class Autocast:
-    """What autocast did at a time."""
+    """The settings of autocast at a time."""
 
     states: tuple[tuple[str, bool, torch.dtype], ...]
     """Type of device, whether it was on, and to which dtype."""
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """A context in which autocast is as it was."""
+        """A context in which autocast has these settings."""
         if current_autocast() == self:
             yield
             return
@@ -33,7 +33,7 @@ class Autocast:
 
 
 def current_autocast() -> Autocast:
-    """What autocast does now."""
+    """The present settings of autocast."""
     return Autocast(
         tuple(
             (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
@@ -43,6 +43,6 @@ def current_autocast() -> Autocast:
 
 
 def forget_casts() -> None:
-    """Let go of the casts of the parameters of a step: autocast keeps one for each leaf until its context ends."""
+    """Drop the casts of the parameters of a step, since autocast keeps one for each leaf until its context ends."""
     if any(map(torch.is_autocast_enabled, _DEVICES)):
         torch.clear_autocast_cache()

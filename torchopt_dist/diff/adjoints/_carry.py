@@ -25,7 +25,7 @@ StopFn = Callable[[int, Tensor], Any]
 
 
 class Carry(NamedTuple):
-    """What one step hands to the next."""
+    """The values that one step passes to the next."""
 
     params: list[Tensor]
     """The leaves of the parameters, a tied one at each of its places."""
@@ -49,7 +49,7 @@ class Evaluation(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a run of steps came to."""
+    """The result of a run of steps."""
 
     carry: Carry
     """After the last step."""
@@ -63,7 +63,7 @@ class StepFn(Protocol):
     """A step in one of its forms."""
 
     def __call__(self, carry: Carry, number: int, /) -> tuple[Carry, Tensor, Any]:
-        """Return what is handed on, the loss, and what else the loss returned."""
+        """Return the next carry, the loss, and the other values that the loss returned."""
 
 
 WatchFn = Callable[[Carry, int, Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], None]

@@ -25,7 +25,7 @@ __all__ = [
 
 
 def differentiable(tensors: Iterable[Any]) -> list[Tensor]:
-    """Those that may have a gradient, each once."""
+    """The tensors that may have a gradient, each once."""
     active = transforms_are_active()
     return list(
         {
@@ -61,7 +61,7 @@ def tensors_of_meta(meta: Any) -> list[Tensor]:
 
 
 def tensors_within(thing: Any) -> list[Tensor]:
-    """The tensors that functions of an optimizer were made with: its hyper-parameters."""
+    """The tensors with which functions of an optimizer were made: its hyper-parameters."""
     if isinstance(thing, ChainedGradientTransformation):
         whole = thing.fused_step
         if whole.of_gradients_alone and whole.first_link == 0:
@@ -110,7 +110,7 @@ def _is_filled(cell: Any) -> bool:
 
 
 def nodes_between(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> list[Any]:
-    """The nodes of the graph that outputs depend on other than by way of the inputs; those of leaves among them."""
+    """The nodes of the graph on which outputs depend other than through the inputs, those of leaves included."""
     visited = {_edge(tensor) for tensor in inputs if tensor.requires_grad}
     waiting = [_edge(output) for output in outputs if output.requires_grad]
     found: list[Any] = []
@@ -136,12 +136,12 @@ def leaf_of(node: Any) -> Tensor | None:
 
 
 def depends_on_others(output: Tensor, inputs: Iterable[Tensor], since: int) -> bool:
-    """Whether a tensor may depend on a leaf other than by what was done with the inputs since then.
+    """Whether a tensor may depend on a leaf other than by operations on the inputs since a given node.
 
     Args:
         output: the tensor.
         inputs: leaves.
-        since: the number of the node that was made next then.
+        since: the number of that node.
     """
     known = {id(tensor) for tensor in inputs}
     visited: set[Any] = {None}

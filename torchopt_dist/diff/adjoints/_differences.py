@@ -1,4 +1,4 @@
-"""A loop → its outcome, connected by its last step, in which the gradient's derivative is taken from two values nearby.
+"""A loop → its outcome, connected through its last step, with the derivative of the gradient by a finite difference.
 
 With ``c`` the outer gradient of the new parameters and ``v = (∂update/∂g)ᵀ c``, by the optimizer's own Jacobian, the
 product ``vᵀ ∂g/∂meta`` is the derivative of ``∂loss/∂meta`` along ``v``, since ``g = ∂loss/∂θ``: a difference of two
@@ -34,11 +34,11 @@ def run_with_differences(loop: Loop, radius: float, what: str, tasks: Tasks, *, 
     """Train without a graph, and connect the last step.
 
     Args:
-        loop: what to run.
-        radius: the distance, in the norm of all parameters together, of the two points from that between them.
-        what: the adjoint, for errors.
-        tasks: what the loop runs in; each task has a distance of its own.
-        at_the_end: the point between is where the parameters are after the last step; otherwise, before.
+        loop: the loop to run.
+        radius: the distance of the two points from the point between them, in the norm of all parameters together.
+        what: the name of the adjoint, for errors.
+        tasks: the tasks of the ``vmap`` around the loop; each task has a distance of its own.
+        at_the_end: whether the point between them is that of the parameters after the last step, or before it.
 
     Returns:
         The outcome. Its parameters and its state are connected with what the loop has declared.
@@ -101,7 +101,7 @@ def _only_adds_gradients(loop: Loop) -> bool:
 
 @dataclass
 class _Between:
-    """A point, and which step's loss is differentiated at both sides of it."""
+    """The point between the two, and the step whose loss is differentiated at both."""
 
     loop: Loop
     number: int
@@ -183,7 +183,7 @@ class _Between:
 
 
 def _norm(tensors: Sequence[Tensor]) -> Tensor:
-    """Of all together, 0-d."""
+    """The norm of all tensors together, 0-d."""
     norms = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensors]
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 

@@ -1,7 +1,7 @@
-"""A carry that is nobody else's, gradients → the next carry, in the same memory wherever only the carry holds it.
+"""A carry of the loop's own, gradients → the next carry, in the same memory wherever only the carry holds it.
 
-A step in place is as fast as in training. What the loss has kept of its parameters (a view, an entry of a log, a graph)
-stays as it was: the memory of such a parameter is left to it, and the step goes on in a copy.
+A step in place is as fast as in training. If the loss has kept something of a parameter (a view, an entry of a log, a
+graph), that stays as it was: the step leaves the parameter's memory alone, and continues in a copy.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ def moved_in_place(
     """Make one step on what :func:`owned` or an earlier step has returned.
 
     Args:
-        optimizer: makes the step.
-        model: of the leaves; what it was filled with is let go.
+        optimizer: the gradient transformation that makes the step.
+        model: the model of the leaves; it drops the leaves with which it was filled.
         leaves: the parameters, a tied one at each of its places.
         grads: a gradient for each leaf; they stay as they are.
-        state: the optimizer's.
+        state: the optimizer's state.
 
     Returns:
         The moved leaves and the next state; the given ones must not be used any more.

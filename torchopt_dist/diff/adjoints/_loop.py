@@ -1,8 +1,7 @@
 """A loss, an optimizer, parameters, batches → the steps of an inner loop, one at a time, recorded or not.
 
-A step is a pure function of its number and of the :class:`Carry` that the step before has handed on, so that any step
-can be run again: random numbers come from a seed for each step, and the buffers of a module are part of what is handed
-on.
+A step is a pure function of its number and of the :class:`Carry` of the step before, so that any step can be run again:
+random numbers come from a seed for each step, and the buffers of a module are part of the carry.
 """
 
 from __future__ import annotations
@@ -75,23 +74,23 @@ class Loop:
 
     @property
     def is_substituted(self) -> bool:
-        """Whether other tensors stand in the places of those that the loop was given: here, or in a loop around it."""
+        """Whether the tensors that the loop was given are replaced by others: here, or in a loop around it."""
         return self.others is not None or _substituting.get()
 
     @property
     def samples(self) -> tuple[int, ...]:
-        """The shape of a loss: of one element, where the loop is not run for many samples at a time."""
+        """The shape of a loss: that of one element, unless the loop runs for many samples at a time."""
         return ()
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All for which there may be a gradient: first parameters, first state, then ``declared``; each once."""
+        """All tensors that may have a gradient: initial parameters, initial state, then ``declared``; each once."""
         first = [self.first.params[place] for place in self.model.moved_places]
         state = pytree.flatten(self.first.state)[0]
         return differentiable([*first, *state, *(self.others or self.declared)])
 
     def with_tensors(self, others: Sequence[Tensor]) -> Loop:
-        """The same loop with others in the places of ``tensors``, wherever the loss or the optimizer uses them."""
+        """The same loop with ``tensors`` replaced by others, wherever the loss or the optimizer uses them."""
         new = {id(old): other for old, other in zip(self.tensors, others, strict=True)}
 
         def changed(tensor: Tensor) -> Tensor:
@@ -105,11 +104,11 @@ class Loop:
         return replace(self, first=first, others=tuple(map(changed, self.others or self.declared)))
 
     def without_stop(self) -> Loop:
-        """The same loop, which ends only where it is told to."""
+        """The same loop without the caller's predicate ``stop``."""
         return replace(self, stop=None)
 
     def substituted(self) -> AbstractContextManager[None]:
-        """A context in which ``others`` stand in the places of ``declared``."""
+        """A context in which ``others`` replace ``declared``."""
         return _AS_IT_IS if self.others is None else self._substituted(self.others)
 
     @contextmanager
@@ -136,7 +135,7 @@ class Loop:
         return Outcome(carry, losses, aux)
 
     def recorded_step(self, carry: Carry, number: int) -> tuple[Carry, Tensor, Any]:
-        """A step with its whole graph, that of the gradient included."""
+        """A step with its whole graph, including that of the gradient."""
         found = self.gradient(carry, number, record=True)
         return self.moved(carry, found, record=True), found.loss, found.aux
 
@@ -147,7 +146,7 @@ class Loop:
 
     @property
     def trains_in_place(self) -> bool:
-        """Whether :meth:`training_step` overwrites what it is given."""
+        """Whether :meth:`training_step` overwrites its arguments."""
         return not transforms_are_active()
 
     def training_step(self, carry: Carry, number: int) -> tuple[Carry, Tensor, Any]:
@@ -171,7 +170,7 @@ class Loop:
         return Carry(self._tied(params), state, [buffer.detach() for buffer in carry.buffers])
 
     def first_order_step(self, carry: Carry, number: int) -> tuple[Carry, Tensor, Any]:
-        """A step whose gradient is a constant; what the optimizer makes of it is recorded."""
+        """A step whose gradient is a constant; the optimizer's update is recorded."""
         found = self.gradient(carry, number, record=False)
         with torch.enable_grad(), self.substituted():
             # Not as a fused node, which would keep the gradients of every step.
@@ -187,7 +186,7 @@ class Loop:
 
         Args:
             carry: the parameters and buffers to evaluate it at.
-            number: of the step: decides the batch and the random numbers.
+            number: the number of the step, which determines the batch and the random numbers.
             record: keep the graph, so that all that is returned can be differentiated with respect to ``carry`` and to
                 all that the loss is made of; otherwise nothing that is returned has a history.
 
@@ -254,12 +253,12 @@ class Loop:
         Args:
             params: parameters, a tied one at each of its places; they may be duals.
             buffers: as :meth:`evaluate`.
-            number: likewise.
-            wanted: tensors that require grad, what the gradient is for.
-            look: is shown the graph before it is gone back through.
+            number: the number of the step.
+            wanted: the tensors to differentiate with respect to; they require grad.
+            look: called with the graph before the backward pass.
 
         Returns:
-            The loss, what else it returned, a gradient for each that is wanted, and the buffers after it.
+            The loss, the other values that it returned, a gradient for each of ``wanted``, and the buffers after it.
         """
         loss, aux, after = self.evaluate(params, buffers, number)
         look([loss], wanted, after)
@@ -275,7 +274,7 @@ class Loop:
         """Call the loss of a step once.
 
         Returns:
-            The loss, what else it returned, and the buffers after it.
+            The loss, the other values that it returned, and the buffers after it.
 
         Raises:
             TypeError: the loss is no tensor, or, with ``has_aux``, not a pair.
@@ -302,7 +301,7 @@ class Loop:
         """The batch of a step.
 
         Raises:
-            ValueError: there is none.
+            ValueError: there is no batch for the step.
         """
         if callable(self.batches):
             return self.batches(number)
@@ -315,7 +314,7 @@ class Loop:
             ) from None
 
     def moved(self, carry: Carry, found: Evaluation, *, record: bool) -> Carry:
-        """What a step hands on, given its gradient."""
+        """The carry after a step, given the step's gradient."""
         with torch.set_grad_enabled(record), self.substituted():
             params, state = differentiable_step(
                 self.optimizer, self.model.tree(carry.params), self.model.tree(found.grads), carry.state
@@ -323,7 +322,7 @@ class Loop:
         return Carry(self.model.tied(params), state, found.buffers)
 
     def cut(self, carry: Carry) -> Carry:
-        """The same numbers without history; parameters that are moved require grad."""
+        """The same values without history; parameters that are moved require grad."""
         params = list(carry.params)
         for place in self.model.moved_places:
             params[place] = params[place].detach()
@@ -343,4 +342,4 @@ class Loop:
 
 
 def _nothing(outputs: Sequence[Tensor], inputs: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
-    """What is shown is not looked at."""
+    """Ignore the graph."""

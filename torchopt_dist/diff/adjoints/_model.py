@@ -1,4 +1,4 @@
-"""The parameters of an inner loop, a tree or a module → lists of tensors for the optimizer, and what the loss takes.
+"""The parameters of an inner loop, a tree or a module → lists of tensors for the optimizer, and the loss's argument.
 
 A module is copied, and the copy is filled with other parameters and buffers before each call of the loss. So the
 caller's module stays as it is, and may be changed before the loop is run again for its gradient.
@@ -58,21 +58,21 @@ class Model(ABC):
         return pytree.unflatten(self._spec, list(leaves))
 
     def tied(self, tree: Params) -> list[Tensor]:
-        """A tree from the optimizer → leaves, with a tied parameter the same tensor at each of its places."""
+        """A tree from the optimizer → leaves; a tied parameter is the same tensor at each of its places."""
         leaves = pytree.flatten(tree)[0]
         return [leaves[place] for place in self.first_places]
 
     @abstractmethod
     def filled(self, leaves: Sequence[Tensor], buffers: Sequence[Tensor]) -> Any:
-        """What the loss takes. The loss may overwrite the buffers."""
+        """The loss's argument, with these leaves. The loss may overwrite the buffers."""
 
     def part(self, name: str) -> nn.Module:
-        """A sub-module of what was filled last, by its name."""
+        """A sub-module of the last filled module, by its name."""
         raise LookupError(name)  # a tree has none
 
     @abstractmethod
     def leave(self) -> None:
-        """Leave to a graph what was filled last: the next is another one.
+        """Leave the last filled module to a graph that uses it; the next one is a new copy.
 
         ``torch.utils.checkpoint`` in a module calls the module again in backward, which must then have the parameters
         of the step.
@@ -80,7 +80,7 @@ class Model(ABC):
 
     @abstractmethod
     def let_go(self) -> None:
-        """Hold nothing of the leaves that were filled in last."""
+        """Drop the leaves that were filled in last."""
 
     @abstractmethod
     def buffers_now(self) -> list[Tensor]:
@@ -88,7 +88,7 @@ class Model(ABC):
 
     @abstractmethod
     def result(self, leaves: Sequence[Tensor], buffers: Sequence[Tensor], *, last: bool = False) -> Any:
-        """What the caller gets; if ``last``, the model is not used any more."""
+        """The value for the caller; if ``last``, the model is not used any more."""
 
 
 def _is_trainable(leaf: Tensor) -> bool:
@@ -103,10 +103,10 @@ class TreeModel(Model):
     """A tree of tensors: the loss takes such a tree."""
 
     def leave(self) -> None:
-        """Nothing: each tree is another one."""
+        """Do nothing: each tree is a new one."""
 
     def let_go(self) -> None:
-        """Nothing: a tree is the loss's own."""
+        """Do nothing: a tree belongs to the loss."""
 
     def filled(self, leaves: Sequence[Tensor], buffers: Sequence[Tensor]) -> Any:
         return self.tree(leaves)
@@ -132,7 +132,7 @@ class ModuleModel(Model):
         self._copy, self._places = _copied(module, self.leaves, self.buffers)
 
     def __getstate__(self) -> dict[str, Any]:
-        """On another worker the copy is another, and so are the places in it."""
+        """Leave out the copy and the places in it, since another worker makes its own."""
         module = self.result(self.leaves, self.buffers)
         return {
             **{key: value for key, value in vars(self).items() if key not in ("_leaves", "_places")},
@@ -182,7 +182,7 @@ Places = list[tuple[TensorContainer, str, int]]
 def _copied(
     module: nn.Module, leaves: Sequence[Tensor], buffers: Sequence[Tensor]
 ) -> tuple[nn.Module, Places]:
-    """A copy with the same tensors, and where in it each of them stands."""
+    """A copy with the same tensors, and the places of each of them in it."""
     copy = module_clone(module)
     index = {id(tensor): place for place, tensor in enumerate([*leaves, *buffers])}
     parts = list(copy.modules())
@@ -196,7 +196,7 @@ def _copied(
 
 
 def _fill(places: Places, tensors: Sequence[Tensor]) -> None:
-    """Put tensors in their places; those after the last one that is given stay."""
+    """Put tensors in their places; further places stay as they are."""
     count = len(tensors)
     for container, name, index in places:
         if index < count:
@@ -204,7 +204,7 @@ def _fill(places: Places, tensors: Sequence[Tensor]) -> None:
 
 
 def model_of(params: Params | nn.Module) -> Model:
-    """Make a model of what the caller gave.
+    """Make a model from the caller's parameters.
 
     Raises:
         TypeError: a leaf of the tree is no tensor.

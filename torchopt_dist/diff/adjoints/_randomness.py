@@ -27,7 +27,7 @@ def seed_step(seed: int, number: int) -> None:
 
 @contextmanager
 def kept_generators() -> Iterator[None]:
-    """Give the generators their states back when the context is left."""
+    """Restore the states of the generators when the context is left."""
     before = [(generator, generator.get_state()) for generator in generators()]
     try:
         yield
@@ -37,7 +37,7 @@ def kept_generators() -> Iterator[None]:
 
 
 def generators() -> list[torch.Generator]:
-    """Those that random numbers are drawn from: of the CPU, and of the current GPU."""
+    """The generators that random numbers are drawn from: those of the CPU and of the current GPU."""
     found = [torch.default_generator]
     if torch.cuda.is_initialized():
         found.append(torch.cuda.default_generators[torch.cuda.current_device()])

@@ -1,4 +1,4 @@
-"""Estimated gradients → the same; to differentiate them is an error, and no derivative is silently missing."""
+"""Estimated gradients → the same, with a history that raises an error if they are differentiated."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["without_second_order"]
 
 
 def without_second_order(what: str, grads: Sequence[OptionalTensor]) -> tuple[OptionalTensor, ...]:
-    """Give what a backward pass has found a history that cannot be gone back through, where a graph is recorded.
+    """Give gradients a history that raises an error in a backward pass, where a graph is recorded.
 
     Args:
-        what: the adjoint, for the error.
-        grads: what was found.
+        what: the name of the adjoint, for the error.
+        grads: the gradients that a backward pass has found.
 
     Returns:
         The same values; inside ``torch.func``'s transforms, which only `Reptile` takes, as they are.

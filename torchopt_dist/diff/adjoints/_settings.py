@@ -10,7 +10,7 @@ __all__ = ["check_above_zero", "check_count"]
 
 
 def check_above_zero(name: str, value: Any) -> None:
-    """Demand a finite number above 0.
+    """Check that a setting is a finite number above 0.
 
     Raises:
         TypeError: it is no number.
@@ -23,7 +23,7 @@ def check_above_zero(name: str, value: Any) -> None:
 
 
 def check_count(name: str, value: Any) -> None:
-    """Demand an integer of at least 1.
+    """Check that a setting is an integer of at least 1.
 
     Raises:
         TypeError: it is no integer.

@@ -1,7 +1,7 @@
 """The ``vmap`` that an inner loop runs in → the same tasks once more, in a backward pass, when that ``vmap`` has ended.
 
-A tensor inside ``vmap`` is a number, that of the nesting, on the values of all tasks. So what a loss has closed over
-there is whole again inside another ``vmap`` of the same nesting and size.
+A tensor inside ``vmap`` consists of the values of all tasks and the level of nesting. So the tensors that a loss has
+closed over are valid again inside another ``vmap`` of the same level and size.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Tasks", "current_tasks"]
 
 @dataclass(frozen=True)
 class Tasks:
-    """The tasks of every ``vmap`` around a loop; outside of them one task, which all methods leave as it is."""
+    """The tasks of every ``vmap`` around a loop; without one there is a single task, which no method changes."""
 
     levels: tuple[tuple[int, int], ...] = ()
     """Nesting and size of each ``vmap``, the outermost first."""
@@ -32,15 +32,15 @@ class Tasks:
         return tuple(size for _, size in self.levels)
 
     def outside(self) -> AbstractContextManager[object]:
-        """A context outside of every ``vmap``, where values are ordinary tensors with a history."""
+        """A context outside every ``vmap``, where values are ordinary tensors with a history."""
         return outside_of_transforms() if self.levels else nullcontext()
 
     def values(self, tensors: Sequence[Tensor]) -> list[Values]:
-        """What tensors are for all tasks."""
+        """The values of tensors for all tasks."""
         return [values_of(tensor, list(self.levels)) for tensor in tensors]
 
     def values_of_each(self, tensors: Sequence[Tensor]) -> list[Values]:
-        """The same, with values of its own for each task."""
+        """The values of tensors, with separate ones for each task."""
         return self.values([for_each_sample(tensor) for tensor in tensors] if self.levels else tensors)
 
     def stacked(self, values: Tensor) -> Values:
@@ -48,7 +48,7 @@ class Tasks:
         return Values(values, (0,) * len(self.levels))
 
     def again(self, function: Callable[[], Sequence[Tensor]]) -> list[Tensor]:
-        """Call a function for all tasks, from outside of them.
+        """Call a function for all tasks, from outside every ``vmap``.
 
         Args:
             function: takes its tensors from :class:`Values`; returns tensors.

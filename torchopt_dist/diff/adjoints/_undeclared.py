@@ -1,4 +1,4 @@
-"""A loop → the same, which finds out whether its loss uses tensors that require grad and that nobody has declared."""
+"""A loop → the same, which raises if its loss uses tensors that require grad and are not declared."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ __all__ = ["refuse", "refuse_undeclared", "watched", "watched_as_it_is"]
 
 
 def watched(loop: Loop, tasks: Tasks) -> Loop:
-    """The same loop to run steps of that are looked at.
+    """The same loop, whose steps are checked.
 
-    An adjoint that takes the gradient of declared tensors only needs it: whatever else the loss depends on would have
-    no gradient, and nobody would be told.
+    An adjoint that differentiates with respect to declared tensors only needs this check: any other tensor would
+    silently get no gradient.
 
     Args:
         loop: the loop.
-        tasks: what it runs in. Inside ``vmap`` steps have no graph to look at, so the first step's loss is called once
-            more.
+        tasks: the tasks of the ``vmap`` around it. Inside ``vmap`` steps have no graph to check, so the first step's
+            loss is called once more.
 
     Raises:
         ValueError: in a step, the loss depends on another leaf that requires grad.
@@ -53,9 +53,9 @@ def watched(loop: Loop, tasks: Tasks) -> Loop:
 
 
 def watched_as_it_is(loop: Loop) -> Loop:
-    """As :func:`watched`, for a loop that has declared leaves only, and in less time: nothing is put in their places.
+    """As :func:`watched`, but faster, for a loop that has declared leaves only: they are not replaced by other tensors.
 
-    Where the loss may depend on others, it is looked at as there.
+    If the loss may depend on other tensors, it is checked as there.
     """
     since = next_sequence_number()
 
@@ -90,11 +90,11 @@ def _look_once(loop: Loop, tasks: Tasks) -> None:
 def refuse_undeclared(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], again: Callable[[], Sequence[Tensor]]
 ) -> None:
-    """Demand that a step's loss depends on no leaves but by way of the parameters and of what is declared.
+    """Check that a step's loss depends on leaves only through the parameters and the declared tensors.
 
     Args:
-        outputs: the loss, as it was evaluated.
-        inputs: the parameters, and what stood in the places of what is declared.
+        outputs: the loss.
+        inputs: the parameters, and the tensors that replaced the declared ones.
         again: evaluates the loss once more.
 
     Raises:

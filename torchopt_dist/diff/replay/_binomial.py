@@ -1,8 +1,8 @@
 """Numbers of steps and of snapshots → where snapshots are taken, so that the fewest steps are run again.
 
-Griewank and Walther, Algorithm 799: revolve, 2000: with ``c`` snapshots, that of the start among them, and every step
-run at most ``r`` times, ``C(c + r, c)`` steps can be gone back through. There the sweep forward ends before the last
-step. Here it ends after it, as the outer loss comes next: which is one step more, the outer loss being the last one.
+Griewank and Walther, Algorithm 799: revolve, 2000: with ``c`` snapshots, that of the start included, and every step run
+at most ``r`` times, ``C(c + r, c)`` steps can be reversed. In that paper the forward sweep ends before the last step.
+Here it ends after it, since the outer loss comes next; that is one more step, with the outer loss as the last one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _repetitions(steps: int, snapshots: int) -> int:
 
 
 def split(steps: int, snapshots: int) -> int:
-    """How many steps after the start the next snapshot is best taken; at least two of each."""
+    """The best number of steps between the start and the next snapshot; both numbers must be at least 2."""
     r = _repetitions(steps, snapshots)
     least = max(1, _reach(snapshots, r - 2), steps - _reach(snapshots - 1, r))
     return min(least, steps - 1)
@@ -41,6 +41,6 @@ def places(steps: int, snapshots: int) -> list[int]:
 
 
 def steps_run_again(steps: int, snapshots: int) -> int:
-    """The fewest steps that have to be run a second time or more often, only to come back to a place."""
+    """The least number of steps that have to be run again, only to return to a snapshot's place."""
     r = _repetitions(steps + 1, snapshots)
     return r * (steps + 1) - _reach(snapshots + 1, r - 1) - steps

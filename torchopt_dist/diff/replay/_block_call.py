@@ -19,11 +19,11 @@ __all__ = ["BlockCall", "inputs_of"]
 
 
 class _Input(int):
-    """Stands in the place of an input of the block."""
+    """A placeholder for an input of the block."""
 
 
 class _Own(int):
-    """Stands in the place of a parameter that gradients are wanted for."""
+    """A placeholder for a parameter whose gradient is wanted."""
 
 
 Held = list[tuple[TensorContainer, str, Any]]
@@ -46,12 +46,12 @@ class BlockCall:
     """One call of a block.
 
     Args:
-        name: of the block, for errors.
+        name: the name of the block, for errors.
         block: the module.
-        forward: what computes it.
+        forward: the function that computes it.
         arguments: its positional arguments, its keyword arguments.
         own: the ``id`` of a parameter that gradients are wanted for → its place among these.
-        with_tangents: tensors may be duals.
+        with_tangents: whether tensors may be duals.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class BlockCall:
         return self._with_tangents and self._makes_gradients and floats
 
     def handed_on(self) -> tuple[Any, list[OptionalTensor]]:
-        """What the block returned, cut off from what it was made of.
+        """The block's results, detached from their history.
 
         Returns:
             The tree, and in the places of ``outputs`` the tensors in it that require grad.
@@ -188,7 +188,7 @@ def _held(containers: list[TensorContainer]) -> Held:
 
 @contextmanager
 def _in_place(held: Held) -> Iterator[None]:
-    """A context in which a module holds the tensors it held."""
+    """A context in which a module has the tensors that it had."""
     now = [(container, key, container[key]) for container, key, _ in held]
     for container, key, x in held:
         container[key] = x

@@ -1,11 +1,11 @@
 """A loss, perhaps with tangents, the blocks of its model → its gradients, with the graph of one block at a time.
 
-The loss is called once. What each block returns is cut off from its graph, which is forgotten; so what is kept of the
-blocks are their boundaries. Going back, the graph after the last block comes first, then each block is called again on
-what it was given. The graph before the first block is made again for its turn, by a call of the loss that ends there.
+The loss is called once. The results of each block are detached and its graph is dropped, so only the values between
+blocks are kept. The backward pass starts with the graph after the last block; then each block is called again with the
+same inputs. The graph before the first block is made again at its turn, by a call of the loss that ends there.
 
 With tangents, duals go forward, ``(x, ẋ)``, and duals come back, ``(λ, λ̇)``, by forward over reverse mode. Each part
-has a level of forward mode for itself: torch frees what was made in one when it is left, and not before.
+has its own level of forward mode, since torch frees the tensors of a level only when it is left.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ def sweep(
     Args:
         loop: the loop.
         blocks: the names of the blocks in the model, in the order of their calls.
-        params: as :meth:`Loop.swept`, all of these four.
-        buffers: likewise.
-        number: likewise.
-        wanted: likewise.
-        look: is shown each part of the graph.
+        params: as :meth:`Loop.swept`.
+        buffers: as :meth:`Loop.swept`.
+        number: as :meth:`Loop.swept`.
+        wanted: as :meth:`Loop.swept`.
+        look: called with each part of the graph.
         tangents: the direction.
 
     Raises:
@@ -72,11 +72,11 @@ def sweep(
 
 
 class _EnoughError(BaseException):
-    """Ends a call of the loss where no more of it is needed."""
+    """Ends a call of the loss when the rest of it is not needed."""
 
 
 class _Sweep:
-    """One evaluation of a loss, and the way back; see :func:`sweep` for the arguments."""
+    """One evaluation of a loss, and its backward pass; see :func:`sweep` for the arguments."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class _Sweep:
         self._totals: list[OptionalTensor] = [None] * len(wanted)
 
     def run(self) -> Evaluation:
-        """Evaluate the loss, and go back through it."""
+        """Evaluate the loss, and differentiate it."""
         with self._level() as now:
             handed: dict[int, tuple[tuple[int, int], Tensor]] = {}
             with self._intercepted(partial(self._first_call, now, handed)):
@@ -222,7 +222,7 @@ class _Sweep:
             self._before_call(between)
 
     def _before_call(self, bars: Sequence[Pair | None]) -> None:
-        """Go back through what comes before a call and is no block, given the gradients of the call's inputs."""
+        """Differentiate what precedes a call and is no block, given the gradients of the call's inputs."""
         with self._level() as now:
             calls = iter(enumerate(self._calls))
             handed: list[tuple[tuple[int, int], Tensor]] = []
@@ -248,7 +248,7 @@ class _Sweep:
         leaves: Sequence[Tensor],
         handed: Sequence[tuple[tuple[int, int], Tensor]],
     ) -> list[Pair | None]:
-        """Go back through a part of the graph.
+        """Differentiate a part of the graph.
 
         Args:
             ends: of the part, with their gradients.
@@ -277,7 +277,7 @@ class _Sweep:
     def _check_closed(
         self, call: BlockCall, outputs: Sequence[Tensor], leaves: Sequence[Tensor], now: Sequence[Tensor]
     ) -> None:
-        """Demand that a block depends on parameters and activations only as its own, and by its arguments."""
+        """Check that a block uses only its own parameters, and activations only through its arguments."""
         others = {id(x) for x in [*self._params, *(x for handed in self._handed for x in handed)]}
         nodes = nodes_between(outputs, [*leaves, *call.parameters(now)])
         if any(id(leaf_of(node)) in others for node in nodes):

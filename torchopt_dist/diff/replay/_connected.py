@@ -1,4 +1,4 @@
-"""A tape → its loop's outcome, connected by one node; another node is there where its backward is differentiated."""
+"""A tape → its loop's outcome, connected by one node, and by another node if its backward pass is differentiated."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ Pair = tuple[Tensor, OptionalTensor]
 
 
 class NoForwardModeError(Exception):
-    """There is no forward mode here, or not for an operation."""
+    """There is no forward mode here, or an operation has none."""
 
 
 @functools.cache
@@ -32,7 +32,7 @@ def _load() -> None:
 
 @contextmanager
 def dual_level() -> Iterator[None]:
-    """A context in which there are duals; at its end they are what they were without tangents."""
+    """A context in which duals can be made; at its end they are plain tensors again."""
     _load()
     with forward_ad.dual_level():
         yield
@@ -54,7 +54,7 @@ def dual(pair: Pair) -> Tensor:
 
 
 def pair_of(tensor: Tensor) -> Pair:
-    """What a dual is made of, without history."""
+    """A dual's tensor and tangent, without history."""
     primal, tangent = forward_ad.unpack_dual(tensor)
     return primal.detach(), None if tangent is None else tangent.detach()
 

@@ -1,4 +1,4 @@
-"""A loss's gradient with its graph → the products with its derivatives, by reverse over reverse mode."""
+"""The gradient of a loss with its graph → products with its derivatives, by reverse over reverse mode."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def graph_of(loop: Loop, carry: Carry, number: int) -> Graph:
 
 
 def leaf_like(tensor: Tensor) -> Tensor:
-    """The same numbers as a leaf that requires grad."""
+    """The same values as a leaf that requires grad."""
     return tensor.detach().requires_grad_()
 
 
@@ -63,7 +63,7 @@ def leaves_at(tensors: Sequence[Tensor], places: Sequence[int]) -> list[Tensor]:
 def pulled_back(
     outputs: Sequence[Tensor], bars: Sequence[OptionalTensor], inputs: Sequence[Tensor]
 ) -> list[OptionalTensor]:
-    """Gradients of outputs, ``None`` for zero → of inputs, ``None`` for one that has no part in them."""
+    """Gradients of outputs, ``None`` for zero → gradients of inputs, ``None`` for an input that is not used."""
     pairs = [(x, bar) for x, bar in zip(outputs, bars, strict=True) if bar is not None and x.requires_grad]
     if not pairs:
         return [None] * len(inputs)

@@ -1,4 +1,4 @@
-"""What a step starts from → kept in memory, on the CPU or in a folder, until it is asked for."""
+"""The start of a step → a snapshot in memory, on the CPU or in a folder, until it is read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Snapshot", "Store", "bytes_of", "number_of_bytes"]
 
 
 class Snapshot(NamedTuple):
-    """What a step starts from."""
+    """The start of a step."""
 
     number: int
     """Of the step."""
@@ -47,7 +47,7 @@ class Store:
 
     @property
     def copies(self) -> bool:
-        """Whether what is kept has memory of its own."""
+        """Whether snapshots have their own memory."""
         return self._where is not None
 
     def keep(self, snapshot: Snapshot) -> Callable[[], Snapshot]:
@@ -70,7 +70,7 @@ class Store:
 
 
 class _File:
-    """A list in a file, which goes when nobody needs it."""
+    """A list in a file, which is removed with the last reference to it."""
 
     def __init__(self, folder: Path, leaves: list[Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -86,7 +86,7 @@ class _File:
 
 
 def bytes_of(tensors: Iterable[Any]) -> int:
-    """How much memory tensors take together; one that is there twice counts once."""
+    """How many bytes tensors take together; one that occurs twice counts once."""
     held = {id(tensor): tensor for tensor in tensors if isinstance(tensor, Tensor)}
     return sum(tensor.numel() * tensor.element_size() for tensor in held.values())
 

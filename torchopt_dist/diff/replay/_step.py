@@ -1,12 +1,12 @@
-"""The gradient of what one step hands on → that of what it was handed, and of all else that the step was made of.
+"""The gradients of a step's results → those of its inputs, and of all other tensors that the step uses.
 
 In mixed mode: with ``u`` the gradient of the inner gradient, by way of the update's own derivative, one sweep of
 forward over reverse through the inner loss along ``u`` gives the product with the Hessian and the mixed products with
 all that the loss is made of [Kemaev et al. 2025, MixFlow-MG, arXiv 2505.00793]. No graph of a graph is made.
 
-Where what the loss computes is small beside the parameters, memory goes to these, and a graph of a graph is
-small, too. Then the products are the gradient of ``sum(u * gradient)``, by reverse over reverse: duals need twice
-the passes over tensors of the parameters' size.
+Where the loss's intermediate results are small compared with the parameters, the graph of a graph is small, too. Then
+the products are the gradient of ``sum(u * gradient)``, by reverse over reverse mode, since duals need twice as many
+passes over tensors of the parameters' size.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SMALL = 1 << 24
 
 
 class Bars(NamedTuple):
-    """Gradients with respect to what a step hands on; ``None`` for zero."""
+    """Gradients with respect to the carry after a step; ``None`` for zero."""
 
     params: list[OptionalTensor]
     """One a moved parameter."""
@@ -78,9 +78,9 @@ class StepGradient:
 
     Args:
         loop: the loop.
-        places: those of the state, from :func:`state_places`.
+        places: the places in the state, from :func:`state_places`.
         declared: tensors for which the gradient is summed over the steps.
-        sweep: the mode of the outer derivative of the loss; ``None`` chooses.
+        sweep: the mode of the outer derivative of the loss; ``None``: it is chosen by the first step.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class StepGradient:
         return not self._blocks
 
     def choose(self, loss: Tensor) -> None:
-        """Decide, if the caller has not, in which mode the sweep goes, by the graph of the first step's loss."""
+        """Choose the mode of the sweep by the graph of the first step's loss, unless the caller has chosen."""
         if not self._chooses:
             return
         self._chooses = False
@@ -117,16 +117,16 @@ class StepGradient:
     def pull(
         self, start: list[Snapshot], bars: Bars, loss_bar: OptionalTensor, pool: Pool | None = None
     ) -> tuple[Bars, list[OptionalTensor]]:
-        """Go back through one step.
+        """Differentiate one step.
 
         Args:
             start: what the step started from, in a list from which it is taken.
-            bars: gradients of what it handed on; they are used up.
+            bars: gradients of the carry after it; they are used up.
             loss_bar: gradient of its loss, 0-d.
             pool: takes the memory of what the step started from; if given, that of ``bars`` may be overwritten.
 
         Returns:
-            The gradients of what it started from, and one for each declared tensor.
+            The gradients of its start, and one for each declared tensor.
         """
         # What is no longer needed is let go at once: copies of all parameters are much of the memory.
         number, carry, grads = start.pop()
@@ -182,7 +182,7 @@ class StepGradient:
         return before, [plus(a, b) for a, b in zip(direct, mixed, strict=True)]
 
     def inputs(self, carry: Carry) -> tuple[Carry, list[Tensor]]:
-        """The same numbers as leaves of a graph, and these leaves: of the parameters, then of the state."""
+        """The same values as leaves of a graph, and these leaves: of the parameters, then of the state."""
         places = self._loop.model.moved_places
         params = leaves_at(carry.params, places)
         leaves, spec = pytree.flatten(carry.state)
@@ -192,7 +192,7 @@ class StepGradient:
         return Carry(tied, pytree.unflatten(spec, leaves), carry.buffers), inputs
 
     def outputs(self, carry: Carry) -> list[Tensor]:
-        """What may have a gradient of what a step hands on: parameters, then leaves of the state."""
+        """The tensors of a carry that may have a gradient: parameters, then leaves of the state."""
         leaves = pytree.flatten(carry.state)[0]
         moved = [carry.params[place] for place in self._loop.model.moved_places]
         return [*moved, *(leaves[place] for place in self._places)]
@@ -324,13 +324,13 @@ class StepGradient:
         return pulled[: len(inputs)], pulled[len(inputs) :]
 
     def undeclared(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Leaves that require grad and that outputs depend on, and that are neither inputs nor declared."""
+        """Leaves that require grad, on which outputs depend, and that are neither inputs nor declared."""
         nodes = nodes_between(outputs, [*inputs, *self._declared])
         return [leaf for node in nodes if (leaf := leaf_of(node)) is not None]
 
 
 def _portions(loop: Loop, count: int) -> list[frozenset[int]]:
-    """The places of the parameters in so many portions of about the same size, or a few less."""
+    """The places of the parameters in at most ``count`` portions of about the same size."""
     sizes = {place: loop.first.params[place].numel() for place in loop.model.moved_places}
     made: dict[int, set[int]] = {}
     before = 0

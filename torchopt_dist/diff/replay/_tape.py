@@ -1,7 +1,7 @@
-"""A loop, a number of snapshots → the loop run without a graph, and its backward pass, a step at a time.
+"""A loop, a number of snapshots → the loop run without a graph, and its backward pass, one step at a time.
 
-The backward pass goes from the last step to the first. What a step starts from is the snapshot there, or is reached
-from the nearest one before by running steps again; snapshots that are used up make room for new ones on the way.
+The backward pass goes from the last step to the first. The start of a step is a snapshot, or is reached from the
+nearest snapshot before it by running steps again; snapshots that are no longer needed make room for new ones.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Kept = tuple[int, Callable[[], Snapshot]]
 
 @dataclass
 class Tape:
-    """A loop that can be gone back through."""
+    """A loop with a backward pass."""
 
     loop: Loop
     snapshots: int
@@ -69,7 +69,7 @@ class Tape:
 
     @property
     def inputs(self) -> list[Tensor]:
-        """What there may be a gradient for, with repetitions: parameters, leaves of the state, what is declared."""
+        """The tensors that may have a gradient, with repetitions: parameters, leaves of the state, declared tensors."""
         return [*self._gradient.outputs(self.loop.first), *self.loop.declared]
 
     def _watch(
@@ -125,7 +125,7 @@ class Tape:
         grads: list[OptionalTensor] | None,
         copied: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """Take a snapshot of what the next step overwrites: not of the first parameters and state."""
+        """Take a snapshot of what the next step overwrites; the initial parameters and state are not overwritten."""
         if carry.params and number and not self.store.copies:
             carry = self.loop.own(carry, copied)
         kept.append((number, self.store.keep(Snapshot(number, carry, grads))))
@@ -206,7 +206,7 @@ class Tape:
 
     @contextmanager
     def _contexts(self) -> Iterator[None]:
-        """What a step is run in: as where the loop was run, with attention that has all derivatives."""
+        """The contexts in which a step runs: those in which the loop ran, with attention that has all derivatives."""
         with ExitStack() as stack:
             if self.loop.samples:
                 stack.enter_context(outside_of_transforms())
@@ -216,7 +216,7 @@ class Tape:
             yield
 
     def _start_of(self, number: int, kept: list[Kept], pool: Pool | None) -> Snapshot:
-        """What a step starts from; the snapshots left are those of steps before it."""
+        """The start of a step; the snapshots that are left are those of steps before it."""
         while kept[-1][0] > number:
             kept.pop()
         if pool is not None:
@@ -311,7 +311,7 @@ class Tape:
 
 
 def _own(tensor: Tensor) -> Tensor:
-    """The same numbers, which may be overwritten: in the same memory, if nobody else has it."""
+    """The same values, which may be overwritten: in the same memory, if nothing else holds it."""
     return tensor.detach().clone() if memory_is_shared(tensor) else tensor.detach()
 
 
@@ -324,7 +324,7 @@ def _itself(snapshot: Snapshot) -> Snapshot:
 
 
 def _depend_on_each_other(tensors: Sequence[Tensor]) -> bool:
-    """Whether one is computed from another."""
+    """Whether a tensor is computed from another one."""
     with torch.enable_grad():
         own = {torch.autograd.graph.get_gradient_edge(tensor).node for tensor in tensors}
     behind: set[Any] = set()
