@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import optree
@@ -19,31 +21,38 @@ from torchopt_dist.distributed.resident import resolved
 __all__ = ["run", "timed"]
 
 
-def timed(payload: Payload) -> tuple[list[Any], float]:
+def timed(payload: Payload, wait_for: Callable[[int], None] | None = None) -> tuple[list[Any], float]:
     """What :func:`run` returns, and how many seconds a sample took; 0 if the payload does not ask."""
     if not payload.samples:
-        return run(payload), 0.0
+        return run(payload, wait_for), 0.0
     started = time.perf_counter()
-    values = run(payload)
+    values = run(payload, wait_for)
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return values, (time.perf_counter() - started) / payload.samples
 
 
-def run(payload: Payload) -> list[Any]:
-    """The values of the payload's tasks; raises what a task raises, and the tasks after it do not run."""
+def run(payload: Payload, wait_for: Callable[[int], None] | None = None) -> list[Any]:
+    """The values of the payload's tasks; raises what a task raises, and the tasks after it do not run.
+
+    Args:
+        payload: the work of this worker.
+        wait_for: waits for the arguments of a task, by its index, if they may come later.
+    """
     payload = resolved(payload, receiving_device(payload.options.device))
-    tasks = _vectorized if payload.options.vectorize else _one_by_one
+    tasks = _vectorized if payload.options.vectorize else partial(_one_by_one, wait_for=wait_for)
     with payload.state.applied():
         if payload.state.grad_enabled:
             return tasks(payload)
         return evaluate(lambda: tasks(payload))
 
 
-def _one_by_one(payload: Payload) -> list[Any]:
+def _one_by_one(payload: Payload, wait_for: Callable[[int], None] | None = None) -> list[Any]:
     values: list[Any] = []
     tell = teller(payload)
     for (args, kwargs), seed in zip(payload.tasks, payload.seeds, strict=True):
+        if wait_for is not None:
+            wait_for(len(values))
         with seeded(seed):
             values.append(payload.function(*args, **kwargs))
         tell(len(values))

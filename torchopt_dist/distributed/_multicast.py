@@ -11,9 +11,10 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchopt_dist.distributed._group import Group, current_group
+from torchopt_dist.distributed._late_tensors import can_be_cut
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._payload import Payload
 from torchopt_dist.distributed._relay import Branch, Children, Parcel
@@ -23,7 +24,6 @@ from torchopt_dist.distributed._siblings import Siblings
 from torchopt_dist.distributed._streams import chunks_of
 from torchopt_dist.distributed._tree import Twig, tree
 from torchopt_dist.distributed._unicast import call
-from torchopt_dist.distributed._wire_format import SMALL
 from torchopt_dist.errors import CallTimeoutError
 
 __all__ = ["calls"]
@@ -90,6 +90,8 @@ def _tree_for(group: Group, payloads: Mapping[int, Payload]) -> tuple[Twig, ...]
         return ()
     fan_out = options.fan_out
     if fan_out == "auto":
+        if options.stream:
+            return ()
         fan_out = AUTO_FAN_OUT
         here = group.members[group.rank].host
         if sum(group.members[worker].host != here for worker in workers) < AUTO_WORKERS:
@@ -108,11 +110,6 @@ def _common(held: Sequence[Iterable[Tensor]]) -> list[Tensor]:
     """The tensors that are in all, in the order of the first."""
     ids = set.intersection(*({id(tensor) for tensor in tensors} for tensors in held))
     return list({id(tensor): tensor for tensor in held[0] if id(tensor) in ids}.values())
-
-
-def _can_be_cut(tensor: Tensor) -> bool:
-    plain = type(tensor) in (Tensor, nn.Parameter) and not (tensor.is_conj() or tensor.is_neg())
-    return plain and tensor.nbytes > SMALL and tensor.is_contiguous()
 
 
 class _Multicast:
@@ -146,9 +143,7 @@ class _Multicast:
         structures: dict[bytes, bytes] = {}
         for message in messages.values():
             structures.update(message.structures)
-        hoisted = [
-            tensor for tensor in _common([m.tensors for m in messages.values()]) if _can_be_cut(tensor)
-        ]
+        hoisted = [tensor for tensor in _common([m.tensors for m in messages.values()]) if can_be_cut(tensor)]
         copied = [tensor.detach().clone() for tensor in hoisted] if self._snapshot else hoisted
         chunks = chunks_of(copied)
         self._futures = {worker: Future() for worker in workers}

@@ -89,6 +89,7 @@ class ExecutionOptions:
         progress: whether the caller shows how many tasks are done.
         fan_out: how many workers a worker hands on to what all of them share; ``None``: the caller sends it to each;
             ``"auto"``: as the size of it and the number of workers say.
+        stream: whether a worker begins its first task while the others still travel.
     """
 
     vectorize: bool = False
@@ -100,10 +101,11 @@ class ExecutionOptions:
     hedge_after: float | None = None
     progress: bool = False
     fan_out: int | Literal["auto"] | None = "auto"
+    stream: bool = False
 
     def __post_init__(self) -> None:
         """Check the settings."""
-        for name in ("vectorize", "isolate_own_share", "strict", "progress"):
+        for name in ("vectorize", "isolate_own_share", "strict", "progress", "stream"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.chunk_size is not None and (not isinstance(self.chunk_size, int) or self.chunk_size < 1):
@@ -122,12 +124,20 @@ class ExecutionOptions:
         ):
             raise ValueError(f"hedge_after must be a number of seconds, 0 or more, or None, got {late!r}")
 
+        if self.stream and (self.vectorize or self.outlives_workers):
+            name = "vectorize" if self.vectorize else "retries" if self.retries else "hedge_after"
+            why = "needs all tasks at once" if self.vectorize else "may send a share again as a whole"
+            raise ValueError(
+                f"stream=True sends a worker one task after another, and {name} {why}: choose one"
+            )
         fan_out = self.fan_out
         whole = isinstance(fan_out, int) and not isinstance(fan_out, bool) and fan_out >= 1
         if not whole and fan_out not in ("auto", None):
             raise ValueError(
                 f'fan_out must be a whole number of workers, 1 or more, "auto" or None, got {fan_out!r}'
             )
+        if self.stream and whole:
+            raise ValueError(f"stream=True sends to each worker itself: leave out fan_out={fan_out}")
 
     @property
     def outlives_workers(self) -> bool:
@@ -147,6 +157,7 @@ class ExecutionKwargs(TypedDict, total=False):
     hedge_after: float | None
     progress: bool
     fan_out: int | Literal["auto"] | None
+    stream: bool
 
 
 def group_by_worker(

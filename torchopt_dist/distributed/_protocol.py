@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -13,10 +13,28 @@ from torchopt_dist._serialized_exception import SerializedException
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._payload import Payload
 
-__all__ = ["Backward", "Call", "Errand", "Key", "Release", "Reply"]
+__all__ = ["Backward", "Call", "Errand", "Key", "Late", "Release", "Reply"]
 
 Key: TypeAlias = tuple[int, int]
 """Names a graph that a worker keeps: the caller's rank and a number that the caller never uses again."""
+
+
+class Late(NamedTuple):
+    """Tensors of a call that come in chunks, while its first task runs.
+
+    Attributes:
+        tensors: the tensors, which the message has empty.
+        tasks: for each, the index of the first task that needs it.
+        shapes: of the tensors.
+        chunks: how many chunks come.
+        seconds: how long to wait for these; 0: for ever.
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+    tasks: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    chunks: int
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -27,21 +45,23 @@ class Call:
         payload: what to run.
         key: names the call, and the graph from the message's tensors to the results, if that is kept.
         keep: whether to keep the graph.
+        late: the tensors that come later, if there are any.
     """
 
     payload: Payload
     key: Key
     keep: bool
+    late: Late | None = None
 
     def __reduce__(self) -> tuple[Callable[..., Call], tuple[Any, ...]]:
         """As plain values, of which a pickler knows what to do without asking each object."""
-        return _call, (*self.payload.plain(), self.key, self.keep)
+        return _call, (*self.payload.plain(), self.key, self.keep, self.late)
 
 
 def _call(*plain: Any) -> Call:
     """In a pickle: a call of the values that its ``__reduce__`` has given."""
-    *payload, key, keep = plain
-    return Call(Payload.of_plain(*payload), key, keep)
+    *payload, key, keep, late = plain
+    return Call(Payload.of_plain(*payload), key, keep, late)
 
 
 @dataclass(frozen=True)

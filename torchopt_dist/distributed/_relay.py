@@ -17,17 +17,17 @@ import torch
 from torch import Tensor, nn
 
 from torchopt_dist._serialized_exception import PassedOnError
+from torchopt_dist.distributed._chunks import send_chunk
 from torchopt_dist.distributed._device_placement import receiving_device
 from torchopt_dist.distributed._group import Group, answering_group
 from torchopt_dist.distributed._here import Inside
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._nodes import HERE
-from torchopt_dist.distributed._protocol import Errand, Key, Reply
+from torchopt_dist.distributed._protocol import Errand, Key
 from torchopt_dist.distributed._remote_graph import RemoteGraph
-from torchopt_dist.distributed._serialization import pack, unpack
+from torchopt_dist.distributed._serialization import pack
 from torchopt_dist.distributed._siblings import Siblings
 from torchopt_dist.distributed._streams import Chunk
-from torchopt_dist.distributed.transport.base import settle
 
 __all__ = ["Branch", "Children", "Parcel"]
 
@@ -173,47 +173,11 @@ class _Child:
 
     def send(self, chunk: Chunk) -> None:
         """Send a part of the hoisted tensors."""
-        graph = self._graph
-        with graph.span("send"):
-            message = pack(Chunks(graph.key, False, chunk), main_by_name=True).detached()
-            self._transport.send(graph.worker, message, self._seconds).add_done_callback(self._check)
-
-    def _check(self, sent: Future[Message]) -> None:
-        """Let the call fail if a chunk has not arrived, as for a lack of memory."""
-        error = sent.exception()
-        if error is None:
-            reply: Reply = unpack(sent.result())
-            if reply.exception is None:
-                return
-            error = reply.exception.to_error(self._graph.worker_name)
-        if isinstance(error, Exception):
-            settle(self.reply, error)
-            self._graph.release()
+        send_chunk(self._graph, chunk, self.reply)
 
     def collect(self, message: Message) -> list[Parcel]:
         """The replies of the workers on this branch, connected to what was sent."""
         return self._graph.collect(self._anchor, message)
-
-
-@dataclass(frozen=True)
-class Chunks(Errand):
-    """Take a part of the tensors that another request, of the same key, needs.
-
-    Attributes:
-        chunk: the part.
-    """
-
-    chunk: Chunk
-
-    def __reduce__(self) -> tuple[type[Chunks], tuple[Any, ...]]:
-        """Its fields, without their names."""
-        return Chunks, (self.key, self.keep, self.chunk)
-
-    def run(self, request: Message) -> list[Any]:
-        """See :class:`Errand`."""
-        del request
-        answering_group().streams.put(self.key, self.chunk)
-        return []
 
 
 @dataclass(frozen=True)

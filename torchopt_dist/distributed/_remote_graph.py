@@ -39,7 +39,7 @@ from torchopt_dist.distributed._here import Beside, Here
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._nodes import HERE, LAST, collect, dispatch
 from torchopt_dist.distributed._payload import ExecutionOptions, Payload
-from torchopt_dist.distributed._protocol import BACKWARD_TWICE, Backward, Call, Key, Reply
+from torchopt_dist.distributed._protocol import BACKWARD_TWICE, Backward, Call, Key, Late, Reply
 from torchopt_dist.distributed._serialization import PackedModules, pack, unpack
 from torchopt_dist.distributed._siblings import Siblings
 from torchopt_dist.distributed._spans import Phase, Spanned
@@ -162,24 +162,26 @@ class RemoteGraph:
             message = packed_directly(request, main_by_name=self._main_by_name)
         return message or pack(request, main_by_name=self._main_by_name, modules=modules)
 
-    def start(self, payload: Payload, modules: PackedModules | None) -> tuple[Message, Tensor | None]:
+    def start(
+        self, payload: Payload, modules: PackedModules | None, late: Late | None = None
+    ) -> tuple[Message, Tensor | None]:
         """The message that asks for a call, and the anchor, if gradients are wanted.
 
         Raises:
             SerializationError: the payload cannot be sent.
         """
         with self.span("pack") as span:
-            message = span.made(self.packed(payload, modules))
+            message = span.made(self.packed(payload, modules, late))
         return message, self.connect(message, keep=payload.state.grad_enabled)
 
-    def packed(self, payload: Payload, modules: PackedModules | None) -> Message:
+    def packed(self, payload: Payload, modules: PackedModules | None, late: Late | None = None) -> Message:
         """The message that asks for a call.
 
         Raises:
             SerializationError: the payload cannot be sent, or not from inside a transform.
         """
         function = getattr(payload.function, "__qualname__", repr(payload.function))
-        request = Call(payload, self.key, keep=payload.state.grad_enabled)
+        request = Call(payload, self.key, payload.state.grad_enabled, late)
         try:
             message = self.pack(request, modules)
         except SerializationError as error:

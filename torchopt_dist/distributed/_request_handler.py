@@ -24,6 +24,7 @@ from torchopt_dist.distributed._gradient_streams import Deferred
 from torchopt_dist.distributed._gradient_sums import add_up
 from torchopt_dist.distributed._group import answering_group
 from torchopt_dist.distributed._kept_graphs import KeptGraph, KeptGraphs
+from torchopt_dist.distributed._late_tensors import filled, unmarked
 from torchopt_dist.distributed._lost_gradients import code_of, description_of_losses
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._protocol import Backward, Call, Errand, Release, Reply
@@ -103,8 +104,11 @@ def answer(
     span = functools.partial(recorder.span, call=content.key, peer=content.key[0])
     recorder.add("receive", began, content.key, content.key[0])
     if isinstance(content, Call):
-        with span("run"):
-            values, seconds = _execute.timed(content.payload)
+        with span("run"), ExitStack() as stack:
+            payload, wait_for = content.payload, None
+            if content.late is not None:
+                payload, wait_for = unmarked(payload), stack.enter_context(filled(content.key, content.late))
+            values, seconds = _execute.timed(payload, wait_for)
         warning = _lost_gradients(content, values, request.tensors, kept_graphs)
         with span("reply") as packed:
             return packed.made(

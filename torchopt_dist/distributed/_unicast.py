@@ -5,7 +5,9 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import Any
 
+from torchopt_dist.distributed._chunks import send_chunk
 from torchopt_dist.distributed._group import current_group
+from torchopt_dist.distributed._late_tensors import LateTensors
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._payload import Payload
 from torchopt_dist.distributed._remote_graph import RemoteGraph
@@ -57,7 +59,15 @@ def call(
         options=payload.options,
         siblings=siblings,
     )
-    message, anchor = graph.start(payload, modules)
+    moves = movable and group.retries.is_lost(worker)
+    late = LateTensors.of(payload, snapshot=snapshot) if payload.options.stream and not moves else None
+    numbers: list[int] | None = None
+    if late is not None:
+        message, anchor = graph.start(late.marked(payload), modules, late.request(timeout))
+        numbers = late.numbers_in(message)
+    if late is None or numbers is None:
+        late = None
+        message, anchor = graph.start(payload, modules)
     future: Future[list[Any]] = Future()
 
     def arrived(done: Future[Message]) -> None:
@@ -67,11 +77,15 @@ def call(
             future.set_exception(error)
 
     sent = message.detached()
+    for number in numbers or ():
+        sent.tensors[number] = sent.tensors[number].new_empty(0)
     if snapshot:
         sent.tensors = [tensor.clone() for tensor in sent.tensors]
     with graph.span("send"):
-        reply = graph.ask(sent, movable=movable and group.retries.is_lost(worker))
+        reply = graph.ask(sent, movable=moves)
     if graph.siblings.log is not None:
-        graph.siblings.log.watch(sent, reply)
+        graph.siblings.log.watch(message, reply)
+    for chunk in late.chunks if late else ():
+        send_chunk(graph, chunk, reply)
     reply.add_done_callback(arrived)
     return future
