@@ -184,6 +184,22 @@ def items_and_hidden_tensors():
     torch.testing.assert_close(torch.stack(call()), torch.stack([x[1].sum(), x[1].sum(), x[2].sum()]))
 
 
+def gradients_of_a_replica():
+    module = nn.Linear(8, 2).double()
+    expected = [
+        *torch.autograd.grad(
+            sum(loss_of(module, rows(index), index + 1.0) for index in range(6)), module.parameters()
+        )
+    ]
+    replica = todist.replica(module, torch.optim.SGD(module.parameters(), lr=1.0))
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+    call = todist.parallelize(two_each, todist.sum_reducer, stream=True)(loss_of)
+    call(replica, *(rows(index) for index in range(6))).backward()
+    replica.step()
+    for old, new, grad in zip(before, module.parameters(), expected, strict=True):
+        torch.testing.assert_close(old - new.detach(), grad)
+
+
 @pytest.mark.parametrize("transport", ["zmq", "rpc"])
 def test_streamed_calls(world, transport):
     def body():
@@ -193,5 +209,6 @@ def test_streamed_calls(world, transport):
             what_is_changed_after_an_asynchronous_call_has_been_copied()
             an_error_lets_go_of_what_still_comes()
             items_and_hidden_tensors()
+            gradients_of_a_replica()
 
     world(3, env={"TODIST_TRANSPORT": transport}).on_zero(body)

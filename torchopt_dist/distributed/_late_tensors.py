@@ -143,6 +143,7 @@ def filled(key: Key, late: Late) -> Iterator[Callable[[int], None]]:
         leaf.data = torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
         flat.append(leaf.data.view(-1))
         missing[task] += flat[-1].numel()
+    group.transport.about_to_wait()
     with group.streams.opened(key, late.chunks, late.seconds) as arriving:
         if group.has_gone(key):
             raise group.membership.loss_of(key[0])

@@ -101,7 +101,7 @@ def _call_fields(call: Call, tensors: Tensors, main_by_name: bool) -> tuple[Any,
     payload, *rest = vars(call).values()
     function, tasks, seeds, state, options, *more = vars(payload).values()
     name = name_of(function, main_by_name) if type(function) is FunctionType else None
-    if name is None:
+    if name is None or call.late is not None:
         raise _NotPlainError
     plain = [
         (

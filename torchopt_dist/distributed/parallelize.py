@@ -82,6 +82,9 @@ def remote_sync_call(
             it travels down a tree. ``None``: the caller sends the data to each worker. ``"auto"``: 3 for at least 4
             workers on other machines and at least 1 MiB, else ``None``. With ``retries`` or ``hedge_after`` it is
             always ``None``.
+        stream: whether a worker starts its first task while the large tensors of its other tasks still travel. It pays
+            between machines if the tensors of a task take about as long to send as the task takes to run. With
+            ``vectorize``, ``retries``, ``hedge_after`` or a number as ``fan_out`` it is an error.
 
     Returns:
         What the reducer returns, or the list of results.
