@@ -371,6 +371,35 @@ def test_the_same_estimates_on_any_number_of_workers_and_in_tasks():
         torch.testing.assert_close(torch.from_numpy(one), torch.from_numpy(like), rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("name", FINITE)
+def test_differences_of_complex_parameters(name):
+    """The mixed derivative is constant, so that a difference is exact, and the same at both ends of a step."""
+    generator = torch.Generator().manual_seed(2)
+    a, z, first = (torch.randn(s, dtype=torch.complex128, generator=generator) for s in ((3, 3), 3, 3))
+    z.requires_grad_()
+    first.requires_grad_()
+
+    def gradient(adjoint):
+        def loss(w):
+            return (a @ w - z).abs().square().sum() + w.abs().pow(4).sum()
+
+        made = todist.inner_loop(loss, todist.adam(lr=0.1), first, 3, meta=z, adjoint=adjoint)
+        return torch.autograd.grad(made.params.abs().square().sum(), z)[0]
+
+    torch.testing.assert_close(gradient(FINITE[name]), gradient(todist.Truncated(1)), rtol=1e-9, atol=1e-12)
+
+
+def test_the_first_parameters_of_a_step_by_a_difference_may_be_overwritten():
+    first, x = torch.ones(3, requires_grad=True), torch.tensor(2.0, requires_grad=True)
+    adapted = todist.inner_loop(
+        lambda w: (x * w).square().sum() / 2, todist.sgd(lr=0.1), first, 1, meta=x, adjoint=todist.SAMA()
+    ).params
+    torch.testing.assert_close(first, torch.ones(3), rtol=0.0, atol=0.0)
+    first.detach().zero_()
+    # ∂²loss/∂w∂x = 2 x w, at w = 0.6, times ∂update/∂g = -0.1, in three elements
+    torch.testing.assert_close(torch.autograd.grad(adapted.sum(), x)[0].item(), -0.72, rtol=1e-5, atol=0.0)
+
+
 @pytest.mark.parametrize("name", [*FINITE, "implicit"])
 def test_an_estimate_in_the_loss_of_another_one(name):
     """A leaf is declared as it is, and a result of others is exchanged for another tensor: also in the inner loop."""

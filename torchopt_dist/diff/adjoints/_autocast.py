@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -20,12 +20,12 @@ class Autocast:
     states: tuple[tuple[str, bool, torch.dtype], ...]
     """Type of device, whether it was on, and to which dtype."""
 
-    @contextmanager
-    def again(self) -> Iterator[None]:
+    def again(self) -> AbstractContextManager[object]:
         """A context in which autocast has these settings."""
-        if current_autocast() == self:
-            yield
-            return
+        return nullcontext() if _states() == self.states else self._entered_again()
+
+    @contextmanager
+    def _entered_again(self) -> Iterator[None]:
         with ExitStack() as stack:
             for device, is_on, dtype in self.states:
                 stack.enter_context(torch.autocast(device, dtype, enabled=is_on))
@@ -34,11 +34,12 @@ class Autocast:
 
 def current_autocast() -> Autocast:
     """The present settings of autocast."""
-    return Autocast(
-        tuple(
-            (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-            for device in _DEVICES
-        )
+    return Autocast(_states())
+
+
+def _states() -> tuple[tuple[str, bool, torch.dtype], ...]:
+    return tuple(
+        [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in _DEVICES]
     )
 
 

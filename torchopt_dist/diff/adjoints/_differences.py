@@ -22,7 +22,6 @@ from torchopt_dist.diff.adjoints._randomness import kept_generators
 from torchopt_dist.diff.adjoints._second_order import without_second_order
 from torchopt_dist.diff.adjoints._tasks import Tasks
 from torchopt_dist.diff.adjoints._undeclared import watched, watched_as_it_is
-from torchopt_dist.transform.base import ChainedGradientTransformation
 from torchopt_dist.typing import OptionalTensor
 
 __all__ = ["run_with_differences"]
@@ -84,19 +83,10 @@ def run_with_differences(loop: Loop, radius: float, what: str, tasks: Tasks, *, 
         between.carry = Carry([leaf.detach() for leaf in between.carry.params], (), between.carry.buffers)
         return moved
 
-    reads_once = at_the_end and loop.steps == 1 and _only_adds_gradients(loop)
-    outcome = loop.run(step, loop.cut(loop.first) if reads_once else loop.own(loop.first))
+    outcome = loop.run(step, loop.own(loop.first))
     if 0 < len(outcome.losses) < loop.steps:  # `stop` has said so after the step
         return outcome._replace(carry=connected(*last[0]))
     return outcome
-
-
-def _only_adds_gradients(loop: Loop) -> bool:
-    """Whether a step adds a multiple of the gradient to the parameters, and its graph needs their values no more."""
-    if not isinstance(loop.optimizer, ChainedGradientTransformation):
-        return False
-    whole = loop.optimizer.fused_step
-    return whole.first_link == 0 and whole.gradient_factor is not None
 
 
 @dataclass
@@ -184,7 +174,10 @@ class _Between:
 
 def _norm(tensors: Sequence[Tensor]) -> Tensor:
     """The norm of all tensors together, 0-d."""
-    norms = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensors]
+    norms = [
+        torch.linalg.vector_norm(tensor, dtype=torch.complex128 if tensor.is_complex() else torch.float64)
+        for tensor in tensors
+    ]
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torchopt_dist.diff.adjoints._loop import Loop, Outcome
 from torchopt_dist.diff.adjoints.adjoint import Adjoint
@@ -27,6 +28,8 @@ class Recorded(Adjoint):
         >>> torch.autograd.grad(adapted.params, w)
         (tensor(0.2500),)
     """
+
+    runs_again: ClassVar[bool] = False
 
     def run(self, loop: Loop) -> Outcome:
         """Run the loop; see :meth:`Adjoint.run`."""
