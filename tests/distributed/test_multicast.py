@@ -162,6 +162,7 @@ def test_a_fan_out_that_is_no_number_of_workers_is_an_error(fan_out):
         ({"size": 8, "far": 4}, (), 3),
         ({"size": 8, "far": 4}, (7,), 0),
         ({"nbytes": 1 << 19}, (), 0),
+        ({"nbytes": 1 << 22}, (), 2),
         ({"fan_out": None}, (), 0),
         ({"fan_out": 2, "far": 0, "nbytes": 4}, (), 2),
         ({"fan_out": 5}, (), 0),  # all are children of the caller anyway

@@ -79,9 +79,9 @@ def remote_sync_call(
             worker as well. The first answer counts.
         progress: whether to show a progress bar of the tasks, in a terminal or a notebook; needs tqdm.
         fan_out: to how many workers each worker, the caller included, forwards the data that all of them share, so that
-            it travels down a tree. ``None``: the caller sends the data to each worker. ``"auto"``: 3 for at least 4
-            workers on other machines and at least 1 MiB, else ``None``. With ``retries`` or ``hedge_after`` it is
-            always ``None``.
+            it travels down a tree. ``None``: the caller sends the data to each worker. ``"auto"``: for at least 4
+            workers on other machines it is 3 from 1 MiB on and 2 from 4 MiB on, else ``None``. With ``retries`` or
+            ``hedge_after`` it is always ``None``.
         stream: whether a worker starts its first task while the large tensors of its other tasks still travel. It pays
             between machines if the tensors of a task take about as long to send as the task takes to run. With
             ``vectorize``, ``retries``, ``hedge_after`` or a number as ``fan_out`` it is an error.
