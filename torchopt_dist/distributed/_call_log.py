@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from contextlib import nullcontext
 from types import TracebackType
 from typing import Any, Self
 
@@ -68,8 +67,8 @@ class CallLog:
 
 def call_log(
     function: Callable[..., Any], payloads: Mapping[int, tuple[Payload, list[int]]], group: Group
-) -> CallLog | nullcontext[None]:
-    """The log of a call, if anybody wants to read of calls; else a context manager that gives ``None``."""
+) -> CallLog | None:
+    """The log of a call, if anybody wants to read of calls."""
     if not log.isEnabledFor(logging.DEBUG):
-        return nullcontext()
+        return None
     return CallLog(function, {worker: len(indices) for worker, (_, indices) in payloads.items()}, group)

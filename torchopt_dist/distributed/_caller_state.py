@@ -10,7 +10,7 @@ import torch
 
 from torchopt_dist._torch_private import outside_of_transforms, transforms_are_active
 
-__all__ = ["CallerState", "ThreadSettings", "draw_seed", "seeded"]
+__all__ = ["CallerState", "Seeded", "ThreadSettings", "draw_seed"]
 
 
 @dataclass(frozen=True)
@@ -115,18 +115,25 @@ def _draw() -> int:
     return int(torch.randint(2**62, (), device="cpu").item())
 
 
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Seed torch's generators for one task, and restore their states afterwards."""
+class Seeded:
+    """Context manager that seeds torch's generators for one task, and restores their states afterwards.
+
+    Args:
+        seed: of the task.
+    """
+
     # `torch.random.fork_rng` does the same, and takes half a millisecond to look for devices.
-    generators = [torch.default_generator]
-    if torch.cuda.is_initialized():
-        generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
-    before = [generator.get_state() for generator in generators]
-    for generator in generators:
-        generator.manual_seed(seed)
-    try:
-        yield
-    finally:
-        for generator, state in zip(generators, before, strict=True):
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def __enter__(self) -> None:
+        generators = [torch.default_generator]
+        if torch.cuda.is_initialized():
+            generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
+        self._before = [(generator, generator.get_state()) for generator in generators]
+        for generator in generators:
+            generator.manual_seed(self._seed)
+
+    def __exit__(self, *_: object) -> None:
+        for generator, state in self._before:
             generator.set_state(state)

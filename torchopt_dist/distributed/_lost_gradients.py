@@ -21,6 +21,8 @@ __all__ = ["code_of", "description_of_losses"]
 
 def code_of(function: Callable[..., Any]) -> object:
     """What is the same for a function in all calls, also where each call rebuilds it."""
+    if type(function) is FunctionType:
+        return function.__code__
     if isinstance(function, functools.partial):
         return code_of(function.func)
     if isinstance(function, nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -139,6 +140,11 @@ class ExecutionOptions:
         if self.stream and whole:
             raise ValueError(f"stream=True sends to each worker itself: leave out fan_out={fan_out}")
 
+    @classmethod
+    def of(cls, given: ExecutionKwargs) -> ExecutionOptions:
+        """The options that a caller has given."""
+        return cls(**given) if given else _no_options()
+
     @property
     def outlives_workers(self) -> bool:
         """Whether more than one worker may be asked for a share."""
@@ -158,6 +164,11 @@ class ExecutionKwargs(TypedDict, total=False):
     progress: bool
     fan_out: int | Literal["auto"] | None
     stream: bool
+
+
+@functools.cache
+def _no_options() -> ExecutionOptions:
+    return ExecutionOptions()
 
 
 def group_by_worker(

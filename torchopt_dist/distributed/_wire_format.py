@@ -56,6 +56,15 @@ class WireMessage(NamedTuple):
     references: Sequence[Any] = ()
     staying: tuple[Staying, ...] = ()
 
+    @classmethod
+    def of_skeleton(cls, skeleton: bytes) -> WireMessage:
+        """The message that consists of a skeleton."""
+        return cls(skeleton, [], [], [], [], [], [], (), None)
+
+    def is_skeleton(self) -> bool:
+        """Whether the message consists of a skeleton."""
+        return not (self.requires_grad or self.structures or self.device or self.references)
+
 
 class MissingStructureError(Exception):
     """A structure was left out that the receiver does not have, or has no longer."""

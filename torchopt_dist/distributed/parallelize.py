@@ -6,7 +6,7 @@ import concurrent.futures
 import functools
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, replace
 from typing import Any, ParamSpec, TypeVar, Unpack, overload
 
@@ -99,7 +99,7 @@ def remote_sync_call(
         TypeError: an argument is of the wrong kind.
         ValueError: the arguments cannot be split, or a worker is unknown.
     """
-    call = _Call(func, args, kwargs, partitioner, reducer, timeout, ExecutionOptions(**options))
+    call = _Call(func, args, kwargs, partitioner, reducer, timeout, ExecutionOptions.of(options))
     with call.shown:
         call.run_own_share()
         return call.finish()
@@ -187,11 +187,15 @@ class _Call:
         self.payloads = group_by_worker(func, self.partitions, options, timed=self.balance is not None)
         self.me = self.group.rank
         self.bar = self.show_progress(func) if options.progress else None
+        log = call_log(func, self.payloads, self.group)
+        self.siblings = Siblings(log, balance=self.balance)
+        self.shown: AbstractContextManager[object] = nullcontext()
+        if log is None and self.bar is None:
+            self.send(snapshot)
+            return
         with ExitStack() as shown:
-            log = shown.enter_context(call_log(func, self.payloads, self.group))
-            self.siblings = Siblings(log, balance=self.balance)
-            if self.bar is not None:
-                shown.enter_context(self.bar)
+            for each in (log, self.bar):
+                shown.enter_context(each or nullcontext())
             self.send(snapshot)
             self.shown = shown.pop_all()
 

@@ -136,6 +136,8 @@ def partition(partitioner: Partitioner | None, args: Args, kwargs: KwArgs) -> li
 
 def check_partitioner(partitioner: Partitioner | None) -> None:
     """Raise :class:`TypeError` unless it is a rank, a name, a function or ``None``."""
+    if type(partitioner) is int:
+        return
     if isinstance(partitioner, bool) or not (
         partitioner is None or isinstance(partitioner, (Integral, str)) or callable(partitioner)
     ):
@@ -185,7 +187,7 @@ _PLAIN = (torch.Tensor, nn.Module, str, bytes, int, float, type(None))
 
 def unwrap(tree: Any) -> Any:
     """Replace each mark that ``replicated`` has made in a tree of arguments by its value."""
-    if all(isinstance(part, _PLAIN) for part in (tree.values() if type(tree) is dict else tree)):
+    if not tree or all(isinstance(part, _PLAIN) for part in (tree.values() if type(tree) is dict else tree)):
         return tree  # nothing to look into; to take a tree apart takes as long as to send it
     flat = flatten(tree, is_leaf=_is_whole)
     if not any(isinstance(leaf, _Replicated) for leaf in flat.leaves):

@@ -36,7 +36,7 @@ def to_frames(wire: WireMessage) -> list[Frame]:
     Raises:
         SerializationError: the message mentions a reference of torch's RPC, which only that can send.
     """
-    if not (wire.requires_grad or wire.structures or wire.device or wire.references):
+    if wire.is_skeleton():
         return [SKELETON_ALONE + wire.skeleton]
     if wire.references:
         raise SerializationError("an RRef can be sent by torch's RPC only: ask for the transport 'rpc'")
@@ -71,7 +71,7 @@ def _packed(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 def from_frames(head: Frame, frames: Sequence[Frame]) -> WireMessage:
     """Rebuild a message; its large buffers are tensors on the frames' memory."""
     if head[:1] == SKELETON_ALONE:
-        return WireMessage(bytes(head[1:]), [], [], [], [], [], [], (), None)
+        return WireMessage.of_skeleton(bytes(head[1:]))
     fields = pickle.loads(head)
     rest = iter(frames)
     fields[1] = [_tensor(buffer, rest) for buffer in fields[1]]

@@ -34,7 +34,7 @@ VERDICT_SECONDS = 0.5
 """How long a broken connection waits for the membership to tell why."""
 
 _Answer: TypeAlias = tuple[Any, ...] | None
-"""A :class:`WireMessage`'s fields; or ``None``: send again, with all structures."""
+"""A :class:`WireMessage`'s fields, or its skeleton if that is all; or ``None``: send again, with all structures."""
 
 
 class RPCTransport:
@@ -140,12 +140,12 @@ class RPCTransport:
                     complete = wire._replace(structures=[*request.structures.items()])
                     self._start(worker, request, complete, timeout, future)
                 else:
-                    settle(future, from_wire(WireMessage(*reply), self._received))
+                    settle(future, from_wire(_message(reply), self._received))
             except Exception as error:  # of this process, such as a lack of memory: the connection is whole
                 settle(future, error)
 
         try:
-            sent = rpc.rpc_async(name, _answer_request, tuple(wire), timeout=timeout)
+            sent = rpc.rpc_async(name, _answer_request, _fields(wire), timeout=timeout)
         except RuntimeError as error:
             self._failed(worker, error, timeout, future)
         else:
@@ -173,7 +173,7 @@ class RPCTransport:
             try:
                 request = from_wire(wire, self._received)
                 reply = handle_request(request, self._group.kept_graphs, self._group.recorder)
-                answer: _Answer = tuple(to_wire(reply, Structures.none()))
+                answer: _Answer = _fields(to_wire(reply, Structures.none()))
             except MissingStructureError:
                 answer = None
             except BaseException as error:  # whatever was raised, the caller waits for an answer
@@ -189,7 +189,17 @@ def _answer_request(*fields: Any) -> torch.futures.Future[_Answer]:
     """Answer a request: the function that ``rpc_async`` calls on the worker."""
     transport = answering_group().transport
     assert isinstance(transport, RPCTransport)
-    return transport.answer(WireMessage(*fields))
+    return transport.answer(_message(fields))
+
+
+def _fields(wire: WireMessage) -> tuple[Any, ...]:
+    """What torch's RPC pickles."""
+    return (wire.skeleton,) if wire.is_skeleton() else tuple(wire)
+
+
+def _message(fields: tuple[Any, ...]) -> WireMessage:
+    """The inverse of :func:`_fields`."""
+    return WireMessage.of_skeleton(fields[0]) if len(fields) == 1 else WireMessage(*fields)
 
 
 def rpc_is_initialized() -> bool:
