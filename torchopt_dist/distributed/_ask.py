@@ -1,4 +1,4 @@
-"""A request that can be sent again, and with it those that have made the graph which it goes to."""
+"""A request → one that can be sent again, together with the requests that made the graph to which it goes."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Sent:
     """A request that can be sent again.
 
     Attributes:
-        message: the request; small tensors, and those that a module may change, are copies.
-        versions: of the other tensors, which are the caller's own: how often each had been changed in place.
+        message: the request, with copies of small tensors and of those that a module may change.
+        versions: for the other tensors, which are the caller's own, how often each had been changed in place.
         connected: the tensors of its reply that belong to the graph which the worker keeps; ``None`` until it is there.
     """
 
@@ -66,33 +66,33 @@ class Sent:
 
 
 class Graph(Protocol):
-    """What is known here of a graph that a worker keeps."""
+    """The caller's record of a graph that a worker keeps."""
 
     key: Key
     worker: int
 
     def moved(self, worker: int, transport: Sender) -> None:
-        """Note that another worker keeps it."""
+        """Record that another worker keeps it."""
 
 
 @dataclass(eq=False)
 class Ask:
-    """A request that is to be answered, by whom ever.
+    """A request that some worker is to answer.
 
     Attributes:
-        requests: those that make the graph it goes to, and at last the request itself.
-        graphs: the graphs that are where the answer comes from; the first is at the worker that is asked first.
-        transport: to that worker.
-        tried: the workers that must not be asked again; one set for all graphs that a call has led to, so that no
-            worker has two of one key.
-        seconds: how long all of it may take; 0: for ever.
-        options: say how often it may be lost and be asked again, and when another worker is asked as well.
-        resident: whether the first worker has the graph, and so is waited for.
+        requests: the requests that make the graph to which it goes, and then the request itself.
+        graphs: the graphs at the worker that answers; the first is at the worker that is asked first.
+        transport: the transport to that worker.
+        tried: the workers that must not be asked again; one set for all graphs of a call, so that no worker has two of
+            one key.
+        seconds: the time limit for all of it; 0: none.
+        options: the call's options, with ``retries`` and ``hedge_after``.
+        resident: whether the first worker has the graph, so that the request waits for that worker.
         movable: whether another worker can be asked.
         beside: makes a transport to this process.
         may_go: whether a survivor of this rank can be asked.
-        future: of the reply.
-        under_way: the workers that are at it.
+        future: the future of the reply.
+        under_way: the workers that work on it.
         elsewhere: whether another worker than the first is to be asked.
         answered: whether the future has its result.
     """
@@ -122,7 +122,7 @@ class Ask:
         return self.answered or worker != self.first
 
     def seconds_left(self) -> float:
-        """How long a worker may take; 0 means for ever."""
+        """How many seconds a worker may take; 0 means no limit."""
         if not self.seconds:
             return 0.0
         left = self.started + self.seconds - time.monotonic()

@@ -20,12 +20,12 @@ log = logging.getLogger("torchopt_dist.distributed.calls")
 
 
 class CallLog:
-    """Context manager around a call, whose end is told.
+    """Context manager around a call; logs one line at its end.
 
     Args:
-        function: that the tasks call.
+        function: the function that the tasks call.
         tasks: worker → how many tasks it has.
-        group: that of the workers.
+        group: the group of the workers.
     """
 
     def __init__(self, function: Callable[..., Any], tasks: Mapping[int, int], group: Group) -> None:

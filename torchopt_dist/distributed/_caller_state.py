@@ -20,9 +20,9 @@ class CallerState:
     Attributes:
         grad_enabled: whether a graph is recorded.
         autocast: for each device type with autocast switched on, the dtype it casts to.
-        default_dtype: the dtype of new floating-point tensors. Torch keeps one for the whole process, so a worker
-            that answers calls with several default dtypes at a time, or whose ``main`` changes it meanwhile, mixes the
-            dtypes up: set the default dtype before ``main``.
+        default_dtype: the dtype of new floating-point tensors. Torch keeps one for the whole process, so dtypes get
+            mixed up on a worker that answers calls with several default dtypes at a time, or whose ``main`` changes it
+            meanwhile: set the default dtype before ``main``.
     """
 
     grad_enabled: bool
@@ -79,7 +79,7 @@ def _name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class ThreadSettings:
-    """What torch keeps for each thread, and a new thread has not: set in one thread, applied in others.
+    """Settings that torch keeps for each thread, captured in one thread and applied in others.
 
     Attributes:
         device: where tensors are made by default.
@@ -96,7 +96,7 @@ class ThreadSettings:
         return cls(torch.get_default_device(), gpu)
 
     def apply(self) -> None:
-        """Make them this thread's."""
+        """Apply the settings to this thread."""
         if self.device != torch.get_default_device():
             torch.set_default_device(self.device)
         if self.gpu is not None:

@@ -1,6 +1,7 @@
-"""A thread's frame → whether it is in a ``finally`` block or leaves a ``with`` block, or one that has called it does.
+"""A thread's frame → whether it, or one of its callers, is in a ``finally`` block or leaves a ``with`` block.
 
-Python does not say so where no exception is handled. The source does: a frame's line lies in the block, or it does not.
+Python does not report this where no exception is handled. The source does: the frame's line lies in such a block or
+not.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ _EXITS = frozenset({"__exit__", "__aexit__", "__del__"})
 
 
 def is_cleaning_up(frame: FrameType | None, until: FrameType | None) -> bool:
-    """Whether a frame, or one of its callers, is in such a block; not seen where there is no source.
+    """Whether a frame, or one of its callers, is in such a block; ``False`` if there is no source.
 
     Args:
         frame: the innermost frame.
-        until: the first of the callers that does not count; ``None`` means that all do.
+        until: the first caller that does not count; ``None`` means that all callers count.
     """
     while frame is not None and frame is not until:
         if frame.f_code.co_name in _EXITS or frame.f_lineno in _finally_lines(frame.f_code.co_filename):

@@ -1,7 +1,7 @@
-"""Arguments → their leaves and a function that puts others in their places, also in containers that are no trees.
+"""Arguments → their leaves, and a function that replaces them by others, also in containers that are not trees.
 
-To ``optree`` an object of a subclass of ``dict`` or ``list``, a ``UserDict`` or a dataclass is one leaf. What libraries
-give their users as a batch, or as the output of a model, is such an object.
+For ``optree`` an object of a subclass of ``dict`` or ``list``, a ``UserDict`` or a dataclass is one leaf. Batches and
+outputs of models are such objects in many libraries.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _Rebuild: TypeAlias = Callable[[Iterator[Any]], Any]
 
 
 class Flat(NamedTuple):
-    """A tree that is taken apart."""
+    """A tree that has been taken apart."""
 
     leaves: list[Any]
     """The leaves, ``None`` counted."""
@@ -37,9 +37,9 @@ def flatten(
 
     Args:
         tree: nodes that ``optree`` knows, mappings and sequences that can be changed, dataclasses.
-        is_leaf: what is not taken apart, and is worth to be found like a tensor.
-        path: the expression of the tree itself.
-        inside: the containers around it; one that holds itself is a leaf there.
+        is_leaf: whether an object is a leaf that counts as a tensor, and is not taken apart.
+        path: the expression of the tree itself, for errors.
+        inside: the containers around it; a container inside itself is a leaf.
     """
     node: Any = tree
     accessors, nodes, spec = optree.tree_flatten_with_accessor(node, is_leaf=is_leaf, none_is_leaf=True)
@@ -104,7 +104,7 @@ def _set_field(instance: Any, name: str, value: Any) -> None:
 
 
 def tensors_hidden_in(leaf: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors among the attributes of an object that is no container, and in trees there; with their names."""
+    """The tensors, with their names, among the attributes of an object that is not a container, and in trees there."""
     for name, value in getattr(leaf, "__dict__", {}).items():
         tree: Any = value
         accessors, parts, _ = optree.tree_flatten_with_accessor(tree, none_is_leaf=True)

@@ -1,4 +1,4 @@
-"""A process's limit of open files, and what a group needs → an error that says so, before libraries fail for it.
+"""A number of files that a group needs → an error if the process cannot open as many, before libraries fail.
 
 Where Gloo, TensorPipe and ZeroMQ cannot open a file, they raise errors of their own, abort the process, or wait.
 """
@@ -16,10 +16,10 @@ __all__ = ["check_descriptors", "too_many_files"]
 
 
 def check_descriptors(number: int) -> None:
-    """See whether so many files can be opened.
+    """Check that so many files can be opened.
 
     Raises:
-        InitializationError: they cannot.
+        InitializationError: they cannot be opened.
     """
     with contextlib.ExitStack() as opened:
         for count in range(number):
@@ -32,7 +32,7 @@ def check_descriptors(number: int) -> None:
 
 
 def too_many_files(error: BaseException) -> InitializationError | None:
-    """What to raise instead of a library's error, if that says that no file can be opened; ``None``: it does not."""
+    """The error to raise in place of a library's error that no file can be opened; ``None`` for other errors."""
     if isinstance(error, InitializationError) or "too many open files" not in str(error).lower():
         return None
     return _error("could not open all that it needs")

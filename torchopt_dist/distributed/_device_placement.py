@@ -1,4 +1,4 @@
-"""A call's ``device=`` → the device that its tensors are put on, at a worker and in the caller."""
+"""A call's ``device=`` → the device for its tensors, on a worker and in the caller."""
 
 from __future__ import annotations
 

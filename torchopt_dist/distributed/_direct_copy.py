@@ -1,8 +1,8 @@
 """A request or a reply that stays in this process → a message that is rebuilt without a pickle, if its parts are plain.
 
-It means what a pickle of it means: containers and modules are copies, what is shared is shared, tensors are beside.
-What is neither a tensor nor a number, a text, a named function, a tuple, a list, a dict, a set or a module of such is
-left to the pickle.
+The result is the same as with a pickle: containers and modules are copied, shared objects stay shared, and tensors are
+kept outside. Tensors, numbers, texts, named functions, and tuples, lists, dicts, sets and modules of these are plain;
+everything else is left to the pickle.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class _NotPlainError(Exception):
 
 
 class _Planner:
-    """Objects → how to make them anew.
+    """Objects → functions that make copies of them.
 
     Attributes:
         held: the tensors that modules hold.
@@ -104,7 +104,7 @@ class _Planner:
         self._modules = 0
 
     def of(self, obj: Any) -> _Plan | None:
-        """How to make an object anew; ``None`` if it is its own copy.
+        """A function that makes a copy of an object; ``None`` if the object need not be copied.
 
         Raises:
             _NotPlainError: a part of it is left to the pickle.

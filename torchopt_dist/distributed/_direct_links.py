@@ -1,8 +1,8 @@
-"""Workers of other machines that this one calls → a word when nothing passes between the two of them any more.
+"""Workers of other machines that this worker calls → notice when the network between the two is cut.
 
-Rank 0 hears of all workers, but a network can be cut between two that both reach rank 0: their calls would wait for
-ever. So the first call to a worker of another machine opens a connection over which nothing is said: the kernels of the
-two machines probe it, whatever the processes do.
+Rank 0 hears of all workers, but the network between two workers that both reach rank 0 can be cut: their calls would
+wait for ever. So the first call to a worker of another machine opens a connection that carries no messages: the kernels
+of the two machines probe it, whatever the processes do.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class DirectLinks:
     """This worker's connections to those that it calls; used in one thread, which runs the event loop.
 
     Args:
-        liveness: how long nothing may pass.
+        liveness: how long the network may be silent.
 
     Attributes:
-        on_cut: called with a rank, and the error that says between whom the network is cut.
+        on_cut: called with a rank, and with the error that says between which workers the network is cut.
     """
 
     def __init__(self, liveness: Liveness) -> None:
@@ -43,7 +43,7 @@ class DirectLinks:
         self._tasks: dict[object, asyncio.Task[None]] = {}
 
     async def listen(self, host: str) -> str:
-        """Let others connect; returns where, as text; empty if ``host`` is only for this machine."""
+        """Accept connections; returns the address as text, empty if ``host`` is a loopback address."""
         if ipaddress.ip_address(host.partition("%")[0]).is_loopback:
             return ""
         self._server = await asyncio.start_server(self._accept, host, 0)
@@ -91,10 +91,10 @@ class DirectLinks:
             self.on_cut(there.rank, error)
 
     async def _is_cut(self, there: Member) -> bool:
-        """Wait until nothing has passed for the patience, or the other worker is gone.
+        """Wait until the network has been silent for the patience, or the other worker has ended.
 
         Raises:
-            OSError: it is gone.
+            OSError: the other worker has ended.
         """
         host, port, token = there.link.split()
         until = time.monotonic() + self._liveness.patience
@@ -125,7 +125,7 @@ class DirectLinks:
         return True
 
     async def close(self) -> None:
-        """End the connections."""
+        """Close the connections."""
         if self._server is not None:
             self._server.close()
         tasks = tuple(self._tasks.values())

@@ -33,7 +33,7 @@ def timed(payload: Payload, wait_for: Callable[[int], None] | None = None) -> tu
 
 
 def run(payload: Payload, wait_for: Callable[[int], None] | None = None) -> list[Any]:
-    """The values of the payload's tasks; raises what a task raises, and the tasks after it do not run.
+    """The values of the payload's tasks. If a task raises, its exception is raised and later tasks do not run.
 
     Args:
         payload: the work of this worker.

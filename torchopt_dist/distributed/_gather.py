@@ -22,14 +22,14 @@ def gather(
     """Wait for each worker's values.
 
     Args:
-        futures: by worker.
+        futures: the future of each worker.
         names: the workers' names.
         timeout: seconds to wait since ``started``; 0 means that there is no limit.
-        started: when the call began, by ``time.monotonic``.
+        started: the time at which the call began, by ``time.monotonic``.
 
     Raises:
         CallTimeoutError: a worker has not answered, and none has raised.
-        Exception: what a worker raised, this one rather than another, with the others' errors in its notes.
+        Exception: the exception of a worker, preferably of this one, with the others' errors in its notes.
     """
     missing: set[Future[list[Any]]] = set()
     if len(futures) > 1 or timeout:

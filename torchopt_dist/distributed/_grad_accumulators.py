@@ -18,7 +18,7 @@ __all__ = ["hold_grad_accumulators"]
 
 
 def hold_grad_accumulators(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Views of the leaves among ``tensors``: as long as these views are kept, the leaves have their accumulators.
+    """Views of the leaves among ``tensors``; while these views are kept, the leaves have their accumulators.
 
     Call it before a :class:`torch.autograd.Function` is applied to leaves, or a thread is started that works on them.
     """

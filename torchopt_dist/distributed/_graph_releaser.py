@@ -13,7 +13,7 @@ __all__ = ["GraphReleaser"]
 
 
 class GraphReleaser:
-    """Sends the requests from a thread of its own, since a finalizer, which asks for them, may run in any thread."""
+    """Sends the requests from a thread of its own, since the finalizers that cause them may run in any thread."""
 
     def __init__(self) -> None:
         self._requests: queue.SimpleQueue[tuple[Sender, int, Release] | None] = queue.SimpleQueue()
@@ -25,7 +25,7 @@ class GraphReleaser:
         self._put(transport, worker, Release(graphs=(key,)))
 
     def release_resident(self, transport: Sender, worker: int, key: Key) -> None:
-        """Let ``worker`` forget the resident under ``key``; likewise."""
+        """Let ``worker`` forget the resident under ``key``, unless the group has ended."""
         self._put(transport, worker, Release(residents=(key,)))
 
     def _put(self, transport: Sender, worker: int, request: Release) -> None:
@@ -37,7 +37,7 @@ class GraphReleaser:
             self._thread.start()
 
     def close(self, seconds: float = 0.0) -> None:
-        """End the thread, and wait for that so long; what is still to be released goes with the group."""
+        """End the thread, and wait for that at most so long; what is not released yet ends with the group."""
         self._closed = True
         self._requests.put(None)
         if self._thread is not None:

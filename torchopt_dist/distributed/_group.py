@@ -41,26 +41,26 @@ class Group:
     Args:
         membership: the connection to rank 0, by which this worker has joined.
         settings: what ``auto_init_rpc`` was called with; a second call inside ``main`` must ask for the same.
-        call_timeout: seconds that a call may take if it does not say so itself; 0 means no limit.
+        call_timeout: the default time-out of calls in seconds; 0 means no limit.
         transport: makes the transport to the other workers.
-        ask: asks another worker something that the program does not notice; see ``_question.py``.
+        ask: sends another worker a question that the program does not notice; see ``_question.py``.
 
     Attributes:
-        process: the id of this process; a fork of it has another.
+        process: the id of this process, by which a fork is recognized.
         incarnation: how often this worker's rank has been given to a new process.
-        first_number: of this process; those of the processes before it are less.
+        first_number: the first of this process's numbers; those of earlier processes of the rank are smaller.
         names: the workers' names, by rank.
         kept_graphs: the graphs of the calls that this worker has answered.
         releaser: tells other workers to forget the graphs of calls that this worker has made.
-        threads: run what must not wait for a thread.
+        threads: run work that must not wait for a thread.
         residents: values that stay on this worker.
-        replicas: modules that this worker holds as others do, each with its optimizer.
+        replicas: the copies of modules, each with its optimizer, that this worker holds.
         streams: tensors that come to this worker in chunks.
-        gradient_streams: gradients that do.
-        bars: by number, what is called with a worker and how many of its tasks are done, for calls that show that.
-        recorder: keeps what this worker does for calls, while a profile is on.
-        retries: who does the shares of workers that are lost.
-        numbers: one for each call and each backward of this worker, none twice.
+        gradient_streams: gradients that come in chunks.
+        bars: for calls with a progress bar, by number, a function of a worker and its number of finished tasks.
+        recorder: records what this worker does for calls while a profile is on.
+        retries: assigns the shares of lost workers to others.
+        numbers: unique numbers for the calls and backward passes of this worker.
         ending: whether no new calls may be made; those of other workers are still answered.
     """
 
@@ -98,26 +98,26 @@ class Group:
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """The workers, by rank, each as its present process has made itself known."""
+        """The workers, by rank, each with the data of its present process."""
         return self.membership.members
 
     @property
     def on_loss(self) -> OnLoss:
-        """What the group does when a worker is lost: it ends, or goes on, for good or until there is a new process."""
+        """What the group does when a worker is lost: ``"end"``, ``"continue"`` or ``"replace"``."""
         return self.membership.me.on_loss
 
     @property
     def lost(self) -> Mapping[int, WorkerLostError]:
-        """The ranks that were lost, in the order in which they were, with the error that says how."""
+        """The ranks that were lost, in the order of their loss, each with the error that says how."""
         return self.membership.lost
 
     def has_gone(self, key: Key) -> bool:
-        """Whether the process that has made a key is known to be gone; another one may have its rank."""
+        """Whether the process that has made a key is known to have ended; another one may have its rank."""
         rank, number = key
         return rank in self.membership.failures or number >> NUMBER_BITS < self.members[rank].incarnation
 
     def _cut(self, worker: int, error: WorkerLostError) -> None:
-        """Nothing passes between this worker and another one: calls to it fail."""
+        """Let calls to a worker fail, since the network to it is cut."""
 
         def work() -> None:
             if self.transport.unanswered():
@@ -141,7 +141,7 @@ class Group:
             )
 
     def close(self, seconds: float = 0.0) -> None:
-        """Drop what the group holds, and end its threads, each when its work is done.
+        """Drop everything that the group holds, and end its threads, each when its work is done.
 
         Args:
             seconds: how long to wait for the threads.
@@ -159,12 +159,12 @@ _group: Group | None = None
 
 
 def incarnation_of(number: int) -> int:
-    """Which of the processes of its rank has given a number."""
+    """The incarnation of the process that has made a number."""
     return number >> NUMBER_BITS
 
 
 def set_group(group: Group | None) -> None:
-    """Make ``group`` the one that this process is in; ``None`` means that it is in none."""
+    """Set the group of this process; ``None`` means that it is in none."""
     global _group
     _group = group
 
@@ -190,7 +190,7 @@ def current_group() -> Group:
 
 
 def answering_group() -> Group:
-    """The group that answers the requests of other workers: from before the first can come until after the last.
+    """The group that answers requests of other workers, from before the first one until after the last one.
 
     Raises:
         NotInitializedError: there is none.

@@ -1,4 +1,4 @@
-"""The transport to this process itself: a request → its answer, made by the thread that asks for it, or beside it."""
+"""The transport to this process itself: a request → its reply, made by the asking thread, or by another one."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Here:
     """The transport to this process: a request is answered by the thread that first asks for the reply.
 
     Args:
-        device: where tensors are put; ``None`` leaves them where they are.
+        device: the device for tensors; ``None`` leaves them where they are.
         group: the group of this process.
 
     Attributes:
-        kept_graphs: of one share alone, so that they end with it, also after the group.
+        kept_graphs: the graphs of one share alone, which end with the share, even if that is after the group.
         pickles: whether messages are pickled, as those to other processes.
     """
 
@@ -54,7 +54,7 @@ class Here:
 
 
 class Beside(Here):
-    """The transport to this process as to another one: a thread answers, and tensors are laid out as if they were sent.
+    """The transport to this process as to another one: a thread replies, with tensors in memory as if they were sent.
 
     The last bit of a result can depend on either.
     """
@@ -83,7 +83,7 @@ class Beside(Here):
 
 
 class Inside(Here):
-    """The transport to this process for a share that came with others: the reply is pickled, since it travels on."""
+    """The transport to this process for a share that came with others: the reply is pickled, since it is sent on."""
 
     pickles = True
 

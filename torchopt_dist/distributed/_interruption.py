@@ -22,8 +22,8 @@ _POLL_SECONDS = 0.01
 class Interruption:
     """Context manager around ``main``: meanwhile another thread can raise an error in the thread that runs it.
 
-    Python raises it between two instructions, so not while ``main`` is in C code, as in ``time.sleep``. While ``main``
-    is in a ``finally`` block, or leaves a ``with`` block, the error waits, but not for ever.
+    Python raises it between two instructions, so not while ``main`` is in C code such as ``time.sleep``. While ``main``
+    is in a ``finally`` block, or leaves a ``with`` block, the error waits for a limited time.
     """
 
     def __init__(self) -> None:
@@ -47,15 +47,15 @@ class Interruption:
             _raise_in(threading.get_ident(), None)
 
     def unwind(self, error: TodistError, unwound: threading.Event) -> bool:
-        """Have ``main`` end by ``error``, unless an exception is ending it already.
+        """End ``main`` by ``error``, unless an exception is ending it already.
 
         Args:
-            error: another rank's, or of the process that has started the workers.
+            error: the error of another rank, or of the process that has started the workers.
             unwound: set when ``main`` has ended.
 
         Returns:
-            Whether it has within ``GRACE_SECONDS``, or, if it runs Python, ``FINALLY_SECONDS`` more. The latter is also
-            how long a ``finally`` block is waited for.
+            Whether ``main`` has ended within ``GRACE_SECONDS``, or, if it runs Python code, ``FINALLY_SECONDS`` more.
+            The latter is also the limit for a ``finally`` block that is running.
         """
         if unwound.wait(GRACE_SECONDS / 2):
             return True
@@ -74,7 +74,7 @@ class Interruption:
         return self._raised.is_set() or (handled is not None and handled is not self._outer)
 
     def _is_cleaning_up(self) -> bool:
-        """Whether ``main`` is in a block that is to be left as it is, which it may have entered in order."""
+        """Whether ``main`` is in a clean-up block that must not be interrupted."""
         thread = self._thread
         return thread is not None and is_cleaning_up(frame_of(thread), self._frame)
 
@@ -97,7 +97,7 @@ def _class_of(error: TodistError, raised: threading.Event) -> type[BaseException
     """A class whose instances are like ``error``, since only a class can be raised in another thread.
 
     Args:
-        error: what its instances are like, and what they are when they have been pickled.
+        error: the error that instances resemble, and into which they are pickled.
         raised: set when there is an instance.
     """
     kind: type[BaseException] = type(error)
@@ -115,6 +115,6 @@ def _class_of(error: TodistError, raised: threading.Event) -> type[BaseException
 
 
 def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
-    """Raise a ``kind`` in a thread; with ``None``, take back what has not been raised there yet."""
+    """Raise a ``kind`` in a thread; with ``None``, cancel an exception that has not been raised there yet."""
     argument = None if kind is None else ctypes.py_object(kind)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), argument)

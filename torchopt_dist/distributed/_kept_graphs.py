@@ -21,12 +21,12 @@ class KeptGraph:
 
     Attributes:
         inputs: its leaves.
-        outputs: the tensors that were sent from it; ``None`` in the place of one that a backward has used up.
+        outputs: the tensors that were sent from it; ``None`` for one that a backward has used up.
         shared: whether the graph of a recorded backward has nodes in common with it. A backward through one of the two
             must then retain the nodes for the other, whatever its caller asks; the nodes are freed when both graphs are
             forgotten.
-        end: a number after those of its nodes.
-        homes: for the places of inputs whose gradients stay on this worker, where.
+        end: a sequence number above those of its nodes.
+        homes: for the places of inputs whose gradients stay on this worker, the replica and the place there.
         lock: held while a backward uses the ``.grad`` of the inputs.
     """
 
@@ -42,11 +42,11 @@ class KeptGraphs:
     """The graphs of the calls that a worker has answered, by key.
 
     Args:
-        known: see ``known``; a new set if not given.
-        has_gone: whether the process that has made a key is known to be gone, so that it releases nothing any more.
+        known: the attribute of that name; a new set if not given.
+        has_gone: whether the process that has made a key is known to have ended, so that it releases nothing any more.
 
     Attributes:
-        known: the functions whose results have been looked at for gradients that are lost.
+        known: the functions whose results have been checked for lost gradients.
     """
 
     def __init__(
@@ -90,13 +90,13 @@ class KeptGraphs:
                 self._graphs.pop(key, None)
 
     def release(self, key: Key) -> None:
-        """Forget a graph, also one that is yet to come: of a call that took longer than its caller would wait."""
+        """Forget a graph, also a future one, of a call whose caller has stopped waiting."""
         with self._lock:
             if self._graphs.pop(key, None) is None:
                 self._given_up.add(key)
 
     def forget_caller(self, rank: int) -> None:
-        """Forget the graphs of a caller that is lost, who releases none."""
+        """Forget the graphs of a caller that is lost, since it releases none."""
         with self._lock:
             for key in [key for key in self._graphs if key[0] == rank]:
                 del self._graphs[key]

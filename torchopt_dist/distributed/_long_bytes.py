@@ -1,4 +1,4 @@
-"""A pickle as it is written → the pickle without its long ``bytes``, and these beside; both → a file to read it from.
+"""A pickle as it is written ⇄ the pickle without its long ``bytes`` objects, and these apart.
 
 The pickler hands a long ``bytes`` object to its file as it is, without a copy [PEP 574 has no rule for ``bytes``]. What
 it writes otherwise comes in frames, which are shorter.
@@ -51,7 +51,7 @@ class Writer:
 
 
 class _Memory:
-    """Makes numpy take bytes for writable, since torch warns of a tensor on others; nobody writes into one here."""
+    """Makes numpy treat bytes as writable, since torch warns of a tensor on read-only memory; nothing writes here."""
 
     def __init__(self, data: bytes) -> None:
         view = np.frombuffer(data, np.uint8)
@@ -65,7 +65,7 @@ def _tensor_on(data: bytes) -> torch.Tensor:
 
 
 class _Spliced(io.RawIOBase):
-    """Reads memory part after part, straight into where it is wanted."""
+    """Reads memory part after part, directly into the given buffer."""
 
     def __init__(self, parts: Sequence[memoryview]) -> None:
         self._parts = [part for part in parts if len(part)][::-1]

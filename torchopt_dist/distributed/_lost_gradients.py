@@ -1,4 +1,4 @@
-"""A call's results and inputs → what the results depend on besides, whose gradients the caller does not get.
+"""A call's results and inputs → other leaves on which the results depend, whose gradients the caller does not get.
 
 A function that is sent by its name uses the worker's own global variables. The graph of a call ends at the tensors of
 its message, so a global model's parameters get no gradient from it.
@@ -20,7 +20,7 @@ __all__ = ["code_of", "description_of_losses"]
 
 
 def code_of(function: Callable[..., Any]) -> object:
-    """What is the same for a function in all calls, also where each call rebuilds it."""
+    """The code of a function, which is the same in all calls, even if each call rebuilds the function."""
     if type(function) is FunctionType:
         return function.__code__
     if isinstance(function, functools.partial):
@@ -34,9 +34,9 @@ def code_of(function: Callable[..., Any]) -> object:
 def description_of_losses(
     function: Callable[..., Any], results: list[Any], inputs: Sequence[Tensor]
 ) -> str | None:
-    """Name the leaves that the results depend on, but the caller does not know of.
+    """Describe the leaves on which the results depend and that the caller does not know.
 
-    Leaves that the function has made itself, and nobody else holds, do not count.
+    Leaves that the function has made itself, and that nothing else holds, do not count.
 
     Args:
         function: the function that was called.
@@ -44,7 +44,7 @@ def description_of_losses(
         inputs: the tensors among its arguments.
 
     Returns:
-        A sentence that says what is lost and what helps; ``None`` if nothing is lost.
+        A sentence with what is lost and the remedy; ``None`` if nothing is lost.
     """
     tree: Any = results
     returned: list[Any] = optree.tree_leaves(tree)
@@ -74,7 +74,7 @@ def description_of_losses(
 
 
 def _held(leaves: list[Tensor]) -> list[bool]:
-    """Whether anybody but its graph holds a leaf, in the order of the list, which is used up."""
+    """For each leaf of the list, which is emptied, whether anything but its graph holds it."""
     made = nn.Parameter(torch.zeros((), device="cpu")) * 1
     leaves.extend(_leaves_below([made], set()))
     counts = []

@@ -1,4 +1,4 @@
-"""A worker, and what became of it → the error that tells the others."""
+"""A worker and the way it failed → the error for the others."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TEXTS = MappingProxyType(
 
 @dataclass(frozen=True)
 class Member:
-    """A worker, as it makes itself known to the others.
+    """The data that a worker sends to the others.
 
     Attributes:
         rank: its rank.
@@ -33,9 +33,9 @@ class Member:
         program: the path of its ``__main__``; on workers with the same path ``__main__.f`` is the same function.
         host: the name of its machine.
         on_loss: what it does when another worker dies; the same on all workers.
-        pid: the id of its process; 0 if nobody is to look at it.
+        pid: the id of its process; 0 if it is not to be watched.
         process_table: see :func:`process_table`.
-        link: where the network to it is watched; see :class:`DirectLinks`.
+        link: the address for watching the network to it; see :class:`DirectLinks`.
         incarnation: how often the rank has been given to a new process before this one.
     """
 
@@ -90,7 +90,7 @@ class Failure:
 
 
 def check_members(members: Sequence[Member], me: Member) -> None:
-    """Raise unless the workers fit together.
+    """Check that the workers fit together.
 
     Args:
         members: all of them, by rank.

@@ -1,4 +1,4 @@
-"""One TCP connection from every worker to rank 0 → who is there, who waits at a barrier, who failed, who is gone.
+"""One TCP connection from every worker to rank 0 → who has joined, who waits at a barrier, who failed, who was lost.
 
 RPC alone tells a caller that a worker it is *talking to* has died. The membership tells all workers about all: a
 rank that raises reports its traceback on it, and a rank that dies drops it. Rank 0 is the hub and hands messages on.
@@ -45,8 +45,8 @@ class Membership(MembershipState):
         me: this worker.
         world_size: the number of workers.
         on_failure: called once, from the membership's own thread, when another rank fails or is lost.
-        liveness: when a rank is lost that has not died; ``None`` means ``Liveness()``.
-        on_replacement: called likewise when another rank has a new process, with that; calls to it fail yet.
+        liveness: after how long a rank that has not died counts as lost; ``None`` means ``Liveness()``.
+        on_replacement: called from the same thread with the new process of another rank; calls to it still fail then.
 
     Attributes:
         links: the networks between this worker and those that it calls.
@@ -80,7 +80,7 @@ class Membership(MembershipState):
         """Connect with all the others.
 
         Args:
-            store: where rank 0 tells its address.
+            store: the store in which rank 0 writes its address.
             host: the address at which the others reach this machine; rank 0 listens at no other one.
             timeout: seconds to wait for the others.
 
@@ -90,7 +90,7 @@ class Membership(MembershipState):
         Raises:
             InitializationError: a worker is missing, or two have one name.
             PeerFailedError: another rank failed meanwhile.
-            GroupEndedError: this worker replaces a lost one, and comes too late.
+            GroupEndedError: this worker replaces a lost one, and the others are ending already.
         """
         if self.world_size > 2:
             self.me = replace(self.me, link=self._run(self.links.listen(host)))
@@ -122,7 +122,7 @@ class Membership(MembershipState):
         return self.members
 
     def announce(self, timeout: float) -> None:
-        """Let the others find this worker, which replaces a lost one, and wait until they have.
+        """Announce this worker, which replaces a lost one, to the others, and wait until all have replied.
 
         Raises:
             GroupEndedError: the others are at their end.
@@ -132,7 +132,7 @@ class Membership(MembershipState):
         self._wait_unless_over(lambda: self._known, timeout, "the others to know where it listens")
 
     def start(self, timeout: float) -> None:
-        """Wait until all ranks have called this; if this worker replaces a lost one, until the others call it again.
+        """Wait until all ranks have called this; if this worker replaces a lost one, until the others can call it.
 
         Raises:
             GroupEndedError: the others are at their end.
@@ -178,7 +178,7 @@ class Membership(MembershipState):
             timeout: seconds.
 
         Returns:
-            Whether all ranks have.
+            Whether this is so for all ranks.
         """
         if not all_answered:
             self.note_unanswered()  # reaches the others before they are released
@@ -209,12 +209,12 @@ class Membership(MembershipState):
         )
 
     def watch(self, rank: int) -> None:
-        """See to it that :attr:`links` tells if the network to a worker is cut; rank 0 has its own connections."""
+        """Let :attr:`links` watch the network to a worker; rank 0 has its own connections."""
         if HUB not in (rank, self.me.rank) and self.members[rank].link and not self._closing:
             self._loop.call_soon_threadsafe(self.links.watch, self.members, self.me.rank, rank)
 
     def note_unanswered(self) -> None:
-        """Tell all that this rank has given up a request, so that the transport cannot end in order."""
+        """Tell all ranks that this one has given up a request, so that the transport cannot end in order."""
         self._send({"unanswered": self.me.rank})
 
     def wait_for_hub(self, timeout: float) -> None:
@@ -223,7 +223,7 @@ class Membership(MembershipState):
             self._hub_gone.wait(timeout)
 
     def close(self) -> None:
-        """Leave the group, so that the others do not take the end of the connection for a death."""
+        """Leave the group, so that the others do not take the end of the connection for a failure."""
         self._closing = True
         try:
             with contextlib.suppress(OSError, TimeoutError):  # the hub may be gone
@@ -275,7 +275,7 @@ class Membership(MembershipState):
         return rank != self.me.rank and rank not in self.failures
 
     async def _watch_processes(self) -> None:
-        """Tell of the workers of this machine that are stopped; where there are no others, have this one watched."""
+        """Report the stopped workers of this machine; if there are no others, let a watchdog watch this one."""
         pids = {
             member.rank: member.pid
             for member in self.members

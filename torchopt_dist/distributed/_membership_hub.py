@@ -1,4 +1,4 @@
-"""Rank 0's side of the membership: messages of all workers → what follows from them, to all, rank 0 included."""
+"""Rank 0's side of the membership: messages of all workers → the resulting messages to all, rank 0 included."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Hub:
         world_size: the number of workers.
         on_loss: what the workers do when one is lost; if they do not end, barriers are opened without those that have
             died.
-        liveness: when a connection without an answer ends.
+        liveness: after how long a connection without an answer ends.
         to_self: takes the messages to rank 0.
 
     Attributes:
@@ -160,7 +160,7 @@ class Hub:
                 link.writer.close()  # if it goes on, it sees that the others have gone on without it
 
     async def _may_come_again(self, rank: int, has_come: Callable[[], bool]) -> None:
-        """Wait until a worker whose connection was reset has connected again, or it is plain that it will not."""
+        """Wait until a worker whose connection was reset has connected again, or it is certain that it will not."""
         member = self._members.get(rank, {})
         here = member.get("process_table") == process_table()
         deadline = time.monotonic() + (self._liveness.patience if here else AGAIN_SECONDS)
@@ -170,7 +170,7 @@ class Hub:
             await asyncio.sleep(LOOK_SECONDS)
 
     async def handle(self, message: dict[str, Any]) -> None:
-        """Do what follows from a message."""
+        """Handle a message."""
         if "join" in message:
             await self._join(message["join"])
         elif "arrive" in message:
@@ -197,7 +197,7 @@ class Hub:
             await self._broadcast(message)
 
     def _go_on_with(self, telling: Coroutine[Any, Any, None]) -> None:
-        """Do what waits for answers while other messages come, those of who has asked for it among them."""
+        """Run a coroutine that waits for answers, while other messages are handled."""
         task = asyncio.ensure_future(telling)
         self._connections.add(task)
         task.add_done_callback(self._connections.discard)
@@ -235,7 +235,7 @@ class Hub:
                 await self._open(key)
 
     async def _open(self, key: str) -> None:
-        """Release who waits at a barrier, if all have come."""
+        """Open a barrier, if all its ranks have come."""
         skipped = set() if self._on_loss == "end" or _is_start(key) else set(self._dead)
         if key.startswith(":"):
             skipped |= self._at_end_for(self._arrived[key])
@@ -248,7 +248,7 @@ class Hub:
             await self._broadcast({"release": key}, self._groups.pop(key))
 
     def _at_end_for(self, arrived: set[int]) -> set[int]:
-        """The ranks at their end, where nobody but replacements waits for them."""
+        """The ranks whose ``main`` has ended, if only replacements wait at the barrier."""
         at_end = {rank for key, ranks in self._arrived.items() if key.startswith(f"{END}:") for rank in ranks}
         live = set(range(self.world_size)) - self._dead.keys()
         return at_end if waits_for_nobody(arrived, at_end, live, self._replacements.incarnations) else set()

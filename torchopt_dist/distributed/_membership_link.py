@@ -1,4 +1,4 @@
-"""A connection to rank 0's hub → one that is made again when it breaks, on which no message is lost or comes twice.
+"""A connection to rank 0's hub → one that is made again when it breaks, without losing or repeating a message.
 
 A process that ends closes its connections, and that is told at once. A connection that is *reset* was perhaps cut by
 something between the two, such as a firewall, so its worker connects again; both ends then send what the other has not
@@ -50,11 +50,11 @@ _Message: TypeAlias = dict[str, Any]
 
 
 class GroupEndedError(ConnectionRefusedError):
-    """This worker is to replace a lost one, and the others have no need of it any more."""
+    """This worker is to replace a lost one, and the others do not need it any more."""
 
 
 class Link:
-    """One end of a connection, over all the times that the connection is made.
+    """One end of a connection that may be made several times.
 
     Attributes:
         received: the number of the last message that has come.
@@ -70,7 +70,7 @@ class Link:
         self._kept: deque[tuple[int, _Message]] = deque()
 
     def attach(self, writer: asyncio.StreamWriter, received: int) -> None:
-        """Go on over a new connection, on whose other end so many messages have been received."""
+        """Continue over a new connection, whose other end has received so many messages."""
         self._forget(received)
         self.writer = writer
         self.turn += 1
@@ -84,7 +84,7 @@ class Link:
         self._write(self._number, message)
 
     async def drain(self) -> None:
-        """Wait until what was sent is with the system, but not for one who reads nothing."""
+        """Wait until the messages are with the system; do not wait for a receiver that reads nothing."""
         if self.writer is not None and self.writer.transport.get_write_buffer_size():
             with contextlib.suppress(OSError):  # the end of a connection is told where it is read
                 await asyncio.wait_for(self.writer.drain(), DRAIN_SECONDS)
@@ -123,7 +123,7 @@ class ToHub:
     """A worker's end.
 
     Args:
-        rank: the worker's.
+        rank: the worker's rank.
         incarnation: how often the rank has been given to a new process.
         liveness: how long the hub may be out of reach.
         handle: takes the messages that come.
@@ -208,7 +208,7 @@ class ToHub:
         self._ended(cause)
 
     async def _open_again(self) -> asyncio.StreamReader | None:
-        """Connect again; ``None`` if there is nobody any more."""
+        """Connect again; returns ``None`` if the hub has ended."""
         deadline = time.monotonic() + self._liveness.patience
         while (left := deadline - time.monotonic()) > 0:
             try:
@@ -221,10 +221,10 @@ class ToHub:
 
 
 async def read_line(reader: asyncio.StreamReader) -> _Message:
-    """A message that is not numbered, of the beginning of a connection.
+    """A message at the beginning of a connection, which has no number.
 
     Raises:
-        OSError: none came.
+        OSError: no message came.
     """
     try:
         line = await reader.readline()

@@ -1,4 +1,4 @@
-"""What the hub has told → who is there, who was lost, who came back; and a wait until that is enough."""
+"""Messages of the hub → who has joined, was lost or was replaced; and waits for such events."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["MembershipState"]
 
 
 class MembershipState:
-    """What a worker knows of the others.
+    """What a worker knows about the others.
 
     Args:
         me: this worker.
@@ -25,9 +25,9 @@ class MembershipState:
 
     Attributes:
         members: all workers, by rank, once they have joined.
-        failures: the ranks that have failed or were lost, in this order; what went wrong first is the first.
-        replaced: of the ranks that were lost and have a new process: how they were lost, the last time.
-        joins_late: whether this worker replaces a lost one, and comes to others that run.
+        failures: the ranks that have failed or were lost, in the order of the events.
+        replaced: for the ranks that were lost and have a new process, how they were lost the last time.
+        joins_late: whether this worker replaces a lost one, and joins a running group.
     """
 
     def __init__(self, me: Member, world_size: int) -> None:
@@ -51,7 +51,7 @@ class MembershipState:
         return {rank: error for rank, error in errors.items() if isinstance(error, WorkerLostError)}
 
     def loss_of(self, rank: int) -> PeerFailedError | WorkerLostError:
-        """How the process of a rank was lost that there is no more; another one may have the rank since."""
+        """How the last process of a rank was lost; another process may have the rank now."""
         failure = self.failures.get(rank) or self.replaced.get(rank)
         return (failure or self._failure(rank, "")).error()
 
@@ -114,7 +114,7 @@ class MembershipState:
             raise WorkerLostError(str(error)) from None
 
     def _note(self, message: dict[str, Any]) -> Failure | Member | None:
-        """Take note of a message; returns what others than those who wait must know: a failure, or a new process."""
+        """Record a message; returns a failure or a new process, of which more than the waiting threads must know."""
         news: Failure | Member | None = None
         if "members" in message:
             self._meet(**message)
@@ -142,7 +142,7 @@ class MembershipState:
         return news
 
     def _meet(self, members: list[dict[str, Any]], failures: list[dict[str, Any]] | None = None) -> None:
-        """Take note of all workers, and of those that were lost before this one has come."""
+        """Record all workers, and those that were lost before this one joined."""
         self.members = tuple(Member(**member) for member in members)
         if failures is not None:
             self.joins_late = True
@@ -150,13 +150,13 @@ class MembershipState:
                 self.failures[failure["failed"]] = self._failure(**failure)
 
     def _set_member(self, member: Member) -> None:
-        """Take note of the new process of a rank."""
+        """Record the new process of a rank."""
         before, after = self.members[: member.rank], self.members[member.rank + 1 :]
         if self.members:  # otherwise this worker has yet to be told of all
             self.members = (*before, member, *after)
 
     def _come_back(self, rank: int, sequence: dict[str, int]) -> None:
-        """A rank has a new process that can be called, perhaps this one."""
+        """Record that a rank, perhaps this one, has a new process that can be called."""
         if rank == self.me.rank:
             self._back = True
             self._released.clear()

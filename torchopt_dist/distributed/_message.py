@@ -1,4 +1,4 @@
-"""What travels between workers: a pickle, and beside it what it mentions."""
+"""The messages between workers: a pickle, with the tensors and structures that it mentions."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ class Message:
 
     Attributes:
         skeleton: the pickled object, with a number in each tensor's place.
-        tensors: the tensors; detached while they travel.
+        tensors: the tensors; they are detached when the message is sent.
         requires_grad: for each tensor, whether it requires grad.
         is_parameter: for each tensor, whether it is an ``nn.Parameter``.
         structures: the pickles of modules without their tensors, by digest.
         connected: in a reply, the numbers of the tensors that are outputs of the graph the worker keeps.
         device: in a call, where the receiver puts the tensors; see ``ExecutionOptions``.
-        used_up: in a reply, a graph that its sender drops only after sending: taking it apart takes a while.
+        used_up: in a reply, a graph that its sender drops only after sending, since freeing it takes time.
         buffers: at the sender, the numbers of the tensors, besides parameters, that a module may hold and change, and
             of those on the memory of numpy arrays.
         holes: where long ``bytes`` are left out of the skeleton, and the numbers of the tensors that lie on them.
         references: the ``torch.distributed.rpc.RRef``s that the skeleton mentions.
         staying: the tensors that a transport leaves out, since the receiver has them.
-        rebuild: of a message that stays in this process, makes of its tensors what it says, in the skeleton's stead.
+        rebuild: for a message that stays in this process, a function that makes the content from the tensors, instead
+            of the skeleton.
     """
 
     skeleton: bytes
@@ -79,11 +80,11 @@ class Message:
         return other
 
     def inputs(self) -> list[torch.Tensor]:
-        """The tensors that gradients are wanted for."""
+        """The tensors whose gradients are wanted."""
         return [tensor for tensor in self.tensors if tensor.requires_grad]
 
     def staying_inputs(self) -> dict[int, tuple[tuple[int, int], int]]:
-        """For the place of an input that is not sent, among :meth:`inputs`, the replica's key and the place there."""
+        """For the index of an input that is not sent, among :meth:`inputs`, the replica's key and the place there."""
         places: dict[int, int] = {}
         for number, wanted in enumerate(self.requires_grad):
             if wanted:
@@ -96,7 +97,7 @@ class Message:
         }
 
     def nbytes(self) -> int:
-        """How many bytes the message has, as far as the network carries them: pickles and tensors."""
+        """How many bytes of the message the network carries: pickles and tensors."""
         pickles = len(self.skeleton) + sum(map(len, self.structures.values()))
         tensors = sum(tensor.nbytes for tensor in self.tensors)
         left_out = sum(self.tensors[number].nbytes for each in self.staying for number in each.places)

@@ -56,7 +56,7 @@ def calls(
         seconds: how long they may take; 0: for ever.
         movable: whether another worker is to run a payload if its own is known to be lost.
         modules: those that the same call has packed.
-        siblings: of the same call.
+        siblings: the shares of the same call.
         snapshot: send copies.
 
     Returns:
@@ -83,7 +83,7 @@ def calls(
 
 
 def _tree_for(group: Group, payloads: Mapping[int, Payload]) -> tuple[Twig, ...]:
-    """The tree for a call, if there is to be one."""
+    """The tree for a call; empty if there is to be none."""
     if len(payloads) < 2:
         return ()
     workers = [worker for worker in payloads if not group.retries.is_lost(worker)]
@@ -111,7 +111,7 @@ def _tree_for(group: Group, payloads: Mapping[int, Payload]) -> tuple[Twig, ...]
 
 
 def _common(held: Sequence[Iterable[Tensor]]) -> list[Tensor]:
-    """The tensors that are in all, in the order of the first."""
+    """The tensors that all have in common, in the order of the first."""
     ids = set.intersection(*({id(tensor) for tensor in tensors} for tensors in held))
     return list({id(tensor): tensor for tensor in held[0] if id(tensor) in ids}.values())
 
@@ -191,7 +191,7 @@ class _Multicast:
     def _arrived(
         self, workers: Sequence[int], collect: Callable[[Message], list[Parcel]], reply: Future[Message]
     ) -> None:
-        """Hand the replies of a branch, or the error that it has failed with, to those who wait for its workers."""
+        """Pass the replies of a branch, or its error, to the futures of its workers."""
         try:
             parcels = collect(reply.result())
         except Exception as error:

@@ -10,9 +10,9 @@ __all__ = ["find", "name_of"]
 
 
 def name_of(obj: Any, main_by_name: bool) -> tuple[str, str, int] | None:
-    """Where a receiver finds ``obj``: module, qualified name, how often to unwrap; ``None`` if it is not to be found.
+    """How a receiver finds ``obj``: module, qualified name, and how often to unwrap; ``None`` if it cannot.
 
-    A decorated function is not what its name says; it is found behind ``__wrapped__``.
+    The name of a decorated function is that of its wrapper; the function is found by ``__wrapped__``.
     """
     module, qualname = getattr(obj, "__module__", None), getattr(obj, "__qualname__", "")
     if not module or "<locals>" in qualname or (module == "__main__" and not main_by_name):
@@ -27,7 +27,7 @@ def name_of(obj: Any, main_by_name: bool) -> tuple[str, str, int] | None:
 
 
 def find(module: str, qualname: str, depth: int) -> Any:
-    """What :func:`name_of` has named."""
+    """The object of a name that :func:`name_of` has made."""
     found: Any = importlib.import_module(module)
     for name in qualname.split("."):
         found = getattr(found, name)

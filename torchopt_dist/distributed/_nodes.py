@@ -22,12 +22,12 @@ The own share's *dispatch* computes, and the others' wait.
 
 
 class Graph(Protocol):
-    """What lies between the two nodes.
+    """The part of a call between its two nodes.
 
     Attributes:
         turn: the sequence number of *dispatch*, ``HERE`` or ``LAST``.
-        inputs: the inputs of *dispatch*, which sets them.
-        staying: the places of those whose gradients stay on the worker.
+        inputs: the inputs of *dispatch*, set by it.
+        staying: the indices of inputs whose gradients stay on the worker.
     """
 
     turn: int
@@ -35,7 +35,7 @@ class Graph(Protocol):
     staying: Collection[int]
 
     def start_backward(self, output_grads: tuple[Tensor | None, ...], wanted: tuple[bool, ...]) -> object:
-        """Send the results' gradients; returns what the other one needs."""
+        """Send the gradients of the results; returns the argument of :meth:`finish_backward`."""
 
     def finish_backward(self, under_way: Any) -> list[Tensor | None]:
         """Wait for the gradients of the inputs."""

@@ -1,4 +1,4 @@
-"""The environment, this process → the worker as it makes itself known to the others."""
+"""The environment, this process → this worker's data for the others."""
 
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ one."""
 
 
 def own_incarnation(on_loss: OnLoss, world_size: int) -> int:
-    """Read it from the environment.
+    """Read this process's incarnation from the environment.
 
     Args:
-        on_loss: what the group is to do when a worker is lost.
+        on_loss: what the group does when a worker is lost.
         world_size: the number of workers.
 
     Raises:
-        InitializationError: who has started the workers does not do what the group is to do, or the variable is no
-            number.
+        InitializationError: the launcher of the workers does not support ``on_loss``, or the variable is not a number.
     """
     text = os.environ.get(VARIABLE)
     if text is None:
@@ -56,7 +55,7 @@ def own_member(world: WorldInfo, on_loss: OnLoss, incarnation: int) -> Member:
     """This process.
 
     Args:
-        world: its place and its name.
+        world: its ranks and its name.
         on_loss: what it does when another worker is lost.
         incarnation: how often its rank was given to a new process.
     """
@@ -76,7 +75,7 @@ def named(world: WorldInfo, worker_name_format: Callable[..., str]) -> WorldInfo
     """Name this worker.
 
     Raises:
-        InitializationError: it is no name.
+        InitializationError: ``worker_name_format`` does not return a valid name.
     """
     name = worker_name_format(
         world_rank=world.world_rank,

@@ -47,10 +47,10 @@ def prepare(
         snapshot: copy all tensors, so that they may be changed in place as soon as this returns. A share that is not
             isolated copies none.
         modules: those that the same call has packed for other workers.
-        siblings: of the same call.
+        siblings: the shares of the same call.
 
     Returns:
-        Runs the share, and gives the tasks' values or raises what a task raises.
+        A function that runs the share; it returns the tasks' values or raises a task's exception.
 
     Raises:
         SerializationError: the share is isolated, and its objects cannot be rebuilt.
@@ -94,10 +94,11 @@ def run(
     """Run a share that is ready.
 
     Args:
-        work: what :func:`prepare` has returned.
-        own: is given what ``work`` returns or raises.
-        busy: is left when the share has run.
-        name: this worker's, in a thread that an exit would end; then ``own`` is given that, too.
+        work: the function that :func:`prepare` has returned.
+        own: the future for the value or the exception of ``work``.
+        busy: contexts that are left when the share has run.
+        name: this worker's name, if the share runs in a thread, which an exit would end; then ``own`` gets an exit,
+            too.
     """
     try:
         with busy:
@@ -140,7 +141,7 @@ def _warn_of_changes(payload: Payload, changed: list[Tensor]) -> None:
 
 
 def _described(payload: Payload, tensor: Tensor) -> str:
-    """Where the arguments have a tensor, and its shape."""
+    """The place of a tensor among the arguments, and its shape."""
     given: Any = payload.tasks
     shape = f"of shape {tuple(tensor.shape)}"
     for accessor, leaf in zip(*optree.tree_flatten_with_accessor(given)[:2], strict=True):

@@ -1,7 +1,7 @@
-"""A module with parametrizations, such as ``weight_norm`` → what a pickle says of it, and back.
+"""A module with parametrizations, such as ``weight_norm`` ⇄ its pickle.
 
-``torch.nn.utils.parametrize`` gives such a module a class of its own, which no receiver finds by its name, and which
-refuses to be pickled. The receiver has the same class made by the same function, and fills in the module's attributes.
+``torch.nn.utils.parametrize`` gives such a module a class of its own, which a receiver cannot find by name, and which
+cannot be pickled. The receiver makes the same class by the same function, and fills in the module's attributes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def is_parametrized(obj: Any) -> bool:
 
 
 def reduced(module: nn.Module) -> _Reduced:
-    """What ``__reduce__`` would return."""
+    """The value that ``__reduce__`` would return."""
     parametrizations: Any = module.parametrizations
     return (
         _empty,

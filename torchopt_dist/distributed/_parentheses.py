@@ -9,13 +9,13 @@ __all__ = ["check_parentheses"]
 
 
 def check_parentheses(decorator: str, argument: object) -> None:
-    """Refuse ``@decorator`` where ``@decorator()`` is meant; call this in the decorator's own function.
+    """Raise for ``@decorator`` without parentheses; to be called in the decorator's own function.
 
     A decorator's first argument may be a function of the user, too. It is the decorated one if the call stands
     in the lines that define it.
 
     Args:
-        decorator: its name.
+        decorator: the name of the decorator.
         argument: its first argument.
 
     Raises:

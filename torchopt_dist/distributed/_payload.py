@@ -1,4 +1,4 @@
-"""The partitions of one worker → ``Payload``: all that it has to do for one call, sent as one message."""
+"""The partitions of one worker → ``Payload``: all its work for one call, sent as one message."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Payload:
         function: the function to call.
         tasks: its arguments, ``(args, kwargs)`` for each call.
         seeds: for each task the seed of torch's generators, which does not depend on the number of workers.
-        state: the caller's state to compute under.
+        state: the caller's state, under which the tasks run.
         options: how to run the tasks.
-        ticket: of the caller's progress bar; ``None`` if there is none.
+        ticket: the ticket of the caller's progress bar; ``None`` if there is none.
         samples: how many samples the tasks hold, if the worker is to measure how long one takes; else 0.
     """
 
@@ -40,7 +40,7 @@ class Payload:
     samples: int = 0
 
     def plain(self) -> tuple[Any, ...]:
-        """Its fields, those of its fields instead of the objects of this package."""
+        """Its fields, with the fields of this package's objects instead of the objects."""
         options = tuple(vars(self.options).values())
         return self.function, self.tasks, self.seeds, self.state.plain(), options, self.ticket, self.samples
 
@@ -77,8 +77,8 @@ class ExecutionOptions:
     """How a worker runs its tasks.
 
     Attributes:
-        vectorize: whether in one ``torch.func.vmap``, instead of one after another.
-        chunk_size: how many tasks at once if vectorized; ``None`` means all.
+        vectorize: whether tasks run in one ``torch.func.vmap`` instead of one after another.
+        chunk_size: how many tasks run at once, if vectorized; ``None`` means all.
         device: where the tensors among the arguments are put first; ``None`` leaves them on the
             kind of device that they are on, and ``"auto"`` means the worker's own GPU, if it has one.
         isolate_own_share: whether the caller's own share works on leaves and rebuilt objects, as a worker does, instead
@@ -86,10 +86,11 @@ class ExecutionOptions:
         strict: whether it is an error that a function's results depend on a worker's own parameters; else that is
             warned about when a worker first runs the function.
         retries: how often a share whose worker is lost runs again, elsewhere.
-        hedge_after: seconds after which a share that is late is begun by another worker, too; ``None`` means never.
+        hedge_after: seconds after which a share that is not answered yet is started on another worker as well; ``None``
+            means never.
         progress: whether the caller shows how many tasks are done.
-        fan_out: how many workers a worker hands on to what all of them share; ``None``: the caller sends it to each;
-            ``"auto"``: as the size of it and the number of workers say.
+        fan_out: to how many workers each worker forwards the data that all of them share; ``None``: the caller sends it
+            to each; ``"auto"``: depends on its size and on the number of workers.
         stream: whether a worker begins its first task while the others still travel.
     """
 
@@ -147,7 +148,7 @@ class ExecutionOptions:
 
     @property
     def outlives_workers(self) -> bool:
-        """Whether more than one worker may be asked for a share."""
+        """Whether more than one worker may be asked to run a share."""
         return self.retries > 0 or self.hedge_after is not None
 
 
@@ -178,7 +179,7 @@ def group_by_worker(
     *,
     timed: bool = False,
 ) -> dict[int, tuple[Payload, list[int]]]:
-    """Gather the partitions of each worker.
+    """Collect the partitions of each worker.
 
     Args:
         function: the function to call.

@@ -78,7 +78,7 @@ class Errand(ABC):
 
     @abstractmethod
     def run(self, request: Message) -> list[Any]:
-        """Do it; returns the values of the reply.
+        """Run the errand; returns the values of the reply.
 
         Args:
             request: the message that the errand is made of, as it is used.
@@ -120,11 +120,11 @@ class Backward:
 
 @dataclass(frozen=True)
 class Release:
-    """Forget what nobody needs any more.
+    """Forget graphs and values that are not needed any more.
 
     Attributes:
-        graphs: keys of graphs of calls whose part of the graph at the caller is gone.
-        residents: keys of values whose handles are gone.
+        graphs: keys of graphs of calls whose part of the graph at the caller has been freed.
+        residents: keys of values whose handles have been closed or freed.
     """
 
     graphs: tuple[Key, ...] = ()
@@ -138,7 +138,7 @@ class Reply:
     Attributes:
         values: one for each task of a call; one for each input of a graph, ``None`` where it has no gradient.
         exception: the exception that ended the request, if one did.
-        warning: what the caller is to be warned of.
+        warning: the text of a warning for the caller.
         seconds: how long a sample of a call took, if the call asks.
     """
 

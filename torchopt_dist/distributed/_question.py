@@ -1,7 +1,7 @@
-"""A worker, a function, its arguments → a future of what it returns there, unnoticed by the program.
+"""A worker, a function, its arguments → a future of its value there, without effects on the program.
 
 Such a question is a call that belongs to the package, not to the program: no random number is drawn for it, no graph is
-recorded, and nobody takes its place where the worker is lost.
+recorded, and it is not retried if the worker is lost.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def ask(worker: int, function: Callable[..., Any], *args: Any, seconds: float = 
         worker: the worker's rank.
         function: a function that both processes have by its name.
         args: plain values.
-        seconds: after which the future fails with :class:`~torchopt_dist.errors.CallTimeoutError`; 0 means never.
+        seconds: the time after which the future fails with :class:`~torchopt_dist.errors.CallTimeoutError`; 0 means
+            never.
 
     Returns:
         A future of a list with the function's value.

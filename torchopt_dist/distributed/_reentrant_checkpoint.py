@@ -36,7 +36,7 @@ def has_reentrant_checkpoint(outputs: Sequence[Tensor]) -> bool:
 def gradients_by_backward(
     outputs: Sequence[Tensor], output_grads: Sequence[Tensor], leaves: Sequence[Tensor], *, retain_graph: bool
 ) -> list[Tensor | None]:
-    """What ``torch.autograd.grad(outputs, leaves, output_grads, allow_unused=True)`` would give.
+    """The result of ``torch.autograd.grad(outputs, leaves, output_grads, allow_unused=True)``.
 
     The backward runs in a thread: within the backward that asks for the own share's gradients torch refuses the
     checkpoint, too, if that one has inputs. Leaves that the caller does not know of, such as a global model's
@@ -49,7 +49,7 @@ def gradients_by_backward(
         retain_graph: whether the graph is kept for another backward.
 
     Raises:
-        Exception: what the backward raises.
+        Exception: the exception of the backward.
     """
     settings = ThreadSettings.capture()
     before = [leaf.grad for leaf in leaves]

@@ -1,9 +1,10 @@
-"""A share, and those of the workers below in the tree → on a worker: hand on the others, run the own, reply with all.
+"""A share and those of the workers below in the tree → on a worker: forward the others, run its own, reply with all.
 
 Such a request is a call of calls, as if a function had called the workers below: the worker's graph leads from the
-tensors that have come through its own share, and through the *dispatch* and *collect* of each child. So what the shares
-have in common is sent to a child once, the gradients of it are summed on the way back, and each order is as exact as
-that of nested calls. Shares and results stay the messages that they are: a worker on the way rebuilds none of them.
+tensors that it received through its own share, and through the *dispatch* and *collect* of each child. So tensors that
+shares have in common are sent to a child once, their gradients are summed on the way back, and derivatives of every
+order are exact, as with nested calls. The shares and results of other workers are forwarded as messages, without being
+rebuilt.
 """
 
 from __future__ import annotations
@@ -36,11 +37,12 @@ class Parcel(NamedTuple):
     """A message inside another one.
 
     Attributes:
-        worker: the rank of the worker that it is for, or from.
-        key: of the call.
-        skeleton: as the message's; so are ``holes`` and ``device``.
-        tensors: the message's, which are the other one's, too.
-        structures: the message's, by digest; in a request the structures themselves are in the other message.
+        worker: the rank of the worker to which, or from which, it is sent.
+        key: the key of the call.
+        skeleton: as in the message; so are ``holes`` and ``device``.
+        tensors: the tensors of the message, which the other message has, too.
+        structures: the structures of the message, by digest; in a request the structures themselves are in the other
+            message.
     """
 
     worker: int
@@ -83,18 +85,18 @@ class Branch(NamedTuple):
 
 
 class Children:
-    """The workers to which a worker hands on what it has.
+    """The workers to which a worker forwards shares.
 
     Args:
         group: the group.
-        branches: their shares.
-        structures: of the modules in these, by digest.
+        branches: the shares of each child and of the workers below it.
+        structures: the structures of the modules in these, by digest.
         hoisted: tensors of all shares, which go to the children in chunks.
         chunks: how many chunks there are.
         seconds: how long a call may take; 0: for ever.
         keep: whether to keep graphs.
-        siblings: of these calls.
-        prepare: makes of a tensor the one to be sent.
+        siblings: the shares of these calls.
+        prepare: a function from a tensor to the one to send.
     """
 
     def __init__(
@@ -121,7 +123,7 @@ class Children:
             child.send(chunk)
 
     def replies(self) -> dict[Future[Message], Callable[[Message], list[Parcel]]]:
-        """For each child the reply to come, and what makes of it the workers' own replies."""
+        """For each child the future reply, and a function that makes the workers' own replies from it."""
         return {child.reply: child.collect for child in self._children}
 
     def parcels(self) -> list[Parcel]:
@@ -182,13 +184,13 @@ class _Child:
 
 @dataclass(frozen=True)
 class Relay(Errand):
-    """Run a share, and let others run theirs.
+    """Run a share, and let the workers below run theirs.
 
     Attributes:
         hoisted: the tensors that come in chunks; they are the first tensors of the message, which has them empty.
-        shapes: of these.
-        chunks: how many chunks come.
-        seconds: how long to wait for these, and how long a call of a child may take; 0: for ever.
+        shapes: the shapes of these.
+        chunks: the number of chunks.
+        seconds: how long to wait for these, and how long a call of a child may take; 0: no limit.
         branch: the shares.
     """
 
@@ -256,5 +258,5 @@ class Relay(Errand):
 
 
 def _relay(hoisted: tuple[Tensor, ...], key: Key, keep: bool, *rest: Any) -> Relay:
-    """In a pickle: a relay of the values that its ``__reduce__`` has given."""
+    """Rebuild a relay from the values of its ``__reduce__``."""
     return Relay(key, keep, hoisted, *rest)

@@ -51,7 +51,7 @@ __all__ = ["RemoteGraph"]
 
 
 class _UnderWay(NamedTuple):
-    """A backward under way: the request's message, the reply to come, and the graph of the backward itself."""
+    """A backward that is running: the request's message, the future reply, and the graph of the backward itself."""
 
     message: Message
     reply: Future[Message]
@@ -65,7 +65,7 @@ class _UnderWay(NamedTuple):
 
 
 class RemoteGraph:
-    """The caller's handle of a graph that a worker keeps; the worker's is released when this one is gone."""
+    """The caller's handle of a graph that a worker keeps; the graph is released when the handle is freed."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class RemoteGraph:
             self.group.releaser.release(self.transport, self.worker, self.key)
 
     def has_ended(self) -> bool:
-        """Whether the worker's graph went with the RPC group; the caller's own goes with the rest of its graph."""
+        """Whether the worker's graph has ended with the RPC group; the caller's own ends with its autograd graph."""
         return not isinstance(self.transport, Here) and find_group() is not self.group
 
     def moved(self, worker: int, transport: Sender) -> None:
@@ -122,11 +122,11 @@ class RemoteGraph:
     def ask(
         self, message: Message, child: RemoteGraph | None = None, *, movable: bool = False
     ) -> Future[Message]:
-        """Send a request to the worker, or, if that is lost, what can be done about it, to another one.
+        """Send a request to the worker, or to another one if the worker is lost and the request can be moved.
 
         Args:
             message: the request, as it travels.
-            child: the graph that a backward lets the worker keep beside this one.
+            child: the graph that a backward lets the worker keep in addition.
             movable: of a call: whether another worker is asked, since this one is known to be lost.
         """
         outlives = self.options.outlives_workers
@@ -248,7 +248,7 @@ class RemoteGraph:
         return reply.values
 
     def wait_for(self, reply: Future[Message]) -> Message:
-        """The reply to a backward, when those of the call's other shares are there, too."""
+        """The reply to a backward, as soon as those of the call's other shares have come, too."""
         own = self.turn == HERE
         if own:  # computes the reply, which is no waiting
             with self.group.retries.own_share():

@@ -58,12 +58,12 @@ def init_timeout() -> float:
 
 
 def rendezvous(rank: int, world_size: int, init_method: str, incarnation: int = 0) -> tuple[str, dist.Store]:
-    """Wait until all ranks have come, and agree on a nonce; or, if the others have already, take theirs.
+    """Wait until all ranks have come, and agree on a nonce; or take the nonce of the others, if they have one.
 
     Args:
         rank: this worker's rank.
         world_size: the number of workers.
-        init_method: where the store is, in torch's notation; ``env://`` reads MASTER_ADDR and MASTER_PORT.
+        init_method: the place of the store, in torch's notation; ``env://`` reads MASTER_ADDR and MASTER_PORT.
         incarnation: how often the rank has been given to a new process.
 
     Returns:
@@ -71,7 +71,7 @@ def rendezvous(rank: int, world_size: int, init_method: str, incarnation: int = 
 
     Raises:
         InitializationError: the store cannot be reached, or ranks are missing, after :func:`init_timeout`.
-        GroupEndedError: the others have come to their end already.
+        GroupEndedError: the others have ended, or are ending, already.
     """
     if world_size == 1 and init_method == "env://":
         return uuid.uuid4().hex, dist.HashStore()  # nobody to meet, so no port is opened
@@ -160,12 +160,12 @@ def _welcome(store: dist.Store, world_size: int, deadline: float) -> str:
 
 
 def note_start(store: dist.Store, nonce: str) -> None:
-    """On rank 0: let those find this run who come later, for workers that were lost."""
+    """On rank 0: publish this run for processes that start later in place of lost workers."""
     _outer(store).set(RUNNING, nonce)
 
 
 def note_end(store: dist.Store) -> None:
-    """On rank 0: those who come from now on come too late."""
+    """On rank 0: record that this run is over for processes that start later."""
     with contextlib.suppress(dist.DistError):  # the store has gone, and they will notice
         _outer(store).set(RUNNING, "")
 

@@ -1,8 +1,8 @@
-"""A new process that has a lost worker's rank → known to all the others, and then one of them.
+"""A new process with a lost worker's rank → a process that all others know and can call.
 
 Rank 0's side: what the hub of a membership does with ``on_loss="replace"``. First all others are told where the new
-process listens, so that it can ask them; when it is ready, that it can be asked. Each telling is over when all have
-answered that they know, rank 0 as the last one. So nobody is asked by a worker that it does not know.
+process listens, so that it can call them; when it is ready, that it can be called. Each announcement ends when all have
+confirmed it, rank 0 as the last one. So no worker gets a request from a worker that it does not know.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STALE = "the others go on without this rank"
 
 @dataclass
 class _Telling:
-    """Something that all are told: who has not answered, and when all have."""
+    """An announcement to all: the workers that have not confirmed it, and an event for when all have."""
 
     waiting: set[int]
     done: asyncio.Event = field(default_factory=asyncio.Event)
@@ -36,15 +36,15 @@ class Replacements:
     """The processes that replace lost workers.
 
     Args:
-        wanted: whether there are any.
-        links: to the workers, by rank; a replacement's own is added where it connects.
+        wanted: whether replacements are enabled.
+        links: the links to the workers, by rank; that of a replacement is added when it connects.
         dead: the ranks that were lost, and were not replaced.
         to_self: takes the messages to rank 0.
 
     Attributes:
-        incarnations: by rank, how often it was given to a new process; 0 where it is missing.
-        joining: the ranks that have a new process, which cannot be asked yet.
-        over: whether no more are wanted, since all are at their end.
+        incarnations: by rank, how often it was given to a new process; a missing rank has 0.
+        joining: the ranks whose new process cannot be called yet.
+        over: whether no more are accepted, since all workers are ending.
     """
 
     def __init__(
@@ -69,13 +69,13 @@ class Replacements:
         return self.incarnations.get(rank, 0)
 
     async def refusal(self, rank: int, incarnation: int, lose: Callable[[int], Any], complete: bool) -> str:
-        """Why a process that connects is refused; empty if it is not.
+        """The reason for which a process that connects is refused; empty if it is accepted.
 
         Args:
             rank: its rank.
-            incarnation: of how many it is.
+            incarnation: its incarnation.
             lose: called with the rank if the process before it has not been found to be lost in time.
-            complete: whether the group was complete, so that the process comes to one that runs.
+            complete: whether the group was complete, so that the process joins a running group.
         """
         if incarnation == self.incarnation(rank):
             return STALE if rank in self._dead and rank not in self.joining else ""
@@ -96,7 +96,7 @@ class Replacements:
         return ""
 
     async def announce(self, member: dict[str, Any]) -> None:
-        """Let all know where a new process listens, and then the process that they do."""
+        """Tell all workers where a new process listens, and then tell the process that they know."""
         rank, incarnation = member["rank"], member["incarnation"]
         if self._is_joining(rank, incarnation):
             await self._tell({"announced": member}, rank)
@@ -104,11 +104,11 @@ class Replacements:
             self._links[rank].put({"known": True})
 
     async def readmit(self, rank: int, incarnation: int, sequence: dict[str, int]) -> None:
-        """Let all know that a new process can be asked.
+        """Tell all workers that a new process can be called.
 
         Args:
             rank: its rank.
-            incarnation: which it is.
+            incarnation: its incarnation.
             sequence: how often each barrier was opened, which goes on while others are told.
         """
         if self._is_joining(rank, incarnation):
@@ -120,7 +120,7 @@ class Replacements:
             self._links[rank].put({"back": rank, "sequence": dict(sequence)})
 
     def told(self, number: int, rank: int) -> None:
-        """A worker has answered."""
+        """Record that a worker has confirmed an announcement."""
         telling = self._tellings.get(number)
         if telling is not None:
             telling.waiting.discard(rank)
@@ -128,13 +128,13 @@ class Replacements:
                 telling.done.set()
 
     def lost(self, rank: int) -> None:
-        """A worker was lost, which answers no more, or has left in order."""
+        """Record that a worker was lost or has left, so that it confirms nothing more."""
         self.joining.discard(rank)
         for number in tuple(self._tellings):
             self.told(number, rank)
 
     def end(self) -> None:
-        """No more are wanted."""
+        """Accept no more replacements."""
         self.over = True
         for rank in self.joining & self._links.keys():
             self._links[rank].put({OVER: True})
@@ -143,7 +143,7 @@ class Replacements:
         return rank in self.joining and rank in self._links and self.incarnation(rank) == incarnation
 
     async def _tell(self, message: dict[str, Any], about: int) -> None:
-        """Tell all but one, and wait until they know."""
+        """Tell all workers but one, and wait until they have confirmed."""
         number = next(self._numbers)
         telling = self._tellings[number] = _Telling(self._links.keys() - {about})
         for rank in tuple(telling.waiting):
@@ -160,6 +160,6 @@ def waits_for_nobody(
 ) -> bool:
     """Whether only replacements wait at a barrier, and all others that live are at the end of their ``main``.
 
-    They began theirs later, so they may meet more barriers than the others had left.
+    Replacements began later, so they may reach more barriers than the others still had before them.
     """
     return bool(at_end) and all(rank in incarnations for rank in arrived) and live - arrived <= at_end

@@ -1,8 +1,8 @@
-"""Key → a module and its optimizer that this worker holds as others do, and gradients yet to be summed.
+"""Key → this worker's copy of a module and its optimizer, and gradients that are not summed yet.
 
-A call's message mentions the module's tensors by their places, and a worker puts its own there. In a backward the
-gradients of these stay, by the number of the backward, and are added up in the order of these numbers: the last bit of
-a sum does not depend on threads.
+A call's message mentions the module's tensors by their indices, and a worker puts its own there. In a backward pass
+their gradients stay, by the number of the backward, and are added in the order of these numbers, so that the last bit
+of a sum does not depend on threads.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ Home: TypeAlias = "tuple[Held, int]"
 
 
 class Held:
-    """A worker's copy of a replica; where it was made, the original.
+    """A worker's copy of a replica; on the worker that made the replica, the original.
 
     Args:
         module: the module.
-        optimizer: of some of the module's parameters.
+        optimizer: an optimizer of some of the module's parameters.
 
     Attributes:
-        tensors: all that the module holds, in one order on all workers.
+        tensors: all tensors of the module, in the same order on all workers.
         version: how often they have been stepped or sent anew.
     """
 
@@ -58,7 +58,7 @@ class Held:
         self.note()
 
     def note(self) -> None:
-        """Take the tensors as they are for what all workers have."""
+        """Record the tensors as they are as those of all workers."""
         self._snapshot = Snapshot(self.tensors)
 
     def changed(self) -> str | None:
@@ -69,7 +69,7 @@ class Held:
         return f"a {'parameter' if isinstance(tensor, nn.Parameter) else 'buffer'} of shape {tuple(tensor.shape)}"
 
     def problem(self, version: int) -> ResidentError | None:
-        """The error that this copy is not what the replica is in that version; ``None`` if it is."""
+        """The error, if this copy is not that version of the replica; else ``None``."""
         changed = self.changed()
         if changed is not None:
             return ResidentError(
@@ -105,7 +105,7 @@ class Held:
             self._grads[backward] = grads
 
     def fold(self) -> None:
-        """Add up what earlier backwards have left; a call begins, so none of them is under way in a plain program."""
+        """Add up the gradients of earlier backwards. A call begins, so none of them is running in a usual program."""
         with self._lock:
             if len(self._grads) > 1:
                 self._grads = {min(self._grads): self._sums()}
@@ -123,7 +123,7 @@ class Held:
         return sums
 
     def trained(self) -> list[int]:
-        """The places of the parameters that require grad here."""
+        """The indices of the parameters that require grad here."""
         return [
             place
             for place, tensor in enumerate(self.tensors)
@@ -135,7 +135,7 @@ class Held:
         """Sum the gradients over all workers into ``.grad`` of the parameters: one all-reduce for each dtype.
 
         Args:
-            trained: the places of the parameters to do it for, the same on all workers.
+            trained: the indices of these parameters, the same on all workers.
             problem: this worker cannot take the step, so that no worker does.
 
         Raises:
@@ -159,7 +159,7 @@ class Held:
             raise ResidentError("another worker could not take the step, so no worker has taken it")
 
     def _reduce(self, places: list[int], grads: dict[int, Tensor], problem: bool) -> bool:
-        """Of one dtype; a flag for a problem and one for each parameter that has a gradient go before the gradients."""
+        """Reduce gradients of one dtype, after a flag for a problem and one for each parameter that has a gradient."""
         parameters = [self.tensors[place] for place in places]
         device = parameters[0].device if self.group is not None and self._backend == "nccl" else None
         flags = [float(problem), *(float(place in grads) for place in places)]
@@ -188,7 +188,7 @@ class Held:
         """Take the step, after :meth:`reduce`.
 
         Args:
-            options: of the optimizer, which have changed where the replica was made.
+            options: the options of the optimizer that have changed on the worker that made the replica.
             before: called with the module before the step.
         """
         if before is not None:
@@ -207,9 +207,9 @@ class Replicas(HeldValues[Held]):
         super().__init__("a replica was used after its end, or where it is not: make a new `todist.replica`")
 
     def fill(self, message: Message) -> Message:
-        """Put this worker's tensors in the places of those that were not sent.
+        """Put this worker's tensors in the place of those that were not sent.
 
-        They lie in the replica's memory; buffers are copies, as a call's own are.
+        Parameters use the replica's memory; buffers are copies, as those of a call are.
 
         Raises:
             ResidentError: a task has changed this worker's copy in place.
@@ -227,17 +227,17 @@ class Replicas(HeldValues[Held]):
         return message.with_tensors(tensors)
 
     def homes(self, message: Message) -> dict[int, Home]:
-        """For the inputs of a request whose gradients stay, by their places among its inputs, where."""
+        """For inputs of a request whose gradients stay, by their indices: the replica and the index there."""
         return {number: (self.held(key), place) for number, (key, place) in message.staying_inputs().items()}
 
 
 def keep_grads(backward: Key, homes: dict[int, Home], grads: Iterable[Tensor | None]) -> list[Tensor | None]:
-    """Let gradients that stay be accumulated; returns the others.
+    """Accumulate the gradients that stay; returns the others.
 
     Args:
-        backward: its key.
-        homes: for the place of a gradient, where it stays.
-        grads: of all inputs.
+        backward: the key of the backward.
+        homes: for the index of a gradient, the replica and the index there.
+        grads: the gradients of all inputs.
     """
     sent: list[Tensor | None] = [*grads]
     staying: dict[int, tuple[Held, dict[int, Tensor]]] = {}

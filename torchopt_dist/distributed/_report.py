@@ -1,4 +1,4 @@
-"""The error that ends a rank → what the other ranks, torchrun, and the readers of the output are told of it."""
+"""The error that ends a rank → reports for the other ranks, for torchrun and for the reader of the output."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ ERRORS_ONLY = 2
 
 
 class CppWarnings:
-    """The warnings that torch's C++ code prints: while a group ends by a failure, one for each connection that ends."""
+    """The warnings of torch's C++ code, which prints one for each connection that ends while a group fails."""
 
     def __init__(self) -> None:
         self._before: int | None = None
 
     def silence(self) -> None:
-        """Have none printed, unless the user has said by ``TORCH_CPP_LOG_LEVEL`` what is to be."""
+        """Print none of them, unless the user has set ``TORCH_CPP_LOG_LEVEL``."""
         if self._before is None and "TORCH_CPP_LOG_LEVEL" not in os.environ:
             self._before = set_cpp_log_level(ERRORS_ONLY)
 
     def restore(self) -> None:
-        """Have them printed again."""
+        """Print them again."""
         if self._before is not None:
             set_cpp_log_level(self._before)
             self._before = None
 
 
 def report(error: BaseException) -> tuple[str, str]:
-    """What the other ranks are told: a traceback, and the same in one line.
+    """The report for the other ranks: a traceback, and a summary in one line.
 
-    Of a ``SystemExit`` that is the code, for a parser that refuses arguments has printed why.
+    For a ``SystemExit`` it is the exit code, since a parser that refuses arguments has printed the reason.
     """
     if isinstance(error, SystemExit):
         return (f"SystemExit: {error.code}",) * 2
@@ -48,15 +48,15 @@ def report(error: BaseException) -> tuple[str, str]:
 
 
 def one_line(error: Exception) -> str:
-    """Another rank's failure as its own rank, which prints the whole, is not there to tell it."""
+    """Another rank's failure in one line; that rank prints its whole traceback."""
     text = error.summary if isinstance(error, PeerFailedError) and error.summary else str(error)
     return text.partition("\n")[0]
 
 
 def tell_user(error: BaseException) -> None:
-    """Have the error printed where it ends the program, with the user's frames, and by one rank only.
+    """Print the error when it ends the program, with the user's frames, on one rank only.
 
-    torchrun ends all ranks as soon as one of them has ended, perhaps before the one that failed has printed why. So
+    torchrun ends all ranks as soon as one of them has ended, perhaps before the failed one has printed its error. So
     under torchrun an error is printed at once, and torchrun is told that it was the first one.
     """
     consequence = isinstance(error, (PeerFailedError, WorkerLostError))
@@ -71,10 +71,10 @@ def tell_user(error: BaseException) -> None:
 
 
 def tell_torchrun(text: str, *, root_cause: bool = False) -> None:
-    """Write in torchrun's file for this rank, if there is one, why the rank ends.
+    """Write the reason for the end of this rank into torchrun's file, if there is one.
 
-    torchrun shows the ranks that have ended when it looks, and takes the earliest for the root cause. A rank that ends
-    since another has failed may be the only one.
+    torchrun shows the ranks that have ended by the time that it looks, and calls the earliest the root cause. A rank
+    that ends because another one failed may be the only one.
     """
     file = _error_file()
     if file is not None and not file.exists():  # else the program's own `record` has told more
@@ -87,6 +87,6 @@ def tell_torchrun(text: str, *, root_cause: bool = False) -> None:
 
 
 def _error_file() -> Path | None:
-    """Where torchrun reads why this rank has ended; our own launcher, which reads what its workers raise, has none."""
+    """The file in which torchrun reads the reason; this package's launcher gets exceptions directly and has none."""
     name = os.environ.get("TORCHELASTIC_ERROR_FILE", "/dev/null")
     return None if name.startswith(("/dev/", "/proc/")) else Path(name)

@@ -1,4 +1,4 @@
-"""On the worker: request ``Message`` → reply ``Message``, and a graph to keep for the request's backward.
+"""On the worker: request ``Message`` → reply ``Message``, and a graph that is kept for the request's backward.
 
 A call's tensors arrive as leaves. If the caller wants gradients, the graph from these to the results is kept under the
 caller's key, until a backward uses it up or the caller releases it. A backward that is itself to be differentiated is
@@ -38,12 +38,12 @@ __all__ = ["answer", "error_reply", "handle_request"]
 
 
 def handle_request(request: Message, kept_graphs: KeptGraphs, recorder: Recorder) -> Message:
-    """Do what a request asks; an exception becomes the reply's exception.
+    """Handle a request; an exception becomes the reply's exception.
 
     Args:
         request: the message, as it has arrived.
         kept_graphs: the graphs of this worker; one may be added or used up.
-        recorder: of this worker.
+        recorder: the recorder of this worker.
 
     Returns:
         The reply's message, ready to be sent.
@@ -58,7 +58,7 @@ def error_reply(error: BaseException) -> Message:
     """The reply that lets the caller raise ``error``, ready to be sent.
 
     Args:
-        error: what a function raised, or what happened on the way to it or back, such as a lack of memory.
+        error: an exception of the function, or one on the way to it or back, such as a lack of memory.
     """
     exception = SerializedException.of(error)
     try:
@@ -75,13 +75,13 @@ def answer(
     *,
     here: bool = False,
 ) -> Message:
-    """Do what a request asks; what goes wrong is raised.
+    """Handle a request; exceptions are raised.
 
     Args:
         request: the message, as it has arrived.
-        device: where its tensors are put; ``None`` leaves them where they are.
+        device: the device for its tensors; ``None`` leaves them where they are.
         kept_graphs: as for :func:`handle_request`.
-        recorder: likewise.
+        recorder: as for :func:`handle_request`.
         here: whether the reply stays in this process.
     """
     began = time.perf_counter()
@@ -186,7 +186,7 @@ def _differentiate(
 def _lost_gradients(
     call: Call, values: list[Any], tensors: list[torch.Tensor], kept_graphs: KeptGraphs
 ) -> str | None:
-    """What the caller is to be warned of; looking through a graph takes a while, so it is done once a function.
+    """The warning for the caller about lost gradients; checked once for each function, since it takes time.
 
     Raises:
         RuntimeError: a gradient is lost, and the call is strict.

@@ -1,7 +1,7 @@
 """Key → a value that stays on this worker: one that was put here, or one fetched from the worker where it was put.
 
-A handle travels, the value does not: a worker that meets a handle for the first time asks the value's home for it, and
-keeps what comes until the home lets go of the handle.
+A handle is sent instead of the value: a worker that gets a handle for the first time fetches the value from its home,
+and keeps it until the home frees it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Residents(HeldValues[_Kept]):
     """The values that stay on a worker.
 
     Attributes:
-        in_use: whether there has ever been one, so that a call without any need not look for them.
+        in_use: whether there has ever been a handle; if not, calls need not search for handles.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class Residents(HeldValues[_Kept]):
         """Keep a value of this worker's own.
 
         Raises:
-            SerializationError: it cannot be sent.
+            SerializationError: the value cannot be sent.
             ValueError: it has a tensor that requires grad.
         """
         kept = _kept(value)
@@ -96,9 +96,9 @@ class Residents(HeldValues[_Kept]):
         """The value; threads that want it at the same time fetch it once.
 
         Args:
-            key: of the value.
-            device: where its tensors are wanted; ``None`` leaves them where they are.
-            fetch: gets the value if it is not here; at its home, from where it is not fetched, there is none.
+            key: the key of the value.
+            device: the device for its tensors; ``None`` leaves them where they are.
+            fetch: fetches the value if it is not here; ``None`` at the value's home.
 
         Raises:
             ResidentError: it has been changed in place, or its handle has been closed.
@@ -131,14 +131,14 @@ class Residents(HeldValues[_Kept]):
             coming.set_result(kept)
 
     def hand_out(self, key: Key, worker: int) -> Any:
-        """At home: the value, for a worker that keeps it from now on; errors as for :meth:`check`."""
+        """At the value's home: the value, for a worker that keeps it from now on; errors as for :meth:`check`."""
         with self._lock:
             kept = self.check(key)
             kept.holders.add(worker)
             return kept.value
 
     def check(self, key: Key) -> _Kept:
-        """Raise :class:`ResidentError` if a value of this worker's own has been changed in place, or let go of."""
+        """Raise :class:`ResidentError` if a value of this worker has been changed in place or freed; else return it."""
         kept = self.held(key)
         kept.check()
         return kept

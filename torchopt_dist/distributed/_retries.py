@@ -1,12 +1,12 @@
-"""A request whose worker is lost, or late → the same request at another worker, and in the end at the caller itself.
+"""A request whose worker is lost or late → the same request at another worker, or at the caller itself.
 
-A share is what travels: its tasks stay together, wherever they run, so that sums over them keep their order, and every
-number is what it would have been. Two shares that run in one process at a time would draw from one random generator.
-So what is lost goes to a worker that has nothing of this caller's to do, or waits until there is one, and the worker
-gets nothing else meanwhile. The caller is one, too, while it waits itself.
+A share is moved as a whole: its tasks stay together, wherever they run, so that sums over them keep their order and all
+numbers stay the same. Two shares that run in one process at the same time would draw from one random generator. So a
+lost share goes to a worker that has no work for this caller, or waits until there is one, and that worker gets nothing
+else meanwhile. The caller counts as such a worker while it waits.
 
-What a worker keeps is gone with it. So a request to a graph is kept with those that have made the graph: where the
-graph is not, all of them are made again, one after another.
+The graphs of a lost worker are lost. So a request to a graph is kept together with the requests that made the graph: on
+another worker all of them are repeated, one after another.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ __all__ = ["Retries"]
 
 
 class Retries:
-    """Who does what of this worker's calls that outlive the loss of a worker.
+    """The requests of this worker that can be moved to another worker, and who works on them.
 
     Args:
-        membership: says who is lost.
-        threads: run what the caller does for another worker, and what may take a while.
+        membership: knows which workers are lost.
+        threads: run the shares that the caller takes over, and other long work.
         releaser: tells a worker whose answer came too late to forget its graph.
-        transport: to the other workers.
+        transport: the transport to the other workers.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Retries:
 
     @contextlib.contextmanager
     def waiting(self, *, beside: bool = False) -> Iterator[None]:
-        """Until the context is left this thread only waits, so this process can do what others have left.
+        """A context in which this thread only waits, so that this process can run shares of lost workers.
 
         Args:
             beside: whether this is a thread beside the caller's, which may go on, draw random numbers, and meet those
@@ -100,7 +100,7 @@ class Retries:
 
     @contextlib.contextmanager
     def own_share(self) -> Iterator[None]:
-        """Until the context is left this process has a share of its own to run."""
+        """A context in which this process has a share of its own to run."""
         with self._lock:
             self._at_work[self._me].append(None)
         try:
@@ -121,7 +121,7 @@ class Retries:
         self._assign()
 
     def _assign(self, new: Ask | None = None) -> None:
-        """Give out what waits for a worker, as far as there are free ones; what is ``new``, in this thread."""
+        """Assign waiting requests to free workers; ``new`` is sent in this thread."""
         while True:
             with self._lock:
                 self._pending = [ask for ask in self._pending if not ask.answered]
@@ -204,7 +204,7 @@ class Retries:
         return None
 
     def _ended(self, ask: Ask, worker: int, transport: Sender, result: Message | BaseException) -> None:
-        """Take note of what has come of an attempt."""
+        """Record the result of an attempt."""
         settled: Message | BaseException | None = None
         late: set[int] = set()
         with self._lock:
@@ -235,7 +235,7 @@ class Retries:
         self._assign()
 
     def _is_loss(self, worker: int, error: BaseException) -> bool:
-        """Whether a worker is lost, and the group goes on; a function that raises the same is no loss."""
+        """Whether a worker is lost and the group goes on; the same exception raised by a function is not a loss."""
         if not isinstance(error, WorkerLostError) or isinstance(error, RemoteError):
             return False
         try:

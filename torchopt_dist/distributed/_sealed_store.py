@@ -1,9 +1,9 @@
-"""A store that strangers may write in → notes that only workers of this run can have written.
+"""A store to which others may write → notes that only workers of this run can have written.
 
-Torch's store asks nobody who he is. What the workers tell each other there, such as where each of them listens, is
-sealed with the run's secret, which is never in the store: a note that a stranger has written or changed is an error.
-The secret is ``TODIST_SECRET``; :func:`torchopt_dist.launch` makes one for each launch and hands it out itself. Workers
-of one machine that were given none make one, in a file that only their user can read. Else nothing is sealed.
+Torch's store has no authentication. So the workers' notes there, such as their addresses, are signed with the run's
+secret, which is never in the store: a note that another process has written or changed raises an error. The secret is
+``TODIST_SECRET``; :func:`torchopt_dist.launch` makes one for each launch and hands it out itself. Without it, workers
+on one machine make a secret in a file that only their user can read. Otherwise nothing is signed.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class SealedStore:
 
     Args:
         plain: a store whose keys are this run's alone.
-        nonce: of this run: a note of another run with the same secret is none of this one's.
-        secret: known to this run's workers and to nobody else; ``None``: nothing is sealed.
+        nonce: the nonce of this run, by which notes of another run with the same secret are rejected.
+        secret: a secret that only this run's workers know; ``None``: nothing is signed.
 
     Attributes:
         plain: the store, for torch's own use.
@@ -53,16 +53,16 @@ class SealedStore:
         self.plain.set(key, f"{self._seal(key, text)}:{text}")
 
     def told(self, *keys: str) -> list[str]:
-        """The notes under these keys, as soon as all are there.
+        """Wait for the notes under these keys, and return them.
 
         Raises:
-            InitializationError: one was not written by a worker of this run.
-            torch.distributed.DistError: the store has gone, or a note has not come within the store's time-out.
+            InitializationError: one was not written by a worker of this run. torch.distributed.DistError: the store has
+                ended, or a note has not come within the store's time-out.
         """
         return [self._opened(key, note.decode()) for key, note in zip(keys, self._get(keys), strict=True)]
 
     def make_token(self, purpose: str) -> str:
-        """What all workers of this run know and strangers do not; called by one worker."""
+        """Make a token that only the workers of this run know; called by one worker."""
         if self._secret is not None:
             return self.token(purpose)
         token = secrets.token_hex(16)
@@ -70,7 +70,7 @@ class SealedStore:
         return token
 
     def token(self, purpose: str) -> str:
-        """That token, on the others: made of the secret, or, where there is none, read from the store."""
+        """That token, on the other workers: made from the secret, or read from the store if there is none."""
         if self._secret is not None:
             return self._seal(purpose, "token")
         return self.told(f"token/{purpose}")[0]
@@ -101,12 +101,12 @@ class SealedStore:
 
 @contextmanager
 def open_store(plain: dist.Store, nonce: str, rank: int, on_one_machine: bool) -> Iterator[SealedStore]:
-    """The notes of this run; to be left when all workers have made theirs.
+    """A context with the notes of this run; it is left when all workers have written theirs.
 
     Args:
         plain: a store whose keys are this run's alone.
-        nonce: of this run.
-        rank: this worker's.
+        nonce: the nonce of this run.
+        rank: this worker's rank.
         on_one_machine: whether all workers are on this machine.
 
     Raises:
@@ -138,7 +138,7 @@ def given_secret() -> bytes | None:
     """The secret in the environment, if there is one.
 
     Raises:
-        InitializationError: it is too short.
+        InitializationError: the secret is too short.
     """
     given = os.environ.get(VARIABLE)
     if given is not None and len(given) < LEAST_LENGTH:
@@ -150,7 +150,7 @@ def given_secret() -> bytes | None:
 
 
 def _read(path: Path) -> bytes:
-    """What rank 0 has written there; whoever has written the path in the store cannot have made such a file."""
+    """The secret that rank 0 has written there; a process of another user cannot have made such a file."""
     try:
         folder = path.parent.lstat()
         closed = folder.st_uid == os.getuid() and not stat.S_IMODE(folder.st_mode) & 0o077

@@ -17,7 +17,7 @@ __all__ = ["Tensors", "check_sendable"]
 
 
 def check_sendable(tensor: torch.Tensor, main_by_name: bool) -> None:
-    """Raise :class:`SerializationError` unless a receiver can have the tensor and its part of the graph."""
+    """Raise :class:`SerializationError` unless the tensor and its part of the graph can be sent."""
     shape = tuple(tensor.shape)
     if type(tensor) not in (torch.Tensor, nn.Parameter):
         kind = type(tensor.detach())  # detached, as it is sent
@@ -60,13 +60,13 @@ class Tensors:
         return number
 
     def mark_buffers(self, held: list[torch.Tensor]) -> None:
-        """Note which of the tensors that a module holds it may change."""
+        """Record which of a module's tensors the module may change."""
         self.buffers.update(
             self._numbers[id(t)] for t in held if not (t.requires_grad or isinstance(t, nn.Parameter))
         )
 
     def mark_staying(self, module: StayingModule) -> None:
-        """Note the tensors that the receiver has."""
+        """Record the tensors that the receiver has."""
         key, version, tensors = module.staying()
         places = {self.number(tensor): place for place, tensor in enumerate(tensors)}
         self.staying.append(Staying(key, version, places))

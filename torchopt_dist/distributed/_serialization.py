@@ -1,10 +1,10 @@
 """An object → a message, and back: a skeleton of bytes beside the tensors and the module structures it mentions.
 
-An object is pickled at once, so that what its parts share is in it once. Tensors are taken out of it, wherever they are
-(in a module, a closure, a dictionary), so that a graph can be drawn through them and their memory is not copied into
-the pickle; so are large arrays of numpy and long ``bytes``. Modules are taken out too: without its tensors, a module is
-the same bytes call after call, and a worker that has seen them need not be sent them again. But where a module shares
-an object that can change with the rest, such as a list that its hook fills, all stays in one pickle.
+An object is pickled as a whole, so that what its parts share is pickled once. Tensors are taken out of it, wherever
+they are (in a module, a closure, a dictionary), so that a graph can be drawn through them and their memory is not
+copied into the pickle; so are large arrays of numpy and long ``bytes``. Modules are taken out, too: without its
+tensors, a module has the same bytes in every call, and these are sent to a worker once. But if a module shares an
+object that can change with the rest, such as a list that its hook fills, everything stays in one pickle.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ def pack(value: Any, *, main_by_name: bool, modules: PackedModules | None = None
         value: any object.
         main_by_name: whether functions and classes of ``__main__`` can be sent by name, since the receiver runs the
             same program; else their code is sent. Importable functions and classes are always sent by name.
-        modules: those that have been packed before, and have not changed since; more are added.
+        modules: the modules that were packed before and have not changed since; more are added.
 
     Returns:
-        The message; its tensors are part of the graph that they are part of in ``value``.
+        The message; its tensors are those of ``value``, with their graph.
 
     Raises:
-        SerializationError: some part of it cannot be pickled.
-        ResidentError: a handle in it stands for a value that has been changed or let go of.
+        SerializationError: a part of it cannot be pickled.
+        ResidentError: a handle in it belongs to a value that has been changed in place or freed.
     """
     tensors: Tensors = Tensors(main_by_name)
     structures: dict[bytes, bytes] = {}
@@ -104,7 +104,7 @@ def unpack(message: Message) -> Any:
     """Rebuild what :func:`pack` packed, with the message's tensors as they are.
 
     Raises:
-        SerializationError: a module, function or class that it mentions is not there.
+        SerializationError: a module, function or class that it mentions does not exist here.
     """
     try:
         if message.rebuild is not None:
@@ -122,7 +122,7 @@ class _NeedsCodeError(Exception):
 
 
 class _OverlapError(Exception):
-    """A module has something in common with the rest of the message: a module, or an object that can change."""
+    """A module shares a module, or an object that can change, with the rest of the message."""
 
 
 def _dump(
@@ -172,7 +172,7 @@ class _OutOfBandPickler(pickle.Pickler):
         self._parts: list[_OutOfBandPickler] = []  # kept, so that no id in their memos is used again
 
     def reducer_override(self, obj: Any) -> Any:
-        """Called for all but the plainest objects; a ``persistent_id`` would be called for these, too."""
+        """Called for all objects but the plainest; ``persistent_id`` would be called for these, too."""
         if isinstance(obj, torch.Tensor):
             return _tensor, (self._tensors.number(obj),)
         if isinstance(obj, StayingModule):
@@ -230,7 +230,7 @@ class _OutOfBandPickler(pickle.Pickler):
         return self._modules[id(module)]
 
     def check_disjoint(self) -> None:
-        """Raise :class:`_OverlapError` if what changes in one of the pickles would have to change in another one."""
+        """Raise :class:`_OverlapError` if two of the pickles share an object that can change."""
         if not self._parts:
             return
         met: dict[int, tuple[int, Any]] = self.memo.copy()
@@ -260,7 +260,7 @@ PackedModules: TypeAlias = dict[tuple[int, bool], _PackedModule]
 
 
 class _NamePickler(_OutOfBandPickler):
-    """Fast: functions and classes go by name, and what has none is for the other pickler."""
+    """The fast pickler: sends functions and classes by name; objects without a name need the other pickler."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, type):
@@ -327,7 +327,7 @@ class _Modules:
 
 
 def _itself(module: nn.Module) -> nn.Module:
-    """In a pickle: the module for which another one stands."""
+    """In a pickle: the module that another one represents."""
     return module
 
 

@@ -1,4 +1,4 @@
-"""What two pickles have in common → whether it can change, so that it would have to be in one of them."""
+"""The objects that two pickles share → whether one can change, so that all must be in one pickle."""
 
 from __future__ import annotations
 

@@ -23,12 +23,12 @@ FINALLY_SECONDS = 5.0
 
 
 def shut_down_in_order(membership: Membership) -> None:
-    """Shut down RPC when no rank has a request under way.
+    """Shut down RPC when no rank has an open request.
 
     RPC's own handshake needs all ranks, so where one was lost, each rank shuts down by itself.
 
     Args:
-        membership: says whether the others are there.
+        membership: knows whether the others are alive.
 
     Raises:
         PeerFailedError: a rank failed meanwhile.
@@ -45,11 +45,11 @@ def shut_down_in_order(membership: Membership) -> None:
 
 
 def shut_down_at_once(code: int | None) -> None:
-    """Shut down RPC, and wait for nobody.
+    """Shut down RPC without waiting for other ranks.
 
     Args:
-        code: of this process's exit, if RPC's threads keep the interpreter from ending; ``None``: 0, or 1 if an
-            exception that nobody has caught ends the program.
+        code: the exit code, in case RPC's threads keep the interpreter from ending; ``None``: 0, or 1 if an uncaught
+            exception ends the program.
     """
     shutdown = threading.Thread(target=rpc.shutdown, kwargs={"graceful": False}, daemon=True)
     shutdown.start()

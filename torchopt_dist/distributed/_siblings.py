@@ -18,7 +18,7 @@ __all__ = ["Siblings"]
 
 
 class Siblings:
-    """The shares of one call, above all the replies to backwards through them.
+    """The shares of one call, with the replies to backwards through them.
 
     The autograd engine adds to a leaf's ``.grad`` as soon as it has the leaf's gradient. So a share whose backward is
     done waits for the others before it gives its inputs their gradients.
@@ -47,11 +47,11 @@ class Siblings:
         self._lock = threading.Lock()
 
     def add(self, reply: Future[Message], worker: str) -> None:
-        """Note a backward that the engine has begun.
+        """Record a backward that the engine has begun.
 
         Args:
-            reply: the reply to come.
-            worker: the name of who is to send it.
+            reply: the future reply.
+            worker: the name of the worker that sends it.
         """
         with self._lock:
             self._replies = [entry for entry in self._replies if not entry[1].done()]

@@ -1,4 +1,4 @@
-"""What this worker does for calls, from when to when → spans, while a profile is on; and ranges for ``torch.profiler``.
+"""The work of this worker for calls → spans with start and end, while a profile is on; ranges of ``torch.profiler``.
 
 A span is recorded where the work is done, under the name of a phase:
 
@@ -52,11 +52,12 @@ class Span(NamedTuple):
 
     Attributes:
         worker: the rank of the worker that did it.
-        phase: what it was.
-        start: when it began, in seconds.
-        end: when it was done, in seconds.
-        thread: the thread that did it, a number that no other thread of the worker has.
-        call: names the call or the backward: the caller's rank, and a number; ``None`` where several are waited for.
+        phase: the kind of work.
+        start: the time at which it began, in seconds.
+        end: the time at which it ended, in seconds.
+        thread: the number of the thread that did it, unique on the worker.
+        call: the key of the call or the backward, the caller's rank and a number; ``None`` while several are waited
+            for.
         peer: the rank of the worker at the other end, if there is one.
         size: the bytes of the message that was made, if one was.
     """
@@ -75,7 +76,7 @@ class Spanned:
     """Context manager around a piece of work; this one does nothing."""
 
     def made(self, message: Message) -> Message:
-        """Tell which message the work has made; returns that."""
+        """Record the message that the work has made, and return it."""
         return message
 
     def __enter__(self) -> Self:
@@ -91,7 +92,7 @@ class Recorder:
     """The spans of one worker.
 
     Args:
-        worker: its rank.
+        worker: the rank of the worker.
 
     Attributes:
         on: whether spans are recorded.
@@ -110,7 +111,7 @@ class Recorder:
         self.on = True
 
     def stop(self) -> list[Span]:
-        """Record no longer; returns the spans, by when they ended."""
+        """Stop recording; returns the spans in the order of their ends."""
         self.on = False
         spans, self._spans = self._spans, []
         return spans
@@ -134,7 +135,7 @@ class WorkRecorder(Recorder):
     """Records what a share of this worker does, but no message: those that were sent are recorded by another recorder.
 
     Args:
-        recorder: of this worker.
+        recorder: the recorder of this worker.
     """
 
     def __init__(self, recorder: Recorder) -> None:

@@ -1,4 +1,4 @@
-"""Workers that were asked for, a number of tasks → which worker runs which; and the range of each part."""
+"""Workers, a number of tasks → the worker of each task, and the range of each part."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["check_workers", "even_share", "ranks_of", "spread"]
 
 
 def check_workers(workers: Sequence[int | str] | None) -> None:
-    """Raise unless it is a sequence of at least one rank or name, or ``None``."""
+    """Check that it is ``None`` or a sequence of at least one rank or name."""
     if workers is not None and (isinstance(workers, str) or not isinstance(workers, Sequence)):
         raise TypeError(f"workers must be a sequence of ranks and names, got {workers!r}")
     if workers is not None and not workers:

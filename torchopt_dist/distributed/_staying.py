@@ -1,4 +1,4 @@
-"""A module whose tensors the workers have → what a message says in the place of these tensors."""
+"""A module whose tensors the workers have → what a message contains instead of these tensors."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["Staying", "StayingModule"]
 
 
 class Staying(NamedTuple):
-    """Those of a message's tensors that are not sent, since the receiver has them.
+    """The tensors of a message that are not sent, since the receiver has them.
 
     Attributes:
-        key: of the replica: the rank where it was made, and a number.
-        version: of its tensors: how often they have been stepped or sent anew.
-        places: for the number of a tensor in the message, its place among the replica's.
+        key: the key of the replica: the rank that made it, and a number.
+        version: the version of its tensors: how often they have been stepped or sent again.
+        places: for the number of a tensor in the message, its index among the replica's.
     """
 
     key: tuple[int, int]
@@ -25,7 +25,7 @@ class Staying(NamedTuple):
 
 
 class StayingModule(nn.Module):
-    """Stands for its only child in calls, where the function gets the child.
+    """Takes the place of its only child in calls; the function gets the child.
 
     Attributes:
         module: the child.

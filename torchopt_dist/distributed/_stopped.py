@@ -1,7 +1,7 @@
 """The workers of this machine → those whose processes have been stopped for too long, as by SIGSTOP.
 
-The kernel answers for a stopped process, so its connections stay. What tells is its state in the process table, which
-a process that computes has not, whether or not its Python threads get to run.
+The kernel answers for a stopped process, so its connections stay open. Its state in the process table shows that it is
+stopped; a process that computes never has that state, even if its Python threads do not run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["StoppedProcesses", "is_running", "process_table"]
 
 
 def process_table() -> str:
-    """What two processes have in common that see each other by their ids: the system, and its namespace of ids."""
+    """The system and its namespace of process ids: equal for two processes that see each other by their ids."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):  # Linux
         parts += [
@@ -39,13 +39,13 @@ def is_running(pid: int) -> bool:
 
 
 class StoppedProcesses:
-    """Looks at processes each time it is asked, and counts how often each was found stopped in a row.
+    """Checks processes at each call, and counts how often in a row each was found stopped.
 
-    Counting looks instead of seconds, it judges nobody for a time in which it was stopped itself.
+    It counts checks instead of seconds, so a time in which this process was stopped itself does not count.
 
     Args:
         pids: ids of the processes, by rank.
-        liveness: how often it will be asked, and how long a process may be stopped.
+        liveness: how often it is called, and how long a process may be stopped.
     """
 
     def __init__(self, pids: Mapping[int, int], liveness: Liveness) -> None:
@@ -56,7 +56,7 @@ class StoppedProcesses:
             self.watch(rank, pid)
 
     def watch(self, rank: int, pid: int) -> None:
-        """Look at this process of a rank from now on, and no more at the one before."""
+        """Check this process of a rank from now on, instead of the one before."""
         self._counts.pop(rank, None)
         self._processes.pop(rank, None)
         with contextlib.suppress(psutil.Error):  # it is gone already

@@ -1,6 +1,6 @@
 """Large tensors → chunks, each a request of its own → on the worker a queue of them, by the key of the call.
 
-A chunk may arrive before the request that says what it is a part of, since several threads receive; so it waits.
+A chunk may arrive before the request to which it belongs, since several threads receive; then it is kept.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Piece(NamedTuple):
     """A part of a tensor.
 
     Attributes:
-        number: which tensor.
+        number: the number of the tensor.
         start: the index of its first element, as if the tensor were flat.
         values: the elements.
     """
@@ -59,7 +59,7 @@ def chunks_of(tensors: Sequence[torch.Tensor]) -> list[Chunk]:
 
 
 class Streams:
-    """The chunks that have come to a worker, and that a request has not yet taken."""
+    """The chunks that a worker has received, and that a request has not taken yet."""
 
     def __init__(self) -> None:
         self._queues: defaultdict[Key, queue.SimpleQueue[Chunk | None]] = defaultdict(queue.SimpleQueue)
@@ -67,7 +67,7 @@ class Streams:
         self._lock = threading.Lock()
 
     def put(self, key: Key, chunk: Chunk) -> None:
-        """A chunk has come; that of a request that has ended is dropped."""
+        """Add a chunk; a chunk of a request that has ended is dropped."""
         with self._lock:
             if key not in self._unwanted:
                 self._queues[key].put(chunk)
@@ -81,13 +81,13 @@ class Streams:
         """Yield the chunks, in the order in which they come; those that have not come at the end are dropped.
 
         Args:
-            key: of the request that they are for.
-            count: how many there are.
-            seconds: how long to wait for all; 0: for ever.
+            key: the key of the request to which they belong.
+            count: the number of chunks.
+            seconds: how long to wait for all; 0: no limit.
 
         Raises:
-            CallTimeoutError: they have not come in time.
-            WorkerLostError: they will not come, since who sends them is gone or does not want them any more.
+            CallTimeoutError: the chunks have not come in time.
+            WorkerLostError: the chunks will not come, since their sender has ended or given up.
         """
         taken, lost = 0, False
 
@@ -122,13 +122,13 @@ class Streams:
                     self._unwanted[key] = count - taken
 
     def forget(self, key: Key) -> None:
-        """No more chunks come for a request."""
+        """Drop the chunks of a request, and those still to come."""
         with self._lock:
             if key in self._queues:
                 self._queues[key].put(())
 
     def forget_sender(self, rank: int) -> None:
-        """No more chunks come from a worker, which is lost."""
+        """Let requests that wait for chunks of a lost worker fail."""
         with self._lock:
             for key in [key for key in self._unwanted if key[0] == rank]:
                 del self._unwanted[key]
@@ -137,7 +137,7 @@ class Streams:
             each.put(None)
 
     def clear(self) -> None:
-        """Let go of all, and of those who wait."""
+        """Drop all chunks, and let all waiting requests fail."""
         with self._lock:
             waiting = list(self._queues.values())
             self._queues.clear()

@@ -13,7 +13,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -
     Args:
         header: the names of the columns.
         rows: the texts in them.
-        left: how many columns, from the first, are aligned at their left; all others are at their right.
+        left: how many columns, from the first, are left-aligned; the others are right-aligned.
     """
     lines = [[*row, *[""] * (len(header) - len(row))] for row in [header, *rows]]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

@@ -18,14 +18,14 @@ _Work: TypeAlias = Callable[[], None]
 class ThreadPool:
     """Daemon threads; unlike an executor's they do not delay the interpreter's end.
 
-    The thread that became free last gets the next work. So who does one thing after another keeps one thread busy,
-    with its caches and its memory, and threads that a burst of work has started end again.
+    The thread that became free last gets the next work. So successive pieces of work run in one thread, with its caches
+    and its memory, and threads that a burst of work has started end again.
 
     Args:
-        idle_seconds: how long a thread without work is kept for the next.
+        idle_seconds: how long a thread without work is kept.
 
     Attributes:
-        prepare: called once by each thread, before its next work: settings that each thread has for itself.
+        prepare: called once by each thread before its next work, for settings that belong to a thread.
     """
 
     def __init__(self, idle_seconds: float = IDLE_SECONDS) -> None:
@@ -50,14 +50,14 @@ class ThreadPool:
             threading.Thread(target=self._loop, args=(place,), name="todist-work", daemon=True).start()
 
     def prepare_this(self) -> None:
-        """Let this thread have the settings; work that began before they were known asks for that itself."""
+        """Apply the settings to this thread; for work that began before they were known."""
         prepare = self.prepare
         if prepare is not None and prepare is not getattr(self._thread, "prepared", None):
             self._thread.prepared = prepare
             prepare()
 
     def close(self, seconds: float = 0.0) -> None:
-        """End the threads, those that work when their work is done. Later work runs in threads that end after it.
+        """End the threads, each when its work is done. Later work runs in threads that end after it.
 
         Args:
             seconds: how long to wait for those that work. Where the interpreter ends while a daemon thread is in C++

@@ -1,4 +1,4 @@
-"""The ``timeout`` of a call, as a user gives it → seconds, 0 for no limit."""
+"""The ``timeout`` argument of a call → seconds, 0 for no limit."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def seconds_of(timeout: float | None, default: float = 0.0) -> float:
 
     Args:
         timeout: seconds; ``None`` or 0 means no limit.
-        default: what ``UNSET_TIMEOUT`` stands for.
+        default: the value of ``UNSET_TIMEOUT``.
 
     Raises:
-        TypeError: it is no number.
-        ValueError: it is negative.
+        TypeError: ``timeout`` is not a number.
+        ValueError: ``timeout`` is negative.
     """
     if timeout is None:
         return 0.0

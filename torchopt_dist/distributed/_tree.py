@@ -1,9 +1,9 @@
-"""Workers, their machines, ``fan_out`` → who hands on to whom: a tree of at most ``fan_out`` children each.
+"""Workers, their machines, ``fan_out`` → a tree in which each worker forwards to at most ``fan_out`` children.
 
-Who has a message hands it on to one child after another, and so do the children that have it by then. So in each round
-everybody who has it and has room for a child gets one, and the first child of a worker has the most workers below it.
-Without ``fan_out`` this is the binomial tree, which is done after log2 of the workers rounds; with it there are a few
-rounds more, and nobody sends more than ``fan_out`` times the message.
+A worker that has a message forwards it to one child after another, and so do the children that have it already. So in
+each round every worker that has it and may have another child gets one, and the first child of a worker has the most
+workers below it. Without ``fan_out`` this is the binomial tree, with log2 of the number of workers as its rounds; with
+it there are a few rounds more, and no worker sends the message more than ``fan_out`` times.
 
 A machine is entered once: the tree first reaches one worker of each machine, and from there the machine's others.
 """
@@ -22,7 +22,7 @@ class Twig(NamedTuple):
 
     Attributes:
         worker: its rank.
-        twigs: those that it hands on to, in this order.
+        twigs: its children, in the order in which it sends to them.
     """
 
     worker: int
@@ -38,8 +38,8 @@ def tree(root: int, workers: Iterable[int], hosts: Sequence[str], fan_out: int) 
 
     Args:
         root: the rank of the worker that has the message.
-        workers: the ranks of those that are to have it.
-        hosts: by rank, the name of a worker's machine.
+        workers: the ranks of the other workers that get it.
+        hosts: the name of each worker's machine, by rank.
         fan_out: how many children a worker may have, the root included.
     """
     machines: dict[str, list[int]] = {hosts[root]: [root]}

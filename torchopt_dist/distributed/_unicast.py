@@ -34,13 +34,13 @@ def call(
     Args:
         worker: the worker's rank.
         payload: the work of that worker.
-        timeout: seconds after which the future, and likewise a backward through its values, fails with
+        timeout: seconds after which the future, or a backward through its values, fails with
             :class:`~torchopt_dist.errors.CallTimeoutError`; 0 means never.
         transport: carries the messages; ``None`` means the RPC group's transport.
-        modules: those that the same call has packed for other workers.
+        modules: the modules that the same call has packed for other workers.
         snapshot: send copies, so that tensors may be changed in place as soon as this returns.
         movable: whether another worker is to run the payload if this one is known to be lost.
-        siblings: of the same call.
+        siblings: the shares of the same call.
 
     Returns:
         A future of the tasks' values; it fails with what a task raised. Tensors among the values are connected to those

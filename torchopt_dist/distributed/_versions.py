@@ -13,14 +13,14 @@ __all__ = ["Versioned", "check_versions", "versioned"]
 
 
 class Versioned(NamedTuple):
-    """A tensor, and how often it had been changed in place at some time."""
+    """A tensor, and how often it had been changed in place at a given time."""
 
     tensor: Tensor
     version: int | None
 
 
 def versioned(tensors: Iterable[Tensor]) -> list[Versioned]:
-    """The tensors, with their versions of now; one of inference mode has none."""
+    """The tensors with their present versions; a tensor made under ``torch.inference_mode()`` has none."""
     return [Versioned(x, None if x.is_inference() else tensor_version(x)) for x in tensors]
 
 

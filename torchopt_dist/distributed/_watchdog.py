@@ -1,7 +1,7 @@
-"""A worker that has its machine for itself → a process beside it that notices when it is stopped, and rank 0's ear.
+"""A worker that is alone on its machine → a second process that notices when it is stopped, and reports to rank 0.
 
-The kernel of a stopped process answers for it, and no other worker sees it in the process table. A thread of its own
-would stop with it, and would wait where a C call holds Python's interpreter lock; another process does neither.
+The kernel answers for a stopped process, and no other worker sees it in the process table. A thread of the worker would
+stop with it, and would wait while a C call holds Python's interpreter lock; another process does neither.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Watchdog:
     """Watches this process, from another one, until it is closed.
 
     Args:
-        liveness: how often it looks, and how long this process may be stopped before it is killed.
-        hub: host and port of rank 0's hub, and what a connection there begins with; ``None`` if this is rank 0.
+        liveness: how often it checks, and how long this process may be stopped before it is killed.
+        hub: host and port of rank 0's hub, and the text with which a connection begins; ``None`` if this is rank 0.
 
     Attributes:
-        can_be: whether this system shows the state of processes.
+        can_be: whether this system shows the states of processes.
     """
 
     can_be = bool(sys.executable) and Path("/proc/self/stat").exists()
@@ -64,15 +64,15 @@ class Watchdog:
 
 
 def looks(liveness: Liveness) -> int:
-    """How often in a row a process may be found stopped."""
+    """How many times in a row a process may be found stopped."""
     return max(1, round(liveness.patience / liveness.interval))
 
 
 async def is_heard(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, liveness: Liveness) -> bool:
-    """Hear a watchdog until it ends.
+    """Receive a watchdog's signs of life until it ends.
 
     Returns:
-        Whether its worker may be well, for all that it says; otherwise the worker was stopped for the patience.
+        Whether its worker may be alive; otherwise the worker was stopped for the patience.
     """
     silent = 0
     while silent <= looks(liveness) or not _kernel_answers(writer, liveness):

@@ -1,7 +1,7 @@
-"""Standard input: whom to watch, and where rank 0 is → when a worker is stopped for long, a line there, and SIGKILL.
+"""Standard input: the process to watch, rank 0's address → a line to rank 0 and SIGKILL if it is stopped for long.
 
-A program of its own, run by a worker that has its machine for itself, with nothing but the standard library. It ends
-with the worker. While it is not heard of, the worker's machine, or its container, is frozen as a whole.
+A separate program, run by a worker that is alone on its machine, which uses the standard library only. It ends with the
+worker. If it is silent, the worker's machine or container is frozen as a whole.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def watch(pid: int, interval: float, looks: int, hub: socket.socket | None) -> None:
-    """Look at the process until it has ended, or has been stopped for more than so many looks."""
+    """Check the process until it has ended, or has been stopped for more than so many checks."""
     stopped = 0
     while stopped <= looks:
         if hub is not None:
@@ -40,7 +40,7 @@ def watch(pid: int, interval: float, looks: int, hub: socket.socket | None) -> N
 
 
 def main() -> None:
-    """See the module."""
+    """Run the program; see the module."""
     task = json.loads(sys.stdin.readline())
     hub = None
     with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""``Message`` → what a transport sends, and back: few buffers instead of many tensors, known structures left out.
+"""``Message`` ⇄ what a transport sends: few buffers instead of many tensors, without known structures.
 
 Each tensor costs a transport some microseconds however small it is, so small ones share a buffer. A tensor that is part
 of a larger storage is copied out of it, or the whole storage would travel. A tensor on a GPU travels by way of the CPU,
@@ -24,7 +24,7 @@ SMALL = 1 << 16
 
 
 class Place(NamedTuple):
-    """Of a tensor: the number of its buffer, its shape, whether it was on a GPU."""
+    """The place of a tensor: the number of its buffer, its shape, and whether it was on a GPU."""
 
     buffer: int
     shape: tuple[int, ...]
@@ -35,8 +35,8 @@ class WireMessage(NamedTuple):
     """A message as a transport sends it.
 
     Attributes:
-        skeleton: as the message's; so are ``requires_grad``, ``is_parameter``, ``connected``, ``device``,
-            ``holes``, ``references`` and ``staying``.
+        skeleton: as in the message; so are ``requires_grad``, ``is_parameter``, ``connected``, ``device``, ``holes``,
+            ``references`` and ``staying``.
         buffers: tensors of their own, and flat tensors in which small ones lie one after another.
         places: for each tensor that is sent its buffer, its shape, and whether it was on a GPU.
         shared: which buffers are flat ones.
@@ -67,7 +67,7 @@ class WireMessage(NamedTuple):
 
 
 class MissingStructureError(Exception):
-    """A structure was left out that the receiver does not have, or has no longer."""
+    """A structure was left out that the receiver does not have, or has dropped."""
 
 
 class Structures:
@@ -75,7 +75,7 @@ class Structures:
 
     Args:
         capacity: how many structures it holds.
-        nbytes: how many bytes they may have together.
+        nbytes: how many bytes they may take together.
     """
 
     def __init__(self, capacity: int = 256, nbytes: int = 1 << 26) -> None:
@@ -90,7 +90,7 @@ class Structures:
 
     @classmethod
     def none(cls) -> Structures:
-        """One that remembers nothing, so that every structure is sent."""
+        """An empty cache that stores nothing, so that every structure is sent."""
         return cls(capacity=0)
 
     def add(self, digest: bytes, structure: bytes) -> None:
