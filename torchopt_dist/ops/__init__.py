@@ -1,4 +1,4 @@
-"""Lists of tensors → lists of tensors: the steps' formulas, the kernels, and the choice of which runs."""
+"""Lists of tensors → lists of tensors: the formulas of steps, the kernels, and the choice between them."""
 
 from torchopt_dist.ops import _fake_kernels
 from torchopt_dist.ops.adam_op import AdamOp

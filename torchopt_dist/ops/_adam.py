@@ -74,8 +74,8 @@ def adam(
             the parameter is subtracted from it. It needs ``params``.
         decoupled: AdamW's weight decay.
         maximize: maximize the objective.
-        fused: None uses a kernel where there is one, False uses the formula here, True demands the kernel, which has
-            no derivatives for hyper-parameters that are tensors.
+        fused: None uses a kernel where there is one, False uses the formula, True raises an error where there is no
+            kernel. The kernel has no derivatives for hyper-parameters that are tensors.
         inplace: if True, may overwrite ``exp_avgs``, ``exp_avg_sqs``, ``steps`` and ``params``.
         bars: gradients of the first three results; with them no step is made, see below.
 
@@ -248,7 +248,7 @@ def adam_(
 
     Args:
         params: real tensors of any shapes.
-        grads: as many, of the same shapes.
+        grads: the gradients, of the same shapes.
         exp_avgs: as in :func:`adam`.
         exp_avg_sqs: as in :func:`adam`.
         steps: as in :func:`adam`; numbers are the caller's to count.
@@ -265,8 +265,8 @@ def adam_(
 
     Raises:
         TypeError: as in :func:`adam`.
-        ValueError: likewise.
-        RuntimeError: likewise.
+        ValueError: as in :func:`adam`.
+        RuntimeError: as in :func:`adam`.
     """
     named = {"params": params, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
     check_lengths({**named, "steps": steps})

@@ -55,7 +55,7 @@ def on_device(counts: list[Tensor], device: torch.device) -> list[Tensor]:
 
 
 def values(counts: Sequence[Tensor]) -> Factors:
-    """What 0-d tensors hold: a number, if it is the same in all, else numbers.
+    """The values of 0-d tensors: one number if all are equal, else a list of numbers.
 
     Tensors whose values cannot be read, such as those that ``vmap`` batches, are returned in float64.
     """
@@ -67,20 +67,20 @@ def values(counts: Sequence[Tensor]) -> Factors:
 
 
 def bias_correction(decay: Factor, steps: Sequence[Tensor]) -> Factors:
-    """``1 - decay**t``: what a running average that began at 0 lacks after ``t`` steps, in float64.
+    """``1 - decay**t``, in float64: what a running average that began at 0 is divided by after ``t`` steps.
 
     Args:
-        decay: how much of the average stays at a step.
-        steps: ``t`` of each tensor: 0-d, on the CPU.
+        decay: the decay of the average.
+        steps: ``t`` for each tensor: 0-d tensors on the CPU.
 
     Returns:
-        One for all, if all have made as many steps; else one for each.
+        One value for all tensors, if all have made the same number of steps; else one for each.
     """
     return bias_corrections((decay,), steps)[0]
 
 
 def bias_corrections(decays: Sequence[Factor], steps: Sequence[Tensor], ahead: int = 0) -> list[Factors]:
-    """:func:`bias_correction` of several decays, the steps looked at once; of ``ahead`` steps later."""
+    """:func:`bias_correction` of several decays, ``ahead`` steps later; the steps are read only once."""
     t = values(steps)
     if ahead:
         t = combine(lambda made: made + ahead, t)

@@ -1,4 +1,4 @@
-"""Lists of one length, whose tensors at one place belong together → the same, validated, joined, split, in portions."""
+"""Lists of one length, whose tensors at the same index belong together → validated, joined, split, in portions."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 
 def present(leaves: Sequence[OptionalTensor]) -> list[int]:
-    """The places of a list that hold a tensor, not ``None``."""
+    """The indices of a list at which there is a tensor and not ``None``."""
     return [place for place, leaf in enumerate(leaves) if leaf is not None]
 
 
 def pick(leaves: Sequence[OptionalTensor], places: Sequence[int]) -> list[Tensor]:
-    """The tensors at these places.
+    """The tensors at these indices.
 
     Raises:
-        ValueError: one of them is ``None``.
+        ValueError: a tensor is ``None``.
     """
     picked = [leaves[place] for place in places]
     for leaf in picked:
@@ -71,7 +71,7 @@ def pick(leaves: Sequence[OptionalTensor], places: Sequence[int]) -> list[Tensor
 def put(
     leaves: Sequence[OptionalTensor], places: Sequence[int], new: Sequence[OptionalTensor]
 ) -> list[OptionalTensor]:
-    """The list with new tensors at these places; the given list stays as it is."""
+    """A copy of the list with new tensors at these indices."""
     out = list(leaves)
     for place, tensor in zip(places, new, strict=True):
         out[place] = tensor
@@ -90,7 +90,7 @@ def split(tensors: Sequence[Any], count: int) -> list[list[Any]]:
 
 
 def flatten(columns: Columns) -> tuple[tuple[bool, ...], list[Tensor]]:
-    """Which columns are there, and the tensors of those, one column after another."""
+    """Which columns are given, and the tensors of those, one column after another."""
     there = tuple(column is not None for column in columns)
     return there, join(column for column in columns if column is not None)
 
@@ -105,7 +105,7 @@ def check_lengths(columns: Mapping[str, Sequence[Any] | None]) -> None:
     """Validate that lists have one length.
 
     Args:
-        columns: lists by the names that the caller knows them by; ``None`` for one that is not given.
+        columns: the lists by their names for errors; ``None`` for a list that is not given.
 
     Raises:
         ValueError: a list is longer or shorter than the first one.
@@ -135,14 +135,14 @@ def are_alike(columns: Sequence[Sequence[Any]]) -> bool:
 
 
 def check_tensors(columns: Mapping[str, Sequence[Any] | None]) -> None:
-    """Validate the tensors that a formula is given, as the kernels do for themselves.
+    """Validate the tensors for a formula; the kernels validate theirs themselves.
 
     Args:
-        columns: lists of one length, by the names that the caller knows them by; ``None`` for one that is not given.
+        columns: lists of one length by their names for errors; ``None`` for a list that is not given.
 
     Raises:
-        TypeError: something is no tensor, a sparse one, or one of integers.
-        ValueError: tensors at one place differ in shape or device.
+        TypeError: an entry is not a tensor, is sparse, or has integers.
+        ValueError: tensors at the same index differ in shape or device.
     """
     given = {name: column for name, column in columns.items() if column}
     if not given or are_alike(list(given.values())):
@@ -206,7 +206,7 @@ def overwrite(columns: Iterable[Sequence[Tensor]], new: Iterable[Sequence[Tensor
 def lie_alike(columns: Sequence[Sequence[Tensor]]) -> bool:
     """Whether the tensors at each place are of one shape and dtype and lie in memory in one order, without gaps.
 
-    That is what ``torch.optim``'s fused steps silently rely on.
+    ``torch.optim``'s fused steps rely on that without checking it.
     """
     shapes, dtypes = [x.shape for x in columns[0]], [x.dtype for x in columns[0]]
     for column in columns[1:]:
@@ -239,7 +239,7 @@ def in_portions(formula: Callable[[Columns], Sequence[list[Tensor]]], columns: C
         columns: the first of them is a list.
 
     Returns:
-        What the formula gives; small tensors have the strides of those of the last column, and a storage each.
+        The results of the formula; small tensors have the strides of those of the last column, and separate storages.
     """
     first = columns[0] or []
     out: list[list[Tensor]] = []

@@ -1,4 +1,4 @@
-"""Lists of tensors, ``fused=`` → whether a kernel, ``torch.optim``'s fused step or the formula runs; or why not."""
+"""Lists of tensors, ``fused=`` → whether a kernel, ``torch.optim``'s fused step or the formula runs; or an error."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def use_kernel(op: str, first: Sequence[Tensor], rest: Sequence[Tensor], fused: 
 
     Args:
         op: name of the op.
-        first: the tensors that the op's other tensors must be like.
+        first: tensors with the shapes, dtypes and devices that the op's other tensors must have.
         rest: the op's other tensors, column by column, of as many tensors each.
-        fused: None uses the kernel where it can be used (not under ``torch.compile``, which fuses the reference
-            formula itself), False never uses it, True demands it.
+        fused: None uses the kernel where it can be used (not under ``torch.compile``, which fuses the reference formula
+            itself), False never uses it, True raises an error where it cannot be used.
 
     Raises:
         TypeError: ``fused`` is none of these.
@@ -83,7 +83,7 @@ def torch_fused_step(
 
 
 def obstacle(op: str, tensors: Sequence[Tensor], rest: Sequence[Tensor] = ()) -> str | None:
-    """Say what keeps an op's kernel from being used for these tensors, if anything does."""
+    """The reason for which an op's kernel cannot be used for these tensors; ``None`` if it can."""
     if not torch.compiler.is_compiling():
         for kind in {*map(type, tensors), *map(type, rest)} - PLAIN:
             return f"the kernel takes plain tensors; got a {kind.__name__}"
@@ -109,10 +109,10 @@ def obstacle(op: str, tensors: Sequence[Tensor], rest: Sequence[Tensor] = ()) ->
 
 
 def are_concrete(values: Factors, fused: bool | None) -> bool:
-    """Whether a kernel can look at the numbers that were made of the steps' counts: not where ``vmap`` batches these.
+    """Whether a kernel can read the numbers made from the step counts; it cannot where ``vmap`` batches these.
 
     Args:
-        values: as ``bias_correction.values`` gives them.
+        values: the numbers, from ``bias_correction.values``.
         fused: as in :func:`use_kernel`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Shapes → shapes: what ``torch.compile`` and ``opcheck`` need to know of each kernel, without its numbers."""
+"""Shapes → shapes: each kernel without its computation, for ``torch.compile`` and ``opcheck``."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _like(*columns: list[Tensor]) -> list[Tensor]:
 
 
 def _check_devices(xs: list[Tensor]) -> None:
-    """Refuse tensors of several devices: torch calls the fake kernel as soon as one of the tensors is on meta."""
+    """Check that all tensors are on one device: torch calls the fake kernel if any of the tensors is on meta."""
     devices = sorted({str(x.device) for x in xs})
     if len(devices) > 1:
         raise RuntimeError(f"the kernel takes tensors of one device; got {', '.join(devices)}")

@@ -156,7 +156,7 @@ def absolute(xs: list[Tensor]) -> list[Tensor]:
 
 
 def maximum(xs: list[Tensor], ys: list[Tensor], *, inplace: bool = False) -> list[Tensor]:
-    """The greater of each two elements; where they are equal, half of the gradient goes to either.
+    """The larger of each two elements; where they are equal, each gets half of the gradient.
 
     Args:
         xs: tensors of any shapes, dtypes and devices.
@@ -200,8 +200,8 @@ def add_quotient(
 def square_root(xs: list[Tensor], *, at_least_zero: bool = False) -> list[Tensor]:
     """The root of each element, with a derivative of 0 at 0, where the true one is infinite.
 
-    In an optimizer that divides by the root of a mean of squares, that is the limit: as a gradient goes to
-    zero, its square goes faster than the root's derivative grows.
+    In an optimizer that divides by the root of a mean of squares, this is the limit: as a gradient goes to zero, its
+    square falls faster than the root's derivative grows.
 
     Args:
         xs: tensors of any shapes.
@@ -260,7 +260,7 @@ def combine(function: Callable[..., Any], *factors: Factors) -> Factors:
 
 
 def inverse(factors: Factors) -> Factors:
-    """One over each factor."""
+    """The reciprocal of each factor."""
     return combine(_one_over, factors)
 
 
@@ -269,7 +269,7 @@ def _one_over(x: Any) -> Any:
 
 
 def runs_in_a_loop(xs: Sequence[Tensor]) -> bool:
-    """Whether operations go tensor by tensor: in a compiler, a transformation of ``torch.func`` or forward mode."""
+    """Whether operations run tensor by tensor: in a compiler, a transformation of ``torch.func`` or forward mode."""
     if not xs or torch.compiler.is_compiling():
         return True
     return _torch_private.transforms_are_active() or _torch_private.forward_mode_is_active() or _looping.get()
@@ -287,7 +287,7 @@ def are_batched(xs: Iterable[OptionalTensor]) -> bool:
 
 @contextlib.contextmanager
 def in_loops() -> Iterator[None]:
-    """Make operations go tensor by tensor in this context, for gradients of ``is_grads_batched=True``."""
+    """A context in which operations run tensor by tensor, for gradients of ``is_grads_batched=True``."""
     token = _looping.set(True)
     try:
         yield

@@ -29,9 +29,9 @@ def with_momentum(
     Args:
         directions: tensors of any shapes (``g``).
         sums: their running sums (``b``).
-        momentum: how much of a sum stays; a number, or a tensor of one element.
-        taken: how much of a direction goes into its sum; one number for all, or one for each.
-        nesterov: look ahead.
+        momentum: the decay of the sum; a number, or a tensor of one element.
+        taken: the fraction of a direction that is added to its sum; one number for all, or one for each.
+        nesterov: use Nesterov's look-ahead.
         inplace: if True, overwrites ``sums``.
     """
     sums = foreach.multiply(sums, momentum, inplace=inplace)

@@ -35,7 +35,7 @@ __all__ = ["Step", "pull", "run"]
 
 
 class Map(ABC):
-    """Columns → columns, element by element: element i of a result needs element i of the tensors at its place."""
+    """Columns → columns, element by element: element i of a result needs element i of the tensors at the same index."""
 
     kernel_runs: bool
     """Whether the kernel is to be used, where it can be."""
@@ -47,7 +47,7 @@ class Map(ABC):
 
     @property
     def is_uniform(self) -> bool:
-        """Whether one set of numbers goes for all places."""
+        """Whether all indices have the same hyper-parameters."""
         return True
 
     @abstractmethod
@@ -77,7 +77,7 @@ class Step(Map):
 
     @abstractmethod
     def backward_kernel(self, saved: Columns, grad_outputs: Columns) -> list[list[Tensor]]:
-        """The gradients of the columns that are there, but for one that has a ``direct_factor``, by one call.
+        """The gradients of the given columns, except one with a ``direct_factor``, by one call.
 
         Args:
             saved: the columns as :meth:`saved` gave them.
@@ -134,7 +134,7 @@ def run(map: Map, columns: Columns, inplace: bool = False) -> list[list[Tensor]]
 
 
 def pull(step: Step, columns: Columns, bars: Bars) -> list[list[Tensor]]:
-    """The gradients of the columns that are there, without a graph; the step itself is not made.
+    """The gradients of the given columns, without a graph; the step itself is not made.
 
     Args:
         step: the step.
@@ -229,7 +229,7 @@ class OptimizerStep(torch.autograd.Function):
 def _gradients(
     step: Step, saved: Columns, there: Sequence[bool], grad_outputs: Sequence[Sequence[OptionalTensor]]
 ) -> list[Sequence[OptionalTensor]]:
-    """The gradients of the columns that are there; at each place one of the results has a gradient."""
+    """The gradients of the given columns; at each index one of the results has a gradient."""
     columns = [*saved, *_with_zeros(grad_outputs)]
     derivative = _Derivative(step, there)
     if not _torch_private.transforms_are_active() and any(map(foreach.are_batched, grad_outputs)):
@@ -245,7 +245,7 @@ def _gradients(
 
 
 def _with_zeros(columns: Sequence[Sequence[OptionalTensor]]) -> list[list[Tensor] | None]:
-    """The columns with zeros in the places that are ``None``; ``None`` for a column that has only such places."""
+    """The columns with zeros in the place of ``None``; ``None`` for a column that has only ``None``."""
     models = [next((x for x in row if x is not None), None) for row in zip(*columns, strict=True)]
 
     def filled(column: Sequence[OptionalTensor]) -> list[Tensor]:
@@ -256,13 +256,13 @@ def _with_zeros(columns: Sequence[Sequence[OptionalTensor]]) -> list[list[Tensor
 
 
 def _zeros(columns: Columns) -> list[Tensor]:
-    """Zeros of the shapes of the first column that is there."""
+    """Zeros of the shapes of the first given column."""
     like = next(column for column in columns if column is not None)
     return [torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in like]
 
 
 def _pulled_back(map: Map, columns: Columns, grad_outputs: Columns) -> list[list[Tensor]]:
-    """The gradients of the columns that are there, by autograd of a map's formula; differentiable themselves."""
+    """The gradients of the given columns, by autograd of a map's formula; they are differentiable."""
     there, tensors = flatten(columns)
     used = [k for k, column in enumerate(grad_outputs) if column is not None]
     into = join(grad_outputs[k] or [] for k in used)

@@ -1,4 +1,4 @@
-"""How this package came here → the one command that builds its kernels."""
+"""How this package was installed → the command that builds its kernels."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def remedy(package: Path) -> str:
 
 
 def _source(installed: importlib.metadata.Distribution) -> list[str]:
-    """What pip was given to install."""
+    """The source from which pip installed the package."""
     source = json.loads(installed.read_text("direct_url.json") or "{}")
     url = str(source.get("url", ""))
     if not url or url.endswith(".whl"):  # a wheel stays as it is: the kernels are built from the sources

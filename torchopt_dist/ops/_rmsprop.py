@@ -66,12 +66,12 @@ def rmsprop(
         momentum_buffers: running sums of the directions (``b``); ``None`` where ``momentum`` is 0.
         params: parameters.
         alpha: decay of the averages; a number, or a tensor of one element.
-        eps: added to the root; likewise.
-        momentum: how much of a running sum stays; likewise.
-        nesterov: look ahead.
+        eps: added to the root; a number, or a tensor of one element.
+        momentum: the decay of a running sum; a number, or a tensor of one element.
+        nesterov: use Nesterov's look-ahead.
         lr: learning rate, for ``params``.
-        fused: None uses a kernel where there is one, False the formulas here, True demands the kernel, which has no
-            derivatives for hyper-parameters that are tensors.
+        fused: None uses a kernel where there is one, False the formulas, True raises an error where there is no kernel.
+            The kernel has no derivatives for hyper-parameters that are tensors.
         inplace: if True, may overwrite the averages, the running sums and the parameters.
         bars: gradients of the results; with them no step is made, see below.
 
@@ -214,23 +214,23 @@ def rmsprop_(
 
     Args:
         params: real tensors of any shapes.
-        grads: as many, of the same shapes.
+        grads: the gradients, of the same shapes.
         square_avgs: running averages of the squared gradients.
         grad_avgs: running averages of the gradients; none unless centered.
         momentum_buffers: running sums of the steps; none where ``momentum`` is 0.
         lr: learning rate.
         alpha: decay of the averages.
         eps: added to the denominator.
-        momentum: how much of a running sum stays.
-        nesterov: look ahead.
+        momentum: the decay of a running sum.
+        nesterov: use Nesterov's look-ahead.
         weight_decay: how much of a parameter is added to its gradient.
         maximize: maximize the objective.
-        fused: None uses a kernel where there is one, False the formula, True demands the kernel.
+        fused: None uses a kernel where there is one, False the formula, True raises an error where there is none.
 
     Raises:
         TypeError: as in :func:`rmsprop`.
-        ValueError: likewise.
-        RuntimeError: likewise.
+        ValueError: as in :func:`rmsprop`.
+        RuntimeError: as in :func:`rmsprop`.
     """
     named = {
         "params": params,

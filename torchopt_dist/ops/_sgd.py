@@ -64,13 +64,13 @@ def sgd(
             ``dampening`` is 0.
         params: parameters, of the same shapes; without them, the first result is the steps to be added to them.
         lr: learning rate; a number, or a tensor of one element, as all of these.
-        momentum: how much of a running sum stays.
+        momentum: the decay of a running sum.
         dampening: how much of a gradient is left out of the sum, from the second one on.
-        nesterov: look ahead.
+        nesterov: use Nesterov's look-ahead.
         weight_decay: how much of a parameter is added to its gradient; needs ``params``.
         maximize: maximize the objective.
-        fused: None uses a kernel where there is one and it helps, False uses the formula here, True demands the kernel,
-            which has no derivatives for hyper-parameters that are tensors.
+        fused: None uses a kernel where there is one and it helps, False uses the formula, True raises an error where
+            there is no kernel. The kernel has no derivatives for hyper-parameters that are tensors.
         inplace: if True, may overwrite ``momentum_buffers``, ``steps`` and ``params``.
         bars: gradients of moved parameters and, with momentum, of ``momentum_buffers``; with them no step is made.
 
@@ -219,16 +219,17 @@ def sgd_(
 
     Args:
         params: tensors of any shapes.
-        grads: as many, of the same shapes; sparse ones as in :func:`sgd`.
+        grads: the gradients, of the same shapes; sparse ones as in :func:`sgd`.
         momentum_buffers: their running sums; none where ``momentum`` is 0.
         steps: as in :func:`sgd`; numbers are the caller's to count.
         lr: learning rate.
-        momentum: how much of a running sum stays.
+        momentum: the decay of a running sum.
         dampening: how much of a gradient is left out of the sum, from the second one on.
-        nesterov: look ahead.
+        nesterov: use Nesterov's look-ahead.
         weight_decay: how much of a parameter is added to its gradient.
         maximize: maximize the objective.
-        fused: None uses a fused step or a kernel where there is one, False the formula, True demands one of the former.
+        fused: None uses a fused step or a kernel where there is one, False the formula, True raises an error where
+            there is none.
 
     Raises:
         TypeError: a list holds something else than dense tensors.

@@ -47,7 +47,7 @@ class AdamOp:
 
         Args:
             mu: average of the gradients, of the shape of ``updates``.
-            nu: average of their squares, likewise.
+            nu: average of their squares, of the same shape.
             updates: the gradient; ``None`` for none, and then ``mu`` and ``nu`` stay as they are.
             count: the number of this step, from 1 on; a number, or a tensor of one element.
 
@@ -55,7 +55,7 @@ class AdamOp:
             The next ``mu``, the next ``nu``, and the direction; connected to the graph, to any order.
 
         Raises:
-            TypeError: an argument is no dense tensor of a floating-point dtype.
+            TypeError: an argument is not a dense tensor of a floating-point dtype.
             ValueError: the shapes differ, or ``count`` is below 1.
         """
         if updates is None:

@@ -1,12 +1,11 @@
 """The kernel libraries beside this package → ops of torch, or the reason why one cannot be used.
 
-``_C`` registers the ops with torch when it is loaded, and ``_C_cuda`` adds their kernels for CUDA, where torch
-has CUDA; torch's dispatcher is then asked which devices have a kernel. Without the libraries everything works
-by the reference formulas. The reason and the command that builds the libraries are logged at import, through the
-logger ``torchopt_dist`` and not as a warning: they are about the machine, not about the program, so they must not
-break a program that turns warnings into errors. Logging shows them on stderr by default. One process of a program logs
-them: not the ranks beside rank 0, and not the processes that another starts. Nothing is said of CUDA where there is no
-GPU.
+``_C`` registers the ops with torch when it is loaded, and ``_C_cuda`` adds their kernels for CUDA, where torch has
+CUDA; torch's dispatcher is then asked which devices have a kernel. Without the libraries everything works by the
+reference formulas. The reason and the command that builds the libraries are logged at import, through the logger
+``torchopt_dist`` and not as a warning: they concern the machine, not the program, so they must not break a program that
+turns warnings into errors. Logging shows them on stderr by default. Only one process of a program logs them: neither
+other ranks than rank 0, nor processes that a process starts. CUDA is not mentioned where there is no GPU.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ def _registered() -> frozenset[tuple[str, str]]:
 
 
 def _tell(what: str, reason: str) -> None:
-    """Log why there are no kernels, and what builds them, if no other process of this program does."""
+    """Log why there are no kernels, and the command that builds them, if no other process of this program does."""
     if os.environ.get("RANK", "0") == "0" and os.environ.setdefault(_TOLD, str(os.getpid())) == str(
         os.getpid()
     ):

@@ -1,8 +1,8 @@
 """An optimizer's state → plain dicts that ``torch.load(weights_only=True)`` reads, and back.
 
-Where a tensor lies in a state is its key: ``'0/momentum_buffer/0.weight'`` is the parameter ``0.weight`` in
-the field ``momentum_buffer`` of the chain's first link. In a name, ``~`` and ``/`` are written ``~0`` and ``~1``, as
-in a JSON pointer [RFC 6901], so that no two places have one key.
+The key of a tensor is its path in the state: ``'0/momentum_buffer/0.weight'`` is the parameter ``0.weight`` in the
+field ``momentum_buffer`` of the chain's first link. In a name, ``~`` and ``/`` are written ``~0`` and ``~1``, as in a
+JSON pointer [RFC 6901], so that no two places have one key.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["flatten_state", "flatten_with_keys", "key_of", "restore_state"]
 def flatten_with_keys(
     state: OptState, is_leaf: Callable[[Any], bool] | None = None
 ) -> tuple[list[tuple[str, ...]], list[Any], PyTreeSpec]:
-    """Take a state apart: the path to each leaf, the leaves, and the structure."""
+    """The path to each leaf of a state, the leaves, and the structure."""
     accessors, leaves, spec = optree.tree_flatten_with_accessor(state, is_leaf, none_is_leaf=True)
     paths = [tuple(str(getattr(entry, "field", entry.entry)) for entry in path) for path in accessors]
     return paths, leaves, spec
@@ -38,7 +38,7 @@ def restore_state(like: OptState, saved: dict[str, Any]) -> OptState:
     """Turn a flat dict into a state.
 
     Args:
-        like: a state of the optimizer that is to go on.
+        like: a state of the optimizer that continues.
         saved: from :func:`flatten_state`; its tensors are taken as they are, moved to the device and the
             dtype of their places and requiring grad where these do.
 

@@ -1,6 +1,6 @@
-"""A state, the parameters' dtypes when it fitted and now → the state in the dtypes that it would begin in now.
+"""A state, the parameters' dtypes then and now → the state in the dtypes of a new state.
 
-A module that was converted, by ``module.double()`` for example, leaves the state of its optimizer behind.
+Converting a module, by ``module.double()`` for example, does not convert the state of its optimizer.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def fitted(state: OptState, begin: Callable[[], OptState], before: Dtypes | None
 
     Args:
         state: the state.
-        begin: makes the state that the parameters would begin with now; only its dtypes count.
-        before: the parameters' dtypes that the state fits; ``None`` where that is not known.
+        begin: makes a new state of the parameters, of which only the dtypes are used.
+        before: the parameters' dtypes for which the state was made; ``None`` if they are unknown.
         now: their dtypes now.
 
     Raises:
@@ -61,8 +61,8 @@ def converted(leaf: Leaf, like: object, where: str) -> Leaf | Tensor:
 
     Args:
         leaf: the leaf.
-        like: has the dtype.
-        where: whose leaf it is, for the error.
+        like: the leaf with the dtype.
+        where: the name of the leaf, for the error.
 
     Raises:
         ValueError: one of the two is complex, and the other is not.

@@ -1,4 +1,4 @@
-"""What a group's parameters and the group itself hold → the transformation's state; and back after a step."""
+"""The states of a group's parameters and of the group ⇄ the transformation's state."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ SHARED = "shared_state"
 def gather(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], impl: GradientTransformation, layout: Layout
 ) -> OptState:
-    """Put a group's state together; what is not there yet is as at the first step.
+    """Assemble a group's state; missing parts are as at the first step.
 
     Raises:
-        ValueError: a parameter has a part of its state only.
+        ValueError: a parameter has only a part of its state.
     """
     params, own = group["params"], [key for key in layout.keys if key is not None]
     states = [optimizer.state[p] for p in params] if own else []
@@ -47,13 +47,13 @@ def scatter(
     *,
     overwrite: bool,
 ) -> None:
-    """Give the parameters and the group what is theirs of a state.
+    """Distribute a state to the parameters and the group.
 
     Args:
-        optimizer: has the parameters' states.
+        optimizer: the optimizer with the parameters' states.
         group: one of its groups.
-        layout: of the group's state.
-        state: the transformation's.
+        layout: the layout of the group's state.
+        state: the transformation's state.
         overwrite: whether the parameters' tensors are written to, as other processes see them, or replaced.
     """
     _, leaves, _ = flatten_with_keys(state, is_list)
@@ -70,7 +70,7 @@ def scatter(
 def _fill(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], impl: GradientTransformation, layout: Layout
 ) -> dict[str, Any]:
-    """Fill in what parameters lack of their state; return the group's own first state."""
+    """Add missing parts of parameters' states; return the group's own initial state."""
     params = group["params"]
     state = impl.init(params)
     first = flatten_with_keys(state, is_list)[1]

@@ -1,4 +1,4 @@
-"""A transformation's state → where each leaf is: a parameter's, under which key and in which dtype, or the group's."""
+"""A transformation's state → for each leaf its parameter, key and dtype, or that it is the group's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COUNT = "step"
 
 
 class Layout(NamedTuple):
-    """Which leaf of a transformation's state is where."""
+    """The places of the leaves of a transformation's state."""
 
     spec: pytree.PyTreeSpec
     """Structure of the state, its lists (a tensor for each parameter) taken as leaves."""
@@ -57,7 +57,7 @@ def is_list(part: Any) -> bool:
 def fit_dtypes(layout: Layout, first: OptState, states: Sequence[dict[str, Any]]) -> None:
     """Convert parameters' states to the dtypes of a first state, as ``load_state_dict`` does.
 
-    A module that was converted, by ``module.double()`` for example, leaves the states of its parameters behind.
+    Converting a module, by ``module.double()`` for example, does not convert the states of its parameters.
 
     Args:
         layout: the layout of the state.
@@ -82,7 +82,7 @@ def sort_of(option: Any) -> tuple[type, str]:
 
 
 def counts(state: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """The counts of a saved state, with their keys. They are on the CPU, or each look at one would wait for a GPU.
+    """The counts of a saved state, with their keys. They are on the CPU, so that reading them waits for no GPU.
 
     Torch takes only a key that is ``'step'`` for one; it casts others to the parameter's dtype, and in half
     precision a count then stands still at 256 or 2048.

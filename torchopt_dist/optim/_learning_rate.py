@@ -1,8 +1,8 @@
 """A parameter group whose ``lr`` is a schedule → a number as ``lr``, with the schedule and its count beside it.
 
-So whoever reads a group finds a number: a logger, a scheduler of torch, a checkpoint. The schedule sets the number
-after each step, to the rate of the next one. Where somebody else has set another number, that one goes, and the
-schedule waits.
+So all readers of a group find a number: loggers, torch's schedulers, checkpoints. The schedule sets the number after
+each step, to the rate of the next one. If other code has set another number, that number is used, and the schedule is
+suspended.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Schedules(dict[int, Schedule]):
     """Index of a parameter group → the schedule of its ``lr``; code, which no ``state_dict`` has."""
 
     def settle(self, index: int, group: dict[str, Any]) -> None:
-        """Make a number of a group's ``lr``, if that is a schedule; its count goes on, if there is one.
+        """Replace a group's ``lr`` by a number, if it is a schedule; a count that exists is continued.
 
         Raises:
             ValueError: the number is below 0.
@@ -43,23 +43,23 @@ class Schedules(dict[int, Schedule]):
             check_at_least_zero("lr", group["lr"])
 
     def rules(self, index: int, group: dict[str, Any]) -> bool:
-        """Whether the schedule has set the group's ``lr``, and nobody else since, nor a scheduler of torch for good."""
+        """Whether the group's ``lr`` is the schedule's value, and neither other code nor torch's schedulers set it."""
         if index not in self or _OF_A_SCHEDULER in group or isinstance(group["lr"], Tensor):
             return False
         return bool(group["lr"] == group[_SAID])
 
     def advance(self, index: int, group: dict[str, Any]) -> None:
-        """Count a step that was made with the schedule's rate, and let the schedule say the next."""
+        """Count a step that was made with the schedule's rate, and set the next rate."""
         group[_COUNT] += 1
         self._say(index, group)
 
     def fill_in(self, index: int, group: dict[str, Any], saved: dict[str, Any]) -> None:
-        """Give a saved group what it lacks, if the group that is to load it has a schedule."""
+        """Add missing entries to a saved group, if the group that loads it has a schedule."""
         if index in self:
             saved.update({name: group[name] for name in _KEYS if name not in saved})
 
     def restore(self, index: int, group: dict[str, Any]) -> None:
-        """After a group has been loaded: its own schedule says the rate, if a schedule said the saved one."""
+        """After loading a group: its own schedule sets the rate, if the saved rate came from a schedule."""
         self.settle(index, group)
         if index not in self:
             group.pop(_SAID, None)

@@ -1,4 +1,4 @@
-"""Modules → an error where a backward pass reads their parameters, which another step will have replaced later."""
+"""Modules → an error if a backward pass reads their parameters, which a later step replaces."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["refuse_recomputation"]
 
 @contextmanager
 def refuse_recomputation(parts: Iterable[nn.Module]) -> Iterator[None]:
-    """A context in which to take a gradient that is recorded.
+    """A context in which a recorded gradient is computed.
 
-    What computes a part of the loss again in a backward pass, as ``torch.utils.checkpoint`` does, reads the modules'
-    parameters again. That is right in this pass; but it is done once more in the pass through the recorded gradient,
-    when the modules have other parameters, and the result would be wrong without an error.
+    Code that computes a part of the loss again in a backward pass, such as ``torch.utils.checkpoint``, reads the
+    modules' parameters again. That is correct in this pass. But it happens again in the pass through the recorded
+    gradient, when the modules have other parameters, and the result would be silently wrong.
 
     Args:
         parts: the modules and all their sub-modules.

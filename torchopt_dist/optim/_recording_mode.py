@@ -1,7 +1,7 @@
 """The operations of a torch optimizer's step → the same values, recorded.
 
 A function mode sees each operation and replaces those that would cut the graph: ``detach``, ``item``, a tensor as
-``alpha=``. A hyper-parameter that is a tensor is handed to the formula as a number that remembers its tensor.
+``alpha=``. A hyper-parameter that is a tensor is passed to the formula as a number that refers to its tensor.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["RecordingMode", "option"]
 
 
 class _Number(float):
-    """A tensor of one element where a formula wants a number; what is computed from it is recorded.
+    """A tensor of one element for a formula that needs a number; operations on it are recorded.
 
     torch takes no tensor with a history as ``alpha=`` or ``value=``. The ``float`` itself is nan, so that
     a formula that uses it (``math.sqrt``) gives nan. Comparisons use the tensor's value.
@@ -134,14 +134,14 @@ def _is_recorded(tensor: Tensor) -> bool:
 def _root(tensor: Tensor) -> Tensor:
     """The square root; at 0 all its derivatives are taken to be 0.
 
-    The true one is infinite there, and torch's chain rule multiplies it by the derivative of ``g**2``, which
-    is 0, and gets nan. Where a running mean of squares is 0, so is the mean that Adam and its kin divide by its
-    root, and in the limit the term is gone.
+    The true one is infinite there, and torch's chain rule multiplies it by the derivative of ``g**2``, which is 0, and
+    gets nan. Where a running mean of squares is 0, so is the mean that Adam and similar optimizers divide by its root,
+    and in the limit the term vanishes.
     """
     zero = tensor == 0
     return torch.where(zero, tensor.detach(), torch.where(zero, 1, tensor).sqrt())
 
 
 def option(tensor: Tensor) -> _Option:
-    """A hyper-parameter that is a tensor of one element → what a formula takes for a number."""
+    """A hyper-parameter that is a tensor of one element → an object that a formula takes as a number."""
     return _Option(tensor.reshape(()))

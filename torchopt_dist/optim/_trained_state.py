@@ -1,4 +1,4 @@
-"""What a trained optimizer has saved, parameters by name → the states that transformations go on from."""
+"""The saved state of a trained optimizer → states of transformations, to continue from."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def trained_states(
 
     Args:
         impls: a transformation for each group.
-        modules: whose parameters they move, and the optimizer was given, in this order.
-        state_dict: what the optimizer's ``state_dict`` has returned; its options are not looked at.
+        modules: the modules whose parameters they move, in the order in which the optimizer was given them.
+        state_dict: the optimizer's ``state_dict()``; its options are ignored.
 
     Raises:
-        ValueError: the optimizer had another number of parameters or other shapes, or keeps other things of them.
+        ValueError: the optimizer had another number of parameters, other shapes, or another kind of state.
     """
     groups: list[dict[str, Tensor]] = [dict(module.named_parameters()) for module in modules]
     saved = state_dict["param_groups"]

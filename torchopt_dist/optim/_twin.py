@@ -1,4 +1,4 @@
-"""A class of ours, options → those that only the class of the same name in ``torch.optim`` has, taken or refused."""
+"""A class of this package, options → those that only the class of the same name in ``torch.optim`` has, or an error."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def take(
         kwargs: the arguments.
 
     Raises:
-        ValueError: an option is on that changes what a step does.
+        ValueError: an option is set that changes what a step does.
     """
     theirs = _options(names) - set(own)
     taken = {name: value for name, value in kwargs.items() if name in theirs}
@@ -40,7 +40,7 @@ def take(
 def check_group(
     names: Collection[str], own: Collection[str], settled: Mapping[str, bool], group: Mapping[str, Any]
 ) -> None:
-    """Demand that a group has no option on that this optimizer has not.
+    """Check that a group sets no option that this optimizer does not have.
 
     Args:
         names: the names of the classes that are ours, the class's own first.
@@ -49,7 +49,7 @@ def check_group(
         group: the parameter group.
 
     Raises:
-        ValueError: it has.
+        ValueError: it sets such an option.
     """
     cls = next(iter(names), "Optimizer")
     for name in sorted((_options(names) | set(settled)) - set(own) - WAYS):

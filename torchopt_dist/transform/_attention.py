@@ -25,7 +25,7 @@ _NODES = 20_000
 
 
 class _Choice:
-    """How many threads compute attention by its formula. Torch's choice is one for all threads of a process."""
+    """The number of threads that compute attention by its formula; torch's setting holds for the whole process."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -40,8 +40,8 @@ _choice = _Choice()
 def attention_by_formula() -> Iterator[None]:
     """A context in which ``F.scaled_dot_product_attention`` computes by its formula.
 
-    Other threads' attention does so, too, meanwhile. The first thread to enter sets torch's choice, and the last one to
-    leave sets what was chosen before.
+    Meanwhile this holds for other threads, too. The first thread to enter changes torch's setting, and the last one to
+    leave restores it.
     """
     with _choice.lock:
         if _choice.count == 0:
@@ -57,12 +57,12 @@ def attention_by_formula() -> Iterator[None]:
 
 
 def explain(loss: Tensor, grads: Sequence[OptionalTensor], leaves: Sequence[Tensor]) -> None:
-    """Let a backward through recorded gradients, which attention's kernels cannot do, fail with an error of ours.
+    """Let a backward through recorded gradients, of which attention's kernels are incapable, raise a clear error.
 
     Args:
-        loss: what was differentiated.
+        loss: the loss that was differentiated.
         grads: its gradients, with a graph.
-        leaves: what the loss was differentiated with respect to; the graph behind them is not looked at.
+        leaves: the tensors with respect to which it was differentiated; the graph behind them is not searched.
     """
     if any(kind.__name__.startswith(_KERNELS) for kind in {*map(type, _nodes([loss], leaves))}):
         for node in _nodes([grad for grad in grads if grad is not None], leaves):

@@ -27,7 +27,7 @@ class Formula(Protocol):
     """Gradients, the state's fields → updates, the next state's fields."""
 
     def __call__(self, grads: list[Tensor], *fields: list[Tensor], inplace: bool) -> tuple[list[Tensor], ...]:
-        """Work on lists: a tensor each for the leaves that have a gradient, real ones only."""
+        """Work on lists of real tensors, one for each leaf that has a gradient."""
 
 
 def elementwise(
@@ -50,7 +50,7 @@ def elementwise(
 
 
 def filled(params: Params, value: float = 0.0, *, requires_grad: bool = False) -> TensorTree:
-    """A tree of the parameters' structure whose tensors hold one value; as leaves that require grad, if asked."""
+    """A tree of the parameters' structure whose tensors are filled with a value, as leaves that may require grad."""
 
     def like(leaf: Tensor) -> Tensor:
         differentiable = leaf.is_floating_point() or leaf.is_complex()
@@ -68,7 +68,7 @@ def counts(params: Params) -> TensorTree:
 
 
 def first_state(state_type: type[Any], requires_grad: bool, params: Params, /, **values: float) -> OptState:
-    """A state whose fields are :func:`filled` with 0 or with what ``values`` says, and whose ``step`` is a count."""
+    """A state whose fields are :func:`filled` with 0 or with the given ``values``, and whose ``step`` is a count."""
     return state_type(
         *(
             counts(params)
@@ -80,10 +80,10 @@ def first_state(state_type: type[Any], requires_grad: bool, params: Params, /, *
 
 
 def check_dense(grads: list[Tensor]) -> None:
-    """Demand dense gradients.
+    """Check that gradients are dense.
 
     Raises:
-        TypeError: one is sparse.
+        TypeError: a gradient is sparse.
     """
     if any(grad.layout is not torch.strided for grad in grads):
         check_tensors({"grads": grads})
@@ -133,7 +133,7 @@ def _check_state(state: Any, state_type: type) -> None:
 
 
 def _check_shapes(places: list[int], grads: list[Tensor], fields: dict[str, list[Tensor]]) -> None:
-    """Demand that the state is of parameters of these shapes; a count, called ``step``, has none."""
+    """Check that the state has the parameters' shapes; a count, called ``step``, has none."""
     shapes = [grad.shape for grad in grads]
     for name, field in fields.items():
         if name == "step" or (got := [x.shape for x in field]) == shapes:

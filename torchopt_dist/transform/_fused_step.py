@@ -51,7 +51,7 @@ class DifferentiableFn(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FusedStep:
-    """What a chain's ``update`` and the addition to the parameters do, at once, with fewer passes over the memory."""
+    """A chain's ``update`` and the addition to the parameters in one step, with fewer passes over the memory."""
 
     in_place: InPlaceFn | None = None
     """The step that overwrites parameters and state; ``None`` where none is known."""

@@ -46,7 +46,7 @@ def nan_to_num(
 
 
 def check_replacements(nan: Any, posinf: Any, neginf: Any) -> None:
-    """Demand numbers; ``posinf`` and ``neginf`` may be ``None``.
+    """Check that they are numbers; ``posinf`` and ``neginf`` may be ``None``.
 
     Raises:
         TypeError: one of them is something else.

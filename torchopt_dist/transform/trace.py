@@ -27,7 +27,7 @@ class TraceState(NamedTuple):
 
 
 def check_momentum(momentum: Any, dampening: Any, nesterov: bool) -> None:
-    """Demand what :func:`trace` demands of its arguments.
+    """Check arguments as :func:`trace` does.
 
     Raises:
         TypeError: one of them is not a number or a tensor.
