@@ -40,6 +40,7 @@ ADJOINTS = {
     "replayed, 4": todist.Replayed(snapshots=4),
     "blocks, all": todist.Replayed(blocks="auto"),
     "blocks, 2": todist.Replayed(snapshots=2, blocks="auto"),
+    "blocks, 80 MB": todist.Replayed(memory="80MB", blocks="auto"),
     "blocks, 1": todist.Replayed(snapshots=1, blocks="auto"),
     "first order": todist.FirstOrder(),
 }

@@ -252,6 +252,37 @@ def test_with_room_for_all_steps_gradients_are_kept_and_no_step_is_run_again(mon
     assert kept == [(number % 4 == 0, True) for number in range(10)]
 
 
+@pytest.mark.parametrize("budget", [2, 3, 4, 6, 7, 11])
+def test_a_budget_is_shared_among_snapshots_and_gradients_for_the_fewest_evaluations(budget):
+    steps, calls = 9, []
+    p = torch.linspace(0.1, 1, 1000, dtype=D, requires_grad=True)
+    lr = torch.tensor(0.1, dtype=D, requires_grad=True)
+
+    def loss(p):
+        calls.append(p)
+        return (p**4).sum()
+
+    made = []
+    for adjoint in (todist.Replayed(memory=budget * 8_000, sweep="forward"), todist.Recorded()):
+        calls.clear()
+        result = todist.inner_loop(loss, todist.sgd(lr=lr, momentum=0.9), p, steps, adjoint=adjoint)
+        outer = (result.params**2).sum() + result.losses.sum()
+        if not made:  # once more, from the same snapshots
+            again = torch.autograd.grad(outer, [p, lr], retain_graph=True)
+            found = len(calls)
+        made.append(torch.autograd.grad(outer, [p, lr]))
+    agree(made)
+    assert all(map(torch.equal, made[0], again))
+    # A snapshot takes 2, a gradient 1: of the last step, and of so many first ones.
+    evaluations = min(
+        fewest_advances(rest + 1, snapshots) - (gradients > 0)
+        for snapshots in range(1, budget // 2 + 1)
+        for gradients in range(min(budget - 2 * snapshots, 7) + 1)
+        for rest in [steps - max(0, gradients - 1)]
+    )
+    assert found == 2 * steps + evaluations  # of a run, of the sweeps, and of what is evaluated again
+
+
 def test_gradients_of_gradients_are_those_of_recording():
     problem = Problem("tree", "adam")
     tensors = problem.tensors()

@@ -15,6 +15,7 @@ from torchopt_dist._torch_private import outside_of_transforms, transforms_are_a
 from torchopt_dist._vmap import vmaps_to_enter_again
 from torchopt_dist.diff.adjoints._loop import Loop, Outcome
 from torchopt_dist.diff.adjoints.adjoint import Adjoint
+from torchopt_dist.diff.replay._binomial import steps_run_again
 from torchopt_dist.diff.replay._blockwise import by_blocks
 from torchopt_dist.diff.replay._connected import connected
 from torchopt_dist.diff.replay._snapshots import Store, bytes_of, number_of_bytes
@@ -41,7 +42,8 @@ class Replayed(Adjoint):
     steps are recorded.
 
     Args:
-        memory: for the snapshots together: a number of bytes, or a string such as ``'2GiB'``.
+        memory: for the snapshots together: a number of bytes, or a string such as ``'2GiB'``. It is shared among
+            snapshots and inner gradients of steps so that the loss is evaluated the fewest times.
         snapshots: their number, that of the start among them, or ``'all'``: so many that no loss need be evaluated
             again to return to a step. That is the default if neither is given.
         store: where snapshots are kept: ``'cpu'``, or a folder; on the tensors' own device, if not given.
@@ -132,16 +134,23 @@ class Replayed(Adjoint):
         return self._replayed(loop)
 
     def _replayed(self, loop: Loop) -> Outcome:
-        count, spacing = self._room(loop)
-        return connected(Tape(loop, count, spacing, Store(self.store), self.sweep, self.check))
+        count, spacing, gradients = self._room(loop)
+        return connected(Tape(loop, count, spacing, Store(self.store), self.sweep, self.check, gradients))
 
-    def _room(self, loop: Loop) -> tuple[int, int | None]:
-        """How many snapshots there is room for; or, if there is room for all gradients, the steps between snapshots."""
+    def _room(self, loop: Loop) -> tuple[int, int | None, int]:
+        """For what there is room.
+
+        Returns:
+            For how many snapshots; if for the gradients of all steps, how far snapshots are apart; and otherwise for
+            how many gradients beside the snapshots.
+        """
         every = max(1, loop.steps)
         # So many steps share a snapshot, and have one each while they are gone back through.
         spacing = math.isqrt(every - 1) + 1
         if self.memory is None:
-            return (every, spacing) if self.snapshots in (None, "all") else (int(self.snapshots or 1), None)
+            if self.snapshots in (None, "all"):
+                return every, spacing, 0
+            return int(self.snapshots or 1), None, 0
         moved = [loop.first.params[place] for place in loop.model.moved_places]
         size = max(1, bytes_of([*moved, *pytree.flatten(loop.first.state)[0], *loop.first.buffers]))
         budget = number_of_bytes(self.memory)
@@ -149,6 +158,24 @@ class Replayed(Adjoint):
             raise ValueError(
                 f"`memory` must have room for one snapshot, which takes {size:,} bytes, got {self.memory!r}"
             )
-        kept = bytes_of([*moved, *loop.first.buffers])
-        fits = budget >= every * kept + (math.ceil(every / spacing) + spacing - 1) * size
-        return min(every, budget // size), spacing if fits else None
+        kept = max(1, bytes_of([*moved, *loop.first.buffers]))
+        if budget >= every * kept + (math.ceil(every / spacing) + spacing - 1) * size:
+            return every, spacing, 0
+        return _fewest_evaluations(every, budget, size, kept)
+
+
+def _fewest_evaluations(steps: int, budget: int, snapshot: int, gradient: int) -> tuple[int, None, int]:
+    """Share a budget among snapshots and inner gradients, so that the loss is evaluated the fewest times.
+
+    The gradients of the last step and of the first ones are kept: the first ones are needed again and again, and the
+    last one makes room before there is need of it. Parameters are made again by the steps of known gradients, each time
+    from the first ones, so these are not many.
+    """
+    best = (steps * steps, 1, 0)
+    for snapshots in range(1, min(steps, budget // snapshot) + 1):
+        gradients = min((budget - snapshots * snapshot) // gradient, 1 + 2 * math.isqrt(steps), steps)
+        rest = steps - max(0, gradients - 1)
+        evaluations = steps_run_again(rest, snapshots) + rest - (gradients > 0)
+        best = min(best, (evaluations, snapshots, gradients))
+    _, snapshots, gradients = best
+    return snapshots, None, gradients

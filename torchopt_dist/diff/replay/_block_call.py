@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torchopt_dist import pytree
+from torchopt_dist._torch_private import tensor_version
 from torchopt_dist.diff.adjoints._randomness import generators
 from torchopt_dist.diff.replay._duals import Pair, leaf_of_pair, pair_of
 from torchopt_dist.nn import _tensor_dicts
@@ -87,6 +88,8 @@ class BlockCall:
         self._makes_gradients = bool(inputs) or any(isinstance(x, _Own) for _, _, x in self._held_parameters)
         self.outputs: list[Pair | None] = []
         """What it returns and may have a gradient, without history; ``None`` in the places of all else."""
+        self._overwritten: set[int] = set()
+        """The places of inputs that the block changes in place."""
         self._made: list[Any] = []
         self._made_spec = self._spec
 
@@ -110,8 +113,17 @@ class BlockCall:
         before = [(x, x.clone()) for _, _, x in self._held_buffers if x is not None]
         # Forward mode would hold a graph of tangents until its level is left, by a circle of references.
         with torch.set_grad_enabled(not self._with_tangents):
-            args, kwargs = self._arguments([leaf_of_pair(pair) for pair in self.inputs], now)
+            given = [leaf_of_pair(pair).clone() for pair in self.inputs]
+            versions = list(map(tensor_version, given))
+            args, kwargs = self._arguments(given, now)
             made, self._made_spec = pytree.flatten(self._forward(*args, **kwargs))
+            after = zip(given, versions, strict=True)
+            self._overwritten = {
+                place
+                for place, (x, version) in enumerate(after)
+                if version is None or tensor_version(x) != version
+            }
+            del args, kwargs, given
         kept = {id(x): copy for x, copy in before if not torch.equal(x, copy)}
         self._held_buffers = [
             (container, key, kept.get(id(x), x)) for container, key, x in self._held_buffers
@@ -166,18 +178,15 @@ class BlockCall:
             for generator, state in self._before:
                 generator.set_state(state)
             with _autocast_as(self._autocast):
-                args, kwargs = self._arguments(leaves, now)
+                given = [x.clone() if place in self._overwritten else x for place, x in enumerate(leaves)]
+                args, kwargs = self._arguments(given, now)
                 made, _spec = pytree.flatten(self._forward(*args, **kwargs))
-            del args, kwargs
+            del args, kwargs, given
             yield leaves, made
 
-    def _arguments(self, leaves: Sequence[Tensor], now: Sequence[Tensor]) -> Any:
-        copies: dict[int, Tensor] = {}  # as the block may overwrite what it is given
-
+    def _arguments(self, given: Sequence[Tensor], now: Sequence[Tensor]) -> Any:
         def argument(x: Any) -> Any:
-            if isinstance(x, _Input):
-                return copies.setdefault(x, leaves[x].clone())
-            return now[x] if isinstance(x, _Own) else x
+            return given[x] if isinstance(x, _Input) else now[x] if isinstance(x, _Own) else x
 
         return pytree.unflatten(self._spec, list(map(argument, self._given)))
 

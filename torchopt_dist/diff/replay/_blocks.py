@@ -205,6 +205,7 @@ class _Sweep:
         at, call, sources = len(self._calls) - 1, self._calls.pop(), self._sources.pop()
         del self._handed[at:]
         bars = [self._bars.pop((at, place), None) for place in range(len(call.outputs))]
+        call.outputs.clear()  # the blocks after it have been gone back through
         if all(bar is None for bar in bars):
             return
         with self._level() as now, self._loop.substituted(), call.again(now) as (leaves, made):

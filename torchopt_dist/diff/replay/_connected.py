@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -27,7 +28,12 @@ def connected(tape: Tape) -> Outcome:
         inputs = [tensor.view_as(tensor) for tensor in inputs]
     with torch.no_grad():  # and not in `forward` of the node, where torch switches forward mode off
         made = tape.run()
-    outputs: tuple[Tensor, ...] = _Replay.apply(tape, made, *inputs)
+    given = _Given()
+    outputs: tuple[Tensor, ...] = _Replay.apply(tape, given, made, *inputs)
+    node = outputs[-1].grad_fn
+    if node is not None:
+        node.register_prehook(given.take)
+    del made, node
     assert tape.outcome is not None
     model, (last, losses, aux) = tape.loop.model, tape.outcome
     params, (state, spec) = list(last.params), pytree.flatten(last.state)
@@ -43,29 +49,55 @@ def connected(tape: Tape) -> Outcome:
     return Outcome(carry, list(outputs[-1].unbind()), aux)
 
 
+class _Given(threading.local):
+    """The gradients that a node is given. Torch's engine holds what it calls a node with until the node returns.
+
+    So the engine has nothing to call the node with: the gradients are taken from it just before, and go one by one.
+    """
+
+    def __init__(self) -> None:
+        self._bars: list[OptionalTensor] = []
+
+    def take(self, bars: tuple[OptionalTensor, ...]) -> tuple[None, ...] | None:
+        """Take the gradients, unless they have a graph."""
+        if torch.is_grad_enabled():
+            return None
+        self._bars = list(bars)
+        return (None,) * len(bars)
+
+    def give(self) -> list[OptionalTensor]:
+        """What was taken; nobody else has it."""
+        bars, self._bars = self._bars, []
+        return bars
+
+
 class _Replay(torch.autograd.Function):
     """The node of a whole loop."""
 
     apply: ClassVar[Any]
 
     @staticmethod
-    def forward(ctx: Any, tape: Tape, made: list[Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.tape = tape
+    def forward(
+        ctx: Any, tape: Tape, given: _Given, made: list[Tensor], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.tape, ctx.given = tape, given
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
         return tuple(made)
 
     @staticmethod
     def backward(ctx: Any, *bars: OptionalTensor) -> tuple[OptionalTensor, ...]:
+        with_graph = torch.is_grad_enabled()
+        given = list(bars) if with_graph else ctx.given.give()
         tensors = (
             ctx.saved_tensors
         )  # an error of torch's where they were overwritten, or the graph was used up
-        if all(bar is None for bar in bars):
-            return None, None, *[None] * len(tensors)
-        if torch.is_grad_enabled():
-            return None, None, *_pulled(ctx.tape, tensors, bars)
+        if all(bar is None for bar in given):
+            return None, None, None, *[None] * len(tensors)
+        if with_graph:
+            return None, None, None, *_pulled(ctx.tape, tensors, given)
         kept = list(ctx.tape.kept) if engine_keeps_graph() else ctx.tape.kept
-        return None, None, *ctx.tape.pull(bars, kept)
+        return None, None, None, *ctx.tape.pull(given, kept)
 
 
 def _pulled(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from torchopt_dist import pytree
 from torchopt_dist.diff.adjoints._loop import Carry
+from torchopt_dist.diff.replay._constants import filled
 from torchopt_dist.typing import OptionalTensor
 
 __all__ = ["Snapshot", "Store", "bytes_of", "number_of_bytes"]
@@ -32,6 +33,12 @@ class Snapshot(NamedTuple):
     def is_whole(self) -> bool:
         """Whether the parameters and the state are there; otherwise the gradients of the steps before lead to them."""
         return bool(self.carry.params)
+
+    def filled(self) -> Snapshot:
+        """The same; where it is of the first step, no tensor of the state is one element that is repeated."""
+        if self.number:
+            return self
+        return self._replace(carry=self.carry._replace(state=filled(self.carry.state)))
 
 
 class Store:

@@ -23,6 +23,8 @@ from torchopt_dist.diff.adjoints._loop import Carry, Evaluation, Loop, Outcome
 from torchopt_dist.diff.adjoints._randomness import kept_generators
 from torchopt_dist.diff.adjoints._undeclared import refuse
 from torchopt_dist.diff.replay._binomial import places, split
+from torchopt_dist.diff.replay._blockwise import BlockwiseLoop
+from torchopt_dist.diff.replay._constants import expanded, filled
 from torchopt_dist.diff.replay._duals import plus
 from torchopt_dist.diff.replay._pool import Pool
 from torchopt_dist.diff.replay._snapshots import Snapshot, Store
@@ -50,8 +52,12 @@ class Tape:
     """In which mode an inner gradient is differentiated; ``None`` chooses."""
     check: bool
     """Run the first step twice, and demand the same loss and gradients."""
+    gradients: int = 0
+    """Beside snapshots alone: keep so many inner gradients, that of the last step and those of the first ones."""
     kept: list[Kept] = field(default_factory=list)
     outcome: Outcome | None = None
+    last: tuple[int, list[OptionalTensor]] | None = None
+    """The number and the inner gradient of the last step, where it is kept beside snapshots alone."""
     run_again: int = 0
     """Steps that the last backward pass has run again only to come back to a place."""
 
@@ -64,6 +70,9 @@ class Tape:
             self.declared = [_leaf(tensor) for tensor in self.loop.others or self.declared]
             self.loop = replace(self.loop, others=tuple(self.declared))
         self.places = state_places(self.loop)
+        if isinstance(self.loop, BlockwiseLoop):  # where memory is worth most
+            first = self.loop.first
+            self.loop = replace(self.loop, first=first._replace(state=expanded(first.state)))
         self._gradient = StepGradient(self.loop, self.places, self.declared, self.sweep)
         self._loop = replace(self.loop, watch=self._watch)
 
@@ -95,17 +104,24 @@ class Tape:
 
     def run(self) -> list[Tensor]:
         """Run the loop; returns the outputs: parameters, leaves of the state, and all losses in one tensor."""
-        wanted = set(places(self.loop.steps, self.snapshots))
+        known = max(0, self.gradients - 1)
+        wanted = {known + place for place in places(self.loop.steps - known, self.snapshots)}
         first = self.loop.cut(self.loop.first)
 
         def step(carry: Carry, number: int) -> tuple[Carry, Tensor, Any]:
+            self.last = None
             found = self._loop.gradient(carry, number, record=False)
             if self.check and number == 0:
                 self._check(found, carry)
             start = carry if number else first
+            if self.gradients:
+                self.last = number, found.grads
             if self.spacing is not None:
                 start = start if number % self.spacing == 0 else Carry([], None, carry.buffers)
                 self._keep(self.kept, number, start, found.grads)
+            elif number <= known and known:  # the gradients before lead to these
+                start = Carry([], None, carry.buffers) if number else start
+                self._keep(self.kept, number, start, found.grads if number < known else None)
             elif number in wanted:
                 self._keep(self.kept, number, start, None)
             return self._loop.trained(carry, found), found.loss, found.aux
@@ -142,7 +158,7 @@ class Tape:
 
     def pull(
         self,
-        bars: Sequence[OptionalTensor],
+        bars: list[OptionalTensor],
         kept: list[Kept],
         trail: Trail | None = None,
         starts: Sequence[Bars] | None = None,
@@ -150,15 +166,15 @@ class Tape:
         """Gradients of the outputs → of the inputs.
 
         Args:
-            bars: the gradients.
+            bars: the gradients, which are used up.
             kept: the snapshots, which are used up.
             trail: is filled.
             starts: gradients of what each step starts from, to be added.
         """
         assert self.outcome is not None
         count = len(self.loop.model.moved_places)
-        *_, loss_bars = bars
-        now = Bars(list(bars[:count]), list(bars[count:-1]))
+        now, loss_bars = Bars(bars[:count], bars[count:-1]), bars[-1]
+        bars.clear()
         totals: list[OptionalTensor] = [None] * len(self.declared)
         last = trail is None and starts is None
         pool = self._pool() if last and self._gradient.reuses_memory else None
@@ -169,7 +185,8 @@ class Tape:
                 if trail is not None:
                     trail.insert(0, (Bars(list(now.params), list(now.state)), loss_bar))
                 if any(bar is not None for bar in (*now.params, *now.state, loss_bar)):
-                    start = [self._start_of(number, kept, pool)]  # which it takes out, and can let go of
+                    # In a list, from which it is taken, so that it can be let go of.
+                    start = [self._known_of(number, kept, pool)]
                     now, more = self._gradient.pull(start, now, loss_bar, pool)
                     totals = [plus(a, b) for a, b in zip(totals, more, strict=True)]
                 if starts is not None:
@@ -193,7 +210,7 @@ class Tape:
         """
         with self._contexts():
             starts, more, of_bars, of_losses = back_through_pull(
-                self.loop, self._gradient, self.declared, kept[0][1]().carry, trail, cots
+                self.loop, self._gradient, self.declared, kept[0][1]().filled().carry, trail, cots
             )
         size = len(of_bars.params) + len(of_bars.state)
         found = self.pull([None] * (size + 1), list(kept), starts=starts)
@@ -215,6 +232,15 @@ class Tape:
             stack.enter_context(self._autocast.again())
             yield
 
+    def _known_of(self, number: int, kept: list[Kept], pool: Pool | None) -> Snapshot:
+        """As :meth:`_start_of`, with the gradient of the step, if it is the last one and its gradient is kept."""
+        found, last = self._start_of(number, kept, pool), self.last
+        if last is None or last[0] != number:
+            return found
+        if kept is self.kept:
+            self.last = None
+        return found._replace(grads=last[1])
+
     def _start_of(self, number: int, kept: list[Kept], pool: Pool | None) -> Snapshot:
         """The start of a step; the snapshots that are left are those of steps before it."""
         while kept[-1][0] > number:
@@ -224,17 +250,15 @@ class Tape:
         at, give = kept[-1]
         if at == number:
             found = give()
-            if not found.is_whole:
+            if not found.is_whole and self.spacing is not None:
                 self._fill(kept, pool)
                 return self._start_of(number, kept, pool)
+            found = found.filled() if found.is_whole else found._replace(carry=self._remade(kept, pool))
             kept.pop()
             return found
         copied = None if pool is None else pool.copied
-        carry, rest, room = (
-            self.loop.own(give().carry, copied),
-            number + 1 - at,
-            self.snapshots - len(kept) + 1,
-        )
+        carry, rest = self._remade(kept, pool), number + 1 - at
+        room = self.snapshots - len(kept) + 1 + max(0, self.gradients - 1)
         while at < number:
             ahead = split(rest, room) if room > 1 else rest - 1
             with kept_generators():
@@ -253,12 +277,27 @@ class Tape:
         moved = [params[place] for place in self.loop.model.moved_places]
         return Pool([*moved, *pytree.flatten(state)[0]])
 
+    def _remade(self, kept: list[Kept], pool: Pool | None) -> Carry:
+        """The start of the last snapshot's step, in memory of its own: by known gradients, from a whole snapshot."""
+        waiting = [kept[-1][1]()]
+        while not waiting[-1].is_whole:
+            waiting.append(kept[-1 - len(waiting)][1]())
+        last = waiting.pop()
+        carry = self.loop.own(last.carry, None if pool is None else pool.copied)
+        while waiting:
+            assert last.grads is not None
+            grads, last = last.grads, waiting.pop()
+            found = Evaluation(carry.params[0], None, grads, last.carry.buffers)
+            carry = self.loop.trained(carry, found)
+        return carry
+
     def _fill(self, kept: list[Kept], pool: Pool | None) -> None:
         """Make the last snapshots whole, back to one that is, by steps whose gradients are known."""
         waiting: list[Snapshot] = []
         while not (last := kept.pop()[1]()).is_whole:
             waiting.append(last)
         kept.append((last.number, partial(_itself, last)))
+        last = last.filled()
         while waiting:
             assert last.grads is not None
             given, after = last.carry, waiting.pop()
@@ -293,6 +332,7 @@ class Tape:
                 own = {name: given[name].view_as(given[name]) for name in own}
                 loop = replace(loop, others=None)
                 loop = loop.with_tensors([own[id(tensor)] for tensor in loop.tensors])
+            loop = replace(loop, first=loop.first._replace(state=filled(loop.first.state)))
             if cots is not None:  # of the gradients alone, not of what they were made of, too
                 bars = [None if bar is None else bar.view_as(bar) for bar in bars]
             outcome = loop.run(loop.recorded_step, loop.first, end=len(self.outcome.losses))
