@@ -11,7 +11,7 @@ has its own level of forward mode, since torch frees the tensors of a level only
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from torchopt_dist.diff.adjoints._declared import leaf_of, nodes_between
 from torchopt_dist.diff.adjoints._loop import Loop
 from torchopt_dist.diff.replay._block_call import BlockCall, inputs_of
 from torchopt_dist.diff.replay._duals import Pair, dual, dual_level, pair_of, plus, plus_pair
+from torchopt_dist.diff.replay._short_formulas import short_formulas
 from torchopt_dist.typing import OptionalTensor
 
 __all__ = ["Tangents", "sweep"]
@@ -68,7 +69,8 @@ def sweep(
         ValueError: the blocks of the loop are not called one after another, or hold what depends on parameters.
         NoForwardModeError: torch has forward mode switched off.
     """
-    return _Sweep(loop, blocks, params, buffers, number, wanted, look, tangents).run()
+    with short_formulas() if tangents else nullcontext():
+        return _Sweep(loop, blocks, params, buffers, number, wanted, look, tangents).run()
 
 
 class _EnoughError(BaseException):
