@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import numbers
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torchopt_dist._torch_private import is_functorch_tensor, sequence_number, t
 from torchopt_dist.transform.base import ChainedGradientTransformation
 
 __all__ = [
+    "depend_on_each_other",
     "depends_on_others",
     "differentiable",
     "leaf_of",
@@ -158,3 +159,17 @@ def depends_on_others(output: Tensor, inputs: Iterable[Tensor], since: int) -> b
         elif (leaf := leaf_of(node)) is not None and id(leaf) not in known:
             return True
     return output.grad_fn is None and output.requires_grad and id(output) not in known
+
+
+def depend_on_each_other(tensors: Sequence[Tensor]) -> bool:
+    """Whether a tensor is computed from another one."""
+    with torch.enable_grad():
+        own = {torch.autograd.graph.get_gradient_edge(tensor).node for tensor in tensors}
+    behind: set[Any] = set()
+    waiting = [following for node in own for following, _ in node.next_functions]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in behind:
+            behind.add(node)
+            waiting += [following for following, _ in node.next_functions]
+    return not own.isdisjoint(behind)

@@ -173,7 +173,9 @@ def _fewest_evaluations(steps: int, budget: int, snapshot: int, gradient: int) -
     """
     best = (steps * steps, 1, 0)
     for snapshots in range(1, min(steps, budget // snapshot) + 1):
-        gradients = min((budget - snapshots * snapshot) // gradient, 1 + 2 * math.isqrt(steps), steps)
+        gradients = min(
+            (budget - snapshots * snapshot) // gradient, 1 + min(2 * math.isqrt(steps), 200), steps
+        )
         rest = steps - max(0, gradients - 1)
         evaluations = steps_run_again(rest, snapshots) + rest - (gradients > 0)
         best = min(best, (evaluations, snapshots, gradients))

@@ -18,7 +18,7 @@ from torch import Tensor
 from torchopt_dist import pytree
 from torchopt_dist._torch_private import memory_is_shared, outside_of_transforms
 from torchopt_dist.diff.adjoints._autocast import current_autocast, forget_casts
-from torchopt_dist.diff.adjoints._declared import differentiable
+from torchopt_dist.diff.adjoints._declared import depend_on_each_other, differentiable
 from torchopt_dist.diff.adjoints._loop import Carry, Evaluation, Loop, Outcome
 from torchopt_dist.diff.adjoints._randomness import kept_generators
 from torchopt_dist.diff.adjoints._undeclared import refuse
@@ -27,6 +27,7 @@ from torchopt_dist.diff.replay._blockwise import BlockwiseLoop
 from torchopt_dist.diff.replay._constants import expanded, filled
 from torchopt_dist.diff.replay._duals import plus
 from torchopt_dist.diff.replay._pool import Pool
+from torchopt_dist.diff.replay._reverse_mode import leaf_like
 from torchopt_dist.diff.replay._snapshots import Snapshot, Store
 from torchopt_dist.diff.replay._step import Bars, StepGradient, SweepMode, state_places
 from torchopt_dist.diff.replay._twice import Trail, back_through_pull, gradients_of
@@ -66,8 +67,8 @@ class Tape:
         # Tensors that depend on each other are exchanged for leaves while a step runs: otherwise what one gets by way
         # of another would count twice. So are those that a loop around this one has exchanged, which it takes back.
         self.declared = list(self.loop.declared)
-        if self.loop.is_substituted or _depend_on_each_other(self.loop.tensors):
-            self.declared = [_leaf(tensor) for tensor in self.loop.others or self.declared]
+        if self.loop.is_substituted or depend_on_each_other(self.loop.tensors):
+            self.declared = [leaf_like(tensor) for tensor in self.loop.others or self.declared]
             self.loop = replace(self.loop, others=tuple(self.declared))
         self.places = state_places(self.loop)
         if isinstance(self.loop, BlockwiseLoop):  # where memory is worth most
@@ -114,8 +115,7 @@ class Tape:
             if self.check and number == 0:
                 self._check(found, carry)
             start = carry if number else first
-            if self.gradients:
-                self.last = number, found.grads
+            self.last = (number, found.grads) if self.gradients else None
             if self.spacing is not None:
                 start = start if number % self.spacing == 0 else Carry([], None, carry.buffers)
                 self._keep(self.kept, number, start, found.grads)
@@ -185,8 +185,7 @@ class Tape:
                 if trail is not None:
                     trail.insert(0, (Bars(list(now.params), list(now.state)), loss_bar))
                 if any(bar is not None for bar in (*now.params, *now.state, loss_bar)):
-                    # In a list, from which it is taken, so that it can be let go of.
-                    start = [self._known_of(number, kept, pool)]
+                    start = [self._known_of(number, kept, pool)]  # which it takes out, and can let go of
                     now, more = self._gradient.pull(start, now, loss_bar, pool)
                     totals = [plus(a, b) for a, b in zip(totals, more, strict=True)]
                 if starts is not None:
@@ -266,8 +265,7 @@ class Tape:
                     carry, _loss, _aux = self.loop.training_step(carry, at)
                     at += 1
                     self.run_again += 1
-            rest -= ahead
-            room -= 1
+            rest, room = rest - ahead, room - 1
             if at < number:
                 self._keep(kept, at, carry, None, copied)
         return Snapshot(number, carry, None)
@@ -279,24 +277,21 @@ class Tape:
 
     def _remade(self, kept: list[Kept], pool: Pool | None) -> Carry:
         """The start of the last snapshot's step, in memory of its own: by known gradients, from a whole snapshot."""
-        waiting = [kept[-1][1]()]
-        while not waiting[-1].is_whole:
-            waiting.append(kept[-1 - len(waiting)][1]())
-        last = waiting.pop()
-        carry = self.loop.own(last.carry, None if pool is None else pool.copied)
-        while waiting:
-            assert last.grads is not None
-            grads, last = last.grads, waiting.pop()
-            found = Evaluation(carry.params[0], None, grads, last.carry.buffers)
-            carry = self.loop.trained(carry, found)
-        return carry
+        *before, (_, give) = kept
+        last = give()
+        if last.is_whole:
+            return self.loop.own(last.carry, None if pool is None else pool.copied)
+        carry, grads = self._remade(before, pool), before[-1][1]().grads
+        assert grads is not None
+        found = Evaluation(carry.params[0], None, grads, last.carry.buffers)
+        return self.loop.trained(carry, found)
 
     def _fill(self, kept: list[Kept], pool: Pool | None) -> None:
         """Make the last snapshots whole, back to one that is, by steps whose gradients are known."""
         waiting: list[Snapshot] = []
         while not (last := kept.pop()[1]()).is_whole:
             waiting.append(last)
-        kept.append((last.number, partial(_itself, last)))
+        kept.append((last.number, partial(Snapshot._make, last)))
         last = last.filled()
         while waiting:
             assert last.grads is not None
@@ -307,7 +302,7 @@ class Tape:
             else:
                 carry = self.loop.trained(self.loop.own(given, pool.copied), found)
             last = Snapshot(after.number, carry, after.grads)
-            kept.append((last.number, partial(_itself, last)))
+            kept.append((last.number, partial(Snapshot._make, last)))
 
     def record(
         self,
@@ -353,25 +348,3 @@ class Tape:
 def _own(tensor: Tensor) -> Tensor:
     """The same values, which may be overwritten: in the same memory, if nothing else holds it."""
     return tensor.detach().clone() if memory_is_shared(tensor) else tensor.detach()
-
-
-def _leaf(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_()
-
-
-def _itself(snapshot: Snapshot) -> Snapshot:
-    return snapshot
-
-
-def _depend_on_each_other(tensors: Sequence[Tensor]) -> bool:
-    """Whether a tensor is computed from another one."""
-    with torch.enable_grad():
-        own = {torch.autograd.graph.get_gradient_edge(tensor).node for tensor in tensors}
-    behind: set[Any] = set()
-    waiting = [following for node in own for following, _ in node.next_functions]
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in behind:
-            behind.add(node)
-            waiting += [following for following, _ in node.next_functions]
-    return not own.isdisjoint(behind)
