@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchopt_dist import pytree
 from torchopt_dist.ops import _foreach as foreach
-from torchopt_dist.ops._columns import PLAIN, pick, present, put
+from torchopt_dist.ops._columns import PLAIN, are_alike, pick, present, put
 from torchopt_dist.transform._pulled_step import PulledStep, Room, StepBars
 from torchopt_dist.transform.base import ChainedGradientTransformation, GradientTransformation
 from torchopt_dist.transform.scale import learning_rate_of
@@ -228,12 +228,31 @@ def training_step(
             move_(list(params), _leaves(tree(params), updates))
             return state
         if fused_step.first_link == 0:
-            fused_step.in_place(params, grads, state)
+            if fused_step.gradient_factor is None or not _add_gradients_(
+                params, grads, fused_step.gradient_factor
+            ):
+                fused_step.in_place(params, grads, state)
             return state
         assert isinstance(impl, ChainedGradientTransformation)
         updates, before, rest = _before_fused_step(impl, tree(params), tree(grads), state, inplace=False)
         fused_step.in_place(params, _leaves(tree(params), updates), rest)
         return (*before, *rest)
+
+
+def _add_gradients_(params: list[Tensor], grads: list[OptionalTensor], factor: float) -> bool:
+    """Add ``factor`` times gradients to parameters in place by one call of torch; false: it was not made.
+
+    On the CPU and in wide dtypes that gives what torch's fused step gives, sooner for small tensors.
+    """
+    pairs = [(p, g) for p, g in zip(params, grads, strict=True) if g is not None]
+    old, step = [p for p, _ in pairs], [g for _, g in pairs]
+    dtypes = {tensor.dtype for pair in pairs for tensor in pair}
+    if not dtypes or not dtypes <= {torch.float32, torch.float64} or len(dtypes) > 1:
+        return False
+    if not old[0].is_cpu or not are_alike([old, step]) or foreach.runs_in_a_loop(old):
+        return False
+    torch._foreach_add_(old, step, alpha=factor)
+    return True
 
 
 def _leaves(params: Params, updates: Updates) -> list[OptionalTensor]:
