@@ -74,7 +74,26 @@ def hosts(count: int, mbit: float) -> Iterator[list[str]]:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
 
 
-def work(namespace: str, rank: int, size: int, rounds: int, transport: str) -> None:
+def run_on_hosts(count: int, mbit: float, transport: str, program: Callable[..., None], *args: Any) -> None:
+    """Run ``program(*args)`` with a worker on each of so many hosts; ends this process where one fails."""
+    context = multiprocessing.get_context("fork")
+    with hosts(count, mbit) as names:
+        workers = [
+            context.Process(target=work, args=(name, rank, count, transport, program, *args), daemon=True)
+            for rank, name in enumerate(names)
+        ]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        failed = [rank for rank, worker in enumerate(workers) if worker.exitcode]
+    if failed:
+        sys.exit(f"ranks {failed} have failed")
+
+
+def work(
+    namespace: str, rank: int, size: int, transport: str, program: Callable[..., None], *args: Any
+) -> None:
     """In a process of its own: be the worker of a host."""
     libc = ctypes.CDLL(None, use_errno=True)
     with Path(f"/run/netns/{namespace}").open() as file:
@@ -86,8 +105,7 @@ def work(namespace: str, rank: int, size: int, rounds: int, transport: str) -> N
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     os.environ.update(MASTER_ADDR=address(0), MASTER_PORT="29400")
     choose: Any = transport
-    program = todist.auto_init_rpc(lambda: torch.set_num_threads(1), transport=choose)(measure)
-    program(rounds)
+    todist.auto_init_rpc(lambda: torch.set_num_threads(1), transport=choose)(program)(*args)
 
 
 # --- What is measured -----------------------------------------------------------------------------------------
@@ -184,21 +202,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="rounds after the first (default: %(default)s)")
     parser.add_argument("--transport", default="zmq", choices=("rpc", "zmq"), help="(default: %(default)s)")
     args = parser.parse_args()
-    context = multiprocessing.get_context("fork")
-    with hosts(args.hosts, args.mbit) as names:
-        workers = [
-            context.Process(
-                target=work, args=(name, rank, args.hosts, args.rounds, args.transport), daemon=True
-            )
-            for rank, name in enumerate(names)
-        ]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-        failed = [rank for rank, worker in enumerate(workers) if worker.exitcode]
-    if failed:
-        sys.exit(f"ranks {failed} have failed")
+    run_on_hosts(args.hosts, args.mbit, args.transport, measure, args.rounds)
 
 
 if __name__ == "__main__":
