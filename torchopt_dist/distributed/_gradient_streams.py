@@ -1,4 +1,4 @@
-"""Chunks of gradients, in any order → at who takes them: by their number, or together as whole tensors.
+"""Chunks of gradients, in any order → chunks by their number, or whole gradients.
 
 A gradient on its way up a tree comes in chunks before the reply to its backward, so that a worker on the way adds up
 and passes on the first chunks while the others come. When the reply is there, all chunks have come.
@@ -37,7 +37,7 @@ class Arriving:
         self._queue.put((index, chunk))
 
     def ends_with(self, reply: Future[Message]) -> None:
-        """No more chunks come when the reply is there, or will not come."""
+        """Expect no more chunks when the reply is there, or has failed."""
         end = self._queue  # the reply does not keep the chunks
         reply.add_done_callback(lambda _: end.put(None))
 
@@ -50,12 +50,12 @@ class Arriving:
     def put_together(
         self, grads: list[Tensor | None], leaves: Sequence[Tensor], places: Sequence[int]
     ) -> None:
-        """Wait for all chunks, and make whole gradients of them.
+        """Wait for all chunks, and put them together to whole gradients.
 
         Args:
-            grads: the gradients; those that come in chunks are put in.
-            leaves: what each of these is the gradient of.
-            places: for each number of a piece, which of these it is a part of.
+            grads: the gradients; those that come in chunks are added.
+            leaves: the leaf of each of these gradients.
+            places: for each number of a piece, the index of its gradient.
         """
         while not self._ended:
             self._take_up()
@@ -78,10 +78,10 @@ class Arriving:
 
 
 class Deferred(NamedTuple):
-    """A child's gradients, for which a worker on the way does not wait inside the autograd engine.
+    """A child's gradients, for which a worker inside a tree does not wait in the autograd engine.
 
     Attributes:
-        inputs: what they are the gradients of.
+        inputs: the tensors of which they are the gradients.
         arriving: the chunks of some of these.
         finish: waits for the reply; returns the gradients that do not come in chunks.
     """
@@ -91,7 +91,7 @@ class Deferred(NamedTuple):
     finish: Callable[[], list[Tensor | None]]
 
     def take(self, index: int) -> Chunk:
-        """Wait for a chunk; raises what the backward has failed with."""
+        """Wait for a chunk; raises the error of the backward."""
         chunk = self.arriving.take(index)
         if chunk is None:
             self.finish()
@@ -107,7 +107,7 @@ class GradientStreams:
         self._thread = threading.local()
 
     def opened(self, key: Key) -> Arriving:
-        """Where the chunks of a backward come from now on, as long as somebody holds it."""
+        """A receiver for the chunks of a backward, which lives as long as something refers to it."""
         arriving = self._arriving[key] = Arriving()
         return arriving
 
@@ -119,13 +119,13 @@ class GradientStreams:
 
     @contextmanager
     def deferring(self, leaves: Sequence[Tensor]) -> Iterator[list[Deferred]]:
-        """Until the context is left, what children send for these leaves, and only these, is put off in this thread.
+        """A context in which this thread puts off waits for children's gradients of these leaves, and of these only.
 
         Args:
             leaves: those whose gradients come and go in chunks, in this order.
 
         Yields:
-            What has been put off, in the order in which the engine would have added it.
+            The waits that were put off, in the order in which the engine would have added the gradients.
         """
         deferred: list[Deferred] = []
         before = getattr(self._thread, "deferring", None)
@@ -148,7 +148,7 @@ class GradientStreams:
             inputs: see :class:`Deferred`.
             places: which of these come in chunks.
             arriving: see :class:`Deferred`.
-            finish: likewise.
+            finish: see :class:`Deferred`.
         """
         deferring = getattr(self._thread, "deferring", None)
         if deferring is None:

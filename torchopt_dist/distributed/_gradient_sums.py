@@ -1,7 +1,7 @@
-"""A worker's own gradients and those of its children, chunk by chunk → their sums, sent to who has asked for them.
+"""A worker's own gradients and those of its children, chunk by chunk → their sums, sent to the worker that asked.
 
-What the autograd engine would add up when all of it is there is added up here as it comes: the own gradient first, then
-the children's in the engine's order. So a sum has the same bits as the engine's.
+The autograd engine would add gradients when all of them are there; here they are added as they come: the own gradient
+first, then the children's in the engine's order. So a sum has the same bits as the engine's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class GradientChunk(Errand):
     """Take a part of the gradients that a backward, of the same key, has asked for.
 
     Attributes:
-        index: which part.
+        index: the number of the part.
         chunk: the part; a tensor that has no gradient has no piece in it.
     """
 
@@ -56,14 +56,14 @@ def add_up(
     """Send the sums of the gradients that go in chunks; returns those of the others.
 
     Args:
-        grads: this worker's own.
-        leaves: what each of these is the gradient of.
-        places: which of these go in chunks.
-        deferred: the children's.
-        key: of the backward that has asked for the gradients.
+        grads: this worker's own gradients.
+        leaves: the leaf of each of these gradients.
+        places: the indices of those that are sent in chunks.
+        deferred: the children's gradients.
+        key: the key of the backward that has asked for the gradients.
 
     Raises:
-        Exception: a child's backward has failed, or who has asked cannot take a chunk.
+        Exception: a child's backward has failed, or the worker that asked cannot take a chunk.
     """
     group = answering_group()
     total = list(grads)

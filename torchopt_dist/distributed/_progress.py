@@ -1,6 +1,6 @@
 """``progress=True`` → a bar at the caller that shows how many of a call's tasks are done, on all workers together.
 
-A worker tells the caller of its tasks now and then, and the reply, which comes in any case, tells the rest.
+A worker reports its finished tasks from time to time; the reply reports the rest.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Bar:
     """A bar of a call. It is shown until the context is left.
 
     Args:
-        title: stands before it.
+        title: the text before the bar.
         shares: how many tasks each worker has, by rank.
 
     Attributes:
-        ticket: by which workers tell of tasks: the caller's rank, and a number.
+        ticket: the caller's rank and a number, by which workers report tasks.
 
     Raises:
         ImportError: tqdm is not installed.
@@ -50,7 +50,7 @@ class Bar:
         group.bars[self.ticket[1]] = self.told
 
     def told(self, worker: int, done: int) -> None:
-        """A worker has done so many tasks of its share; those that it does for a lost worker count there."""
+        """Record how many tasks of its share a worker has finished; tasks of a lost worker count as that worker's."""
         done = min(done, self._shares.get(worker, 0))
         with self._lock:
             if done > self._done.get(worker, 0):
@@ -58,7 +58,7 @@ class Bar:
                 self._done[worker] = done
 
     def watch(self, shares: Mapping[int, Future[list[Any]]]) -> None:
-        """Take a worker's share for done when its values are there."""
+        """Count a worker's share as finished when its values are there."""
         for worker, share in shares.items():
             share.add_done_callback(partial(self._ended, worker))
 
@@ -103,7 +103,7 @@ def _tell_nobody(done: int) -> None:
 
 
 def _told(number: int, worker: int, done: int) -> None:
-    """At the caller: pass the news on to the bar, unless it is gone."""
+    """At the caller: update the bar, unless it is closed."""
     bar = answering_group().bars.get(number)
     if bar is not None:
         bar(worker, done)

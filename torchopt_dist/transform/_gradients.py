@@ -19,7 +19,7 @@ __all__ = ["gradients"]
 def gradients(
     loss: Tensor, leaves: Sequence[Any], *, create_graph: bool, retain_graph: bool | None = None
 ) -> list[OptionalTensor]:
-    """Differentiate a loss; inside ``vmap``, the loss of each sample with respect to the sample's own tensors.
+    """Differentiate a loss; inside ``vmap``, each sample's loss with respect to the sample's own tensors.
 
     Args:
         loss: a tensor of one element.

@@ -1,8 +1,7 @@
 """A hyper-parameter as the user gave it → the same, or an error that names it.
 
-A hyper-parameter is a number or a tensor of one element. A tensor's value is not looked at: that would stop
-``vmap`` and ``torch.compile``, synchronize a GPU, and break off a meta-training whose learned rate dips below
-zero.
+A hyper-parameter is a number or a tensor of one element. A tensor's value is not read: that would fail in ``vmap`` and
+``torch.compile``, synchronize with a GPU, and end a meta-training whose learned rate falls below zero for a time.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ HyperParameter: TypeAlias = float | Tensor
 
 
 def check_at_least_zero(name: str, value: Any) -> None:
-    """Demand a number that is at least 0, or a tensor of one element.
+    """Check that a value is a number of at least 0, or a tensor of one element.
 
     Raises:
         TypeError: it is neither a number nor a tensor, or a complex one.
@@ -57,7 +56,7 @@ def check_at_least_zero(name: str, value: Any) -> None:
 
 
 def check_start(name: str, value: Any) -> None:
-    """Demand a number that is at least 0: the value of a first state, which is no part of a graph.
+    """Check that a value is a number of at least 0: a value of the initial state, which is not part of a graph.
 
     Raises:
         TypeError: it is not a number.
@@ -72,14 +71,14 @@ def check_start(name: str, value: Any) -> None:
 
 
 def check_decay(name: str, value: Any) -> None:
-    """As :func:`check_at_least_zero`, and a number must be below 1: a running average has to forget."""
+    """As :func:`check_at_least_zero`; a number must also be below 1, as the decay of a running average."""
     check_at_least_zero(name, value)
     if not isinstance(value, Tensor) and not float(value) < 1:
         raise ValueError(f"`{name}` must be at least 0 and below 1, got {value}")
 
 
 def check_decays(name: str, values: Any, count: int) -> None:
-    """Demand a tuple or a list of so many decays, each as :func:`check_decay`."""
+    """Check a tuple or a list of so many decays, each as :func:`check_decay`."""
     if not isinstance(values, (tuple, list)) or len(values) != count:
         raise TypeError(f"`{name}` must be a tuple of {count} decays, got {values!r:.80}")
     for place, value in enumerate(values):
@@ -87,7 +86,7 @@ def check_decays(name: str, values: Any, count: int) -> None:
 
 
 def check_learning_rate(name: str, value: Any) -> None:
-    """As :func:`check_per_leaf`, but a schedule will do too."""
+    """As :func:`check_per_leaf`; a schedule is allowed, too."""
     if not isinstance(value, (Tensor, numbers.Real)) and not is_per_leaf(value) and not callable(value):
         raise TypeError(
             f"`{name}` must be a number, a tensor or a schedule, got {type(value).__name__}; a tree has a number or a "
@@ -122,8 +121,7 @@ def times_per_leaf(
     """Each tensor times the factor of its leaf; ``None`` stays.
 
     Raises:
-        ValueError: the tree of factors has another structure, or a factor a shape that its tensor's does not have room
-            for.
+        ValueError: the tree of factors has another structure, or a factor does not broadcast to its tensor's shape.
     """
     out: list[OptionalTensor] = []
     for place, (x, factor) in enumerate(
@@ -154,7 +152,7 @@ def _has_room(shape: Sequence[int], other: Sequence[int]) -> bool:
 
 
 def is_number(*values: Any) -> bool:
-    """Whether all of them are numbers, neither tensors nor schedules."""
+    """Whether all values are numbers, and neither tensors nor schedules."""
     # To ask an abstract class takes five times as long.
     return all(type(value) in (float, int) or isinstance(value, numbers.Real) for value in values)
 

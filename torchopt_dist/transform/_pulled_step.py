@@ -1,4 +1,4 @@
-"""Gradients of what a whole step of an optimizer makes → of what it is made of, by the step's own derivative.
+"""Gradients of the results of an optimizer's step → gradients of its inputs, by the derivative of the step.
 
 There is no graph, and the step is not made again: where its derivative is a kernel, that is one pass over the memory.
 """

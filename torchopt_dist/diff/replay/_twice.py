@@ -1,8 +1,8 @@
-"""A tape, gradients of its outputs → those of its inputs, connected, so that they can be differentiated once more.
+"""A tape, gradients of its outputs → gradients of its inputs, which can be differentiated once more.
 
 A replayed backward pass is a chain of steps itself: ``(λ_t, φ̄_t) = P_t(θ_t, λ_{t+1}, φ)``, where ``θ_t`` is what step
-``t`` starts from, ``λ_t`` its gradient, and ``φ`` is what is declared. Going back through it begins with the first step
-and needs each ``λ``, which is kept; what the ``θ`` get on the way goes back through the loop as in any replay. Each
+``t`` starts from, ``λ_t`` its gradient, and ``φ`` is what is declared. Its own backward pass begins with the first step
+and needs each ``λ``, which is kept; the gradients of each ``θ`` then go back through the loop as in any replay. Each
 step is recorded by itself, twice differentiable, so there is never more than one step's graph.
 """
 

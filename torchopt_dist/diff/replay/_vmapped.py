@@ -1,8 +1,8 @@
-"""A loop inside of ``vmap`` → the same loop on the values of all samples, which runs outside of it and in backward.
+"""A loop inside ``vmap`` → the same loop on the values of all samples, which runs outside of it and in backward.
 
-Inside ``vmap`` only the values of all samples have a graph, and when the graph is gone back through, the ``vmap`` is
-over. So the loop's parameters and state are such values here, with a dimension in front for each ``vmap``; the loss and
-the optimizer are called inside of a ``vmap`` of the same levels and sizes, where what they close over is what it was.
+Inside ``vmap`` only the values of all samples have a graph, and in the backward pass the ``vmap`` has ended. So the
+loop's parameters and state are such values here, with a leading dimension for each ``vmap``; the loss and the optimizer
+are called inside a ``vmap`` of the same levels and sizes, where tensors that they close over are valid.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _is_same_for_all(leaf: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class VmappedLoop(Loop):
-    """A loop for many samples at a time. Its tensors have a dimension in front for each ``vmap``, but for some."""
+    """A loop for many samples at a time. Most of its tensors have a leading dimension for each ``vmap``."""
 
     around: Vmaps
     """What the loop was inside of."""
@@ -127,11 +127,11 @@ def _each(function: Callable[[Tensor], Tensor], leaves: Sequence[Any], but: froz
 
 
 def over_samples(loop: Loop, around: Vmaps) -> VmappedLoop:
-    """Inside of ``vmap``: make a loop on the values of all samples, which is to be run outside.
+    """Inside ``vmap``: make a loop on the values of all samples, to be run outside.
 
     Args:
         loop: the loop as it is inside.
-        around: what it is inside of.
+        around: the ``vmap`` levels around it.
     """
     settings: dict[str, Any] = {field.name: getattr(loop, field.name) for field in fields(Loop)}
     first, model, stop = loop.first, loop.model, loop.stop
@@ -191,6 +191,6 @@ def _same_state(loop: Loop) -> frozenset[int]:
 
 
 def outcome_of_samples(loop: VmappedLoop, outcome: Outcome) -> Outcome:
-    """Inside of ``vmap`` again: what such a loop came to."""
+    """Inside ``vmap`` again: the outcome of such a loop."""
     aux = [None if found is None else pytree.map_tensors(_entry, found) for found in outcome.aux]
     return Outcome(loop.inside(outcome.carry), list(map(_entry, outcome.losses)), aux)

@@ -1,9 +1,9 @@
-"""A store → where each worker listens, and who may connect.
+"""A store → the addresses of all workers, and the keys of those who may connect.
 
-Workers of one user on one machine meet at Unix sockets in folders that only this user can enter, whose other end the
-kernel vouches for. Workers of several machines speak TCP with CURVE: each has a pair of keys for this run, tells the
-others the public one through the store, in a sealed note, and refuses whoever connects without one of theirs; all that
-they send is encrypted. The secret keys leave no process.
+Workers of one user on one machine use Unix sockets in folders that only this user can enter; the kernel tells the user
+of the other end. Workers of several machines use TCP with CURVE: each has a pair of keys for this run, publishes the
+public one through the store, in a signed note, and refuses connections without one of the others' keys; all messages
+are encrypted. The secret keys leave no process.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ RECONNECT_MS = 50
 
 @dataclass(frozen=True)
 class Contact:
-    """Where a worker listens.
+    """The address of a worker.
 
     Attributes:
-        machine: the same for workers that can reach each other's Unix sockets; no other worker's if it has none.
-        path: of its Unix socket.
+        machine: equal for workers that can reach each other's Unix sockets; unique if it has none.
+        path: the path of its Unix socket.
         address: ``host:port``; empty where all workers are on one machine.
         key: its public key.
     """
@@ -57,14 +57,14 @@ class Contact:
 
 
 class Endpoint:
-    """Where this worker listens.
+    """The listening socket of this worker.
 
     Args:
         rank: this worker's rank.
-        incarnation: how often that has been given to a new process.
+        incarnation: how often the rank has been given to a new process.
 
     Attributes:
-        socket: what others have sent; there is one when it is open.
+        socket: the socket that receives messages; it exists while the endpoint is open.
     """
 
     socket: zmq.Socket[bytes]
@@ -84,7 +84,7 @@ class Endpoint:
         configure(self.socket)
 
     def meet(self, store: SealedStore, size: int, host: str) -> list[Contact]:
-        """Listen, and tell the others where.
+        """Listen, and publish the address.
 
         Args:
             store: of this run.
@@ -92,7 +92,7 @@ class Endpoint:
             host: a host that the others reach, too.
 
         Returns:
-            The contacts of all workers, by rank. Nobody has been connected to.
+            The contacts of all workers, by rank. There are no connections yet.
         """
         here = self._listen_at_path()
         contacts = self._exchange(store, "machine", here, size)
@@ -107,7 +107,7 @@ class Endpoint:
         return contacts
 
     def meet_late(self, store: SealedStore, incarnations: Sequence[int], host: str) -> list[Contact]:
-        """Likewise, where the others have met before: this worker replaces one that was lost.
+        """As :meth:`meet`, for a worker that replaces a lost one, while the others have met already.
 
         Args:
             store: of this run.
@@ -127,7 +127,7 @@ class Endpoint:
         return contacts
 
     def admit(self, contact: Contact) -> None:
-        """Let in a worker that has come late."""
+        """Accept connections of a worker that has joined later."""
         if contact.key:
             self._keys.add(z85.decode(contact.key))
 
@@ -143,11 +143,11 @@ class Endpoint:
             socket.connect(f"tcp://{contact.address}")
 
     def close(self) -> None:
-        """Listen no more; called in the thread that receives."""
+        """Close the socket; called in the thread that receives."""
         self.socket.close(linger=0)
 
     def remove_folder(self) -> None:
-        """Let nobody find this worker any more."""
+        """Remove the folder of this worker's socket."""
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -190,7 +190,7 @@ class Endpoint:
         return Contact(here.machine, here.path, f"{address}:{port}", self._public.decode())
 
     def _open_door(self, contacts: Sequence[Contact]) -> None:
-        """Let in whoever has the key of one of these, and nobody else (ZeroMQ's RFC 27)."""
+        """Accept connections with the key of one of these contacts only (ZeroMQ's RFC 27)."""
         keys = self._keys
         keys.update(z85.decode(contact.key) for contact in contacts)
         door = self._context.socket(zmq.REP)
@@ -210,7 +210,7 @@ class Endpoint:
 
 
 def contact_of(store: SealedStore, rank: int, incarnation: int, what: str = "machine") -> Contact:
-    """Where a worker has said that it listens.
+    """Read the address that a worker has published.
 
     Args:
         store: of this run.
@@ -223,7 +223,7 @@ def contact_of(store: SealedStore, rank: int, incarnation: int, what: str = "mac
 
 
 def configure(socket: zmq.Socket[bytes]) -> None:
-    """Set what all sockets have in common."""
+    """Set the options that all sockets have in common."""
     socket.linger = 0
     socket.sndhwm = socket.rcvhwm = 0  # a sender does not wait: there are as many messages as there are calls
     # The kernel probes the other end. ZeroMQ's own heartbeat waits behind a large message on a slow network: it ends a
@@ -236,7 +236,7 @@ def configure(socket: zmq.Socket[bytes]) -> None:
 
 
 def _machine() -> str:
-    """The same for processes of one user that see the same network and the same temporary files."""
+    """A text that is equal for processes of one user that see the same network and the same temporary files."""
     parts = [socket.gethostname(), str(os.getuid())]
     with contextlib.suppress(OSError):
         parts += [
@@ -248,7 +248,7 @@ def _machine() -> str:
 
 
 def _check_own(path: str) -> None:
-    """Raise unless only this user could have made the socket."""
+    """Check that only this user could have made the socket."""
     folder = Path(path).parent.stat()
     if folder.st_uid != os.getuid() or stat.S_IMODE(folder.st_mode) & 0o077:
         raise PermissionError(f"the folder of the socket {path} is not this user's alone")

@@ -1,4 +1,4 @@
-"""``WireMessage`` → frames of bytes, and back: a pickle with the small buffers in it, then each large one.
+"""``WireMessage`` ⇄ frames of bytes: a pickle with the small buffers in it, then each large buffer.
 
 A large buffer is not copied: its frame is the tensor's memory at the sender, and a tensor on the frame's memory at the
 receiver.
@@ -34,7 +34,7 @@ def to_frames(wire: WireMessage) -> list[Frame]:
     """The frames of a message; those of large buffers are the tensors' own memory.
 
     Raises:
-        SerializationError: the message mentions a reference of torch's RPC, which only that can send.
+        SerializationError: the message mentions a reference of torch's RPC, which only torch's RPC can send.
     """
     if wire.is_skeleton():
         return [SKELETON_ALONE + wire.skeleton]

@@ -1,11 +1,11 @@
 """Frames for another worker → the same frames there, each message once and in order, over ZeroMQ.
 
-Each worker listens with one PULL socket and has, from its first message on, a PUSH socket to each worker that it sends
-to. Any thread sends, and one at a time receives.
+Each worker listens with one PULL socket and opens, for its first message to another worker, a PUSH socket to that
+worker. Any thread sends, and one thread at a time receives.
 
-ZeroMQ connects again after a broken connection, but what was on the way is lost then. So messages are numbered, kept
-until the receiver has told that it has them, and sent again where one is missing: a receiver that is sent number 7
-after number 5 asks for number 6. A sender that is told nothing for a second asks how far the receiver is.
+ZeroMQ connects again after a broken connection, but messages on the way are lost. So messages are numbered, kept until
+the receiver has confirmed them, and sent again if one is missing: a receiver that gets number 7 after number 5 asks for
+number 6. A sender that gets no confirmation for a second asks which messages the receiver has.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class Mesh:
     """This worker's connections to all the others.
 
     Args:
-        context: its sockets'.
-        here: where this worker listens.
-        contacts: where the others do, by rank.
-        incarnations: of the processes there, likewise; 0 if not given.
+        context: the context of its sockets.
+        here: the endpoint of this worker.
+        contacts: the contacts of the others, by rank.
+        incarnations: the incarnations of their processes, by rank; 0 if not given.
     """
 
     def __init__(
@@ -73,19 +73,19 @@ class Mesh:
         ]
 
     def incarnation(self, rank: int) -> int:
-        """Which process of a worker it is that messages go to."""
+        """The incarnation of the process to which messages for a worker are sent."""
         return self._links[rank].incarnation if rank < len(self._links) else 0
 
     def send(self, rank: int, frames: Sequence[Frame], incarnation: int | None = None) -> bool:
         """Send a message. The memory of its frames must not change before an answer to the message has come.
 
         Args:
-            rank: of the worker.
-            frames: of the message.
-            incarnation: of the process that it is for; ``None`` means the present one.
+            rank: the rank of the worker.
+            frames: the frames of the message.
+            incarnation: the incarnation of the receiving process; ``None`` means the present one.
 
         Returns:
-            Whether it goes there, and not that process is gone.
+            Whether the message is sent; ``False`` if that process has ended.
         """
         link = self._links[rank]
         with link.lock:
@@ -114,7 +114,7 @@ class Mesh:
                 return rank, head[_HEADER.size :], [frame.buffer for frame in rest]
 
     def probe(self) -> None:
-        """Ask workers that have not told since the last probe that they have all messages."""
+        """Ask workers that have not confirmed all messages since the last probe."""
         for link in tuple(self._links):
             if not link.kept:
                 continue
@@ -124,7 +124,7 @@ class Mesh:
                 link.probed = link.number
 
     def close(self, rank: int) -> None:
-        """Send nothing more to a worker, and drop what it has not received."""
+        """Send nothing more to a worker, and drop the messages that it has not received."""
         if rank >= len(self._links):
             return  # nobody has been met yet
         link = self._links[rank]
@@ -147,7 +147,7 @@ class Mesh:
         self._links[rank] = _Link(contact, incarnation)
 
     def close_all(self) -> None:
-        """Send nothing more to anybody."""
+        """Send nothing more to any worker."""
         for rank in range(len(self._links)):
             self.close(rank)
 

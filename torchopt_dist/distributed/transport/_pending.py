@@ -1,4 +1,4 @@
-"""Requests that wait for their replies: by worker, to fail when it is lost; in time, to fail when they are late."""
+"""Requests that wait for a reply → failures, by worker when it is lost, and by time when the reply is late."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PURGE_AT = 1000
 
 
 class Pending:
-    """The futures of the replies that are waited for, by worker."""
+    """The futures of expected replies, by worker."""
 
     def __init__(self) -> None:
         self._waiting: defaultdict[int, set[Future[Message]]] = defaultdict(set)
@@ -40,17 +40,17 @@ class Pending:
         return future
 
     def fail(self, worker: int, error: Exception) -> None:
-        """Let all that wait for ``worker`` fail."""
+        """Let all requests to ``worker`` fail."""
         for future in tuple(self._waiting[worker]):
             settle(future, copy.copy(error))  # each caller adds frames and notes of its own
 
     def fail_all(self, error: Exception) -> None:
-        """Let all fail."""
+        """Let all requests fail."""
         for worker in tuple(self._waiting):
             self.fail(worker, error)
 
     def wait(self, timeout: float) -> set[int]:
-        """Wait ``timeout`` seconds at most until nothing is waited for; the workers that have not replied to all."""
+        """Wait at most ``timeout`` seconds for all replies; returns the workers whose replies are missing."""
         deadline = time.monotonic() + timeout
         while waiting := {
             worker: tuple(futures) for worker, futures in tuple(self._waiting.items()) if futures
@@ -76,7 +76,7 @@ class Alarms:
     """Calls functions at their times, in a thread that is started for the first of them.
 
     Args:
-        is_over: whether a number's alarm need not ring any more; asked now and then, to forget such alarms.
+        is_over: whether the alarm of a number is not needed any more; called from time to time, to drop such alarms.
     """
 
     def __init__(self, is_over: Callable[[int], bool]) -> None:
@@ -89,7 +89,7 @@ class Alarms:
         self._purge_at = PURGE_AT
 
     def set(self, seconds: float, number: int | None, ring: Callable[[], None]) -> None:
-        """Call ``ring`` in so many seconds; ``None`` for ``number``: the alarm is never over."""
+        """Call ``ring`` in so many seconds; with ``None`` for ``number`` the alarm is never dropped."""
         with self._changed:
             if self._closed:
                 return
@@ -106,7 +106,7 @@ class Alarms:
             self._changed.notify()
 
     def close(self) -> None:
-        """End the thread; no more alarms ring."""
+        """End the thread; further alarms are not called."""
         with self._changed:
             self._closed = True
             self._alarms.clear()

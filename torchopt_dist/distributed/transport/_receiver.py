@@ -27,15 +27,14 @@ M = TypeVar("M")
 class Receiver(Generic[M]):
     """The role of receiving, which one thread at a time has.
 
-    A thread that has received a message handles it. If the last messages were short, the thread keeps the role
-    meanwhile, so that no other thread is woken. It gives the role to another thread when it is about to wait for a
-    message itself, as in a call that a call makes; and a keeper, a thread that looks at the clock, takes the role away
-    when the message takes longer than expected. If the last messages were not short, another thread has the role from
-    the beginning.
+    A thread that has received a message handles it. If the last messages took little time, the thread keeps the role
+    meanwhile, so that no other thread is woken. It gives the role to another thread before it waits for a message
+    itself, as in a nested call; and the keeper, a timer thread, takes the role away when the message takes longer than
+    expected. If the last messages took more time, another thread gets the role at once.
 
     Args:
         receive: waits for the next message; ``None`` when there are no more.
-        handle: does what a message asks; must not raise.
+        handle: handles a message; must not raise.
         threads: run the receiving threads and the keeper.
         ended: called when there are no more messages.
     """

@@ -15,7 +15,7 @@ __all__ = ["Sender", "Transport", "settle"]
 class Sender(Protocol):
     """Carries a request to a worker, where ``handle_request`` answers it, and the reply back.
 
-    It knows nothing of what it carries.
+    It does not interpret the messages.
     """
 
     def send(self, worker: int, request: Message, timeout: float) -> Future[Message]:
@@ -24,16 +24,16 @@ class Sender(Protocol):
         Args:
             worker: the worker's rank.
             request: the message; its tensors are detached.
-            timeout: seconds to wait for the reply; 0 means for ever. A reply that comes later is dropped.
+            timeout: seconds to wait for the reply; 0 means no limit. A reply that comes later is dropped.
 
         Returns:
             A future of the reply. The future fails with :class:`~torchopt_dist.errors.CallTimeoutError`, or with
-            :class:`~torchopt_dist.errors.WorkerLostError` when the worker is gone; then it fails soon.
+            :class:`~torchopt_dist.errors.WorkerLostError` soon after the worker was lost.
         """
         ...
 
     def has_lost(self, worker: int) -> bool:
-        """Whether the process is known to be gone to which a request would go."""
+        """Whether the process to which a request would go is known to have ended."""
         ...
 
 
@@ -41,10 +41,10 @@ class Transport(Sender, Protocol):
     """The connections of a group's workers. Every implementation passes ``tests/distributed/test_transports.py``."""
 
     def start(self, store: SealedStore, timeout: float) -> None:
-        """Connect with the other workers, whose requests are answered from now on.
+        """Connect to the other workers, and answer their requests from now on.
 
         Args:
-            store: of this run alone; all workers read and write it.
+            store: the store of this run, which all workers read and write.
             timeout: seconds to wait for the others.
         """
         ...
@@ -53,33 +53,32 @@ class Transport(Sender, Protocol):
         """End all connections and threads, within a bounded time.
 
         Args:
-            in_order: whether all workers stop now, and no request of any of them waits for its reply; otherwise nobody
-                is waited for.
-            code: of this process's exit, if something keeps the interpreter from ending; ``None``: 0, or 1 if an
-                exception that nobody has caught ends the program.
+            in_order: whether all workers stop now and have no open requests; otherwise no worker is waited for.
+            code: the exit code, in case something keeps the interpreter from ending; ``None``: 0, or 1 if an uncaught
+                exception ends the program.
 
         Raises:
             PeerFailedError: another rank failed while all stopped in order.
             WorkerLostError: a worker died meanwhile.
-            TimeoutError: a worker does not take part.
+            TimeoutError: a worker does not stop in time.
         """
         ...
 
     def worker_lost(self, worker: int, error: Exception) -> None:
-        """Let all requests that wait for a worker fail, since it is gone.
+        """Let all requests to a worker fail, since it was lost.
 
         Args:
             worker: the worker's rank.
-            error: how that was found out.
+            error: the error with which the requests fail.
         """
         ...
 
     def to(self, worker: int) -> Sender:
-        """Who sends to the present process of a worker, and never to one that replaces it."""
+        """A sender to the present process of a worker, which never sends to a process that replaces it."""
         ...
 
     def worker_replaced(self, worker: int, incarnation: int) -> None:
-        """Take up a new process of a worker that was lost; it can send requests from now on.
+        """Accept a new process of a worker that was lost; it can send requests from now on.
 
         Args:
             worker: the worker's rank.
@@ -88,7 +87,7 @@ class Transport(Sender, Protocol):
         ...
 
     def about_to_wait(self) -> None:
-        """Take note that this thread, which may be one that answers a request, waits for other messages from now on."""
+        """Announce that this thread, which may be answering a request, is about to wait for other messages."""
         ...
 
     def unanswered(self) -> int:
@@ -108,7 +107,7 @@ class Transport(Sender, Protocol):
 
 
 def settle(future: Future[Message], result: Message | Exception) -> None:
-    """Give the future its result, unless it has one: a worker's loss may be known before its connection breaks."""
+    """Set the future's result, unless it has one: a worker's loss may be known before its connection breaks."""
     with contextlib.suppress(InvalidStateError):
         if isinstance(result, Exception):
             future.set_exception(result)

@@ -1,4 +1,4 @@
-"""What ``auto_init_rpc`` was asked for → how the group's transport is made."""
+"""The arguments of ``auto_init_rpc`` → a function that makes the group's transport."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class Choice:
     """A transport that was chosen.
 
     Attributes:
-        make: makes it for a group.
-        init_method: where the workers find their store, in torch's notation.
-        call_timeout: seconds that a call may take if it does not say so itself; 0 means no limit.
-        files: how many a worker opens at the very least, beside one for each other worker.
+        make: makes the transport for a group.
+        init_method: the address of the workers' store, in torch's notation.
+        call_timeout: the default time-out of calls in seconds; 0 means no limit.
+        files: the least number of files that a worker opens, without one for each other worker.
     """
 
     make: Callable[[Group], Transport]
@@ -61,7 +61,7 @@ def choose(
         transport: its name; ``None``: the environment variable ``TODIST_TRANSPORT``, or ``rpc``, or ``zmq`` where lost
             workers are replaced.
         backend: as in :func:`torch.distributed.rpc.init_rpc`.
-        options: likewise; ``None`` means what suits this machine.
+        options: as in :func:`torch.distributed.rpc.init_rpc`; ``None`` means options that suit this machine.
         local_world_size: the number of workers on this machine.
         on_loss: what the group does when a worker is lost.
 

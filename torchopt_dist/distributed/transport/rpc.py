@@ -43,7 +43,7 @@ class RPCTransport:
     Args:
         group: the RPC group of the workers.
         backend: as in :func:`torch.distributed.rpc.init_rpc`.
-        options: likewise.
+        options: as in :func:`torch.distributed.rpc.init_rpc`.
     """
 
     def __init__(self, group: Group, backend: rpc.BackendType | None, options: rpc.RpcBackendOptions) -> None:
@@ -152,7 +152,7 @@ class RPCTransport:
             sent.add_done_callback(arrived)
 
     def _failed(self, worker: int, error: Exception, timeout: float, future: Future[Message]) -> None:
-        """Settle the future with the exception that an error of torch's RPC stands for; only its text shows which."""
+        """Settle the future with the exception for an error of torch's RPC, which only its text shows."""
         member = self._group.members[worker]
         if "RPC ran for more than set timeout" in str(error):
             settle(future, CallTimeoutError(f"{member.name} took longer than timeout={timeout:g} s"))
@@ -193,7 +193,7 @@ def _answer_request(*fields: Any) -> torch.futures.Future[_Answer]:
 
 
 def _fields(wire: WireMessage) -> tuple[Any, ...]:
-    """What torch's RPC pickles."""
+    """The fields of a message, for torch's RPC to pickle."""
     return (wire.skeleton,) if wire.is_skeleton() else tuple(wire)
 
 

@@ -59,7 +59,7 @@ class _Asked(NamedTuple):
 
 
 class _ToProcess:
-    """Sends to the present processes of workers, and never to those that replace them."""
+    """Sends to the present processes of workers, and never to processes that replace them."""
 
     def __init__(self, transport: ZMQTransport, incarnation: int) -> None:
         self._transport = transport
@@ -148,7 +148,7 @@ class ZMQTransport:
             worker: the worker's rank.
             request: the message.
             timeout: seconds.
-            incarnation: of the worker's process that the request is for; ``None`` means the present one.
+            incarnation: the incarnation of the receiving process; ``None`` means the present one.
         """
         self.about_to_wait()  # for the reply
         future = self._pending.add(worker)
@@ -222,7 +222,7 @@ class ZMQTransport:
         return self._pending.wait(timeout)
 
     def _late(self, number: int, timeout: float) -> None:
-        """Give up a request; it is found by its number, or its alarm would keep its reply and the graph until then."""
+        """Give up a request. It is found by its number: its alarm must not keep its reply and the graph alive."""
         asked = self._asked.get(number)
         if asked is not None:
             name = self._group.names[asked.worker]
@@ -235,7 +235,7 @@ class ZMQTransport:
         return self._mesh.send(worker, [_ENVELOPE.pack(kind, number) + first, *rest], incarnation)
 
     def _take(self, received: Received) -> None:
-        """See to a message."""
+        """Handle a message."""
         worker, first, rest = received
         kind, number = _ENVELOPE.unpack_from(first)
         content = first[_ENVELOPE.size :]
