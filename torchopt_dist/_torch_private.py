@@ -152,7 +152,7 @@ def bytes_of_results(node: Any) -> int:
 def engine_needs_node(node: Any) -> bool:
     """Whether the backward that runs in this thread goes on to a node, or was asked for a gradient there.
 
-    Without the name the answer is always yes: workers then compute gradients that nobody asked for.
+    Without the name the answer is always yes: workers then compute gradients that are not needed.
     """
     executes = _find("_C._will_engine_execute_node")
     if executes is None or node is None:
@@ -205,7 +205,7 @@ def has_hooks(tensor: Tensor) -> bool:
 
 
 def memory_is_shared(tensor: Tensor) -> bool:
-    """Whether somebody else holds a tensor's memory: a view or an alias of it, a graph that has saved one, an array.
+    """Whether anything else holds a tensor's memory: a view or an alias of it, a graph that has saved one, an array.
 
     Without the name the answer is always yes: steps of an inner loop that could be made in place make new tensors.
     """

@@ -6,7 +6,7 @@ The tree::
     ├── NotInitializedError      (RuntimeError)     a call before ``auto_init_rpc``
     ├── InitializationError      (RuntimeError)     the RPC group could not be formed
     ├── SerializationError       (TypeError)        an object cannot cross a process border
-    ├── ResidentError            (RuntimeError)     what was ``put`` on workers was changed or let go of
+    ├── ResidentError            (RuntimeError)     a value ``put`` on workers was changed or freed
     ├── RemoteError                                 a function raised on a worker; also of the raised class
     ├── WorkerLostError          (ConnectionError)  a worker died or cannot be reached
     ├── PeerFailedError          (RuntimeError)     another rank failed, so this one is ended too

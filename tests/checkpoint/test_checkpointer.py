@@ -247,7 +247,7 @@ def test_where_none_is_whole_nothing_begins_anew_by_itself(folder):
     for path in save_two(folder):
         truncated(path, lambda size: 3)
     with pytest.raises(
-        todist.CheckpointError, match=r"remove the files to begin anew.*step-000000002.*step-000000001"
+        todist.CheckpointError, match=r"remove the files to start afresh.*step-000000002.*step-000000001"
     ):
         value(folder)
 

@@ -111,4 +111,4 @@ def test_who_has_the_store_but_not_the_secret_joins_no_group():
     secrets = ("the secret of the run", "a secret of a stranger")
     ends = Bare(2, env={"TODIST_TRANSPORT": "zmq", "TODIST_INIT_TIMEOUT": "1"}).run(joins, secrets)
     assert "all workers to join" in ends[0]
-    assert "'membership' in the store is not sealed with this run's secret" in ends[1]
+    assert "'membership' in the store is not signed with this run's secret" in ends[1]

@@ -220,7 +220,9 @@ class Checkpointer:
             else:
                 if reasons:
                     listed = "; ".join(f"{path}: {reason}" for path, reason in reasons.items())
-                    raise CheckpointError(f"no checkpoint is whole; remove the files to begin anew. {listed}")
+                    raise CheckpointError(
+                        f"no checkpoint is whole; remove the files to start afresh. {listed}"
+                    )
                 return None
 
     def _check_newest(self, step: int) -> None:

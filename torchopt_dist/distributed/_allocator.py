@@ -17,7 +17,7 @@ def share_one_arena() -> bool:
 
     By default each thread has an arena of its own, in which the memory that it has freed stays. What a call has used in
     one thread, the next call in another thread takes from the system again: the process grows by that with every
-    thread, and its pages must be mapped anew.
+    thread, and its pages must be mapped again.
 
     Returns:
         Whether the limit is set.

@@ -1,7 +1,7 @@
 """``{worker: Payload}`` → ``{worker: Future[values]}``: to each its own, or down a tree what all of them share.
 
-In a tree the caller sends to few workers, and each of these hands on to a few others, so what leaves the caller does
-not grow with the number of workers; see ``_tree.py`` for who hands on to whom and ``_relay.py`` for how.
+In a tree the caller sends to a few workers, and each of these forwards to a few others, so the data that the caller
+sends does not grow with the number of workers. ``_tree.py`` makes the tree, and ``_relay.py`` forwards.
 """
 
 from __future__ import annotations

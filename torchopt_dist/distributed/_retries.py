@@ -189,7 +189,7 @@ class Retries:
         self._ended(ask, worker, transport, reply.result() if error is None else error)
 
     def _difference(self, worker: int, request: Sent, message: Message) -> Exception | None:
-        """What keeps the graph that a worker has made anew from being the one that was lost."""
+        """The difference between a graph that a worker has made again and the lost one, if there is any."""
         try:
             reply: Reply = unpack(message.received())
         except Exception as error:

@@ -89,9 +89,9 @@ class SealedStore:
         if hmac.compare_digest(seal.encode(), self._seal(key, text).encode()):
             return text
         rule = (
-            "is not sealed with this run's secret: somebody else has written it"
+            "is not signed with this run's secret: another process has written it"
             if self._secret is not None
-            else "is sealed, and this worker has no secret"
+            else "is signed, and this worker has no secret"
         )
         raise InitializationError(
             f"the note {key!r} in the store {rule}, or {VARIABLE} is not the same on all workers; "

@@ -29,8 +29,8 @@ class Siblings:
         balance: see ``balance``.
 
     Attributes:
-        log: of the call, while it is told to somebody.
-        balance: is told how long a worker took for a sample.
+        log: the log of the call, while the call is logged.
+        balance: gets the time that each worker took for a sample.
         error_of: as given.
     """
 

@@ -62,7 +62,7 @@ def auto_init_rpc(
         on_loss: what happens when a worker is lost, for example killed. ``"end"`` ends all the others with a
             ``WorkerLostError``, as if ``main`` had raised there. With ``"continue"`` they go on: calls to the lost
             worker raise ``WorkerLostError``, barriers do not wait for it, :func:`alive` tells who is left, and the
-            program succeeds if ``main`` returns. With ``"replace"`` they go on likewise, and the launcher starts a new
+            program succeeds if ``main`` returns. With ``"replace"`` they go on, too, and the launcher starts a new
             process for the lost rank: it runs ``worker_init_fn`` and ``main``, and takes part in calls again. That
             needs ``transport="zmq"``, which is the default then, and ``todist.launch(..., on_loss="replace")``. The
             loss of rank 0 ends all workers in every case.

@@ -57,7 +57,7 @@ class LaunchOptions:
         kinds.ON_LOSS,
         'what happens when a worker that is not rank 0 dies before its function has returned: ``"end"`` ends all, '
         '``"continue"`` lets the others go on, and the result tells who was lost. An exception ends all in any case. '
-        "With ``rpc`` the workers' group goes on likewise, and calls may have ``retries``. With "
+        "With ``rpc`` the workers' group goes on, too, and calls may have ``retries``. With "
         '``"replace"`` they go on, too, and the launcher starts a new process for the lost rank, which runs the '
         "function from its beginning and joins the group, over ZeroMQ.",
     ] = "end"

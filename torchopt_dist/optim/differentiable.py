@@ -235,7 +235,7 @@ def _like(module: nn.Module) -> Tensor:
 
 
 def _takes(optimizer_class: type, option: str) -> bool:
-    """Whether ``__init__`` has this option, its own or one that it hands on by ``**kwargs``."""
+    """Whether ``__init__`` has this option, by itself or by passing ``**kwargs`` on."""
     for cls in optimizer_class.__mro__:
         if "__init__" in vars(cls):
             parameters = inspect.signature(vars(cls)["__init__"]).parameters

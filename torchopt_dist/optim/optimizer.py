@@ -291,7 +291,7 @@ class Optimizer(torch.optim.Optimizer):
                 self.state[p][COUNT] = torch.zeros((), dtype=torch.float32, device="cpu")
 
     def _built_transformation(self, index: int, group: dict[str, Any]) -> GradientTransformation:
-        """The transformation of a group, made anew only where an option is not what it was at the last step.
+        """The transformation of a group, made again only if an option has changed since the last step.
 
         Under a compiler it is made in the graph: to compare options there would be one more reason to compile again.
         """

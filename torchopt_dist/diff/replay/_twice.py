@@ -37,10 +37,10 @@ def back_through_pull(
     """Gradients of what a backward pass has found → of what it was made of, but for the steps' first derivatives.
 
     Args:
-        loop: what was gone back through.
-        gradient: of its steps.
-        declared: what stands for the tensors that are declared.
-        carry: what the first step started from.
+        loop: the loop of the backward pass.
+        gradient: the gradients of its steps.
+        declared: the tensors in the place of the declared ones.
+        carry: the start of the first step.
         trail: what the pass had; of one step at least.
         cots: gradients of the gradients of the first parameters, of the first state, and of each that is declared.
 
@@ -83,7 +83,7 @@ def gradients_of(
     *,
     record: bool = False,
 ) -> Column:
-    """Go back from outputs that are there and have a weight; if ``record``, so that it can be differentiated."""
+    """Differentiate the outputs that are given and have a weight; with ``record`` the gradients are differentiable."""
     pairs = [
         (x, weight)
         for x, weight in zip(outputs, weights, strict=True)
