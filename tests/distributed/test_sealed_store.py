@@ -45,7 +45,7 @@ def test_a_note_that_a_stranger_has_written_is_refused_by_name(store, forge):
     notes.tell("where", "mine")
     notes.tell("elsewhere", "mine, too")
     store.set("where", forge(store))
-    with pytest.raises(todist.InitializationError, match=r"'where' .* somebody else .* TODIST_SECRET"):
+    with pytest.raises(todist.InitializationError, match=r"'where' .* another process .* TODIST_SECRET"):
         notes.told("where")
 
 
