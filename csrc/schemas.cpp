@@ -7,6 +7,10 @@ STABLE_TORCH_LIBRARY(todist, library) {
       "float factor, float kept, float b1, float b2, float eps, float eps_root, float weight_decay, "
       "bool maximize) -> Tensor[]");
   library.def(
+      "adam_into_(Tensor(a!)[] new_params, Tensor(b!)[] new_exp_avgs, Tensor(c!)[] new_exp_avg_sqs, Tensor[] grads, "
+      "Tensor[] exp_avgs, Tensor[] exp_avg_sqs, Tensor[] params, Tensor corrections, float factor, float kept, "
+      "float b1, float b2, float eps, float eps_root, float weight_decay, bool maximize) -> ()");
+  library.def(
       "adam_backward(Tensor[] moved_grads, Tensor[] exp_avg_grads, Tensor[] exp_avg_sq_grads, "
       "Tensor[] grads, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, Tensor[] params, Tensor corrections, "
       "float factor, float kept, float b1, float b2, float eps, float eps_root, float weight_decay, "

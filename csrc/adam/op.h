@@ -22,6 +22,20 @@ struct DirectionOp {
   using Formula = AdamDirection<A>;
 };
 
+struct IntoOp {
+  static constexpr const char* kName = "adam_into_";
+  static constexpr std::array<Argument, 7> kArguments{{{"new_params", Role::kWritten},
+                                                       {"new_exp_avgs", Role::kWritten},
+                                                       {"new_exp_avg_sqs", Role::kWritten},
+                                                       {"grads", Role::kRead},
+                                                       {"exp_avgs", Role::kRead},
+                                                       {"exp_avg_sqs", Role::kRead},
+                                                       {"params", Role::kRead}}};
+  using Numbers = AdamNumbers;
+  template <class A>
+  using Formula = AdamDirection<A>;
+};
+
 struct BackwardOp {
   static constexpr const char* kName = "adam_backward";
   static constexpr std::array<Argument, 9> kArguments{{{"to_grads", Role::kNew, 6},
@@ -109,6 +123,16 @@ StableIValue adam(const List& grads, const List& exp_avgs, const List& exp_avg_s
                ": `params` must have the length of `grads` where `weight_decay` is not 0, ", grads.size(), "; got ",
                params.size());
   return run_with<DirectionOp>({&grads, &exp_avgs, &exp_avg_sqs, &params}, numbers, corrections);
+}
+
+void adam_into_(const List& new_params, const List& new_exp_avgs, const List& new_exp_avg_sqs, const List& grads,
+                const List& exp_avgs, const List& exp_avg_sqs, const List& params, const Tensor& corrections,
+                double factor, double kept, double b1, double b2, double eps, double eps_root, double weight_decay,
+                bool maximize) {
+  const Arguments arguments{&new_params, &new_exp_avgs, &new_exp_avg_sqs, &grads, &exp_avgs, &exp_avg_sqs, &params};
+  const AdamNumbers numbers{b1, b2, eps, eps_root, 1, 1, factor, kept, weight_decay, maximize};
+  run_with<IntoOp>({&new_params, &new_exp_avgs, &new_exp_avg_sqs, &grads, &exp_avgs, &exp_avg_sqs, &params}, numbers,
+                   corrections);
 }
 
 StableIValue adam_backward(const List& moved_grads, const List& exp_avg_grads, const List& exp_avg_sq_grads,

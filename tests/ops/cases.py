@@ -18,7 +18,7 @@ from tests.ops import formulas
 from torchopt_dist import ops
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-OPS = ["adam", "adam_backward", "adam_backward_", "sgd", "sgd_backward"]
+OPS = ["adam", "adam_backward", "adam_backward_", "adam_into_", "sgd", "sgd_backward"]
 OPS += ["rmsprop_", "rmsprop", "rmsprop_backward"]
 kernels: Any = torch.ops.todist
 needs_kernels = pytest.mark.skipif(not ops.is_available("adam"), reason=f"no kernel: {ops.why_not('adam')}")
@@ -134,6 +134,14 @@ def case(op: str, rng: random.Random, shapes: list[list[int]], dtypes: list[torc
             lambda *x: formulas.adam_gradients(*x, *settings), *map(wide, lists.values()), list(corrections)
         )
         return Case(op, lists, (corrections, *settings), expected)
+    if op == "adam_into_":
+        settings = (lr, rng.choice([1.0, 0.9]), b1, b2, eps, rng.choice([0.0, 1e-3]), weight_decay, maximize)
+        inner = {"grads": g, "exp_avgs": make(), "exp_avg_sqs": make(positive=True), "params": make()}
+        written = {name: make() for name in ("new_params", "new_exp_avgs", "new_exp_avg_sqs")}
+        expected = rows(
+            lambda *x: formulas.adam(*x, *settings), *map(wide, inner.values()), list(corrections)
+        )
+        return Case(op, {**written, **inner}, (corrections, *settings), expected, list(written))
     if op == "adam_backward_":
         numbers = (lr, b1, b2, eps, rng.choice([0.0, 1e-3]), maximize)
         lists = {

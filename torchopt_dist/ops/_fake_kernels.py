@@ -73,6 +73,7 @@ FAKES: dict[str, Callable[..., Any]] = {
     "adam": _moved,
     "adam_backward": _adam_backward,
     "adam_backward_": _nothing,
+    "adam_into_": _nothing,
     "rmsprop": _rmsprop,
     "rmsprop_": _nothing,
     "rmsprop_backward": _rmsprop_backward,

@@ -29,6 +29,7 @@ OPS = (
     "adam",
     "adam_backward",
     "adam_backward_",
+    "adam_into_",
     "rmsprop",
     "rmsprop_",
     "rmsprop_backward",

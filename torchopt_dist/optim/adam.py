@@ -10,6 +10,7 @@ from torch import nn
 from torchopt_dist.ops._adam import adam as adam_op
 from torchopt_dist.ops._adam import adam_
 from torchopt_dist.ops._adam_backward import adam_backward_
+from torchopt_dist.ops._adam_into import adam_into_
 from torchopt_dist.optim._signatures import arguments_of
 from torchopt_dist.optim.meta_optimizer import MetaOptimizer
 from torchopt_dist.optim.optimizer import Optimizer
@@ -89,7 +90,14 @@ def adam(
         scale_by_learning_rate(lr),
         fused_step=None
         if amsgrad
-        else fused_step(adam_, adam_op, ScaleByAdamState, backward_in_place=adam_backward_, **options),
+        else fused_step(
+            adam_,
+            adam_op,
+            ScaleByAdamState,
+            into=adam_into_,
+            backward_in_place=adam_backward_,
+            **options,
+        ),
     )
 
 

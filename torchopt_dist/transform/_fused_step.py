@@ -33,6 +33,32 @@ class InPlaceFn(Protocol):
         """
 
 
+class IntoFn(Protocol):
+    """Parameters, gradients, state → the next parameters and state, in memory that is there; or nothing is done."""
+
+    def __call__(
+        self,
+        params: Sequence[Any],
+        grads: Sequence[Any],
+        state: Any,
+        new_params: Sequence[Any],
+        new_state: Any,
+        /,
+    ) -> bool:
+        """Make one step, without recording a graph.
+
+        Args:
+            params: as of an :class:`InPlaceFn`, but they stay as they are, likewise the other two.
+            grads: likewise.
+            state: likewise.
+            new_params: tensors like ``params``, which are overwritten.
+            new_state: likewise, like ``state``.
+
+        Returns:
+            Whether the step is made.
+        """
+
+
 class DifferentiableFn(Protocol):
     """Parameters, gradients, state → moved parameters, next state; or ``None``: the links are to run.
 
@@ -55,6 +81,8 @@ class FusedStep:
 
     in_place: InPlaceFn | None = None
     """The step that overwrites parameters and state; ``None`` where none is known."""
+    into: IntoFn | None = None
+    """The step that overwrites other memory."""
     differentiable: DifferentiableFn | None = None
     """The step that is recorded in the graph."""
     pulled: PulledFn | None = None
@@ -80,6 +108,7 @@ class FusedStep:
         made: dict[str, Any] = {}
         steps = {
             "in_place": self.in_place,
+            "into": self.into,
             "differentiable": self.differentiable,
             "pulled": self.pulled,
         }
@@ -96,6 +125,7 @@ def fused_step(
     in_place: Callable[..., None] | None,
     differentiable: Callable[..., tuple[list[Any], ...]] | None,
     *state_types: type[Any] | None,
+    into: Callable[..., bool] | None = None,
     backward_in_place: Callable[..., OptionalTensor] | None = None,
     **options: Any,
 ) -> FusedStep | None:
@@ -108,6 +138,8 @@ def fused_step(
             links' states by theirs where they are not ``()``, and the options; gives the moved parameters and the next
             fields, in the order of the chain. With gradients of these, but for a last field that counts steps, as
             ``bars``, it gives those of its gradients, of these fields and of the parameters.
+        into: takes by name what ``in_place`` does and overwrites none of it, but lists that come first: of parameters
+            and the fields. Gives whether it has done anything.
         backward_in_place: as ``differentiable`` with ``bars``, but it takes the gradients of its results as lists, and
             overwrites them, and what is to be overwritten by the gradients of its gradients as ``to_grads``; with
             ``terms``, tensors to compute in, it gives the gradient of ``lr``. ``None`` from it: nothing was done.
@@ -128,6 +160,7 @@ def fused_step(
     types = tuple(kind for kind in state_types if kind is not None)
     return FusedStep(
         None if in_place is None else partial(_step_in_place, in_place, schedule, given),
+        None if into is None else partial(_step_into, into, schedule, given),
         None
         if differentiable is None
         else partial(_differentiable_step, differentiable, types, schedule, given),
@@ -176,6 +209,43 @@ def _step_in_place(
         given = [as_real(column) for column in given]
         picked = {name: as_real(column) for name, column in picked.items()}
     op(*given, **picked, **options)
+
+
+def _step_into(
+    op: Callable[..., bool],
+    schedule: Schedule | Tensor | None,
+    options: dict[str, Any],
+    params: Sequence[Any],
+    grads: Sequence[Any],
+    state: OptState,
+    new_params: Sequence[Any],
+    new_state: OptState,
+    /,
+) -> bool:
+    if isinstance(schedule, Tensor):
+        number = {**options, "lr": schedule.item()}
+        return _step_into(op, None, number, params, grads, state, new_params, new_state)
+    if schedule is not None:
+        (*state, counted), (*new_state, new_counted) = state, new_state
+        number = {**options, "lr": float(schedule(counted.step.to(torch.float64)))}
+        made = _step_into(op, None, number, params, grads, state, new_params, new_state)
+        if made:
+            new_counted.step.copy_(counted.step + 1)
+        return made
+    if any(map(Tensor.is_complex, params)):
+        return False
+    fields = [(f"{name}s", field) for own in state for name, field in zip(own._fields, own, strict=True)]
+    old = {name: leaves for name, field in fields if (leaves := leaves_of(field))}
+    new = [leaves for own in new_state for field in own if (leaves := leaves_of(field))]
+    places = set(present(grads))
+    stay = [place for place in range(len(grads)) if place not in places]
+    for before, after in zip([params, *old.values()], [new_params, *new], strict=True):
+        for place in stay:
+            if after[place] is not before[place]:
+                after[place].copy_(before[place])
+    at = sorted(places)
+    named = {name: pick(column, at) for name, column in (("params", params), ("grads", grads), *old.items())}
+    return op(*(pick(column, at) for column in [new_params, *new]), **named, **options)
 
 
 def _differentiable_step(

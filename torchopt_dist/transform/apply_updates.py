@@ -24,6 +24,7 @@ __all__ = [
     "step_in_place",
     "step_pulled_back",
     "training_step",
+    "training_step_into",
 ]
 
 
@@ -253,6 +254,26 @@ def _add_gradients_(params: list[Tensor], grads: list[OptionalTensor], factor: f
         return False
     torch._foreach_add_(old, step, alpha=factor)
     return True
+
+
+def training_step_into(
+    impl: GradientTransformation,
+    params: Sequence[Tensor],
+    grads: Sequence[OptionalTensor],
+    state: OptState,
+    new_params: Sequence[Tensor],
+    new_state: OptState,
+) -> bool:
+    """As :func:`training_step`, but it overwrites tensors like the parameters and the state, and not these.
+
+    Returns:
+        Whether the step is made; if not, what was to be overwritten may have anything in it.
+    """
+    fused_step = impl.fused_step if isinstance(impl, ChainedGradientTransformation) else None
+    if fused_step is None or fused_step.into is None or fused_step.first_link != 0:
+        return False
+    with torch.no_grad():
+        return fused_step.into(params, grads, state, new_params, new_state)
 
 
 def _leaves(params: Params, updates: Updates) -> list[OptionalTensor]:

@@ -13,9 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchopt_dist import pytree
 from torchopt_dist._torch_private import memory_is_shared
+from torchopt_dist.diff.adjoints._loop import Carry, Evaluation, Loop
 from torchopt_dist.ops._columns import put
 from torchopt_dist.transform._pulled_step import Room
+from torchopt_dist.transform.apply_updates import training_step_into
 from torchopt_dist.typing import OptionalTensor
 
 __all__ = ["Pool", "add_to", "apart_from", "own", "room_like"]
@@ -34,15 +37,37 @@ class Pool:
     """For how many snapshots there is to be memory, at most."""
 
     def __init__(self, tensors: Iterable[Any]) -> None:
-        self._each = Counter(_kind(tensor) for tensor in tensors if isinstance(tensor, Tensor))
+        self._each = Counter((x.shape, x.dtype) for x in tensors if isinstance(x, Tensor))
         self._free: dict[Kind, list[Tensor]] = {}
+
+    def memory_for(self, tensor: Tensor) -> Tensor:
+        """A tensor of the same kind, whatever is in it."""
+        free = self._free.get(_kind(tensor))
+        return free.pop() if free else torch.empty_like(tensor.detach())
 
     def copied(self, tensor: Tensor) -> Tensor:
         """The same numbers, without history, in memory of their own."""
-        free = self._free.get(_kind(tensor)) if _is_plain(tensor) else None
-        if free:
-            return free.pop().copy_(tensor.detach())
-        return tensor.detach().clone(memory_format=torch.preserve_format)
+        return self.memory_for(tensor).copy_(tensor.detach())
+
+    def step(self, loop: Loop, carry: Carry, found: Evaluation) -> Carry:
+        """Make a step without a graph; what it starts from stays as it is.
+
+        Args:
+            loop: trains in place.
+            carry: what the step starts from.
+            found: its gradient.
+        """
+        new = loop.own(carry, self.memory_for)
+        with loop.substituted():
+            if training_step_into(
+                loop.optimizer, carry.params, found.grads, carry.state, new.params, new.state
+            ):
+                return Carry(new.params, new.state, found.buffers)
+        with torch.no_grad():
+            for old, copy in zip(_leaves(carry), _leaves(new), strict=True):
+                if copy is not old:
+                    copy.copy_(old)
+        return loop.trained(new, found)
 
     def take_back(self, tensors: list[Tensor]) -> None:
         """Take the memory of those that nobody else holds: neither the object nor its memory.
@@ -56,8 +81,12 @@ class Pool:
             _, tensor = once.popitem()
             if _is_plain(tensor) and sys.getrefcount(tensor) == _REFERENCES and not memory_is_shared(tensor):
                 free = self._free.setdefault(_kind(tensor), [])
-                if len(free) < self.room * self._each[_kind(tensor)]:
+                if len(free) < self.room * self._each[tensor.shape, tensor.dtype]:
                     free.append(tensor)
+
+
+def _leaves(carry: Carry) -> list[Tensor]:
+    return [leaf for leaf in [*carry.params, *pytree.flatten(carry.state)[0]] if isinstance(leaf, Tensor)]
 
 
 _REFERENCES = 2

@@ -139,11 +139,11 @@ class Tape:
         number: int,
         carry: Carry,
         grads: list[OptionalTensor] | None,
-        copied: Callable[[Tensor], Tensor] | None = None,
+        copy: bool = True,
     ) -> None:
         """Take a snapshot of what the next step overwrites; the initial parameters and state are not overwritten."""
-        if carry.params and number and not self.store.copies:
-            carry = self.loop.own(carry, copied)
+        if copy and carry.params and number and not self.store.copies:
+            carry = self.loop.own(carry)
         kept.append((number, self.store.keep(Snapshot(number, carry, grads))))
 
     def _check(self, found: Evaluation, carry: Carry) -> None:
@@ -255,19 +255,29 @@ class Tape:
             found = found.filled() if found.is_whole else found._replace(carry=self._remade(kept, pool))
             kept.pop()
             return found
-        copied = None if pool is None else pool.copied
-        carry, rest = self._remade(kept, pool), number + 1 - at
+        # With a pool, the step after a snapshot is made out of it, and not in a copy.
+        again = pool if self.loop.trains_in_place else None
+        whole = give()
+        is_kept = again is not None and whole.is_whole
+        carry = whole.filled().carry if is_kept else self._remade(kept, pool)
+        del whole
+        rest = number + 1 - at
         room = self.snapshots - len(kept) + 1 + max(0, self.gradients - 1)
         while at < number:
             ahead = split(rest, room) if room > 1 else rest - 1
             with kept_generators():
                 for _ in range(ahead):
-                    carry, _loss, _aux = self.loop.training_step(carry, at)
+                    if again is not None and is_kept:
+                        carry = again.step(self.loop, carry, self.loop.gradient(carry, at, record=False))
+                    else:
+                        carry, _loss, _aux = self.loop.training_step(carry, at)
+                    is_kept = False
                     at += 1
                     self.run_again += 1
             rest, room = rest - ahead, room - 1
             if at < number:
-                self._keep(kept, at, carry, None, copied)
+                is_kept = again is not None and not self.store.copies
+                self._keep(kept, at, carry, None, copy=not is_kept)
         return Snapshot(number, carry, None)
 
     def _pool(self) -> Pool:
@@ -300,7 +310,7 @@ class Tape:
             if pool is None or not self.loop.trains_in_place:
                 carry = self.loop.moved(given, found, record=False)
             else:
-                carry = self.loop.trained(self.loop.own(given, pool.copied), found)
+                carry = pool.step(self.loop, given, found)
             last = Snapshot(after.number, carry, after.grads)
             kept.append((last.number, partial(Snapshot._make, last)))
 
