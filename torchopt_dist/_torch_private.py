@@ -57,6 +57,7 @@ __all__ = [
     "outside_of_transforms",
     "parameters_of",
     "profiler_is_on",
+    "saved_tensors_are_packed",
     "sequence_number",
     "set_cpp_log_level",
     "set_default_rpc_timeout",
@@ -217,6 +218,15 @@ def memory_is_shared(tensor: Tensor) -> bool:
     except (NotImplementedError, RuntimeError):  # a sparse tensor has no memory of this kind
         return True
     return mine > _holders_of_a_new_one(holders)
+
+
+def saved_tensors_are_packed() -> bool:
+    """Whether ``saved_tensors_hooks`` see what a graph saves now, those of ``torch.utils.checkpoint`` for example.
+
+    Without the name the answer is always yes: linear layers of an inner loss have torch's own nodes.
+    """
+    hooks = _find("_C._autograd._top_saved_tensors_default_hooks")
+    return hooks is None or hooks(True) is not None
 
 
 @functools.cache

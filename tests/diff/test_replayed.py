@@ -705,6 +705,65 @@ def test_what_a_backward_overwrites_is_its_own(make):
             agree((found, expected))
 
 
+class _Layers(nn.Module):
+    """Weights that are used once, twice, without bias, transposed, frozen, and in a loss that has a gradient in it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 6, bias=False)
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+
+    def forward(self, x):
+        hidden = self.first(x).tanh()
+        found = self.second(hidden) + 0.1 * self.frozen(self.second(hidden * hidden))
+        return found + 0.1 * F.linear(F.linear(found, self.first.weight), self.first.weight.t()).tanh()
+
+
+@pytest.mark.parametrize("settings", [{"snapshots": 2}, {"snapshots": "all"}], ids=str)
+@pytest.mark.parametrize("penalty", [False, True])
+def test_linear_layers_in_reverse_over_reverse_mode(settings, penalty):
+    torch.manual_seed(0)
+    net = _Layers().double()
+    x = torch.randn(3, 4, 6, dtype=D)
+    scale, lr = (torch.tensor(v, dtype=D, requires_grad=True) for v in (1.3, 0.05))
+
+    def loss(net):
+        given = (x * scale).requires_grad_()
+        value = (net(given) - x).square().mean()
+        if penalty:
+            value = value + torch.autograd.grad(net(given).sum(), given, create_graph=True)[0].square().mean()
+        return value
+
+    def gradients(adjoint):
+        made = todist.inner_loop(loss, todist.adam(lr=lr), net, 5, meta=scale, adjoint=adjoint)
+        outer = (made.params(x) ** 2).sum()
+        with _Operations() as done:
+            found = torch.autograd.grad(outer, [scale, lr, *net.first.parameters(), net.second.weight])
+        return found, done.names
+
+    expected, _names = gradients(todist.Recorded())
+    found, _names = gradients(todist.Replayed(sweep="reverse", **settings))
+    agree((found, expected))
+
+
+def test_sums_of_weights_gradients_are_made_by_the_products():
+    net = nn.Sequential(nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 20))
+    x, lr = torch.randn(4, 20), torch.tensor(0.1, requires_grad=True)
+    made = todist.inner_loop(
+        lambda net: net(x).square().mean(),
+        todist.adam(lr=lr),
+        net,
+        3,
+        adjoint=todist.Replayed(sweep="reverse"),
+    )
+    outer = sum(p.sum() for p in made.params.parameters())
+    with _Operations() as done:
+        torch.autograd.grad(outer, lr)
+    large = [name for name in done.names if name in ("aten::mm", "aten::add.Tensor", "aten::addmm_")]
+    # Each step has two for the second weight, of which one adds; all others are written where they are needed.
+    assert sorted(large) == ["aten::addmm_"] * 3
+
+
 def test_parameters_that_are_overwritten_before_backward_are_an_error():
     p = torch.ones(3, dtype=D, requires_grad=True)
     result = todist.inner_loop(lambda p: (p**3).sum(), todist.sgd(lr=0.1), p, 2, adjoint=todist.Replayed())

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -30,14 +29,16 @@ class Pool:
     """Memory of one backward pass that waits to be used again.
 
     Args:
-        tensors: what one snapshot has.
+        loop: whose backward pass it is.
     """
 
     room: int = 1
     """For how many snapshots there is to be memory, at most."""
 
-    def __init__(self, tensors: Iterable[Any]) -> None:
-        self._each = Counter((x.shape, x.dtype) for x in tensors if isinstance(x, Tensor))
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+        moved = [loop.first.params[place] for place in loop.model.moved_places]
+        self._each = Counter((x.shape, x.dtype) for x in _leaves(loop.first._replace(params=moved)))
         self._free: dict[Kind, list[Tensor]] = {}
 
     def memory_for(self, tensor: Tensor) -> Tensor:
@@ -49,14 +50,14 @@ class Pool:
         """The same numbers, without history, in memory of their own."""
         return self.memory_for(tensor).copy_(tensor.detach())
 
-    def step(self, loop: Loop, carry: Carry, found: Evaluation) -> Carry:
+    def step(self, carry: Carry, found: Evaluation) -> Carry:
         """Make a step without a graph; what it starts from stays as it is.
 
         Args:
-            loop: trains in place.
             carry: what the step starts from.
             found: its gradient.
         """
+        loop = self._loop
         new = loop.own(carry, self.memory_for)
         with loop.substituted():
             if training_step_into(

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from torchopt_dist.diff.adjoints._loop import Carry, Loop
+from torchopt_dist.diff.replay._duals import plus
+from torchopt_dist.diff.replay._linear import LinearLayers
 from torchopt_dist.typing import OptionalTensor
 
 __all__ = ["Graph", "graph_of", "leaf_like", "leaves_at", "pulled_back"]
@@ -21,30 +23,51 @@ class Graph(NamedTuple):
     """What it is with respect to, one a moved parameter."""
     loss: Tensor
     grads: Sequence[OptionalTensor]
+    layers: LinearLayers
 
     def products(
-        self, along: Sequence[OptionalTensor], loss_bar: OptionalTensor, declared: Sequence[Tensor]
+        self,
+        along: Sequence[OptionalTensor],
+        loss_bar: OptionalTensor,
+        declared: Sequence[Tensor],
+        room: Sequence[OptionalTensor],
     ) -> tuple[list[OptionalTensor], list[OptionalTensor]]:
-        """The gradients of ``sum(along * grads) + loss_bar * loss``: of the inputs, and of what is declared."""
+        """The gradients of ``sum(along * grads) + loss_bar * loss``: of the inputs, and of what is declared.
+
+        Args:
+            along: one an input.
+            loss_bar: 0-d.
+            declared: what else there is to be a gradient for.
+            room: tensors like the inputs, which may be overwritten by their gradients; none has to be there.
+        """
+        sums = {id(x): total for x, total in zip(self.inputs, room, strict=True) if total is not None}
         bars = [None if grad is None else bar for grad, bar in zip(self.grads, along, strict=True)]
         outputs = [self.loss if grad is None else grad for grad in self.grads]
-        found = pulled_back([*outputs, self.loss], [*bars, loss_bar], [*self.inputs, *declared])
+        with self.layers.summed(sums) as there:
+            found = pulled_back([*outputs, self.loss], [*bars, loss_bar], [*self.inputs, *declared])
+            for place, x in enumerate(self.inputs):
+                if id(x) in there:
+                    found[place] = plus(sums[id(x)], found[place])
         return found[: len(self.inputs)], found[len(self.inputs) :]
 
 
-def graph_of(loop: Loop, carry: Carry, number: int) -> Graph:
-    """Evaluate the loss of a step, and its gradient with a graph."""
+def graph_of(loop: Loop, carry: Carry, number: int, *, values: bool) -> Graph:
+    """Evaluate the loss of a step, and its gradient with a graph; without ``values`` its numbers may be others."""
     places = loop.model.moved_places
     params = leaves_at(carry.params, places)
     inputs = [params[place] for place in places]
     tied = [params[place] for place in loop.model.first_places]
+    layers = LinearLayers(inputs)
     with torch.enable_grad():
-        loss, _aux, _buffers = loop.evaluate(tied, carry.buffers, number)
+        with layers:
+            loss, _aux, _buffers = loop.evaluate(tied, carry.buffers, number)
         loss = loss.reshape(loop.samples)
         grads: Sequence[OptionalTensor] = [None] * len(inputs)
         if loss.requires_grad:
+            layers.without_values = not values
             grads = torch.autograd.grad(loss.sum(), inputs, create_graph=True, allow_unused=True)
-        return Graph(inputs, loss, grads)
+            layers.without_values = False
+        return Graph(inputs, loss, grads, layers)
 
 
 def leaf_like(tensor: Tensor) -> Tensor:

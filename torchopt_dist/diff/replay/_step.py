@@ -137,7 +137,7 @@ class StepGradient:
             with suppress(
                 Exception
             ):  # it will come again, or is one of an operation without second derivative
-                graph = graph_of(self._loop, carry, number)
+                graph = graph_of(self._loop, carry, number, values=True)
                 cut = [None if grad is None else grad.detach() for grad in graph.grads]
                 grads = put([None] * len(carry.params), self._loop.model.moved_places, cut)
         if grads is None:
@@ -154,9 +154,12 @@ class StepGradient:
         bars.params.clear()
         bars.state.clear()
         found = None
+        room: list[OptionalTensor] = [None] * len(through)
+        if before.are_own and self._room is not None:
+            room = [self._room.terms[place] for place in self._loop.model.moved_places]
         while self._ways[0] != "recorded":
             try:
-                found = self._mixed(carry, number, through, loss_bar, graph)
+                found = self._mixed(carry, number, through, loss_bar, graph, room)
                 break
             except Exception as error:  # the loss has been called like this before, without forward mode
                 self._ways.pop(0)
@@ -273,10 +276,11 @@ class StepGradient:
         along: Sequence[OptionalTensor],
         loss_bar: OptionalTensor,
         graph: Graph | None,
+        room: Sequence[OptionalTensor],
     ) -> tuple[list[OptionalTensor], list[OptionalTensor]]:
         if self._ways[0] == "reverse":
-            graph = graph or graph_of(self._loop, carry, number)
-            return graph.products(along, loss_bar, self._declared)
+            graph = graph or graph_of(self._loop, carry, number, values=False)
+            return graph.products(along, loss_bar, self._declared, room)
         loop, places = self._loop, self._loop.model.moved_places
         params = leaves_at(carry.params, places)
         inputs = [params[place] for place in places]

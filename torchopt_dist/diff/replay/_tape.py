@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchopt_dist import pytree
 from torchopt_dist._torch_private import memory_is_shared, outside_of_transforms
 from torchopt_dist.diff.adjoints._autocast import current_autocast, forget_casts
 from torchopt_dist.diff.adjoints._declared import depend_on_each_other, differentiable
@@ -176,8 +175,8 @@ class Tape:
         now, loss_bars = Bars(bars[:count], bars[count:-1]), bars[-1]
         bars.clear()
         totals: list[OptionalTensor] = [None] * len(self.declared)
-        last = trail is None and starts is None
-        pool = self._pool() if last and self._gradient.reuses_memory else None
+        reuse = trail is None and starts is None and self._gradient.reuses_memory
+        pool = Pool(self.loop) if reuse else None
         self.run_again = 0
         with self._contexts():
             for number in reversed(range(len(self.outcome.losses))):
@@ -260,7 +259,6 @@ class Tape:
         whole = give()
         is_kept = again is not None and whole.is_whole
         carry = whole.filled().carry if is_kept else self._remade(kept, pool)
-        del whole
         rest = number + 1 - at
         room = self.snapshots - len(kept) + 1 + max(0, self.gradients - 1)
         while at < number:
@@ -268,7 +266,7 @@ class Tape:
             with kept_generators():
                 for _ in range(ahead):
                     if again is not None and is_kept:
-                        carry = again.step(self.loop, carry, self.loop.gradient(carry, at, record=False))
+                        carry = again.step(carry, self.loop.gradient(carry, at, record=False))
                     else:
                         carry, _loss, _aux = self.loop.training_step(carry, at)
                     is_kept = False
@@ -279,11 +277,6 @@ class Tape:
                 is_kept = again is not None and not self.store.copies
                 self._keep(kept, at, carry, None, copy=not is_kept)
         return Snapshot(number, carry, None)
-
-    def _pool(self) -> Pool:
-        params, state, _buffers = self.loop.first
-        moved = [params[place] for place in self.loop.model.moved_places]
-        return Pool([*moved, *pytree.flatten(state)[0]])
 
     def _remade(self, kept: list[Kept], pool: Pool | None) -> Carry:
         """The start of the last snapshot's step, in memory of its own: by known gradients, from a whole snapshot."""
@@ -310,7 +303,7 @@ class Tape:
             if pool is None or not self.loop.trains_in_place:
                 carry = self.loop.moved(given, found, record=False)
             else:
-                carry = pool.step(self.loop, given, found)
+                carry = pool.step(given, found)
             last = Snapshot(after.number, carry, after.grads)
             kept.append((last.number, partial(Snapshot._make, last)))
 
