@@ -71,7 +71,7 @@ def test_workers_of_one_machine_need_no_secret_to_be_given(store, monkeypatch):
             assert second.told("where") == ["here"]
     assert not path.parent.exists()
     store.set("where", ":there")
-    with pytest.raises(todist.InitializationError, match="somebody else"):
+    with pytest.raises(todist.InitializationError, match="another process"):
         second.told("where")
 
 
