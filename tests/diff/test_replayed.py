@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import gc
+import threading
 import warnings
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -281,6 +283,31 @@ def test_a_budget_is_shared_among_snapshots_and_gradients_for_the_fewest_evaluat
         for rest in [steps - max(0, gradients - 1)]
     )
     assert found == 2 * steps + evaluations  # of a run, of the sweeps, and of what is evaluated again
+
+
+def test_loops_in_two_threads_draw_from_generators_of_their_own():
+    meeting = threading.Barrier(2)
+    x = torch.linspace(-1, 1, 12, dtype=D).reshape(4, 3)
+
+    def gradient(seed, meet):
+        w = torch.linspace(0.1, 1, 9, dtype=D).reshape(3, 3).requires_grad_()
+
+        def loss(w):
+            kept = torch.rand(4, 3, generator=torch.Generator().manual_seed(seed)) < 0.5
+            if meet:  # at each call: both loops are at the same place of the same step
+                meeting.wait(60)
+            return (F.layer_norm(x @ w, (3,)) * kept - w.sum()).square().mean() / 9
+
+        adjoint = todist.Replayed(snapshots=1, sweep="reverse")
+        adapted = todist.inner_loop(loss, todist.sgd(lr=0.1), w, 3, adjoint=adjoint)
+        return torch.autograd.grad(adapted.params.square().sum(), w)[0]
+
+    expected = [gradient(seed, False) for seed in (1, 2)]
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(lambda seed: gradient(seed, True), (1, 2)))
+    assert not torch.allclose(*expected)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
 def test_gradients_of_gradients_are_those_of_recording():
