@@ -37,7 +37,7 @@ ROWS = {
     "schedulers": ("optim/test_every_optimizer.py", "test_grad_scaler_and_schedulers"),
     "real torch optimizers": ("optim/test_optimizer.py", "test_it_is_a_torch_optimizer"),
     "the graph stays flat": (
-        "optim/test_derivatives.py",
+        "optim/test_meta_optimizer.py",
         "test_the_graph_stays_flat_over_a_thousand_cut_steps",
     ),
     "and FuncOptimizer's": (
