@@ -13,9 +13,13 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "pipeline_of_steps.py"
 PERCENT = re.compile(r"(\d+\.\d)%")
 
 
-def test_the_steps_run_and_adapting_helps() -> None:
-    two = run_python(EXAMPLE, "--steps", "80")
-    pre_train, adapt, test = two.splitlines()
+def test_the_steps_run_and_adapting_helps(tmp_path: Path) -> None:
+    picture = tmp_path / "steps.png"
+    output = ("--steps", "80", "--output", str(picture))
+    two = run_python(EXAMPLE, *output)
+    pre_train, adapt, test, drawn = two.splitlines()
+    assert drawn == f"picture: {picture}"
+    assert picture.stat().st_size > 10_000
     assert pre_train.startswith("pre-train on 2 workers")
     assert adapt == "adapt on 1 worker: 100 turned images"
     assert test.startswith("test on 2 workers")
@@ -24,6 +28,6 @@ def test_the_steps_run_and_adapting_helps() -> None:
     assert upright > 80
     assert before < 30
     assert after > 60
-    one = run_python(EXAMPLE, "--steps", "80", "--workers", "1")
+    one = run_python(EXAMPLE, *output, "--workers", "1")
     for a, b in zip(PERCENT.findall(one), PERCENT.findall(two), strict=True):
         assert float(a) == pytest.approx(float(b), abs=2.0)
