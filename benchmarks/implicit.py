@@ -79,6 +79,13 @@ def memory_of(steps: int) -> int:
     return sum(kept)
 
 
+TERMS = {
+    "cg": "steps of conjugate gradients",
+    "normal cg": "steps of them on the normal equations",
+    "Neumann": "terms of the Neumann series",
+}
+
+
 def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -97,7 +104,7 @@ def main() -> None:
             rows.append([name, *(f"{seconds[w] * 1e3:.0f} ms" if w in seconds else "" for w in columns)])
             if "TorchOpt" in seconds:
                 faster = f"{seconds['TorchOpt'] / seconds['ours']:.2f} times as fast"
-                ratio(f"{STEPS} steps of {name}, 1 M parameters", "TorchOpt's", faster)
+                ratio(f"{STEPS} {TERMS[name]}, 1 M parameters", "TorchOpt's", faster)
     table(["", "ours", "TorchOpt", "the bare products"], rows)
     few, many = memory_of(20), memory_of(200)
     print(f"Saved for backward: {few / 1e6:.0f} MB after 20 steps, {many / 1e6:.0f} MB after 200.")

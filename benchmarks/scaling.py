@@ -154,7 +154,7 @@ LINE = 10e9 / 8  # bytes a second
 LATENCY = 50e-6
 CHUNK = 1 << 20
 MODEL = 100_000_000
-FAN_OUT = 3
+FAN_OUT = 2
 
 
 def on_hosts(cpu: Cost, way: str, size: int) -> float:
