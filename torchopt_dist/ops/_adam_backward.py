@@ -42,23 +42,23 @@ def adam_backward_(
     Args:
         moved_grads: gradients of the moved parameters; overwritten by those of the parameters.
         exp_avg_grads: of the next ``exp_avgs``; overwritten by those of ``exp_avgs``.
-        exp_avg_sq_grads: likewise.
+        exp_avg_sq_grads: of the next ``exp_avg_sqs``; overwritten by those of ``exp_avg_sqs``.
         to_grads: tensors of the same shapes; overwritten by the gradients of ``grads``.
         terms: tensors of the same shapes to compute in, if the gradient of ``lr`` is asked for.
-        grads: what the step was made of, as the next four.
-        exp_avgs: likewise.
-        exp_avg_sqs: likewise.
-        steps: likewise.
-        params: likewise.
-        lr: as in :func:`~torchopt_dist.ops._adam.adam_`, as all others.
-        b1: likewise.
-        b2: likewise.
-        eps: likewise.
-        eps_root: likewise.
-        weight_decay: likewise.
-        decoupled: likewise.
-        maximize: likewise.
-        fused: likewise.
+        grads: the gradients that the step was made of.
+        exp_avgs: the averages before the step.
+        exp_avg_sqs: the averages of squares before the step.
+        steps: how many steps there were before, for each parameter.
+        params: the parameters before the step.
+        lr: learning rate, at least 0; this and all others as in :func:`~torchopt_dist.ops._adam.adam_`.
+        b1: decay of the averages, in [0, 1).
+        b2: decay of the averages of squares, in [0, 1).
+        eps: added to the root.
+        eps_root: added inside the root.
+        weight_decay: factor of the parameters.
+        decoupled: whether weight decay moves the parameters by itself, as in AdamW.
+        maximize: whether the step ascends.
+        fused: None and True use the kernel where there is one; False never does.
 
     Returns:
         The gradient of ``lr``, 0-d, or 0 where it is not asked for; ``None`` where there is no kernel: then nothing is

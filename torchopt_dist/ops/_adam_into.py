@@ -38,23 +38,23 @@ def adam_into_(
 
     Args:
         new_params: tensors like ``params``, which are overwritten by the moved ones.
-        new_exp_avgs: likewise.
-        new_exp_avg_sqs: likewise.
-        new_steps: likewise.
-        params: the parameters, which stay as they are, as all others.
+        new_exp_avgs: overwritten by the next averages.
+        new_exp_avg_sqs: overwritten by the next averages of squares.
+        new_steps: overwritten by the next counts.
+        params: the parameters, which stay as they are; so do the next four.
         grads: the gradients.
-        exp_avgs: as there, likewise all others.
-        exp_avg_sqs: likewise.
-        steps: likewise.
-        lr: likewise.
-        b1: likewise.
-        b2: likewise.
-        eps: likewise.
-        eps_root: likewise.
-        weight_decay: likewise.
-        decoupled: likewise.
-        maximize: likewise.
-        fused: likewise.
+        exp_avgs: the averages before the step.
+        exp_avg_sqs: the averages of squares before the step.
+        steps: how many steps there were before, for each parameter.
+        lr: learning rate, at least 0; this and all others as in :func:`~torchopt_dist.ops._adam.adam_`.
+        b1: decay of the averages, in [0, 1).
+        b2: decay of the averages of squares, in [0, 1).
+        eps: added to the root.
+        eps_root: added inside the root.
+        weight_decay: factor of the parameters.
+        decoupled: whether weight decay moves the parameters by itself, as in AdamW.
+        maximize: whether the step ascends.
+        fused: None and True use the kernel where there is one; False never does.
 
     Returns:
         Whether the step is made; without a kernel for these tensors nothing is.
