@@ -46,13 +46,17 @@ class _Freeing(threading.local):
         self.under_way = False
 
 
+_FREEING = _Freeing()
+
+
 class _Link:
     """Holds operations for the one that uses them; when that is freed they are freed in a loop."""
 
     def __init__(self, below: list[Node]) -> None:
         self._below = below
 
-    def __del__(self, freeing: _Freeing = _Freeing()) -> None:  # noqa: B008 - still there at exit
+    # A default is still there when modules are taken down.
+    def __del__(self, freeing: _Freeing = _FREEING) -> None:
         freeing.waiting += self._below
         self._below = []
         if freeing.under_way:
