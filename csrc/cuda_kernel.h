@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kThreads) run_table(const __grid_constant__ Ta
   }
 }
 
-constexpr int32_t kMostLoops = 40;  // 2**40 elements: no GPU holds a tensor that needs more
+constexpr int32_t kMostLoops = 36;  // 2**36 elements: no GPU holds tensors that need more
 
 // One tensor of any strides.
 template <class Op, class T>

@@ -7,14 +7,10 @@ from typing import Any
 
 from torch import nn
 
-from torchopt_dist.ops._adam import adam as adam_op
-from torchopt_dist.ops._adam import adam_
-from torchopt_dist.ops._adam_backward import adam_backward_
-from torchopt_dist.ops._adam_into import adam_into_
+from torchopt_dist.optim._fused_adam import fused_adam
 from torchopt_dist.optim._signatures import arguments_of
 from torchopt_dist.optim.meta_optimizer import MetaOptimizer
 from torchopt_dist.optim.optimizer import Optimizer
-from torchopt_dist.transform._fused_step import fused_step
 from torchopt_dist.transform._hyperparameters import (
     HyperParameter,
     check_decays,
@@ -22,7 +18,7 @@ from torchopt_dist.transform._hyperparameters import (
 from torchopt_dist.transform.add_decayed_weights import penalized
 from torchopt_dist.transform.base import ChainedGradientTransformation, GradientTransformation
 from torchopt_dist.transform.scale import scale_by_learning_rate
-from torchopt_dist.transform.scale_by_adam import ScaleByAdamState, scale_by_adam
+from torchopt_dist.transform.scale_by_adam import scale_by_adam
 from torchopt_dist.typing import ScalarOrSchedule
 
 __all__ = ["Adam", "MetaAdam", "adam"]
@@ -88,16 +84,7 @@ def adam(
         *penalized(weight_decay, maximize),
         scale_by_adam(b1, b2, eps, eps_root, moment_requires_grad, amsgrad=amsgrad, fused=fused),
         scale_by_learning_rate(lr),
-        fused_step=None
-        if amsgrad
-        else fused_step(
-            adam_,
-            adam_op,
-            ScaleByAdamState,
-            into=adam_into_,
-            backward_in_place=adam_backward_,
-            **options,
-        ),
+        fused_step=None if amsgrad else fused_adam(**options),
     )
 
 

@@ -7,20 +7,16 @@ from typing import Any
 
 from torch import nn
 
-from torchopt_dist.ops._adam import adam as adam_op
-from torchopt_dist.ops._adam import adam_
-from torchopt_dist.ops._adam_backward import adam_backward_
-from torchopt_dist.ops._adam_into import adam_into_
+from torchopt_dist.optim._fused_adam import fused_adam
 from torchopt_dist.optim._signatures import arguments_of
 from torchopt_dist.optim.meta_optimizer import MetaOptimizer
 from torchopt_dist.optim.optimizer import Optimizer
-from torchopt_dist.transform._fused_step import fused_step
 from torchopt_dist.transform._hyperparameters import HyperParameter, check_decays
 from torchopt_dist.transform.add_decayed_weights import add_decayed_weights, penalized
 from torchopt_dist.transform.base import ChainedGradientTransformation, GradientTransformation
 from torchopt_dist.transform.masked import Mask
 from torchopt_dist.transform.scale import scale_by_learning_rate
-from torchopt_dist.transform.scale_by_adam import ScaleByAdamState, scale_by_adam
+from torchopt_dist.transform.scale_by_adam import scale_by_adam
 from torchopt_dist.typing import ScalarOrSchedule
 
 __all__ = ["AdamW", "MetaAdamW", "adamw"]
@@ -93,16 +89,7 @@ def adamw(
         scale_by_adam(b1, b2, eps, eps_root, moment_requires_grad, amsgrad=amsgrad, fused=fused),
         add_decayed_weights(weight_decay, mask),
         scale_by_learning_rate(lr),
-        fused_step=None
-        if amsgrad or mask is not None
-        else fused_step(
-            adam_,
-            adam_op,
-            ScaleByAdamState,
-            into=adam_into_,
-            backward_in_place=adam_backward_,
-            **options,
-        ),
+        fused_step=None if amsgrad or mask is not None else fused_adam(**options),
     )
 
 
