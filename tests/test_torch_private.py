@@ -5,21 +5,23 @@ from __future__ import annotations
 import ast
 import inspect
 import multiprocessing.util
+import runpy
 import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.distributed import rpc
+from torch.overrides import TorchFunctionMode
 
 import torchopt_dist as todist
 from torchopt_dist import _torch_private as private
@@ -102,6 +104,19 @@ def test_backwards_have_numbers_unless_these_are_hidden(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("hide", [False, True])
+def test_a_hook_is_told_its_node_unless_it_is_hidden(monkeypatch: pytest.MonkeyPatch, hide: bool) -> None:
+    if hide:
+        monkeypatch.delattr(torch._C, "_current_autograd_node")
+    y = torch.ones((), requires_grad=True) * 2
+    told: list[object] = []
+    assert y.grad_fn is not None
+    y.grad_fn.register_hook(lambda *_: told.append(private.evaluating_node()))
+    expected = None if hide else y.grad_fn
+    y.backward()
+    assert told == [expected]
+
+
+@pytest.mark.parametrize("hide", [False, True])
 def test_every_gradient_counts_as_needed_where_the_engine_does_not_say(
     monkeypatch: pytest.MonkeyPatch, hide: bool
 ) -> None:
@@ -137,6 +152,52 @@ def test_a_gradient_that_was_asked_for_by_name_is_told_from_an_accumulated_one(
     torch.autograd.grad(product, x, retain_graph=True)
     product.backward()
     assert answers == [not hide, False]
+
+
+@pytest.mark.parametrize("hide", [False, True])
+def test_a_loss_is_differentiated_as_torch_does_it_even_where_the_engine_is_hidden(
+    monkeypatch: pytest.MonkeyPatch, hide: bool
+) -> None:
+    class Seen(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    if hide:
+        monkeypatch.setattr(torch.autograd, "Variable", SimpleNamespace())
+    x, y, unused = (torch.tensor([2.0], requires_grad=True) for _ in range(3))
+    loss = x**3 * y.exp()
+    given = private.grad_of_loss(loss, [y], torch.tensor([0.5]), retain_graph=True)
+    (twice,) = given
+    assert twice is not None
+    assert not twice.requires_grad
+    torch.testing.assert_close(twice, 4 * y.detach().exp())
+    of_x, none = private.grad_of_loss(loss, [x, unused], create_graph=True)
+    assert of_x is not None
+    assert none is None
+    (second,) = private.grad_of_loss(of_x, [x])
+    torch.testing.assert_close(second, 12 * y.detach().exp())
+    with pytest.raises(RuntimeError, match="second time"):
+        private.grad_of_loss(of_x, [x])
+    with pytest.raises(RuntimeError, match="only for real scalar outputs"):
+        private.grad_of_loss(x * 1j, [x])
+    seen: list[Any] = []
+    with Seen():
+        private.grad_of_loss(x * 2, [x])
+    assert torch.autograd.grad in seen
+
+
+@pytest.mark.parametrize("hide", [False, True])
+def test_autocast_is_found_to_be_on_even_where_it_is_asked_device_by_device(
+    monkeypatch: pytest.MonkeyPatch, hide: bool
+) -> None:
+    if hide:
+        monkeypatch.delattr(torch._C, "_is_any_autocast_enabled")
+    assert not private.autocast_is_on()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert private.autocast_is_on()
+        with torch.autocast("cpu", enabled=False):
+            assert not private.autocast_is_on()
 
 
 def test_changes_in_place_go_unnoticed_without_versions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,13 +367,14 @@ def test_differences_are_the_same_where_hooks_and_numbers_of_nodes_cannot_be_see
 
     scale = torch.tensor(0.5, requires_grad=True)
     assert not private.has_hooks(scale)
-    assert private.sequence_number((scale * 2).grad_fn) < 2**63
+    made = (scale * 2).grad_fn
+    assert private.sequence_numbers(made)(made) < 2**63
     expected = of_scale()
     monkeypatch.setattr("torchopt_dist.diff.adjoints._differences.has_hooks", lambda _: True)
     torch.testing.assert_close(of_scale(), expected)
     hidden: Any = SimpleNamespace()
     assert private.has_hooks(hidden)
-    assert private.sequence_number(hidden) == 2**64 - 1
+    assert private.sequence_numbers(hidden)(hidden) == 2**64 - 1
     handle = scale.register_hook(lambda grad: grad)
     assert private.has_hooks(scale)
     handle.remove()
@@ -546,11 +608,12 @@ def test_no_thread_has_a_frame_where_python_does_not_say(monkeypatch: pytest.Mon
 def test_phases_are_no_ranges_where_the_profiler_cannot_be_asked(
     monkeypatch: pytest.MonkeyPatch, hide: bool
 ) -> None:
-    assert not private.profiler_is_on()
     if hide:
         monkeypatch.delattr(torch.autograd, "_profiler_enabled")
+    imported = runpy.run_path(str(private.__file__))  # the name is looked up when the module is imported
+    assert not imported["profiler_is_on"]()
     with torch.profiler.profile(acc_events=True):  # torch 2.11 warns without
-        assert private.profiler_is_on() is not hide
+        assert imported["profiler_is_on"]() is not hide
 
 
 def test_an_interpreter_has_no_options_where_they_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -661,6 +724,59 @@ def private_names(source: str) -> Iterator[tuple[int, str]]:
 
 def _is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith(("__", "_foreach_"))
+
+
+class _Nested(torch.autograd.Function):
+    """Its backward makes another backward pass, and so on; the engine goes on in another thread where they are many."""
+
+    apply: ClassVar[Any]
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, depth: int, seen: set[tuple[int, object]]) -> Tensor:
+        ctx.depth, ctx.seen = depth, seen
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        ctx.seen.add((threading.get_ident(), private.asking_thread()))
+        if ctx.depth:
+            with torch.enable_grad():
+                _Nested.apply(torch.ones(1, requires_grad=True), ctx.depth - 1, ctx.seen).sum().backward()
+        return grads[0], None, None
+
+
+def test_a_thread_of_the_engine_answers_as_the_one_that_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    mine = private.asking_thread()
+    seen: set[tuple[int, object]] = set()
+    _Nested.apply(torch.ones(1, requires_grad=True), 70, seen).sum().backward()
+    assert len({thread for thread, _ in seen}) == 2
+    assert {token for _, token in seen} == {mine}
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+@pytest.mark.parametrize("with_gpu", [False, True])
+def test_a_thread_is_told_from_others(monkeypatch: pytest.MonkeyPatch, hidden: bool, with_gpu: bool) -> None:
+    kept: list[str] = []
+    if hidden:
+        monkeypatch.delattr(torch._C, "_is_key_in_tls")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: with_gpu)
+    monkeypatch.setattr(torch._C, "_stash_obj_in_tls", _recording(torch._C._stash_obj_in_tls, kept))
+    mine, others = private.asking_thread(), []
+    other = threading.Thread(target=lambda: others.append(private.asking_thread()))
+    other.start()
+    other.join()
+    assert private.asking_thread() is mine
+    assert others[0] is not mine
+    assert bool(kept) is (with_gpu and not hidden)  # without a GPU nothing is kept that ends with a thread
+
+
+def _recording(stash: Callable[[str, object], None], kept: list[str]) -> Callable[[str, object], None]:
+    def record(key: str, value: object) -> None:
+        kept.append(key)
+        stash(key, value)
+
+    return record
 
 
 def test_no_other_file_uses_a_private_name() -> None:

@@ -13,9 +13,10 @@ import math
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from multiprocessing import util
+from operator import methodcaller
 from pathlib import Path
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar, cast
@@ -24,12 +25,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.distributed import rpc
+from torch.overrides import has_torch_function
 
-from torchopt_dist.typing import TensorContainer
+from torchopt_dist.typing import OptionalTensor, TensorContainer
 
 __all__ = [
     "advance_sequence_numbers",
     "apply_function",
+    "asking_thread",
+    "autocast_is_on",
     "batch_of",
     "batched",
     "buffers_of",
@@ -39,11 +43,13 @@ __all__ = [
     "engine_keeps_graph",
     "engine_needs_node",
     "engine_run",
+    "evaluating_node",
     "exception_in",
     "finish_interpreter",
     "forward_mode_is_active",
     "frame_of",
     "fused_step",
+    "grad_of_loss",
     "has_hooks",
     "has_kernel",
     "init_distributed_autograd",
@@ -58,7 +64,7 @@ __all__ = [
     "parameters_of",
     "profiler_is_on",
     "saved_tensors_are_packed",
-    "sequence_number",
+    "sequence_numbers",
     "set_cpp_log_level",
     "set_default_rpc_timeout",
     "set_parameters",
@@ -89,6 +95,17 @@ def _find(path: str) -> Any:
 # Autograd.
 
 
+def autocast_is_on() -> bool:
+    """Whether autocast is on for any type of device.
+
+    Without the name the CPU and GPUs are asked one by one.
+    """
+    is_on = getattr(torch._C, "_is_any_autocast_enabled", None)
+    if is_on is None:
+        return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+    return bool(is_on())
+
+
 def set_sequence_number(tensor: Tensor, number: int) -> None:
     """Set the priority of the node that made ``tensor``: the engine runs the ready node with the highest number first.
 
@@ -104,18 +121,19 @@ def next_sequence_number() -> int:
 
     Without the name the answer is always 0.
     """
-    peek = _find("_C._autograd._get_sequence_nr")
+    peek = getattr(torch._C._autograd, "_get_sequence_nr", None)
     return 0 if peek is None else int(peek())
 
 
-def sequence_number(node: Any) -> int:
-    """The number of a node, in the order in which its thread made its nodes; a leaf has the highest number.
+def sequence_numbers(node: Any) -> Callable[[Any], int]:
+    """A function of a node like this one → its number, in the order in which its thread made its nodes.
 
-    Without the name each node has that number: an inner loop by finite differences then counts what was computed from a
-    meta tensor before the loop as a part of its loss.
+    A leaf has the highest number. Without the name each node has that number: an inner loop by finite differences then
+    counts what was computed from a meta tensor before the loop as a part of its loss.
     """
-    number = getattr(node, "_sequence_nr", None)
-    return 2**64 - 1 if number is None else int(number())
+    if not hasattr(node, "_sequence_nr"):
+        return lambda _: 2**64 - 1
+    return methodcaller("_sequence_nr")
 
 
 def advance_sequence_numbers(number: int) -> None:
@@ -132,6 +150,40 @@ def advance_sequence_numbers(number: int) -> None:
                 leaf.view(())
 
 
+def grad_of_loss(
+    loss: Tensor,
+    inputs: Sequence[Tensor],
+    bar: Tensor | None = None,
+    *,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+) -> tuple[OptionalTensor, ...]:
+    """``torch.autograd.grad`` of a loss, with ``allow_unused=True``, but without looking at its arguments.
+
+    Torch looks at them in Python, which takes longer than the gradient of a small loss. Without the name, and where a
+    compiler or ``__torch_function__`` is to see the call, it is torch's own.
+
+    Args:
+        loss: a tensor.
+        inputs: the tensors to differentiate with respect to, at least one.
+        bar: the gradient of the loss, of its shape and dtype; 1, for a loss of one element, if not given.
+        retain_graph: as torch's.
+        create_graph: likewise.
+    """
+    run = getattr(getattr(torch.autograd.Variable, "_execution_engine", None), "run_backward", None)
+    is_plain = loss.is_cpu and (bar is not None or loss.is_floating_point())
+    if run is None or not is_plain or has_torch_function((loss, *inputs)) or torch.compiler.is_compiling():
+        return torch.autograd.grad(
+            loss, inputs, bar, retain_graph=retain_graph, create_graph=create_graph, allow_unused=True
+        )
+    bars = (torch.ones_like(loss, memory_format=torch.preserve_format) if bar is None else bar,)
+    keep = create_graph if retain_graph is None else retain_graph
+    found: tuple[OptionalTensor, ...] = run(
+        (loss,), bars, keep, create_graph, tuple(inputs), allow_unreachable=True, accumulate_grad=False
+    )
+    return found
+
+
 def engine_keeps_graph() -> bool:
     """Whether the backward that runs in this thread was asked for with ``retain_graph=True``.
 
@@ -139,6 +191,15 @@ def engine_keeps_graph() -> bool:
     """
     keeps_graph = _find("_C._autograd._get_current_graph_task_keep_graph")
     return True if keeps_graph is None else bool(keeps_graph())
+
+
+def evaluating_node() -> Any:
+    """The node of the graph that torch's engine evaluates in this thread, for its hooks.
+
+    Without the name there is none: the third derivative of a normalization is then torch's.
+    """
+    node = _find("_C._current_autograd_node")
+    return None if node is None else node()
 
 
 def bytes_of_results(node: Any) -> int:
@@ -179,10 +240,37 @@ def engine_captures_leaf(node: Any) -> bool:
     return False
 
 
+_THREAD = threading.local()
+
+
+def asking_thread() -> object:
+    """An object for this thread; in a thread of the engine, that of the thread that asked for the backward pass.
+
+    Without the names each thread has its own: a loss that differentiates an inner loop on a GPU, where the engine uses
+    another thread, then waits for its own turn to draw random numbers for as long as there is patience.
+    """
+    token: object = vars(_THREAD).setdefault("token", object())
+    if not torch.cuda.is_initialized():
+        # Without a GPU the engine uses the asking thread itself, if no more than 60 backward passes are nested.
+        # What torch keeps for a thread is freed by C++ code at the thread's end, which aborts the process if the
+        # interpreter is ending, too.
+        return token
+    core = torch._C
+    try:
+        if not core._is_key_in_tls("torchopt_dist"):
+            # Torch 2.11 gives back a reference at the thread's end that it has not taken.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(token))
+            core._stash_obj_in_tls("torchopt_dist", token)
+        return core._get_obj_in_tls("torchopt_dist")
+    except AttributeError:
+        return token
+
+
 def engine_run() -> int:
     """A number of the backward that runs in this thread, which no other backward has; -1 outside of any.
 
-    Without the name the answer is always -1: an error of a share's backward may come after ``.grad`` has been written.
+    Without the name the answer is always -1: an error of a share's backward may come after ``.grad`` has been written,
+    and workers send their gradients when the backward is done.
     """
     run = _find("_C._current_graph_task_id")
     return -1 if run is None else int(run())
@@ -517,13 +605,11 @@ def tensorpipe_options_with_sockets() -> rpc.TensorPipeRpcBackendOptions:
 # Threads and processes.
 
 
-def profiler_is_on() -> bool:
-    """Whether ``torch.profiler`` records what this thread does.
+profiler_is_on: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", bool)
+"""Whether ``torch.profiler`` records what this thread does: torch's own function, since each phase of a call asks.
 
-    Without the name the answer is always no: the phases of a call are no ranges in its traces.
-    """
-    is_on = getattr(torch.autograd, "_profiler_enabled", None)
-    return is_on is not None and bool(is_on())
+Without the name the answer is always no, as of ``bool()``: the phases of a call are no ranges in its traces.
+"""
 
 
 def exception_in(thread: int) -> BaseException | None:

@@ -7,21 +7,27 @@ formula, ``SDPBackend.MATH``, has all of them.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.backends import cuda
 
 from torchopt_dist.typing import OptionalTensor
 
-__all__ = ["attention_by_formula", "explain"]
+__all__ = ["attention_by_formula", "explain", "is_attention"]
 
+# Torch's own context, `sdpa_kernel`, must be left by the thread that has entered it (2.15).
+_SETTINGS: tuple[tuple[Callable[[], bool], Callable[[bool], None]], ...] = (
+    (cuda.math_sdp_enabled, cuda.enable_math_sdp),
+    (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
+    (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
+    (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
+)
+"""Torch's, on every device: what says whether a way is allowed, and what allows it."""
+_FORMULA = (True, False, False, False)
 _KERNELS = "ScaledDotProduct"
 """What the names of the kernels' nodes begin with; the formula has none of its own."""
-_NODES = 20_000
-"""So many nodes of a graph are looked at, at most."""
 
 
 class _Choice:
@@ -30,7 +36,7 @@ class _Choice:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.count = 0
-        self.chosen = ExitStack()
+        self.before: list[bool] = []
 
 
 _choice = _Choice()
@@ -45,7 +51,9 @@ def attention_by_formula() -> Iterator[None]:
     """
     with _choice.lock:
         if _choice.count == 0:
-            _choice.chosen.enter_context(sdpa_kernel(SDPBackend.MATH))
+            _choice.before = [is_enabled() for is_enabled, _ in _SETTINGS]
+            for (_, enable), wanted in zip(_SETTINGS, _FORMULA, strict=True):
+                enable(wanted)
         _choice.count += 1
     try:
         yield
@@ -53,21 +61,24 @@ def attention_by_formula() -> Iterator[None]:
         with _choice.lock:
             _choice.count -= 1
             if _choice.count == 0:
-                _choice.chosen.close()
+                for (_, enable), before in zip(_SETTINGS, _choice.before, strict=True):
+                    enable(before)
 
 
-def explain(loss: Tensor, grads: Sequence[OptionalTensor], leaves: Sequence[Tensor]) -> None:
+def is_attention(kind: str) -> bool:
+    """Whether a node's class of this name is that of a kernel of attention."""
+    return kind.startswith(_KERNELS)
+
+
+def explain(nodes: Iterable[Any]) -> None:
     """Let a backward through recorded gradients, of which attention's kernels are incapable, raise a clear error.
 
     Args:
-        loss: the loss that was differentiated.
-        grads: its gradients, with a graph.
-        leaves: the tensors with respect to which it was differentiated; the graph behind them is not searched.
+        nodes: of the gradients of a loss with attention.
     """
-    if any(kind.__name__.startswith(_KERNELS) for kind in {*map(type, _nodes([loss], leaves))}):
-        for node in _nodes([grad for grad in grads if grad is not None], leaves):
-            if node.name().endswith("NotImplemented"):
-                node.register_prehook(_refuse)
+    for node in nodes:
+        if node.name().endswith("NotImplemented"):
+            node.register_prehook(_refuse)
 
 
 def _refuse(grad_outputs: tuple[OptionalTensor, ...]) -> None:
@@ -77,17 +88,3 @@ def _refuse(grad_outputs: tuple[OptionalTensor, ...]) -> None:
         "`torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)`; or ask for no second order by "
         "`optimizer.step(loss, first_order=True)`"
     )
-
-
-def _nodes(ends: Sequence[Tensor], begins: Sequence[Tensor]) -> list[Any]:
-    """The nodes of the graph between tensors."""
-    seen: set[Any] = {None, *[tensor.grad_fn for tensor in begins]}
-    found: list[Any] = []
-    waiting: list[Any] = [tensor.grad_fn for tensor in ends]
-    while waiting and len(found) < _NODES:
-        node = waiting.pop()
-        if node not in seen:
-            seen.add(node)
-            found.append(node)
-            waiting += [following for following, _ in node.next_functions if following not in seen]
-    return found

@@ -14,7 +14,8 @@ from torchopt_dist import pytree
 from torchopt_dist.ops._columns import as_complex, as_real, pick, present, put
 from torchopt_dist.ops._foreach import runs_in_a_loop
 from torchopt_dist.transform._hyperparameters import is_number
-from torchopt_dist.transform._pulled_step import PulledFn, leaves_of, pulled_step
+from torchopt_dist.transform._pulled_step import AheadFn, PulledFn, leaves_of, pulled_step
+from torchopt_dist.transform._states_ahead import states_ahead
 from torchopt_dist.typing import OptionalTensor, OptState, Params, ScalarOrSchedule, Schedule, Updates
 
 __all__ = ["FusedStep", "fused_step"]
@@ -87,6 +88,8 @@ class FusedStep:
     """The step that is recorded in the graph."""
     pulled: PulledFn | None = None
     """The derivative of the differentiable step, by itself."""
+    ahead: AheadFn | None = None
+    """States of several steps whose gradients are known, by which ``pulled`` can go back through them."""
     first_link: int = 0
     """The steps stand for this link of the chain and all after it; the links before it run first, as they are."""
     pulls_in_place: bool = False
@@ -111,6 +114,7 @@ class FusedStep:
             "into": self.into,
             "differentiable": self.differentiable,
             "pulled": self.pulled,
+            "ahead": self.ahead,
         }
         for name, step in steps.items():
             if isinstance(step, partial):
@@ -127,6 +131,7 @@ def fused_step(
     *state_types: type[Any] | None,
     into: Callable[..., bool] | None = None,
     backward_in_place: Callable[..., OptionalTensor] | None = None,
+    ahead: Callable[..., bool] | None = None,
     **options: Any,
 ) -> FusedStep | None:
     """Make the whole steps of a chain from two ops.
@@ -143,6 +148,9 @@ def fused_step(
         backward_in_place: as ``differentiable`` with ``bars``, but it takes the gradients of its results as lists, and
             overwrites them, and what is to be overwritten by the gradients of its gradients as ``to_grads``; with
             ``terms``, tensors to compute in, it gives the gradient of ``lr``. ``None`` from it: nothing was done.
+        ahead: takes lists that it overwrites by the fields, ``step`` left out, as they are after several steps, or
+            ``None`` for each; the fields by name, and as ``grads`` a list of gradients for each step. Gives whether
+            that can be done, and then ``backward_in_place`` takes ``earlier``.
         state_types: the types of those links' states, ``None`` for a link left out; the other links have no state.
         options: the hyper-parameters, and whatever else both ops take; one that is ``None`` is not passed. ``lr``
             may be a schedule, if the last link is the one that it makes, or a tensor of one element on the CPU: then
@@ -167,6 +175,7 @@ def fused_step(
         None
         if differentiable is None
         else partial(pulled_step, differentiable, backward_in_place, types, schedule, given),
+        None if ahead is None else partial(states_ahead, ahead, types, schedule, given),
         pulls_in_place=backward_in_place is not None,
         of_gradients_alone=(
             differentiable is not None and schedule is None and not given.get("weight_decay", 0.0)

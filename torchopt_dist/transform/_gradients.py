@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from torchopt_dist import _torch_private
 from torchopt_dist._vmap import values_of
-from torchopt_dist.transform import _attention
+from torchopt_dist.transform._recorded_gradients import recorded_gradients
 from torchopt_dist.typing import OptionalTensor
 
 __all__ = ["gradients"]
@@ -50,12 +49,11 @@ def gradients(
     of_loss = values_of(loss, levels)
     found: Sequence[OptionalTensor] = ()
     if of_loss.values.requires_grad and wanted:
-        found = torch.autograd.grad(
+        found = _differentiated(
             of_loss.values.sum() if of_loss.dims else loss,
             [one.values for one in wanted.values()],
-            create_graph=create_graph,
-            retain_graph=retain_graph,
-            allow_unused=True,
+            create_graph,
+            retain_graph,
         )
     if all(grad is None for grad in found):
         raise ValueError(_nothing_found(len(leaves), len(wanted)))
@@ -70,8 +68,6 @@ def gradients(
                 "map over the parameters, too"
             )
         out[place] = one.tensor(grad)
-    if create_graph:
-        _attention.explain(of_loss.values, found, [one.values for one in wanted.values()])
     return out
 
 
@@ -81,17 +77,21 @@ def _outside_of_transforms(
     own = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
     found: Sequence[OptionalTensor] = ()
     if loss.requires_grad and own:
-        found = torch.autograd.grad(
-            loss, own, create_graph=create_graph, retain_graph=retain_graph, allow_unused=True
-        )
+        found = _differentiated(loss, own, create_graph, retain_graph)
     if all(grad is None for grad in found):
         raise ValueError(_nothing_found(len(leaves), len(own)))
-    if create_graph:
-        _attention.explain(loss, found, own)
     if len(own) == len(leaves):
         return list(found)
     rest = iter(found)
     return [next(rest) if leaf is not None and leaf.requires_grad else None for leaf in leaves]
+
+
+def _differentiated(
+    loss: Tensor, leaves: Sequence[Tensor], create_graph: bool, retain_graph: bool | None
+) -> tuple[OptionalTensor, ...]:
+    if create_graph:
+        return recorded_gradients(loss, leaves, retain_graph=retain_graph)
+    return _torch_private.grad_of_loss(loss, leaves, retain_graph=retain_graph)
 
 
 def _nothing_found(count: int, wanted: int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -20,7 +19,9 @@ __all__ = [
     "apply_updates",
     "differentiable_step",
     "move_",
+    "parts_of",
     "pulls_in_place",
+    "states_ahead",
     "step_in_place",
     "step_pulled_back",
     "training_step",
@@ -135,8 +136,15 @@ def _with_gradients_added(params: Params, grads: Updates, factor: float) -> Para
     Beside a small module's backward the time of this is that of looking at the arguments.
     """
     if isinstance(params, Tensor) and isinstance(grads, Tensor):
-        moved = _with_gradients_added({"": params}, {"": grads}, factor)
-        return None if moved is None else cast("dict[str, Tensor]", moved)[""]
+        plain = type(params) in PLAIN and type(grads) in PLAIN and params.dtype == grads.dtype
+        if (
+            not plain
+            or params.is_complex()
+            or params.shape != grads.shape
+            or foreach.runs_in_a_loop([params])
+        ):
+            return None
+        return params.add(grads, alpha=factor)
     if type(params) is not dict or type(grads) is not dict or params.keys() != grads.keys():
         return None
     names = [name for name, grad in grads.items() if grad is not None]
@@ -145,6 +153,17 @@ def _with_gradients_added(params: Params, grads: Updates, factor: float) -> Para
     if not plain or foreach.runs_in_a_loop(old) or [p.shape for p in old] != [g.shape for g in step]:
         return None
     return {**params, **dict(zip(names, foreach.add(old, step, factor), strict=True))}
+
+
+def parts_of(
+    impl: GradientTransformation,
+) -> tuple[ChainedGradientTransformation | None, GradientTransformation]:
+    """A chain → the links before its fused step, ``None`` if there are none, and the others with the step."""
+    if not isinstance(impl, ChainedGradientTransformation) or impl.fused_step.first_link == 0:
+        return None, impl
+    first, links = impl.fused_step.first_link, impl.transformations
+    rest = ChainedGradientTransformation(*links[first:], fused_step=impl.fused_step.after(-first))
+    return ChainedGradientTransformation(*links[:first]), rest
 
 
 def pulls_in_place(impl: GradientTransformation) -> bool:
@@ -159,6 +178,7 @@ def step_pulled_back(
     state: OptState,
     bars: StepBars,
     room: Room | None = None,
+    earlier: Sequence[Sequence[OptionalTensor]] | None = None,
 ) -> tuple[PulledStep, Tensor | None] | None:
     """Gradients of what :func:`differentiable_step` makes → of what it is made of, without a graph.
 
@@ -169,6 +189,7 @@ def step_pulled_back(
         state: likewise.
         bars: the gradients.
         room: see :class:`~torchopt_dist.transform._pulled_step.PulledFn`.
+        earlier: likewise; with a state of :func:`states_ahead`.
 
     Returns:
         The gradients, and that of the learning rate, if it has a graph; ``None`` where that is not known for the chain.
@@ -180,7 +201,8 @@ def step_pulled_back(
         return None
     leaves, spec = pytree.flatten(params)
     with torch.no_grad():
-        found = pull(leaves, pytree.flatten_like(spec, grads, "updates", "params"), state, bars, room)
+        of_leaves = pytree.flatten_like(spec, grads, "updates", "params")
+        found = pull(leaves, of_leaves, state, bars, room, earlier)
         if found is None or found.lr is None:
             return None if found is None else (found, None)
         if found.of_lr is not None:
@@ -195,6 +217,20 @@ def step_pulled_back(
         for x, bar in pairs:
             total -= _inner(x, bar).to(total)
         return found, total
+
+
+def states_ahead(
+    impl: GradientTransformation,
+    state: OptState,
+    grads: Sequence[Sequence[OptionalTensor]],
+    memory_for: Callable[[Tensor], Tensor],
+) -> list[OptState] | None:
+    """See :class:`~torchopt_dist.transform._pulled_step.AheadFn`; ``None`` if the transformation has none."""
+    fused_step = impl.fused_step if isinstance(impl, ChainedGradientTransformation) else None
+    if fused_step is None or fused_step.ahead is None or fused_step.first_link != 0:
+        return None
+    with torch.no_grad():
+        return fused_step.ahead(state, grads, memory_for)
 
 
 def _inner(x: Tensor, y: Tensor) -> Tensor:

@@ -1,0 +1,162 @@
+"""Threads that draw random numbers at the same time draw what each of them draws alone, or are told of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import torchopt_dist as todist
+from torchopt_dist import _random_turns
+from torchopt_dist.distributed._gather import gather
+
+SECONDS = 30.0
+ADJOINTS = [todist.Replayed(snapshots=1), todist.Replayed(snapshots=1, sweep="forward"), todist.Recorded()]
+
+
+def nothing() -> None:
+    pass
+
+
+def gradient(
+    adjoint: Any = ADJOINTS[0],
+    between: Callable[[], Any] = nothing,
+    after: Callable[[], Any] = nothing,
+    seed: int = 1,
+) -> Tensor:
+    """The result and gradient of a loop whose loss drops out twice; functions are called between and after them."""
+    p = torch.ones(20, requires_grad=True)
+
+    def loss(p: Tensor) -> Tensor:
+        first = F.dropout(p**3)
+        between()
+        second = F.dropout(p)
+        after()
+        return (first * second).sum()
+
+    made = todist.inner_loop(loss, todist.sgd(lr=0.01), p, 3, seed=seed, adjoint=adjoint).params
+    (found,) = torch.autograd.grad(made.sum(), p)
+    return torch.stack([made.detach(), found])
+
+
+@pytest.mark.parametrize("adjoint", ADJOINTS)
+def test_a_thread_that_comes_in_the_middle_of_a_step_waits_for_its_end(adjoint, monkeypatch):
+    here, there, done = threading.Event(), threading.Event(), threading.Event()
+    wait = _random_turns._ended.wait
+
+    def seen(timeout: float) -> bool:
+        there.set()
+        return wait(timeout)
+
+    monkeypatch.setattr(_random_turns._ended, "wait", seen)
+
+    def first() -> None:
+        here.set()
+        assert there.wait(SECONDS)
+
+    def second() -> None:
+        there.set()
+        assert done.wait(SECONDS)
+
+    with ThreadPoolExecutor() as pool:
+        one = pool.submit(gradient, adjoint, first, done.set, 1)
+        assert here.wait(SECONDS)
+        two = pool.submit(gradient, adjoint, second, nothing, 2)
+        found = [one.result(SECONDS), two.result(SECONDS)]
+    assert torch.equal(found[0], gradient(adjoint, seed=1))
+    assert torch.equal(found[1], gradient(adjoint, seed=2))
+
+
+def test_a_thread_that_waits_for_another_gives_its_turn_away():
+    def ask() -> None:
+        with ThreadPoolExecutor() as pool:
+            asked: Future[Any] = pool.submit(lambda: [gradient(seed=2)])
+            (found,) = gather({0: asked}, ["worker0"])[0]
+        assert torch.equal(found, expected)
+
+    expected = gradient(seed=2)
+    assert torch.equal(gradient(between=ask), gradient())
+
+
+def loop(loss: Callable[[Tensor], Tensor], stop: Any = None) -> Tensor:
+    p = torch.ones(3, requires_grad=True)
+    made: Tensor = todist.inner_loop(loss, todist.sgd(lr=0.1), p, 3, seed=1, stop=stop).params
+    return made
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_losses_that_draw_nothing_are_computed_at_the_same_time(late):
+    met = threading.Barrier(2)
+
+    def stop(number: int, loss: Tensor) -> bool:
+        if not number:
+            met.wait(SECONDS)  # both losses have been called once
+        return False
+
+    def run() -> Tensor:
+        steps = iter(range(3))
+
+        def loss(p: Tensor) -> Tensor:
+            step = next(steps)
+            if step:
+                met.wait(SECONDS)  # both are in a step
+            if late and step == 2:
+                p = F.dropout(p)
+                met.wait(SECONDS)
+            return p.square().sum()
+
+        return loop(loss, stop)
+
+    with ThreadPoolExecutor() as pool:
+        runs = [pool.submit(run) for _ in range(2)]
+        errors = [run.exception(SECONDS) for run in runs]
+    if late:
+        assert any(isinstance(error, RuntimeError) and "must not draw" in str(error) for error in errors)
+    else:
+        assert torch.equal(runs[0].result(), loop(lambda p: p.square().sum()))
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_threads_of_a_loss_end_whatever_they_wait_for(draws, monkeypatch):
+    for name in ("PATIENCE", "SHORT_PATIENCE"):
+        monkeypatch.setattr(_random_turns, name, 0.02)
+
+    def loss(p: Tensor) -> Tensor:
+        with ThreadPoolExecutor() as pool:
+            within = pool.submit(loop, lambda q: (F.dropout(q) if draws else q).sum()).result(SECONDS)
+        return (p * within).sum()
+
+    if draws:
+        with pytest.raises(RuntimeError, match="must not draw random numbers in two threads"):
+            loop(loss)
+    else:
+        assert torch.equal(loop(loss), loop(lambda p: (p * loop(torch.sum)).sum()))
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_tasks_of_two_threads_that_draw_are_told(waits):
+    def other() -> Tensor:
+        with _random_turns.Task(2):
+            return torch.rand(3)
+
+    def both() -> list[Tensor]:
+        with ThreadPoolExecutor() as pool, _random_turns.Task(1):
+            first = torch.rand(3)
+            with _random_turns.lent() if waits else nullcontext():
+                pool.submit(other).result(SECONDS)
+            return [first, torch.rand(3)]
+
+    if not waits:
+        with pytest.warns(UserWarning, match="tasks drew random numbers in several threads"):
+            both()
+        return
+    with _random_turns.Task(1):
+        expected = torch.rand(6)
+    assert torch.equal(torch.cat(both()), expected)

@@ -1,0 +1,110 @@
+"""Third derivatives through normalization, which torch has wrong, are those of differences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import gradcheck
+
+import torchopt_dist as todist
+from torchopt_dist.transform._recorded_gradients import recorded_gradients
+
+D = torch.float64
+
+
+def running(x: Tensor) -> dict[str, Tensor]:
+    return {"running_mean": x.new_zeros(3), "running_var": x.new_ones(3)}
+
+
+CASES: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
+    "layer_norm": (lambda x, *affine: F.layer_norm(x, (3,), *affine), [(4, 3), (3,), (3,)]),
+    "layer_norm without bias": (lambda x, weight: F.layer_norm(x, (3,), weight), [(4, 3), (3,)]),
+    "layer_norm over two dimensions": (lambda x: F.layer_norm(x, (2, 2), eps=0.1), [(3, 2, 2)]),
+    "batch_norm": (
+        lambda x, *affine: F.batch_norm(x, None, None, *affine, training=True),
+        [(4, 3), (3,), (3,)],
+    ),
+    "batch_norm of images": (
+        lambda x, *affine: F.batch_norm(x, **running(x), weight=affine[0], bias=affine[1], training=True),
+        [(2, 3, 2, 2), (3,), (3,)],
+    ),
+    "batch_norm in evaluation": (
+        lambda x, *affine: F.batch_norm(x, **running(x), weight=affine[0], bias=affine[1]),
+        [(4, 3), (3,), (3,)],
+    ),
+    "instance_norm": (
+        lambda x, *affine: F.instance_norm(x, weight=affine[0], bias=affine[1]),
+        [(2, 3, 4), (3,), (3,)],
+    ),
+}
+
+
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+@pytest.mark.parametrize("name", CASES)
+def test_a_second_derivative_has_the_derivative_of_differences(name, device):
+    torch.manual_seed(0)
+    function, shapes = CASES[name]
+    inputs = tuple(torch.randn(shape, dtype=D, device=device, requires_grad=True) for shape in shapes)
+
+    def second(gradients: Any) -> Callable[..., tuple[Tensor, ...]]:
+        def found(*inputs: Tensor) -> tuple[Tensor, ...]:
+            first = gradients(function(*inputs).pow(3).sum(), inputs)
+            whole = sum(grad.pow(3).sum() for grad in first)
+            return tuple(torch.autograd.grad(whole, inputs, create_graph=True))
+
+        return found
+
+    def torchs(loss: Tensor, inputs: Any) -> Any:
+        return torch.autograd.grad(loss, inputs, create_graph=True)
+
+    assert gradcheck(second(recorded_gradients), inputs, fast_mode=True)
+    if (
+        torch.__version__.startswith("2.13.") and device == "cpu"
+    ):  # if a later one is right, `_normalization_graphs.py` can go
+        by_torch = gradcheck(second(torchs), inputs, fast_mode=True, raise_exception=False)
+        assert by_torch == (name == "batch_norm in evaluation")
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm(4), nn.BatchNorm1d(4)], ids=["layer_norm", "batch_norm"])
+@pytest.mark.parametrize("penalized", [False, True])
+@pytest.mark.parametrize("way", ["MetaSGD", "recorded", "replayed", "replayed forward"])
+def test_loops_whose_gradient_has_a_third_derivative_have_that_of_differences(way, penalized, norm):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), norm, nn.Tanh(), nn.Linear(4, 1)).to(D)
+    x, y = torch.randn(6, 3, dtype=D), torch.randn(6, 1, dtype=D)
+    adjoint: Any = {
+        "recorded": todist.Recorded(),
+        "replayed": todist.Replayed(sweep="reverse"),
+        "replayed forward": todist.Replayed(sweep="forward"),
+    }.get(way)
+
+    def outer(scale: Tensor) -> Tensor:
+        def loss(net: nn.Module, _: Any = None) -> Tensor:
+            value = F.mse_loss(net(x), y)
+            if penalized:
+                (grad,) = torch.autograd.grad(value, net[0].weight, create_graph=True)
+                value = value + grad.square().sum()
+            return scale * value
+
+        if way == "MetaSGD":
+            own = todist.module_clone(net)
+            optimizer = todist.MetaSGD(own, lr=0.5)
+            for _ in range(2):
+                optimizer.step(loss(own))
+        else:
+            own = todist.inner_loop(loss, todist.sgd(lr=0.5), net, [0, 1], meta=scale, adjoint=adjoint).params
+        value = F.mse_loss(own(x), y)
+        if penalized:
+            return value
+        (grad,) = torch.autograd.grad(value, scale, create_graph=True)
+        return grad
+
+    assert gradcheck(outer, torch.tensor(1.3, dtype=D, requires_grad=True))

@@ -1,0 +1,78 @@
+"""Functions of torch, and others → the others in their places, for one thread, in a context."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["ReplacementFn", "replaced"]
+
+ReplacementFn = Callable[..., Tensor]
+"""The function that it replaces, then that one's arguments → what that one returns."""
+
+
+Place = tuple[ModuleType, str]
+"""A module of torch, and a function's name in it."""
+
+
+class _Places:
+    """What is in the places of torch's functions, which are one for all threads; each thread chooses for itself."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.counts: dict[Place, int] = {}
+        self.torchs: dict[Place, Callable[..., Tensor]] = {}
+
+
+class _Chosen(threading.local):
+    """Of this thread: replacements, the innermost last."""
+
+    def __init__(self) -> None:
+        self.at: dict[Place, list[ReplacementFn]] = {}
+
+
+_places = _Places()
+_chosen = _Chosen()
+
+
+@contextmanager
+def replaced(module: ModuleType, functions: Mapping[str, ReplacementFn]) -> Iterator[None]:
+    """A context in which this thread calls others wherever it asks a module by a name.
+
+    Args:
+        module: ``torch`` or ``torch.nn.functional``.
+        functions: name → what is called. Its first argument is the function that it replaces, torch's or that of a
+            context around this one.
+    """
+    by_place = {(module, name): function for name, function in functions.items()}
+    with _places.lock:
+        for place in by_place:
+            if not _places.counts.get(place):
+                own = _places.torchs[place] = getattr(*place)
+                setattr(*place, partial(_call, place, own))
+            _places.counts[place] = _places.counts.get(place, 0) + 1
+    for place, function in by_place.items():
+        _chosen.at.setdefault(place, []).append(function)
+    try:
+        yield
+    finally:
+        for place in by_place:
+            _chosen.at[place].pop()
+        with _places.lock:
+            for place in by_place:
+                _places.counts[place] -= 1
+                if not _places.counts[place]:
+                    setattr(*place, _places.torchs[place])
+
+
+def _call(place: Place, torchs: Callable[..., Tensor], /, *args: Any, **kwargs: Any) -> Tensor:
+    function = torchs
+    for replacement in _chosen.at.get(place, ()):
+        function = partial(replacement, function)
+    return function(*args, **kwargs)

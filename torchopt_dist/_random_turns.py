@@ -1,0 +1,349 @@
+"""Threads that seed torch's generators → one after another where they draw, so that each draws from its own seed.
+
+Torch has one default generator a device for all threads of a process. A *turn* is a time in which a thread seeds them
+and computes. Turns of threads that draw random numbers are taken one after another. Turns that are known to draw
+nothing run at the same time, and if a number is drawn in one of them all the same, or a turn has begun because another
+one seemed never to end, all turns of that time end with an error.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import ParamSpec, TypeVar
+
+import torch
+
+from torchopt_dist._torch_private import asking_thread, outside_of_transforms, transforms_are_active
+
+__all__ = ["Draws", "Task", "Turn", "change_generators", "draw_seed", "generators", "lent", "never_drawn"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+PATIENCE = 60.0
+"""Seconds that a thread waits for a turn that draws."""
+SHORT_PATIENCE = 5.0
+"""Seconds that it waits if neither turn is known to draw: threads of the loss itself may be waiting for each other."""
+
+
+def generators() -> list[torch.Generator]:
+    """The generators that random numbers are drawn from: those of the CPU and of the current GPU."""
+    found = [torch.default_generator]
+    if torch.cuda.is_initialized():
+        found.append(torch.cuda.default_generators[torch.cuda.current_device()])
+    return found
+
+
+def never_drawn() -> bool:
+    """Whether the generators are as seeding has left them."""
+    for generator in generators():
+        fresh = torch.Generator(generator.device).manual_seed(generator.initial_seed())
+        if not torch.equal(fresh.get_state(), generator.get_state()):
+            return False
+    return True
+
+
+class Draws:
+    """What is known of a function: whether it draws random numbers; ``None`` if it has not been called yet."""
+
+    __slots__ = ("known",)
+
+    def __init__(self, known: bool | None = None) -> None:
+        self.known = known
+
+    def find_out(self) -> None:
+        """Find out, after a call of the function with seeded generators, where there are other threads."""
+        if self.known is None and threading.active_count() > 1:
+            self.known = not never_drawn()
+
+    def agree(self, other: Draws) -> bool:
+        """Whether neither of two functions draws, as far as is known."""
+        return self.known is False and other.known is False
+
+
+_NOTHING = Draws(False)
+_ALONE = nullcontext()
+_lock = threading.Lock()
+_ended = threading.Condition(_lock)
+_running: list[Turn] = []
+_tasks: list[Task] = []
+_waiting = 0
+"""How many threads wait for the end of a turn."""
+_left: list[torch.Tensor] | None = None
+"""The states in which the generators were left at the last look, if a turn runs that was not alone."""
+_left_by_tasks: list[torch.Tensor] | None = None
+"""The same, if several tasks are computed."""
+
+
+class Turn:
+    """A context in which a thread may seed the generators and draw; within another one of its own it does nothing.
+
+    Args:
+        draws: what is known of what is computed in it; to be written to when more is known.
+
+    Raises:
+        RuntimeError: random numbers were drawn in several threads at the same time.
+    """
+
+    outer: Turn | None = None
+    seeded = False
+    """Generators have been seeded in it."""
+    beside = False
+    """It was not alone for some time."""
+    mixed = False
+    """Numbers were drawn in that time."""
+    overstayed = False
+    """Others no longer wait for its end."""
+
+    def __init__(self, draws: Draws) -> None:
+        self.draws = draws
+
+    def __enter__(self) -> None:
+        self.ident = threading.get_ident()
+        self.thread = asking_thread()
+        with _lock:
+            if not _running and _left_by_tasks is None:  # nobody else draws
+                _running.append(self)
+                return
+            if _running:
+                self.outer = _turn_of(self.thread)
+            if self.outer is None:
+                _begin(self)
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if self.outer is not None:
+            if self.draws.known:
+                self.outer.draws.known = True
+            return
+        with _lock:
+            if _is_alone(self) and not _waiting:
+                _running.clear()
+                return
+            _end(self)
+        if self.mixed:
+            self.draws.known = True
+            if error is None:
+                raise RuntimeError(
+                    "the losses of inner loops must not draw random numbers in two threads at the same time, since "
+                    "torch has one generator for all threads of a process: this thread's turn began after "
+                    f"{PATIENCE:g} s of waiting for the other's end, or a loss draws that did not in its first step. "
+                    "Use processes, or let the loss draw from a torch.Generator of its own that it seeds"
+                )
+
+
+class Task:
+    """A context that seeds the generators for one task and restores them; tasks of several threads do not wait.
+
+    Args:
+        seed: of the task.
+    """
+
+    mixed = False
+    """Numbers were drawn while another thread computed a task."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def __enter__(self) -> None:
+        self.thread = asking_thread()
+        change_generators(self._begin)
+
+    def __exit__(self, *_: object) -> None:
+        change_generators(self._end)
+        if self.mixed:
+            warnings.warn(
+                "tasks drew random numbers in several threads of this worker at the same time, so these may not be "
+                "the numbers of their seeds: let such tasks draw from a torch.Generator of their own, or call the "
+                "worker from one place at a time",
+                stacklevel=3,
+            )
+
+    def _begin(self) -> None:
+        self._before: list[tuple[torch.Generator, torch.Tensor]] = []
+        for generator in generators():
+            self._before.append((generator, generator.get_state()))
+            generator.manual_seed(self._seed)
+        self._outer = _task_of(self.thread) if _tasks else None
+        if self._outer is not None:
+            self._outer.leave()
+        self.join()
+
+    def _end(self) -> None:
+        for generator, state in self._before:
+            generator.set_state(state)
+        self.leave()
+        if self._outer is not None:
+            self._outer.join()
+
+    def join(self) -> None:
+        """Compute, perhaps beside others."""
+        _tasks.append(self)
+
+    def leave(self) -> None:
+        """Compute no more for a time."""
+        _tasks.remove(self)
+
+
+def change_generators(change: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Seed the generators or set their states by a function, not while another thread draws.
+
+    Within a turn, what it does is not taken for a draw.
+    """
+    with _lock:
+        mine = _running[0] if _running else None
+        if (
+            _left_by_tasks is None
+            if mine is None
+            else mine.ident == threading.get_ident() and _is_alone(mine)
+        ):
+            if mine is not None:
+                mine.seeded = True
+            made = change(*args, **kwargs)
+            if len(_tasks) > 1:
+                _see()
+            return made
+        own = _turn_of(asking_thread()) if _running else None
+        if own is not None:
+            own.seeded = True
+        elif _running:
+            _wait(_NOTHING)
+            for other in _running:
+                other.beside = True
+        _look()
+        made = change(*args, **kwargs)
+        _see()
+        return made
+
+
+def draw_seed() -> int:
+    """A number below ``2**62`` from the default generator, to derive seeds from; not while another thread draws."""
+    with outside_of_transforms() if transforms_are_active() else _ALONE:  # `vmap` refuses random numbers
+        if not _running or _turn_of(asking_thread()) is None:
+            return change_generators(_draw)
+        return _draw()
+
+
+_drawn = torch.empty(1, dtype=torch.int64, device="cpu")
+_drawn_number = _drawn.numpy().data
+_one_at_a_time = threading.Lock()
+
+
+def _draw() -> int:
+    """``torch.randint(2**62, ()).item()`` without a new tensor and without a copy, which take half of its time."""
+    with _one_at_a_time:
+        _drawn.random_(0, 2**62)
+        number: int = _drawn_number[0]
+        return number
+
+
+def lent() -> AbstractContextManager[None]:
+    """A context in which a thread only waits, and others may draw, perhaps for its sake."""
+    return _lent(asking_thread()) if _running or _tasks else _ALONE
+
+
+@contextmanager
+def _lent(thread: object) -> Iterator[None]:
+    mine, task = _turn_of(thread), _task_of(thread)
+    if task is not None:
+        change_generators(task.leave)
+    if mine is not None:
+        with _lock:
+            before = [(generator, generator.get_state()) for generator in generators()]
+            _end(mine)
+    try:
+        yield
+    finally:
+        if mine is not None:
+            with _lock:
+                _begin(mine)
+                for generator, state in before:
+                    generator.set_state(state)
+                _see()
+        if task is not None:
+            change_generators(task.join)
+
+
+def _is_alone(mine: Turn) -> bool:
+    """Whether nothing was ever computed beside a turn that runs, so that what is drawn needs no look."""
+    return len(_running) == 1 and not mine.beside and _left_by_tasks is None
+
+
+def _turn_of(thread: object) -> Turn | None:
+    for turn in _running:
+        if turn.thread is thread:
+            return turn
+    return None
+
+
+def _task_of(thread: object) -> Task | None:
+    return next((task for task in _tasks if task.thread is thread), None)
+
+
+def _begin(mine: Turn) -> None:
+    if _running:
+        _wait(mine.draws)
+    if _running:
+        for one in (mine, *_running):
+            one.beside = True
+    _look()
+    _running.append(mine)
+    _see()
+
+
+def _end(mine: Turn) -> None:
+    _look()
+    _running.remove(mine)
+    _see()
+    if _waiting:
+        _ended.notify_all()
+
+
+def _wait(draws: Draws) -> None:
+    """Wait until nothing runs, but for what is known to draw nothing where that is known of ``draws``, too."""
+    global _waiting
+    begun = time.monotonic()
+    while others := [one for one in _running if not one.overstayed and not one.draws.agree(draws)]:
+        drawing = draws.known or any(one.draws.known for one in others)
+        left = begun + (PATIENCE if drawing else SHORT_PATIENCE) - time.monotonic()
+        if left > 0:
+            _waiting += 1
+            try:
+                _ended.wait(left)
+            finally:
+                _waiting -= 1
+        else:
+            for one in others:
+                one.overstayed = True
+
+
+def _look() -> None:
+    """Find out whether anything was drawn since the last look by threads that were not alone."""
+    if not _running:
+        if _left_by_tasks is not None and _have_changed(_left_by_tasks):
+            for task in _tasks:
+                task.mixed = True
+        return
+    first = _running[0]
+    if not first.beside and len(_running) == 1:
+        return
+    if (first.seeded and not never_drawn()) if _left is None else _have_changed(_left):
+        for one in _running:
+            one.mixed = True
+
+
+def _see() -> None:
+    global _left, _left_by_tasks
+    _left = _states() if _running and (_running[0].beside or len(_running) > 1) else None
+    _left_by_tasks = _states() if len(_tasks) > 1 else None
+
+
+def _have_changed(before: list[torch.Tensor]) -> bool:
+    return not all(map(torch.equal, _states(), before))
+
+
+def _states() -> list[torch.Tensor]:
+    return [generator.get_state() for generator in generators()]

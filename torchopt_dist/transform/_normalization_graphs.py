@@ -1,0 +1,121 @@
+"""Nodes of a graph, torch's for normalization among them → the same, with third derivatives that are right.
+
+Torch (2.13) differentiates the backward of ``layer_norm``, ``batch_norm`` and ``instance_norm`` by a formula that takes
+mean and variance for constants when it is differentiated itself. Where its result gets a graph, or tangents, a hook
+replaces it by that of another formula, which is made of differentiable operations. Otherwise the hook does nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchopt_dist._torch_private import evaluating_node, forward_mode_is_active
+from torchopt_dist.typing import OptionalTensor
+
+__all__ = ["is_normalization", "mend"]
+
+
+class _Kind(NamedTuple):
+    """A node that is the derivative of a normalization's backward."""
+
+    grad: str
+    """What the gradient of the normalization's output is called."""
+    places: tuple[int, int, int]
+    """Which of the node's gradients are those of that gradient, of the input and of the weight."""
+    eps: str | None
+    """What the number that is added to the variance is called, if the node has it."""
+
+
+_KINDS = {
+    "NativeLayerNormBackwardBackward0": _Kind("_saved_grad_out", (0, 1, 4), None),
+    "NativeBatchNormBackwardBackward0": _Kind("_saved_grad_out", (0, 1, 2), "_saved_eps"),
+    "CudnnBatchNormBackwardBackward0": _Kind("_saved_grad_output", (1, 0, 2), "_saved_epsilon"),
+    "MiopenBatchNormBackwardBackward0": _Kind("_saved_grad_output", (1, 0, 2), "_saved_epsilon"),
+}
+_HOOK = "torchopt_dist.normalization"
+"""The key in a node's own dictionary that says that it has the hook."""
+_NORMALIZATIONS = tuple(name.removesuffix("BackwardBackward0") for name in _KINDS)
+
+
+def is_normalization(kind: str) -> bool:
+    """Whether a node's class of this name is that of such a normalization, or of a derivative."""
+    return kind.startswith(_NORMALIZATIONS)
+
+
+def mend(nodes: Iterable[Any]) -> None:
+    """Let those nodes whose results cannot be differentiated by torch have right ones.
+
+    Args:
+        nodes: of a graph through which a backward pass may go that is itself differentiated.
+    """
+    for node in nodes:
+        if node.name() in _KINDS and not node.metadata.get(_HOOK):
+            node.metadata[_HOOK] = True
+            node.register_hook(_mended)
+
+
+def _mended(
+    grad_inputs: tuple[OptionalTensor, ...], grad_outputs: tuple[OptionalTensor, ...]
+) -> tuple[OptionalTensor, ...] | None:
+    node = evaluating_node()
+    used = torch.is_grad_enabled() or forward_mode_is_active()
+    if node is None or not used or not getattr(node, "_saved_train", True):
+        return None
+    kind = _KINDS[node.name()]
+    saved = [getattr(node, name, None) for name in (kind.grad, "_saved_input", "_saved_weight")]
+    if saved[0] is None or saved[1] is None:  # another version of torch has other names
+        return None
+    # Aliases, so that none of them depends on another one.
+    with torch.enable_grad():
+        grad, x, weight = map(_alias, saved)
+        assert grad is not None
+        assert x is not None
+        made, given = _backward(node, kind, grad, x, weight), [grad, x, weight]
+    pairs = [(x, bar) for x, bar in zip(made, grad_outputs, strict=True) if x is not None and bar is not None]
+    wanted = [x for x in given if x is not None and x.requires_grad]
+    outputs, bars = zip(*pairs, strict=True)
+    found = torch.autograd.grad(
+        outputs, wanted, bars, create_graph=torch.is_grad_enabled(), allow_unused=True
+    )
+    rest = dict(zip(map(id, wanted), found, strict=True))
+    changed = list(grad_inputs)
+    for place, x in zip(kind.places, given, strict=True):
+        if grad_inputs[place] is not None:
+            changed[place] = rest.get(id(x))
+    return tuple(changed)
+
+
+def _alias(x: OptionalTensor) -> OptionalTensor:
+    return None if x is None else x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
+
+
+def _backward(
+    node: Any, kind: _Kind, grad: Tensor, x: Tensor, weight: OptionalTensor
+) -> tuple[Tensor, OptionalTensor, Tensor]:
+    """The gradients of a normalization: of its input, weight and bias."""
+    if kind.eps is None:
+        dims = tuple(range(-len(node._saved_normalized_shape), 0))
+        others = tuple(range(x.ndim - len(dims)))
+        shape: Any = node._saved_normalized_shape
+        beside = weight
+    else:
+        others = dims = (0, *range(2, x.ndim))
+        shape = (x.shape[1],)
+        beside = None if weight is None else weight.reshape(-1, *[1] * (x.ndim - 2))
+    centered = x - x.mean(dims, keepdim=True)
+    variance = centered.square().mean(dims, keepdim=True)
+    if kind.eps is None:
+        eps = (node._saved_rstd.pow(-2).reshape(variance.shape) - variance).detach()
+        scale = torch.rsqrt(variance + eps)
+    else:
+        scale = torch.rsqrt(variance + getattr(node, kind.eps))
+    normalized = centered * scale
+    weighted = grad if beside is None else grad * beside
+    along = (weighted * normalized).mean(dims, keepdim=True)
+    of_x = (weighted - weighted.mean(dims, keepdim=True) - normalized * along) * scale
+    of_weight = None if weight is None else (grad * normalized).sum(others).reshape(shape)
+    return of_x, of_weight, grad.sum(others).reshape(shape)

@@ -1,0 +1,56 @@
+"""A loss, tensors → its gradients with a graph, through which a backward pass is right or says why it cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from torchopt_dist._torch_private import grad_of_loss
+from torchopt_dist.transform._attention import explain, is_attention
+from torchopt_dist.transform._normalization_graphs import is_normalization, mend
+from torchopt_dist.typing import OptionalTensor
+
+__all__ = ["recorded_gradients"]
+
+_NODES = 20_000
+"""So many nodes of a graph are looked at, at most."""
+
+
+def recorded_gradients(
+    loss: Tensor, leaves: Sequence[Tensor], *, retain_graph: bool | None = None
+) -> tuple[OptionalTensor, ...]:
+    """As ``torch.autograd.grad`` with ``create_graph=True`` and ``allow_unused=True``.
+
+    Args:
+        loss: a tensor of one element.
+        leaves: the tensors to differentiate with respect to; the graph behind them is not searched for kernels.
+        retain_graph: as torch's.
+    """
+    nodes = _nodes([loss], leaves)
+    kinds = {kind.__name__ for kind in {*map(type, nodes)}}
+    normalizes, attends = any(map(is_normalization, kinds)), any(map(is_attention, kinds))
+    if normalizes:  # the loss may have a gradient in it
+        mend(nodes)
+    found = grad_of_loss(loss, leaves, create_graph=True, retain_graph=retain_graph)
+    if normalizes or attends:
+        nodes = _nodes([grad for grad in found if grad is not None], leaves)
+        mend(nodes)
+        if attends:
+            explain(nodes)
+    return found
+
+
+def _nodes(ends: Sequence[Tensor], begins: Sequence[Tensor]) -> list[Any]:
+    """The nodes of the graph between tensors."""
+    seen: set[Any] = {None, *[tensor.grad_fn for tensor in begins]}
+    found: list[Any] = []
+    waiting: list[Any] = [tensor.grad_fn for tensor in ends]
+    while waiting and len(found) < _NODES:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            found.append(node)
+            waiting += [following for following, _ in node.next_functions if following not in seen]
+    return found
