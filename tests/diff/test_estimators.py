@@ -16,6 +16,7 @@ import torchopt_dist as todist
 from tests.diff.adjoint_table import ALL, ESTIMATORS, OPTIMIZERS, Problem, gradients
 from tests.optim.table import ROWS
 from tests.worlds import World
+from torchopt_dist import pytree
 from torchopt_dist.distributed.partition import TensorDimensionPartitioner
 
 SETTINGS = [(name, setting) for name, row in ROWS.items() for setting in row.options]
@@ -514,6 +515,23 @@ def test_in_nested_vmap_each_task_has_its_own_gradient_and_nothing_is_lost(name)
             NotImplementedError, match=r"`.*\(parallel=...\)` does not .*: leave `parallel` out"
         ):
             torch.vmap(spread)(firsts, scales[0])
+
+
+@pytest.mark.parametrize("name", FINITE)
+def test_a_single_step_takes_the_values_of_what_it_starts_from_and_leaves_them(name):
+    problem, optimizer = Regression(), todist.sgd(lr=0.1, momentum=0.9)
+    scale = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    state = pytree.map_tensors(lambda tensor: scale * torch.ones_like(tensor), optimizer.init(problem.first))
+    values = [tensor.detach().clone() for tensor in (problem.first, *pytree.flatten(state)[0])]
+    exact = problem.run(todist.Recorded(), optimizer, 1, state=state)
+    made = problem.run(FINITE[name], optimizer, 1, state=state)
+    torch.testing.assert_close(made.params, exact.params)
+    ends = [made.params.sum(), *[leaf.sum() for leaf in pytree.flatten(made.state)[0]]]
+    ins = (problem.weights, scale, problem.first)
+    of_weights, *others = torch.autograd.grad(ends[0] + sum(ends[1:]), ins, allow_unused=True)
+    assert of_weights is not None
+    assert others == [None, None]
+    torch.testing.assert_close([problem.first, *pytree.flatten(state)[0]], values)
 
 
 @pytest.mark.parametrize("name", FINITE)

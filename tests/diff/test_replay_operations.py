@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchopt_dist as todist
 from tests.diff.replays import agree
+from torchopt_dist.transform import add_decayed_weights
 from torchopt_dist.transform.apply_updates import differentiable_step
 
 D = torch.float64
@@ -61,6 +62,31 @@ def test_backward_of_an_update_is_the_kernel_of_its_derivative(make):
     assert ops == ["todist::adam_backward_"]
 
 
+CLIPS = {
+    "by norm": lambda most: todist.clip_grad_norm(0.5),
+    "by a norm to learn": todist.clip_grad_norm,
+    "with decay": lambda most: todist.chain(add_decayed_weights(most), todist.clip_grad_value(0.3)),
+}
+
+
+@pytest.mark.parametrize("name", CLIPS)
+def test_backward_of_a_clipped_update_is_that_kernel_too(name):
+    torch.manual_seed(0)
+    lr, most = (torch.tensor(v, dtype=D, requires_grad=True) for v in (0.1, 0.4))
+    p = torch.randn(100, dtype=D, requires_grad=True)
+    made = []
+    for adjoint in (todist.Recorded(), todist.Replayed(sweep="reverse")):
+        optimizer = todist.chain(CLIPS[name](most), todist.adam(lr=lr, eps=1e-3))
+        result = todist.inner_loop(lambda p: (p**4).mean() + p.sum() ** 2, optimizer, p, 4, adjoint=adjoint)
+        with _Operations() as done:
+            made.append(torch.autograd.grad((result.params**2).sum(), (p, lr, most), allow_unused=True))
+    agree(made)
+    assert (made[0][2] is None) == (name == "by norm")
+    assert [entry for entry in done.names if entry.startswith("todist::adam_back")] == [
+        "todist::adam_backward_"
+    ] * 4
+
+
 class _Sum(torch.autograd.Function):
     """The sum of products; a gradient of its gradient is the very tensor that it is given."""
 
@@ -101,6 +127,48 @@ def test_what_a_backward_overwrites_is_its_own(make):
     for settings in ({"snapshots": 2}, {"snapshots": "all"}):
         for found in gradients(todist.Replayed(**settings)):
             agree((found, expected))
+
+
+STEPS = 23
+OPTIMIZERS = {
+    "adam": lambda lr: todist.adam(lr=lr, eps=1e-3, maximize=True),
+    "a number": lambda lr: todist.adam(lr=0.05, eps=1e-3, eps_root=1e-6),
+    "adamw": lambda lr: todist.adamw(lr=lr, weight_decay=0.5, eps=1e-3),
+    "schedule": lambda lr: todist.adamw(lr=lambda step: lr / (1 + step), weight_decay=0.1, eps=1e-3),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_steps_of_known_gradients_are_gone_back_through_without_their_states(name):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3), nn.Linear(3, 3)).double()
+    net[3].requires_grad_(False)
+    lr, scale = (torch.tensor(v, dtype=D, requires_grad=True) for v in (0.05, 1.3))
+    x = torch.randn(5, 3, dtype=D)
+    kept = []
+
+    def loss(net):
+        kept.append((net[0].weight.detach(), net[0].weight.detach().clone()))
+        return (net[3](net[:3](x)) - scale * x).square().mean()
+
+    made, names = [], []
+    for adjoint in (todist.Recorded(), todist.Replayed(sweep="reverse")):
+        result = todist.inner_loop(loss, OPTIMIZERS[name](lr), net, STEPS, meta=scale, adjoint=adjoint)
+        outer = sum((p**2).sum() for p in result.params.parameters()) + (result.losses**2).sum()
+        with _Operations() as done:
+            ins = [lr, scale, *net[:3].parameters()]
+            made.append(torch.autograd.grad(outer, ins, allow_unused=True))
+        names = [entry for entry in done.names if entry.startswith("todist::")]
+    agree(made)
+    # A snapshot is left of every 5 steps. Those of the last ones are made again, as it is not known where they led.
+    counts = {entry: names.count(entry) for entry in set(names)}
+    assert counts == {
+        "todist::adam_backward_": 5 + 2,
+        "todist::adam_into_": 2,
+        "todist::adam_retrace_": 16,
+        "todist::adam_ahead_": 4,
+    }
+    assert all(torch.equal(weight, was) for weight, was in kept)
 
 
 class _Layers(nn.Module):
@@ -157,6 +225,56 @@ def test_sums_of_weights_gradients_are_made_by_the_products():
     outer = sum(p.sum() for p in made.params.parameters())
     with _Operations() as done:
         torch.autograd.grad(outer, lr)
-    large = [name for name in done.names if name in ("aten::mm", "aten::add.Tensor", "aten::addmm_")]
-    # Each step has two for the second weight, of which one adds; all others are written where they are needed.
-    assert sorted(large) == ["aten::addmm_"] * 3
+    sums = ("aten::mm", "aten::mm.out", "aten::add.Tensor", "aten::add_.Tensor", "aten::addmm_")
+    # Each step has two for the second weight and one for the first, and no sum of theirs is a pass of its own.
+    assert [name for name in done.names if name in sums] == ["aten::addmm_"] * 9
+
+
+def test_a_step_whose_second_derivative_fails_midway_is_not_counted_twice():
+    """Where products of linear layers were found before the error, the step is recorded, from where it was."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    x, lr = torch.randn(5, 4, dtype=D), torch.tensor(0.1, dtype=D, requires_grad=True)
+
+    def gradients(adjoint):
+        calls = []
+
+        def loss(net):
+            calls.append(1)
+            return _Fails.apply(net(x), len(calls) == 5).square().mean()
+
+        made = todist.inner_loop(loss, todist.adam(lr=lr), net, 3, adjoint=adjoint)
+        return torch.autograd.grad(
+            sum((p**2).sum() for p in made.params.parameters()), [lr, *net.parameters()]
+        )
+
+    expected = gradients(todist.Recorded())
+    with pytest.warns(UserWarning, match="steps of an inner loop are recorded one by one"):
+        found = gradients(todist.Replayed(sweep="reverse"))
+    agree((found, expected))
+
+
+class _Fails(torch.autograd.Function):
+    """The identity, whose gradient is the identity, too; but that has no derivative, if asked."""
+
+    @staticmethod
+    def forward(ctx, x, fails):
+        ctx.fails = fails
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _FailsBackward.apply(grad, ctx.fails), None
+
+
+class _FailsBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, grad, fails):
+        ctx.fails = fails
+        return grad * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.fails:
+            raise RuntimeError("no second derivative")
+        return grad, None

@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 import torchopt_dist as todist
 from tests.diff.adjoint_table import Problem, gradients
 from tests.diff.replays import agree, both
+from torchopt_dist import _random_turns
 
 D = torch.float64
 
@@ -126,7 +127,8 @@ def test_a_large_graph_of_a_loss_is_not_differentiated_with_a_graph(count, param
     assert "".join(found) == modes
 
 
-def test_loops_in_two_threads_draw_from_generators_of_their_own():
+def test_loops_in_two_threads_draw_from_generators_of_their_own(monkeypatch):
+    monkeypatch.setattr(_random_turns, "SHORT_PATIENCE", 0.1)  # each waits for the other in its first step
     meeting = threading.Barrier(2)
     x = torch.linspace(-1, 1, 12, dtype=D).reshape(4, 3)
 
@@ -186,9 +188,14 @@ def test_derivatives_of_every_order_where_tensors_depend_on_each_other():
             outer = sum(gradient.square().sum() for gradient in found)
             yield found
 
-    replayed, recorded = (
-        list(derivatives(x, a, p, lr)) for x in (todist.Replayed(snapshots=2), todist.Recorded())
-    )
+    recorded = list(derivatives(todist.Recorded(), a, p, lr))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("default")
+        again = derivatives(todist.Replayed(snapshots=2), a, p, lr)
+        replayed = [next(again)]
+        assert not told
+        replayed += again
+    assert ["records all steps for a third derivative" in str(one.message) for one in told] == [True]
     for one, other in zip(replayed, recorded, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
     outer = functools.partial(lambda *ins: next(derivatives(todist.Replayed(), *ins)))

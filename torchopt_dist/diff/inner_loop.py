@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from torchopt_dist import pytree
+from torchopt_dist._random_turns import draw_seed
 from torchopt_dist._torch_private import forward_mode_is_active
 from torchopt_dist.diff.adjoints import Adjoint, Recorded
 from torchopt_dist.diff.adjoints._declared import differentiable, tensors_of_meta, tensors_within
 from torchopt_dist.diff.adjoints._loop import Batches, Carry, Loop, StopFn
 from torchopt_dist.diff.adjoints._model import model_of
-from torchopt_dist.diff.adjoints._randomness import draw_seed
 from torchopt_dist.linear_solve._vjp import takes_duals
 from torchopt_dist.transform.base import GradientTransformation
 from torchopt_dist.typing import OptState, Params
@@ -161,10 +161,16 @@ def _inner_loop(
         )
     recording = torch.is_grad_enabled()
     outcome = adjoint.run(loop) if recording else loop.run(loop.training_step, loop.own(begin))
-    losses = torch.stack(outcome.losses) if outcome.losses else torch.zeros(0)
+    losses = _all_in_one(outcome.losses)
     carry = outcome.carry
     adapted = model.result(carry.params, carry.buffers, last=not (recording and adjoint.runs_again))
     return InnerLoopResult(adapted, carry.state, losses, outcome.aux)
+
+
+def _all_in_one(losses: list[Tensor]) -> Tensor:
+    if len(losses) == 1:
+        return losses[0].unsqueeze(0)
+    return torch.stack(losses) if losses else torch.zeros(0)
 
 
 def _type_name(thing: Any) -> str:

@@ -8,9 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
+from torchopt_dist._torch_private import autocast_is_on
+
 __all__ = ["Autocast", "current_autocast", "forget_casts"]
 
-_DEVICES = ("cpu", "cuda")
+
+_AS_IT_IS = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class Autocast:
 
     def again(self) -> AbstractContextManager[object]:
         """A context in which autocast has these settings."""
-        return nullcontext() if _states() == self.states else self._entered_again()
+        return _AS_IT_IS if _states() == self.states else self._entered_again()
 
     @contextmanager
     def _entered_again(self) -> Iterator[None]:
@@ -38,12 +41,13 @@ def current_autocast() -> Autocast:
 
 
 def _states() -> tuple[tuple[str, bool, torch.dtype], ...]:
-    return tuple(
-        [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in _DEVICES]
-    )
+    to = torch.get_autocast_dtype
+    if not autocast_is_on():
+        return ("cpu", False, to("cpu")), ("cuda", False, to("cuda"))
+    return tuple([(device, torch.is_autocast_enabled(device), to(device)) for device in ("cpu", "cuda")])
 
 
 def forget_casts() -> None:
     """Drop the casts of the parameters of a step, since autocast keeps one for each leaf until its context ends."""
-    if any(map(torch.is_autocast_enabled, _DEVICES)):
+    if autocast_is_on():
         torch.clear_autocast_cache()

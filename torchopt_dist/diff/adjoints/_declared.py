@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torchopt_dist import pytree
-from torchopt_dist._torch_private import is_functorch_tensor, sequence_number, transforms_are_active
+from torchopt_dist._torch_private import is_functorch_tensor, sequence_numbers, transforms_are_active
 from torchopt_dist.transform.base import ChainedGradientTransformation
 
 __all__ = [
@@ -28,14 +28,13 @@ __all__ = [
 def differentiable(tensors: Iterable[Any]) -> list[Tensor]:
     """The tensors that may have a gradient, each once."""
     active = transforms_are_active()
-    return list(
-        {
-            id(tensor): tensor
-            for tensor in tensors
-            if isinstance(tensor, Tensor)
-            and (tensor.requires_grad or (active and is_functorch_tensor(tensor) and _is_real(tensor)))
-        }.values()
-    )
+    found: dict[int, Tensor] = {}
+    for tensor in tensors:
+        if isinstance(tensor, Tensor) and (
+            tensor.requires_grad or (active and is_functorch_tensor(tensor) and _is_real(tensor))
+        ):
+            found[id(tensor)] = tensor
+    return list(found.values())
 
 
 def _is_real(tensor: Tensor) -> bool:
@@ -49,7 +48,7 @@ def tensors_of_meta(meta: Any) -> list[Tensor]:
         TypeError: a leaf is something else.
     """
     found: list[Any] = []
-    for leaf in pytree.flatten(meta)[0]:
+    for leaf in [meta] if isinstance(meta, Tensor) else pytree.flatten(meta)[0]:
         if isinstance(leaf, nn.Module):
             found += [*leaf.parameters(), *leaf.buffers()]
         elif isinstance(leaf, Tensor):
@@ -58,7 +57,7 @@ def tensors_of_meta(meta: Any) -> list[Tensor]:
             raise TypeError(
                 f"`meta` must be a tree of tensors and modules, got a {type(leaf).__name__} in it"
             )
-    return differentiable(found)
+    return found
 
 
 def tensors_within(thing: Any) -> list[Tensor]:
@@ -79,7 +78,7 @@ def tensors_within(thing: Any) -> list[Tensor]:
         elif id(one) not in visited and not isinstance(one, _WHOLE):
             visited.add(id(one))
             waiting.extend(reversed(_parts(one)))
-    return differentiable(found)
+    return found
 
 
 _PLAIN = frozenset((float, int, bool, str, type(None), torch.dtype))
@@ -145,20 +144,22 @@ def depends_on_others(output: Tensor, inputs: Iterable[Tensor], since: int) -> b
         since: the number of that node.
     """
     known = {id(tensor) for tensor in inputs}
-    visited: set[Any] = {None}
+    if output.grad_fn is None:
+        return output.requires_grad and id(output) not in known
+    number = sequence_numbers(output.grad_fn)
+    visited: set[Any] = {None, output.grad_fn}
     waiting: list[Any] = [output.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node in visited:
-            continue
-        visited.add(node)
-        if sequence_number(node) < since:
+    for node in waiting:
+        if number(node) < since:
             return True
         if following := node.next_functions:
-            waiting += [other for other, _ in following]
+            for other, _ in following:
+                if other not in visited:
+                    visited.add(other)
+                    waiting.append(other)
         elif (leaf := leaf_of(node)) is not None and id(leaf) not in known:
             return True
-    return output.grad_fn is None and output.requires_grad and id(output) not in known
+    return False
 
 
 def depend_on_each_other(tensors: Sequence[Tensor]) -> bool:

@@ -14,14 +14,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from torchopt_dist._torch_private import has_hooks
+from torchopt_dist._random_turns import Turn
+from torchopt_dist._torch_private import apply_function, grad_of_loss, has_hooks
 from torchopt_dist._vmap import Values
 from torchopt_dist.diff.adjoints._autocast import Autocast, current_autocast
 from torchopt_dist.diff.adjoints._loop import Carry, Evaluation, Loop, Outcome
 from torchopt_dist.diff.adjoints._randomness import kept_generators
 from torchopt_dist.diff.adjoints._second_order import without_second_order
 from torchopt_dist.diff.adjoints._tasks import Tasks
-from torchopt_dist.diff.adjoints._undeclared import watched, watched_as_it_is
+from torchopt_dist.diff.adjoints._undeclared import refusal_as_it_is, watched
 from torchopt_dist.typing import OptionalTensor
 
 __all__ = ["run_with_differences"]
@@ -45,13 +46,16 @@ def run_with_differences(loop: Loop, radius: float, what: str, tasks: Tasks, *, 
     as_they_are = not (loop.is_substituted or tasks.levels) and all(
         tensor.is_leaf and not has_hooks(tensor) for tensor in loop.declared
     )
-    seen = watched_as_it_is(loop) if as_they_are else watched(loop, tasks)
+    seen, watch = (loop, refusal_as_it_is(loop)) if as_they_are else (watched(loop, tasks), None)
+    # Only steps before the last are made in place, and only `FiniteDifference` comes back to where the last one starts.
+    alone = at_the_end and not tasks.levels and (loop.steps == 1 or loop.stop is not None)
+    first = loop.without_history(loop.first) if alone else loop.own(loop.first)
     last: list[tuple[Carry, Evaluation, int]] = []
 
     def step(carry: Carry, number: int) -> tuple[Carry, Tensor, Any]:
         if loop.stop is None and number < loop.steps - 1:
             return loop.training_step(carry, number)
-        found = seen.gradient(carry, number, record=False)
+        found = seen.gradient(carry, number, record=False, watch=watch)
         last[:] = [(carry, found, number)]
         if number == loop.steps - 1:
             return connected(carry, found, number), found.loss, found.aux
@@ -60,30 +64,33 @@ def run_with_differences(loop: Loop, radius: float, what: str, tasks: Tasks, *, 
     def connected(carry: Carry, found: Evaluation, number: int) -> Carry:
         places = [place for place, grad in enumerate(found.grads) if grad is not None]
         grads = list(found.grads)
-        held = tasks.values_of_each([grad for grad in grads if grad is not None])
-        declared = list(loop.declared)
+        taken = [grad for grad in found.grads if grad is not None]
+        declared: Sequence[Tensor] = loop.declared
         if loop.is_substituted:  # a view is of what a loop around this one has put in the places of these
             declared = [tensor.view_as(tensor) for tensor in declared]
-        given = tasks.values(declared)
+        held: list[Values] = []
+        given: list[Values] = []
+        if tasks.levels:
+            held, given = tasks.values_of_each(taken), tasks.values(declared)
+            taken, declared = [one.values for one in held], [one.values for one in given]
         between = _Between(
             loop, number, radius, places, carry, tasks, held, given, current_autocast(), what, as_they_are
         )
         with tasks.outside():
-            connection = _Differences.apply(
-                between, [one.values for one in held], *[one.values for one in given]
-            )
-        for place, one, grad in zip(places, held, connection, strict=True):
-            grads[place] = one.tensor(grad)
+            connection = apply_function(_Differences, between, taken, *declared)
+        for place, grad in zip(places, tasks.tensors(held, connection), strict=True):
+            grads[place] = grad
         still = list(carry.params)
         for place in loop.model.moved_places:
             still[place] = still[place].detach()
-        moved = loop.moved(carry._replace(params=still), found._replace(grads=grads), record=True)
+        still_carry = Carry(still, carry.state, carry.buffers)
+        moved = loop.moved(still_carry, Evaluation(found.loss, found.aux, grads, found.buffers), record=True)
         if at_the_end:
             between.carry = moved
         between.carry = Carry([leaf.detach() for leaf in between.carry.params], (), between.carry.buffers)
         return moved
 
-    outcome = loop.run(step, loop.own(loop.first))
+    outcome = loop.run(step, first)
     if 0 < len(outcome.losses) < loop.steps:  # `stop` has said so after the step
         return outcome._replace(carry=connected(*last[0]))
     return outcome
@@ -102,8 +109,9 @@ class _Between:
     """The point, without history and without a state."""
     tasks: Tasks
     grads: list[Values]
-    """Gradients of the step; a direction has the shape of its gradient."""
+    """Inside ``vmap``, the gradients of the step; a direction has the shape of its gradient."""
     declared: list[Values]
+    """Inside ``vmap``, what the loop has declared."""
     autocast: Autocast
     what: str
     """The adjoint, for errors."""
@@ -114,16 +122,23 @@ class _Between:
         self, directions: Sequence[Tensor], given: list[Tensor], loop: Loop
     ) -> list[OptionalTensor]:
         """The derivative, along directions, of the loss's gradients with respect to tensors that are declared."""
-        (length,) = self.tasks.again(lambda: [_norm(self._directions(directions))])
+        if self.tasks.levels:
+            (length,) = self.tasks.again(lambda: [_norm(self.tasks.tensors(self.grads, directions))])
+        else:
+            length = _norm(directions)
         distance = self._distance(length, directions)
         weight = length / (2 * self.radius)
         wanted = [tensor for tensor in given if tensor.requires_grad]
-        with kept_generators(), self.autocast.again():
-            ahead, behind = (
-                self._side(directions, apart, weight, given, wanted, loop) for apart in (distance, -distance)
-            )
-        found = iter([None if a is None or b is None else a - b for a, b in zip(ahead, behind, strict=True)])
-        return [next(found) if tensor.requires_grad else None for tensor in given]
+        with kept_generators(), self.autocast.again(), torch.set_grad_enabled(True), Turn(loop.draws):
+            ahead = self._side(directions, distance, weight, given, wanted, loop)
+            behind = self._side(directions, -distance, weight, given, wanted, loop)
+        found: list[OptionalTensor] = [
+            None if a is None or b is None else a - b for a, b in zip(ahead, behind, strict=True)
+        ]
+        if len(found) == len(given):
+            return found
+        rest = iter(found)
+        return [next(rest) if tensor.requires_grad else None for tensor in given]
 
     def _distance(self, length: Tensor, directions: Sequence[Tensor]) -> Tensor | float:
         """The factor of the directions; a number where that gives the same products and can be looked at."""
@@ -131,9 +146,6 @@ class _Between:
             norm = length.item()
             return self.radius / (norm if norm > 0 else 1.0)
         return self.radius / torch.where(length > 0, length, 1.0)
-
-    def _directions(self, values: Sequence[Tensor]) -> list[Tensor]:
-        return [one.tensor(direction) for one, direction in zip(self.grads, values, strict=True)]
 
     def _side(
         self,
@@ -145,40 +157,51 @@ class _Between:
         loop: Loop,
     ) -> Sequence[OptionalTensor]:
         """The gradient at a distance from the point, times a weight for each task."""
-
-        def evaluate() -> list[Tensor]:
-            apart = self.tasks.stacked(distance).tensor() if isinstance(distance, Tensor) else distance
-            return [self._loss(self._directions(directions), apart, given, loop)]
-
-        with torch.enable_grad():
-            (loss,) = self.tasks.again(evaluate)
+        if self.tasks.levels:
+            (loss,) = self.tasks.again(lambda: [self._loss_of_each(directions, distance, given, loop)])
+        else:
+            loss = self._loss(directions, distance, given, loop)
         if not loss.requires_grad:
             return [None] * len(wanted)
-        return torch.autograd.grad(loss, wanted, weight.to(loss), allow_unused=True)
+        return grad_of_loss(loss, wanted, weight.to(loss))
+
+    def _loss_of_each(
+        self, directions: Sequence[Tensor], distance: Tensor | float, given: Sequence[Tensor], loop: Loop
+    ) -> Tensor:
+        apart = self.tasks.stacked(distance).tensor() if isinstance(distance, Tensor) else distance
+        return self._loss(self.tasks.tensors(self.grads, directions), apart, given, loop)
 
     def _loss(
         self, directions: Sequence[Tensor], distance: Tensor | float, given: Sequence[Tensor], loop: Loop
     ) -> Tensor:
         if loop.others is not None:
-            others = tuple(one.tensor(values) for one, values in zip(self.declared, given, strict=True))
-            loop = replace(loop, others=others)
+            loop = replace(loop, others=tuple(self.tasks.tensors(self.declared, given)))
         params = list(self.carry.params)
         for place, v in zip(self.places, directions, strict=True):
-            params[place] = params[place] + (distance.to(v) if isinstance(distance, Tensor) else distance) * v
+            if isinstance(distance, Tensor):
+                params[place] = params[place] + distance.to(v) * v
+            else:
+                params[place] = params[place].add(v, alpha=distance)
         if not self.tasks.levels:
             for place in loop.model.moved_places:
-                params[place] = params[place].detach().requires_grad_()
+                leaf = params[place]
+                params[place] = (leaf.detach() if leaf is self.carry.params[place] else leaf).requires_grad_()
         tied = [params[place] for place in loop.model.first_places]
-        return loop.evaluate(tied, self.carry.buffers, self.number)[0].reshape(())
+        loss: Tensor = loop.evaluate(tied, self.carry.buffers, self.number)[0]
+        return loss.reshape(()) if loss.ndim else loss
 
 
 def _norm(tensors: Sequence[Tensor]) -> Tensor:
     """The norm of all tensors together, 0-d."""
-    norms = [
-        torch.linalg.vector_norm(tensor, dtype=torch.complex128 if tensor.is_complex() else torch.float64)
-        for tensor in tensors
-    ]
-    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    if len(tensors) == 1:
+        return _norm_of_one(tensors[0])
+    return torch.linalg.vector_norm(torch.stack([_norm_of_one(tensor) for tensor in tensors]))
+
+
+def _norm_of_one(tensor: Tensor) -> Tensor:
+    if tensor.dtype == torch.float64:
+        return torch.linalg.vector_norm(tensor)
+    return torch.linalg.vector_norm(tensor, dtype=torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 class _Differences(torch.autograd.Function):
@@ -199,6 +222,6 @@ class _Differences(torch.autograd.Function):
         if not between.as_they_are:
             given = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in saved]
             loop = replace(loop, others=tuple(given))
-        with torch.no_grad():
-            found = between.gradients([direction.detach() for direction in directions], given, loop)
+        directions = tuple([v.detach() if v.requires_grad else v for v in directions])
+        found = between.gradients(directions, given, loop)
         return None, None, *without_second_order(between.what, found)

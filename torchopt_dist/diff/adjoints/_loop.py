@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
-from torchopt_dist._torch_private import transforms_are_active
+from torchopt_dist._normalization import normalization_by_formula
+from torchopt_dist._random_turns import Draws, Turn
+from torchopt_dist._torch_private import grad_of_loss, transforms_are_active
 from torchopt_dist.diff.adjoints._autocast import forget_casts
 from torchopt_dist.diff.adjoints._carry import (
     Batches,
@@ -37,10 +39,11 @@ from torchopt_dist.linear_solve._closure import Substitute
 from torchopt_dist.transform._gradients import gradients
 from torchopt_dist.transform.apply_updates import apply_updates, differentiable_step
 from torchopt_dist.transform.base import GradientTransformation
-from torchopt_dist.typing import OptionalTensor
+from torchopt_dist.typing import OptionalTensor, OptState
 
 __all__ = ["Batches", "Carry", "Evaluation", "Loop", "Outcome", "StepFn", "StopFn"]
 
+T = TypeVar("T")
 _substituting: ContextVar[bool] = ContextVar("substituting", default=False)
 _AS_IT_IS = nullcontext()
 _HERE = object()
@@ -71,6 +74,9 @@ class Loop:
 
     watch: WatchFn | None = None
     """Is shown each plain step."""
+
+    draws: Draws = field(default_factory=Draws)
+    """Whether the loss draws random numbers."""
 
     @property
     def is_substituted(self) -> bool:
@@ -119,6 +125,11 @@ class Loop:
                 yield
         finally:
             _substituting.reset(before)
+
+    def inside_again(self, function: Callable[[], T]) -> T:
+        """Call a function as a step calls the loss, inside the same ``vmap``."""
+        with self.substituted():
+            return function()
 
     def run(self, step: StepFn, carry: Carry, start: int = 0, end: int | None = None) -> Outcome:
         """Run the steps from ``start`` to before ``end``, or until the caller's predicate ends the loop."""
@@ -181,7 +192,9 @@ class Loop:
             moved = self.model.tied(apply_updates(params, updates, inplace=False))
         return Carry(moved, state, found.buffers), found.loss, found.aux
 
-    def gradient(self, carry: Carry, number: int, *, record: bool) -> Evaluation:
+    def gradient(
+        self, carry: Carry, number: int, *, record: bool, watch: WatchFn | None = None
+    ) -> Evaluation:
         """Evaluate the loss of a step and its gradient with respect to the parameters.
 
         Args:
@@ -189,37 +202,45 @@ class Loop:
             number: the number of the step, which determines the batch and the random numbers.
             record: keep the graph, so that all that is returned can be differentiated with respect to ``carry`` and to
                 all that the loss is made of; otherwise nothing that is returned has a history.
+            watch: in the place of the loop's own.
 
         Raises:
             TypeError: the loss is no tensor, or, with ``has_aux``, not a pair.
             ValueError: it has more than one element, or does not depend on the parameters.
         """
         if transforms_are_active():
-            with torch.set_grad_enabled(record):
+            with torch.set_grad_enabled(record), Turn(self.draws):
                 return self._gradient_in_transform(carry, number)
-        with torch.enable_grad():
+        if not torch.is_grad_enabled():
+            with torch.enable_grad():
+                return self.gradient(carry, number, record=record, watch=watch)
+        with Turn(self.draws):
             leaves = list(carry.params)
+            wanted = []
             for place in self.model.moved_places:
                 leaf = leaves[place]
                 # An alias of its own: the loss may use the first parameters in another role, too.
-                leaves[place] = leaf.view_as(leaf) if record else leaf.detach().requires_grad_()
-            wanted = [leaves[place] for place in self.model.moved_places]
+                leaves[place] = leaf = leaf.view_as(leaf) if record else leaf.detach().requires_grad_()
+                wanted.append(leaf)
             if record:
                 loss, aux, buffers = self.evaluate(self._tied(leaves), carry.buffers, number)
                 self.model.leave()
                 found = gradients(loss.sum() if self.samples else loss, wanted, create_graph=True)
             else:
-                look = _nothing if self.watch is None else partial(self.watch, carry, number)
+                watch = watch or self.watch
+                look = _nothing if watch is None else partial(watch, carry, number)
                 loss, aux, found, buffers = self.swept(
                     self._tied(leaves), carry.buffers, number, wanted, look
                 )
                 if all(grad is None for grad in found):
                     gradients(loss.sum(), wanted, create_graph=False)  # says what is wrong
+        if loss.shape != self.samples:
             loss = loss.reshape(self.samples)
         if not record:
             loss, buffers = loss.detach(), [buffer.detach() for buffer in buffers]
             aux = None if aux is None else pytree.map_tensors(Tensor.detach, aux)
-        return Evaluation(loss, aux, self._at_places(found), buffers)
+        grads = list(found) if len(found) == len(leaves) else self._at_places(found)
+        return Evaluation(loss, aux, grads, buffers)
 
     def _gradient_in_transform(self, carry: Carry, number: int) -> Evaluation:
         others: list[Any] = []
@@ -235,7 +256,8 @@ class Loop:
             return loss.reshape(()), (tensors, buffers)
 
         given = [carry.params[place] for place in self.model.moved_places]
-        found, (loss, (tensors, buffers)) = torch.func.grad_and_value(objective, has_aux=True)(given)
+        with normalization_by_formula():
+            found, (loss, (tensors, buffers)) = torch.func.grad_and_value(objective, has_aux=True)(given)
         flat, rest = others[0], iter(tensors)
         aux = pytree.unflatten(others[1], [next(rest) if leaf is _HERE else leaf for leaf in flat])
         return Evaluation(loss, aux, self._at_places(found), buffers)
@@ -265,7 +287,7 @@ class Loop:
         found: Sequence[OptionalTensor] = [None] * len(wanted)
         if loss.requires_grad:
             ones = None if loss.numel() == 1 and loss.is_floating_point() else torch.ones_like(loss)
-            found = torch.autograd.grad(loss, wanted, ones, allow_unused=True)
+            found = grad_of_loss(loss, wanted, ones)
         return Evaluation(loss, aux, list(found), after)
 
     def evaluate(
@@ -281,9 +303,11 @@ class Loop:
             ValueError: the loss has more than one element; the batches end before the steps.
         """
         seed_step(self.seed, number)
-        with self.substituted():
-            batch = () if self.batches is None else (self.batch(number),)
-            value = self.loss(self.model.filled(leaves, [buffer.clone() for buffer in buffers]), *batch)
+        if self.others is None:
+            value = self._called(leaves, buffers, number)
+        else:
+            with self._substituted(self.others):
+                value = self._called(leaves, buffers, number)
         aux = None
         if self.has_aux:
             if not isinstance(value, tuple) or len(value) != 2:
@@ -295,7 +319,13 @@ class Loop:
             raise TypeError(f"`loss` must return a tensor, got {type(value).__name__}")
         if value.numel() != 1:
             raise ValueError(f"`loss` must return a tensor of one element, got shape {tuple(value.shape)}")
-        return value, aux, self.model.buffers_now()
+        return value, aux, self.model.buffers_now() if buffers else []
+
+    def _called(self, leaves: Sequence[Tensor], buffers: Sequence[Tensor], number: int) -> Any:
+        given = self.model.filled(leaves, [buffer.clone() for buffer in buffers] if buffers else buffers)
+        value = self.loss(given) if self.batches is None else self.loss(given, self.batch(number))
+        self.draws.find_out()
+        return value
 
     def batch(self, number: int) -> Any:
         """The batch of a step.
@@ -315,10 +345,15 @@ class Loop:
 
     def moved(self, carry: Carry, found: Evaluation, *, record: bool) -> Carry:
         """The carry after a step, given the step's gradient."""
-        with torch.set_grad_enabled(record), self.substituted():
-            params, state = differentiable_step(
-                self.optimizer, self.model.tree(carry.params), self.model.tree(found.grads), carry.state
-            )
+        if self.others is not None or torch.is_grad_enabled() != record:
+            with torch.set_grad_enabled(record), self.substituted():
+                return self._moved(carry, found)
+        return self._moved(carry, found)
+
+    def _moved(self, carry: Carry, found: Evaluation) -> Carry:
+        params, state = differentiable_step(
+            self.optimizer, self.model.tree(carry.params), self.model.tree(found.grads), carry.state
+        )
         return Carry(self.model.tied(params), state, found.buffers)
 
     def cut(self, carry: Carry) -> Carry:
@@ -331,6 +366,12 @@ class Loop:
         state = pytree.map_tensors(Tensor.detach, carry.state)
         return Carry(self._tied(params), state, [buffer.detach() for buffer in carry.buffers])
 
+    def without_history(self, carry: Carry) -> Carry:
+        """The same parameters and buffers, and a state without history: for a step that overwrites nothing."""
+        if not _has_history(carry.state):
+            return carry
+        return carry._replace(state=pytree.map_tensors(Tensor.detach, carry.state))
+
     def _tied(self, leaves: Sequence[Tensor]) -> list[Tensor]:
         return [leaves[place] for place in self.model.first_places]
 
@@ -339,6 +380,14 @@ class Loop:
         for place, grad in zip(self.model.moved_places, found, strict=True):
             grads[place] = grad
         return grads
+
+
+def _has_history(state: OptState) -> bool:
+    if isinstance(state, (tuple, list)):
+        return any(map(_has_history, state))
+    if isinstance(state, Tensor):
+        return state.requires_grad
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.flatten(state)[0])
 
 
 def _nothing(outputs: Sequence[Tensor], inputs: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:

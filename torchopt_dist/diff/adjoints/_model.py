@@ -32,9 +32,13 @@ class Model(ABC):
     """The first parameters; a tied one stands at each of its places."""
     buffers: list[Tensor]
     """The first buffers."""
+    _spec: pytree.PyTreeSpec | None
+    """The structure of the tree; ``None``: it is one tensor."""
 
     def __init__(self, tree: Params) -> None:
-        self.leaves, self._spec = pytree.flatten(tree)
+        self.leaves, self._spec = [tree], None
+        if not isinstance(tree, Tensor):
+            self.leaves, self._spec = pytree.flatten(tree)
         for leaf in self.leaves:
             if not isinstance(leaf, Tensor):
                 raise TypeError(
@@ -55,10 +59,12 @@ class Model(ABC):
 
     def tree(self, leaves: Sequence[OptionalTensor]) -> Params:
         """Leaves → the tree that the optimizer takes."""
-        return pytree.unflatten(self._spec, list(leaves))
+        return leaves[0] if self._spec is None else pytree.unflatten(self._spec, list(leaves))
 
     def tied(self, tree: Params) -> list[Tensor]:
         """A tree from the optimizer → leaves; a tied parameter is the same tensor at each of its places."""
+        if self._spec is None:
+            return [tree]
         leaves = pytree.flatten(tree)[0]
         return [leaves[place] for place in self.first_places]
 
@@ -109,7 +115,7 @@ class TreeModel(Model):
         """Do nothing: a tree belongs to the loss."""
 
     def filled(self, leaves: Sequence[Tensor], buffers: Sequence[Tensor]) -> Any:
-        return self.tree(leaves)
+        return leaves[0] if self._spec is None else pytree.unflatten(self._spec, list(leaves))
 
     def buffers_now(self) -> list[Tensor]:
         return []

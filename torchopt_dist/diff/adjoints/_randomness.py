@@ -2,43 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager
 
 import torch
 
-from torchopt_dist._torch_private import outside_of_transforms, transforms_are_active
+from torchopt_dist._random_turns import change_generators, generators
 
-__all__ = ["draw_seed", "generators", "kept_generators", "seed_step"]
-
-
-def draw_seed() -> int:
-    """A number from the caller's generator, from which the seeds of the steps are derived."""
-    # `vmap` refuses random numbers.
-    with outside_of_transforms() if transforms_are_active() else nullcontext():
-        return int(torch.randint(2**62, ()).item())
+__all__ = ["kept_generators", "seed_step"]
 
 
 def seed_step(seed: int, number: int) -> None:
     """Seed the generators for one step."""
+    own = (seed + number * 0x9E3779B97F4A7C15) % 2**63
+    change_generators(_seed if torch.cuda.is_initialized() else torch.default_generator.manual_seed, own)
+
+
+def _seed(seed: int) -> None:
     for generator in generators():
-        generator.manual_seed((seed + number * 0x9E3779B97F4A7C15) % 2**63)
+        generator.manual_seed(seed)
 
 
-@contextmanager
-def kept_generators() -> Iterator[None]:
+def kept_generators() -> AbstractContextManager[None]:
     """Restore the states of the generators when the context is left."""
-    before = [(generator, generator.get_state()) for generator in generators()]
-    try:
-        yield
-    finally:
-        for generator, state in before:
+    return _Kept()
+
+
+class _Kept:
+    """As a class, which is entered and left sooner than a generator with ``contextmanager``."""
+
+    def __enter__(self) -> None:
+        self._before = [(generator, generator.get_state()) for generator in generators()]
+
+    def __exit__(self, *exception: object) -> None:
+        change_generators(self._restore)
+
+    def _restore(self) -> None:
+        for generator, state in self._before:
             generator.set_state(state)
-
-
-def generators() -> list[torch.Generator]:
-    """The generators that random numbers are drawn from: those of the CPU and of the current GPU."""
-    found = [torch.default_generator]
-    if torch.cuda.is_initialized():
-        found.append(torch.cuda.default_generators[torch.cuda.current_device()])
-    return found

@@ -16,7 +16,7 @@ def check_above_zero(name: str, value: Any) -> None:
         TypeError: it is no number.
         ValueError: it is out of its range.
     """
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+    if type(value) is not float and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
         raise TypeError(f"`{name}` must be a number, got {type(value).__name__}")
     if not (float(value) > 0 and math.isfinite(value)):
         raise ValueError(f"`{name}` must be finite and above 0, got {value}")

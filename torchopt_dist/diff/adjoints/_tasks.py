@@ -18,6 +18,9 @@ from torchopt_dist._vmap import Values, Vmaps, for_each_sample, values_of, vmaps
 __all__ = ["Tasks", "current_tasks"]
 
 
+_HERE = nullcontext()
+
+
 @dataclass(frozen=True)
 class Tasks:
     """The tasks of every ``vmap`` around a loop; without one there is a single task, which no method changes."""
@@ -33,7 +36,7 @@ class Tasks:
 
     def outside(self) -> AbstractContextManager[object]:
         """A context outside every ``vmap``, where values are ordinary tensors with a history."""
-        return outside_of_transforms() if self.levels else nullcontext()
+        return outside_of_transforms() if self.levels else _HERE
 
     def values(self, tensors: Sequence[Tensor]) -> list[Values]:
         """The values of tensors for all tasks."""
@@ -42,6 +45,12 @@ class Tasks:
     def values_of_each(self, tensors: Sequence[Tensor]) -> list[Values]:
         """The values of tensors, with separate ones for each task."""
         return self.values([for_each_sample(tensor) for tensor in tensors] if self.levels else tensors)
+
+    def tensors(self, held: Sequence[Values], values: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors that have other values, of the shapes of those that are held."""
+        if not self.levels:
+            return list(values)
+        return [one.tensor(value) for one, value in zip(held, values, strict=True)]
 
     def stacked(self, values: Tensor) -> Values:
         """Of values whose first dimensions count the tasks."""

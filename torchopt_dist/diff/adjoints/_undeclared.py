@@ -8,13 +8,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from torchopt_dist._random_turns import Turn
 from torchopt_dist._torch_private import next_sequence_number
+from torchopt_dist.diff.adjoints._carry import WatchFn
 from torchopt_dist.diff.adjoints._declared import depends_on_others, leaf_of, nodes_between
 from torchopt_dist.diff.adjoints._loop import Carry, Loop
 from torchopt_dist.diff.adjoints._randomness import kept_generators
 from torchopt_dist.diff.adjoints._tasks import Tasks
 
-__all__ = ["refuse", "refuse_undeclared", "watched", "watched_as_it_is"]
+__all__ = ["refusal_as_it_is", "refuse", "refuse_undeclared", "watched"]
 
 
 def watched(loop: Loop, tasks: Tasks) -> Loop:
@@ -52,10 +54,11 @@ def watched(loop: Loop, tasks: Tasks) -> Loop:
     return replace(exchanged, watch=watch)
 
 
-def watched_as_it_is(loop: Loop) -> Loop:
+def refusal_as_it_is(loop: Loop) -> WatchFn:
     """As :func:`watched`, but faster, for a loop that has declared leaves only: they are not replaced by other tensors.
 
-    If the loss may depend on other tensors, it is checked as there.
+    Returns:
+        What checks a step of the loop: if its loss may depend on other tensors, as :func:`watched` does.
     """
     since = next_sequence_number()
 
@@ -69,7 +72,7 @@ def watched_as_it_is(loop: Loop) -> Loop:
         if depends_on_others(outputs[0], [*leaves, *loop.declared], since):
             watched(loop, Tasks()).gradient(carry, number, record=False)
 
-    return replace(loop, watch=watch)
+    return watch
 
 
 def _look_once(loop: Loop, tasks: Tasks) -> None:
@@ -80,7 +83,8 @@ def _look_once(loop: Loop, tasks: Tasks) -> None:
     def call() -> list[Tensor]:
         others = tuple(one.tensor(values) for one, values in zip(held, given, strict=True))
         cut = loop.cut(loop.first)
-        return [replace(loop, others=others).evaluate(cut.params, cut.buffers, 0)[0]]
+        with Turn(loop.draws):
+            return [replace(loop, others=others).evaluate(cut.params, cut.buffers, 0)[0]]
 
     with tasks.outside(), torch.enable_grad(), kept_generators():
         given = [one.values.detach().requires_grad_() for one in held]

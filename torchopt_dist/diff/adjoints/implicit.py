@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchopt_dist._random_turns import Turn
 from torchopt_dist._torch_private import transforms_are_active
 from torchopt_dist.diff.adjoints._autocast import Autocast, current_autocast
 from torchopt_dist.diff.adjoints._loop import Carry, Loop, Outcome
@@ -126,4 +127,5 @@ class _Gradient:
         return [t / len(self.numbers) for t in total]
 
     def _loss(self, loop: Loop, carry: Carry, number: int) -> Tensors:
-        return [loop.evaluate(carry.params, carry.buffers, number)[0]]
+        with Turn(loop.draws):
+            return [loop.evaluate(carry.params, carry.buffers, number)[0]]

@@ -37,9 +37,9 @@ class Replayed(Adjoint):
     mode, the step is recorded by itself, and a warning says so. Where the loss's intermediate results are small
     compared with the parameters, the graph of a graph is small, too; it is recorded then, since that takes less time.
     The gradient can be differentiated itself, by a replay whose steps are recorded one by one; a third derivative
-    records all steps together. ``meta`` must list every tensor that the loss uses from outside and that requires grad.
-    Inside of ``vmap`` the loops of all samples are replayed as one; inside of other transforms of ``torch.func`` all
-    steps are recorded.
+    records all steps together, and a warning says so. ``meta`` must list every tensor that the loss uses from outside
+    and that requires grad. Inside of ``vmap`` the loops of all samples are replayed as one; inside of other transforms
+    of ``torch.func`` all steps are recorded, and a warning says so.
 
     Args:
         memory: for the snapshots together: a number of bytes, or a string such as ``'2GiB'``. It is shared among
@@ -111,15 +111,9 @@ class Replayed(Adjoint):
         """Run the loop; see :meth:`Adjoint.run`."""
         around = vmaps_to_enter_again()
         if around is not None:
-            if self.blocks is not None:
-                warnings.warn(
-                    "`blocks` of todist.Replayed() are not gone through one by one inside of vmap: a step's graph is "
-                    "that of the whole loss, for all samples",
-                    stacklevel=4,
-                )
             loop_of_samples = over_samples(loop, around)
             with outside_of_transforms():
-                outcome = self._replayed(loop_of_samples)
+                outcome = self._replayed(self._in_blocks(loop_of_samples))
             return outcome_of_samples(loop_of_samples, outcome)
         if transforms_are_active():
             warnings.warn(
@@ -129,9 +123,10 @@ class Replayed(Adjoint):
             )
             with attention_by_formula():
                 return loop.run(loop.recorded_step, loop.first)
-        if self.blocks is not None:
-            loop = by_blocks(loop, self.blocks)
-        return self._replayed(loop)
+        return self._replayed(self._in_blocks(loop))
+
+    def _in_blocks(self, loop: Loop) -> Loop:
+        return loop if self.blocks is None else by_blocks(loop, self.blocks)
 
     def _replayed(self, loop: Loop) -> Outcome:
         count, spacing, gradients = self._room(loop)

@@ -1,17 +1,21 @@
-"""A call of a block → the same call again: with the arguments, random numbers, parameters and modes that it had."""
+"""A call of a block → the same call again: with the arguments, random numbers, parameters and modes that it had.
+
+Inside ``vmap``, what there is of a tensor outside of it are the values of all samples: only these have a graph.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from torchopt_dist import pytree
-from torchopt_dist._torch_private import tensor_version
-from torchopt_dist.diff.adjoints._randomness import generators
+from torchopt_dist._random_turns import change_generators, generators
+from torchopt_dist._torch_private import outside_of_transforms, tensor_version, transforms_are_active, vmaps
+from torchopt_dist._vmap import Values, values_of
 from torchopt_dist.diff.replay._duals import Pair, leaf_of_pair, pair_of
 from torchopt_dist.nn import _tensor_dicts
 from torchopt_dist.typing import OptionalTensor, TensorContainer
@@ -19,28 +23,37 @@ from torchopt_dist.typing import OptionalTensor, TensorContainer
 __all__ = ["BlockCall", "inputs_of"]
 
 
-class _Input(int):
+class _Input(NamedTuple):
     """A placeholder for an input of the block."""
 
+    place: int
+    dims: tuple[int | None, ...]
+    """Which dimensions count samples, as in :class:`Values`."""
 
-class _Own(int):
+
+class _Own(NamedTuple):
     """A placeholder for a parameter whose gradient is wanted."""
+
+    place: int
+    dims: tuple[int | None, ...]
 
 
 Held = list[tuple[TensorContainer, str, Any]]
 
 
-def inputs_of(block: nn.Module, arguments: Any, own: Collection[int]) -> list[Tensor]:
+def inputs_of(block: nn.Module, arguments: Any, own: Collection[int]) -> list[Values]:
     """What a call of a block depends on and requires grad, each once: arguments, parameters that the loss has put in.
 
     Args:
         block: the module.
         arguments: positional and keyword arguments.
-        own: the ``id`` of each parameter that is not counted.
+        own: the ``id`` of the values of each parameter that is not counted.
     """
     held = [x for _, _, x in _held(_tensor_dicts.parameter_containers(block))]
-    tensors = [x for x in [*pytree.flatten(arguments)[0], *held] if isinstance(x, Tensor) and x.requires_grad]
-    return list({id(x): x for x in tensors if id(x) not in own}.values())
+    levels = vmaps()
+    found = [values_of(x, levels) for x in [*pytree.flatten(arguments)[0], *held] if isinstance(x, Tensor)]
+    wanted = [x for x in found if x.values.requires_grad and id(x.values) not in own]
+    return list({(id(x.values), x.dims): x for x in wanted}.values())
 
 
 class BlockCall:
@@ -51,7 +64,7 @@ class BlockCall:
         block: the module.
         forward: the function that computes it.
         arguments: its positional arguments, its keyword arguments.
-        own: the ``id`` of a parameter that gradients are wanted for → its place among these.
+        own: the ``id`` of the values of a parameter that gradients are wanted for → its place among these.
         with_tangents: whether tensors may be duals.
     """
 
@@ -67,13 +80,20 @@ class BlockCall:
     ) -> None:
         self.name, self._forward, self._with_tangents = name, forward, with_tangents
         inputs = inputs_of(block, arguments, own)
-        self.inputs = [pair_of(x) for x in inputs]
-        """What :func:`inputs_of` finds, without history."""
-        places: dict[int, Any] = {id(x): _Input(place) for place, x in enumerate(inputs)}
-        places |= {name: _Own(place) for name, place in own.items()}
+        with _outside():
+            self.inputs = [pair_of(x.values) for x in inputs]
+            """What :func:`inputs_of` finds, without history."""
+        places = {(id(x.values), x.dims): place for place, x in enumerate(inputs)}
+        levels = vmaps()
 
         def marked(x: Any) -> Any:
-            return places.get(id(x), x) if isinstance(x, Tensor) else x
+            if not isinstance(x, Tensor):
+                return x
+            values, dims = values_of(x, levels)
+            if id(values) in own:
+                return _Own(own[id(values)], dims)
+            place = places.get((id(values), dims))
+            return x if place is None else _Input(place, dims)
 
         given, self._spec = pytree.flatten(arguments)
         self._given = list(map(marked, given))
@@ -88,6 +108,8 @@ class BlockCall:
         self._makes_gradients = bool(inputs) or any(isinstance(x, _Own) for _, _, x in self._held_parameters)
         self.outputs: list[Pair | None] = []
         """What it returns and may have a gradient, without history; ``None`` in the places of all else."""
+        self._dims: list[tuple[int | None, ...]] = []
+        """Which dimensions of the outputs count samples."""
         self._overwritten: set[int] = set()
         """The places of inputs that the block changes in place."""
         self._made: list[Any] = []
@@ -95,7 +117,7 @@ class BlockCall:
 
     def parameters(self, now: Sequence[Tensor]) -> list[Tensor]:
         """The parameters that gradients are wanted for and that are the block's own, of those given."""
-        return [now[x] for _, _, x in self._held_parameters if isinstance(x, _Own)]
+        return [now[x.place] for _, _, x in self._held_parameters if isinstance(x, _Own)]
 
     def first(self, now: Sequence[Tensor]) -> tuple[Any, list[OptionalTensor]]:
         """Run the block for the first time.
@@ -110,10 +132,14 @@ class BlockCall:
             TypeError: it returns something else than a tree of tensors and numbers.
         """
         # Only buffers that the block overwrites are needed as they were; those of large constants are not kept twice.
-        before = [(x, x.clone()) for _, _, x in self._held_buffers if x is not None]
+        levels = vmaps()
+        with _outside():
+            buffers = [(x, values_of(x, levels)) for _, _, x in self._held_buffers if x is not None]
+            before = [(x, held, held.values.clone()) for x, held in buffers]
         # Forward mode would hold a graph of tangents until its level is left, by a circle of references.
         with torch.set_grad_enabled(not self._with_tangents):
-            given = [leaf_of_pair(pair).clone() for pair in self.inputs]
+            with _outside():
+                given = [leaf_of_pair(pair).clone() for pair in self.inputs]
             versions = list(map(tensor_version, given))
             args, kwargs = self._arguments(given, now)
             made, self._made_spec = pytree.flatten(self._forward(*args, **kwargs))
@@ -124,7 +150,9 @@ class BlockCall:
                 if version is None or tensor_version(x) != version
             }
             del args, kwargs, given
-        kept = {id(x): copy for x, copy in before if not torch.equal(x, copy)}
+        with _outside():
+            changed = [(x, held, copy) for x, held, copy in before if not torch.equal(held.values, copy)]
+        kept = {id(x): held.tensor(copy) for x, held, copy in changed}
         self._held_buffers = [
             (container, key, kept.get(id(x), x)) for container, key, x in self._held_buffers
         ]
@@ -136,9 +164,14 @@ class BlockCall:
                     f"{self.name!r}"
                 )
             output = None
-            if isinstance(leaf, Tensor) and (leaf.requires_grad or self._may_have_gradient(leaf)):
-                output = pair_of(leaf)
+            dims: tuple[int | None, ...] = ()
+            if isinstance(leaf, Tensor):
+                values, dims = values_of(leaf, levels)
+                with _outside():
+                    if values.requires_grad or self._may_have_gradient(values):
+                        output = pair_of(values)
             self.outputs.append(output)
+            self._dims.append(dims)
             self._made.append(leaf if output is None else None)
         return self.handed_on()
 
@@ -150,45 +183,67 @@ class BlockCall:
         """The block's results, detached from their history.
 
         Returns:
-            The tree, and in the places of ``outputs`` the tensors in it that require grad.
+            The tree, and in the places of ``outputs`` the values of the tensors in it that require grad.
         """
-        for generator, state in self._after:
-            generator.set_state(state)
-        cut = [None if pair is None else leaf_of_pair(pair) for pair in self.outputs]
-        leaves = [x if leaf is None else leaf for x, leaf in zip(self._made, cut, strict=True)]
+        change_generators(lambda: _set(self._after))
+        with _outside():
+            cut = [None if pair is None else leaf_of_pair(pair) for pair in self.outputs]
+        leaves = [
+            x if leaf is None else Values(leaf, dims).tensor()
+            for x, leaf, dims in zip(self._made, cut, self._dims, strict=True)
+        ]
         return pytree.unflatten(self._made_spec, leaves), cut
 
     @contextmanager
-    def again(self, now: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], list[Any]]]:
+    def again(
+        self, now: Sequence[Tensor], inside: Callable[[Callable[[], list[Any]]], list[Any]]
+    ) -> Iterator[tuple[list[Tensor], list[Any]]]:
         """Run the block again; within the context it holds what it held, as ``torch.utils.checkpoint`` may call it.
 
         Args:
             now: what stands for the parameters that gradients are wanted for.
+            inside: calls a function as the loss is called, inside the same levels of ``vmap``.
 
         Returns:
             Tensors in the places of ``inputs``, with no history, and in those of ``outputs`` what was made of them.
         """
         leaves = [leaf_of_pair(pair) for pair in self.inputs]
 
-        def parameter(x: Any) -> Any:
-            return leaves[x] if isinstance(x, _Input) else now[x] if isinstance(x, _Own) else x
+        def held() -> Held:
+            return [(container, key, _put(x, leaves, now)) for container, key, x in self._held_parameters]
 
-        held = [(container, key, parameter(x)) for container, key, x in self._held_parameters]
-        with _in_place([*held, *self._held_buffers]):
-            for generator, state in self._before:
-                generator.set_state(state)
-            with _autocast_as(self._autocast):
+        def called() -> list[Any]:
+            with _outside():
                 given = [x.clone() if place in self._overwritten else x for place, x in enumerate(leaves)]
-                args, kwargs = self._arguments(given, now)
-                made, _spec = pytree.flatten(self._forward(*args, **kwargs))
-            del args, kwargs, given
+            args, kwargs = self._arguments(given, now)
+            made = pytree.flatten(self._forward(*args, **kwargs))[0]
+            return [values_of(x).values if isinstance(x, Tensor) else x for x in made]
+
+        with _in_place([*inside(held), *self._held_buffers]):
+            change_generators(lambda: _set(self._before))
+            with _autocast_as(self._autocast):
+                made = inside(called)
             yield leaves, made
 
     def _arguments(self, given: Sequence[Tensor], now: Sequence[Tensor]) -> Any:
-        def argument(x: Any) -> Any:
-            return given[x] if isinstance(x, _Input) else now[x] if isinstance(x, _Own) else x
+        return pytree.unflatten(self._spec, [_put(x, given, now) for x in self._given])
 
-        return pytree.unflatten(self._spec, list(map(argument, self._given)))
+
+def _put(x: Any, given: Sequence[Tensor], now: Sequence[Tensor]) -> Any:
+    """What stands for a placeholder."""
+    if isinstance(x, _Input):
+        return Values(given[x.place], x.dims).tensor()
+    return Values(now[x.place], x.dims).tensor() if isinstance(x, _Own) else x
+
+
+def _outside() -> AbstractContextManager[object]:
+    """A context in which values are no tensors of a ``vmap``."""
+    return outside_of_transforms() if transforms_are_active() else nullcontext()
+
+
+def _set(states: list[tuple[torch.Generator, Tensor]]) -> None:
+    for generator, state in states:
+        generator.set_state(state)
 
 
 def _held(containers: list[TensorContainer]) -> Held:

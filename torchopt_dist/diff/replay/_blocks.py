@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchopt_dist._free_memory import give_back
+from torchopt_dist._vmap import Values
 from torchopt_dist.diff.adjoints._carry import Evaluation, LookFn
 from torchopt_dist.diff.adjoints._declared import leaf_of, nodes_between
 from torchopt_dist.diff.adjoints._loop import Loop
@@ -105,6 +107,7 @@ class _Sweep:
 
     def run(self) -> Evaluation:
         """Evaluate the loss, and differentiate it."""
+        give_back()
         with self._level() as now:
             handed: dict[int, tuple[tuple[int, int], Tensor]] = {}
             with self._intercepted(partial(self._first_call, now, handed)):
@@ -116,7 +119,9 @@ class _Sweep:
             loss, _ = pair_of(loss)
             del handed
         while self._calls:
+            give_back()
             self._last_call()
+        give_back()
         return Evaluation(loss, aux, self._totals, after)
 
     def _seed(self, loss: Tensor) -> Tensor:
@@ -165,11 +170,12 @@ class _Sweep:
         forward: Callable[..., Any],
         arguments: Any,
     ) -> Any:
-        own = {id(tensor): place for place, tensor in enumerate(now)}
+        own = self._places(now)
         inputs = inputs_of(block, arguments, own)
-        sources = [handed[id(x)][0] if id(x) in handed else None for x in inputs]
+        sources = [handed[id(x.values)][0] if id(x.values) in handed else None for x in inputs]
         if self._number == 0:
             self._check_order(name, block, sources)
+        give_back()
         call = BlockCall(name, block, forward, arguments, own, with_tangents=self._tangents is not None)
         made, outputs = call.first(now)
         at = len(self._calls)
@@ -179,6 +185,12 @@ class _Sweep:
         if self._tangents is None:
             self._handed.append([x for x in outputs if x is not None])
         return made
+
+    def _places(self, now: Sequence[Tensor]) -> dict[int, int]:
+        """``id`` → place among what is wanted, also of what the caller has, where others replace it in a step."""
+        places = {id(tensor): place for place, tensor in enumerate(now)}
+        replaced = zip(self._loop.declared, self._loop.others or (), strict=False)
+        return places | {id(old): places[id(new)] for old, new in replaced if id(new) in places}
 
     def _check_order(self, name: str, block: nn.Module, sources: Sequence[tuple[int, int] | None]) -> None:
         place = len(self._calls) % len(self._blocks)
@@ -210,7 +222,14 @@ class _Sweep:
         call.outputs.clear()  # the blocks after it have been gone back through
         if all(bar is None for bar in bars):
             return
-        with self._level() as now, self._loop.substituted(), call.again(now) as (leaves, made):
+        with (
+            self._level() as now,
+            self._loop.substituted(),
+            call.again(now, self._loop.inside_again) as (
+                leaves,
+                made,
+            ),
+        ):
             ends = [(x, dual(bar)) for x, bar in zip(made, bars, strict=True) if bar is not None]
             if self._tangents is None:  # every step is made so once, before any is gone back through
                 self._check_closed(call, [x for x, _ in ends if x.requires_grad], leaves, now)
@@ -229,12 +248,12 @@ class _Sweep:
         with self._level() as now:
             calls = iter(enumerate(self._calls))
             handed: list[tuple[tuple[int, int], Tensor]] = []
-            inputs: list[Tensor] = []
+            inputs: list[Values] = []
 
             def call(name: str, block: nn.Module, forward: Callable[..., Any], arguments: Any) -> Any:
                 at, known = next(calls, (0, None))
                 if known is None:
-                    inputs.extend(inputs_of(block, arguments, set(map(id, now))))
+                    inputs.extend(inputs_of(block, arguments, self._places(now)))
                     raise _EnoughError
                 made, outputs = known.handed_on()
                 handed.extend(((at, place), x) for place, x in enumerate(outputs) if x is not None)
@@ -242,7 +261,8 @@ class _Sweep:
 
             with suppress(_EnoughError), self._intercepted(call):
                 self._evaluated(now)
-            self._part([(x, dual(bar)) for x, bar in zip(inputs, bars, strict=True) if bar], now, [], handed)
+            ends = [(x.values, dual(bar)) for x, bar in zip(inputs, bars, strict=True) if bar]
+            self._part(ends, now, [], handed)
 
     def _part(
         self,

@@ -13,6 +13,7 @@ from torchopt_dist.diff.adjoints._carry import LookFn
 from torchopt_dist.diff.adjoints._loop import Evaluation, Loop
 from torchopt_dist.diff.adjoints._model import ModuleModel
 from torchopt_dist.diff.replay._blocks import sweep
+from torchopt_dist.diff.replay._vmapped import VmappedLoop
 
 __all__ = ["BlockwiseLoop", "by_blocks"]
 
@@ -34,6 +35,11 @@ class BlockwiseLoop(Loop):
     ) -> Evaluation:
         """As :meth:`Loop.swept`; ``look`` is shown each part of the graph."""
         return sweep(self, self.blocks, params, buffers, number, wanted, look)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VmappedBlockwiseLoop(VmappedLoop, BlockwiseLoop):
+    """Such a loop for many samples at a time."""
 
 
 def by_blocks(loop: Loop, blocks: nn.Module | Literal["auto"]) -> Loop:
@@ -63,8 +69,9 @@ def by_blocks(loop: Loop, blocks: nn.Module | Literal["auto"]) -> Loop:
     found = [f"{within}.{name}" if within else name for name, part in children_of(blocks).items() if part]
     if not found:
         raise ValueError(f"`blocks` must have modules in it, got an empty {type(blocks).__name__}")
-    settings: dict[str, Any] = {field.name: getattr(loop, field.name) for field in fields(Loop)}
-    return BlockwiseLoop(**settings, blocks=tuple(found))
+    settings: dict[str, Any] = {field.name: getattr(loop, field.name) for field in fields(loop)}
+    kind = VmappedBlockwiseLoop if isinstance(loop, VmappedLoop) else BlockwiseLoop
+    return kind(**settings, blocks=tuple(found))
 
 
 def _widest(module: nn.Module) -> nn.Module:

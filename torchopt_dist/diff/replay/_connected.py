@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -142,5 +143,10 @@ class _Pull(torch.autograd.Function):
             return None, None, None, None, *[None] * len(given)
         if not torch.is_grad_enabled():
             return None, None, None, None, *ctx.tape.pull_twice(ctx.kept, ctx.trail, cots)
+        warnings.warn(
+            "todist.Replayed() records all steps for a third derivative, which create_graph=True asks for where a "
+            "second one is taken: the derivatives are the same, memory is that of todist.Recorded()",
+            stacklevel=2,
+        )
         found = ctx.tape.record(given[: ctx.count], given[ctx.count :], cots)
         return None, None, None, None, *found

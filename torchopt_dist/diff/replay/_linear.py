@@ -1,4 +1,4 @@
-"""Linear layers of a loss → nodes whose gradients of weights are summed in memory that is there.
+"""Linear layers of a loss → nodes whose gradients of weights are added to what is there.
 
 In a graph of a graph, torch makes a tensor of a weight's size for each time that the weight is used, and for each sum
 of two; and the gradient itself, also where only its derivative is asked for. Here the sums are made by the products.
@@ -31,8 +31,8 @@ class LinearLayers(TorchFunctionMode):
     def __init__(self, weights: Sequence[Tensor]) -> None:
         super().__init__()
         self._weights = {id(weight): weight for weight in weights}
-        self._sums: dict[int, Tensor] = {}
-        self._written: set[int] = set()
+        self._totals: dict[int, Tensor] = {}
+        self._products: list[tuple[Tensor, Tensor, Tensor]] = []
         self.without_values = False
         """The gradients of weights that are found now are only differentiated: no number of theirs is used."""
 
@@ -53,24 +53,22 @@ class LinearLayers(TorchFunctionMode):
         )
 
     @contextmanager
-    def summed(self, sums: Mapping[int, Tensor]) -> Iterator[set[int]]:
-        """A context in which gradients of weights go into memory by the weights' ``id``; gives those that have gone."""
-        self._sums, self._written = dict(sums), set()
+    def added(self, totals: Mapping[int, Tensor]) -> Iterator[None]:
+        """A context that adds gradients of weights to these, by the weights' ``id``, at its end; not after an error."""
+        self._totals, self._products = dict(totals), []
         try:
-            yield self._written
+            yield
+            for total, of_result, x in self._products:
+                total.addmm_(of_result.t(), x)
         finally:
-            self._sums = {}
+            self._totals, self._products = {}, []
 
     def gradient(self, weight: Tensor, of_result: Tensor, x: Tensor) -> OptionalTensor:
-        """The product of two matrices as the gradient of a weight; ``None`` if it has gone elsewhere."""
-        total = None if torch.is_grad_enabled() else self._sums.get(id(weight))
+        """The product of two matrices as the gradient of a weight; ``None`` if it is added elsewhere."""
+        total = None if torch.is_grad_enabled() else self._totals.get(id(weight))
         if total is None:
             return of_result.t() @ x
-        if id(weight) in self._written:
-            total.addmm_(of_result.t(), x)
-        else:
-            torch.mm(of_result.t(), x, out=total)
-            self._written.add(id(weight))
+        self._products.append((total, of_result, x))
         return None
 
 

@@ -8,9 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torchopt_dist._random_turns import Turn
 from torchopt_dist.diff.adjoints._loop import Carry, Loop
-from torchopt_dist.diff.replay._duals import plus
 from torchopt_dist.diff.replay._linear import LinearLayers
+from torchopt_dist.transform._recorded_gradients import recorded_gradients
 from torchopt_dist.typing import OptionalTensor
 
 __all__ = ["Graph", "graph_of", "leaf_like", "leaves_at", "pulled_back"]
@@ -30,7 +31,7 @@ class Graph(NamedTuple):
         along: Sequence[OptionalTensor],
         loss_bar: OptionalTensor,
         declared: Sequence[Tensor],
-        room: Sequence[OptionalTensor],
+        totals: Sequence[OptionalTensor],
     ) -> tuple[list[OptionalTensor], list[OptionalTensor]]:
         """The gradients of ``sum(along * grads) + loss_bar * loss``: of the inputs, and of what is declared.
 
@@ -38,16 +39,14 @@ class Graph(NamedTuple):
             along: one an input.
             loss_bar: 0-d.
             declared: what else there is to be a gradient for.
-            room: tensors like the inputs, which may be overwritten by their gradients; none has to be there.
+            totals: tensors like the inputs, to which a part of their gradients is added, that is then not returned;
+                none has to be there.
         """
-        sums = {id(x): total for x, total in zip(self.inputs, room, strict=True) if total is not None}
+        there = {id(x): total for x, total in zip(self.inputs, totals, strict=True) if total is not None}
         bars = [None if grad is None else bar for grad, bar in zip(self.grads, along, strict=True)]
         outputs = [self.loss if grad is None else grad for grad in self.grads]
-        with self.layers.summed(sums) as there:
+        with self.layers.added(there):
             found = pulled_back([*outputs, self.loss], [*bars, loss_bar], [*self.inputs, *declared])
-            for place, x in enumerate(self.inputs):
-                if id(x) in there:
-                    found[place] = plus(sums[id(x)], found[place])
         return found[: len(self.inputs)], found[len(self.inputs) :]
 
 
@@ -58,14 +57,14 @@ def graph_of(loop: Loop, carry: Carry, number: int, *, values: bool) -> Graph:
     inputs = [params[place] for place in places]
     tied = [params[place] for place in loop.model.first_places]
     layers = LinearLayers(inputs)
-    with torch.enable_grad():
+    with torch.enable_grad(), Turn(loop.draws):
         with layers:
             loss, _aux, _buffers = loop.evaluate(tied, carry.buffers, number)
         loss = loss.reshape(loop.samples)
         grads: Sequence[OptionalTensor] = [None] * len(inputs)
         if loss.requires_grad:
             layers.without_values = not values
-            grads = torch.autograd.grad(loss.sum(), inputs, create_graph=True, allow_unused=True)
+            grads = recorded_gradients(loss.sum(), inputs)
             layers.without_values = False
         return Graph(inputs, loss, grads, layers)
 

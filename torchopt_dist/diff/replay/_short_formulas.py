@@ -8,15 +8,15 @@ function has one node, saves what its derivative needs, and has no graph of its 
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchopt_dist._functional import replaced
 from torchopt_dist._torch_private import transforms_are_active
 from torchopt_dist.diff.replay._duals import plus
 from torchopt_dist.typing import OptionalTensor
@@ -24,52 +24,16 @@ from torchopt_dist.typing import OptionalTensor
 __all__ = ["short_formulas"]
 
 
-class _Replacement:
-    """Functions in the places of torch's, which are one for all threads; each thread chooses for itself."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.count = 0
-        self.torchs: dict[str, Callable[..., Tensor]] = {}
-        self.chosen = threading.local()
-
-
-_replacement = _Replacement()
-
-
-@contextmanager
-def short_formulas() -> Iterator[None]:
+def short_formulas() -> AbstractContextManager[None]:
     """A context in which this thread computes by them, wherever ``torch.nn.functional`` is asked by these names."""
-    own = {"scaled_dot_product_attention": _attention, "layer_norm": _layer_norm}
-    with _replacement.lock:
-        if _replacement.count == 0:
-            _replacement.torchs = {name: getattr(F, name) for name in own}
-            for name, function in own.items():
-                setattr(F, name, function)
-        _replacement.count += 1
-    before = _is_chosen()
-    _replacement.chosen.here = True
-    try:
-        yield
-    finally:
-        _replacement.chosen.here = before
-        with _replacement.lock:
-            _replacement.count -= 1
-            if _replacement.count == 0:
-                for name, function in _replacement.torchs.items():
-                    setattr(F, name, function)
-
-
-def _is_chosen() -> bool:
-    return getattr(_replacement.chosen, "here", False)
+    return replaced(F, {"scaled_dot_product_attention": _attention, "layer_norm": _layer_norm})
 
 
 def _fits(*tensors: OptionalTensor) -> bool:
     """Whether a formula takes the tensors here: of one type that is not short, and not in a transform or autocast."""
     there = [x for x in tensors if x is not None]
     return (
-        _is_chosen()
-        and all(type(x) in (Tensor, torch.nn.Parameter) and x.layout == torch.strided for x in there)
+        all(type(x) in (Tensor, torch.nn.Parameter) and x.layout == torch.strided for x in there)
         and {x.dtype for x in there} in ({torch.float32}, {torch.float64})
         and not torch.is_autocast_enabled(there[0].device.type)
         and not transforms_are_active()
@@ -77,6 +41,7 @@ def _fits(*tensors: OptionalTensor) -> bool:
 
 
 def _attention(
+    torchs: Callable[..., Tensor],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -89,9 +54,7 @@ def _attention(
     mask_fits = attn_mask is None or (not attn_mask.requires_grad and attn_mask.layout == torch.strided)
     alike = query.shape[:-2] == key.shape[:-2] == value.shape[:-2]
     if dropout_p or enable_gqa or is_causal or not mask_fits or not alike or not _fits(query, key, value):
-        return _replacement.torchs["scaled_dot_product_attention"](
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+        return torchs(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     attended, _weights = _Attention.apply(query, key, value, attn_mask, factor)
     return attended
@@ -154,6 +117,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _layer_norm(
+    torchs: Callable[..., Tensor],
     input: Tensor,
     normalized_shape: Any,
     weight: Tensor | None = None,
@@ -161,7 +125,7 @@ def _layer_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     if not _fits(input, weight, bias):
-        return _replacement.torchs["layer_norm"](input, normalized_shape, weight, bias, eps)
+        return torchs(input, normalized_shape, weight, bias, eps)
     normalized, _scale = _Normalized.apply(input, tuple(normalized_shape), eps)
     scaled = normalized if weight is None else normalized * weight
     return scaled if bias is None else scaled + bias

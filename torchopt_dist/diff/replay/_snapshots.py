@@ -28,6 +28,9 @@ class Snapshot(NamedTuple):
     """Of a snapshot that is not whole, only the buffers."""
     grads: list[OptionalTensor] | None
     """The gradients of the step's loss, where they are kept, too."""
+    earlier: list[list[OptionalTensor]] | None = None
+    """If not ``None``, the averages in the state are those before some steps whose gradients these are, and the
+    parameters are those after the step itself."""
 
     @property
     def is_whole(self) -> bool:

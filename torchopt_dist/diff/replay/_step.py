@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
+from torchopt_dist._random_turns import Turn
 from torchopt_dist._torch_private import bytes_of_results
 from torchopt_dist.diff.adjoints._declared import leaf_of, nodes_between
 from torchopt_dist.diff.adjoints._loop import Carry, Evaluation, Loop
@@ -28,15 +29,18 @@ from torchopt_dist.diff.replay._blocks import Tangents, sweep
 from torchopt_dist.diff.replay._blockwise import BlockwiseLoop
 from torchopt_dist.diff.replay._duals import NoForwardModeError, plus
 from torchopt_dist.diff.replay._forward_mode import Formulas, loses_tangents
+from torchopt_dist.diff.replay._links import through_links
+from torchopt_dist.diff.replay._places import portions
 from torchopt_dist.diff.replay._pool import Pool, add_to, apart_from, own, room_like
 from torchopt_dist.diff.replay._reverse_mode import Graph, graph_of, leaf_like, leaves_at, pulled_back
 from torchopt_dist.diff.replay._snapshots import Snapshot, bytes_of
 from torchopt_dist.ops._columns import put
+from torchopt_dist.transform._normalization_graphs import mend
 from torchopt_dist.transform._pulled_step import Room, StepBars
-from torchopt_dist.transform.apply_updates import pulls_in_place, step_pulled_back
+from torchopt_dist.transform.apply_updates import parts_of, pulls_in_place, step_pulled_back
 from torchopt_dist.typing import OptionalTensor
 
-__all__ = ["Bars", "StepGradient", "SweepMode", "state_places"]
+__all__ = ["Bars", "StepGradient", "SweepMode"]
 
 SweepMode = Literal["forward", "reverse"]
 """Of the derivative of an inner gradient: forward over reverse, or reverse over reverse."""
@@ -50,27 +54,9 @@ class Bars(NamedTuple):
     params: list[OptionalTensor]
     """One a moved parameter."""
     state: list[OptionalTensor]
-    """One a leaf of the state at :func:`state_places`."""
+    """One a leaf of the state at :func:`~torchopt_dist.diff.replay._places.state_places`."""
     are_own: bool = False
     """Nobody else has their memory, and no two of them share theirs."""
-
-
-def state_places(loop: Loop) -> list[int]:
-    """Which leaves of the optimizer's state may have a gradient: those that depend on gradients or have a history."""
-    leaves, spec = pytree.flatten(loop.first.state)
-    places = {n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad}
-    params = leaves_at(loop.first.params, loop.model.moved_places)
-    grads: list[OptionalTensor] = [None] * len(params)
-    for place in loop.model.moved_places:
-        grads[place] = torch.zeros_like(params[place], requires_grad=True)
-    found = Evaluation(params[0], None, grads, [])
-    while True:
-        state = pytree.unflatten(spec, [leaf_like(x) if n in places else x for n, x in enumerate(leaves)])
-        after = pytree.flatten(loop.moved(Carry(params, state, []), found, record=True).state)[0]
-        reached = {n for n, leaf in enumerate(after) if isinstance(leaf, Tensor) and leaf.requires_grad}
-        if reached <= places:
-            return sorted(places)
-        places |= reached
 
 
 class StepGradient:
@@ -78,7 +64,7 @@ class StepGradient:
 
     Args:
         loop: the loop.
-        places: the places in the state, from :func:`state_places`.
+        places: the places in the state, from :func:`~torchopt_dist.diff.replay._places.state_places`.
         declared: tensors for which the gradient is summed over the steps.
         sweep: the mode of the outer derivative of the loss; ``None``: it is chosen by the first step.
     """
@@ -88,15 +74,21 @@ class StepGradient:
     ) -> None:
         self._loop, self._places, self._declared = loop, places, declared
         self._blocks = loop.blocks if isinstance(loop, BlockwiseLoop) else ()
-        self._portions = _portions(loop, 8 if self._blocks else 1)
+        self._portions = portions(loop, 8 if self._blocks else 1)
         self._ways = ["forward", "formulas", "recorded"]
         if any(leaf.is_complex() for leaf in loop.first.params):
             self._ways = ["recorded"]
         elif sweep == "reverse":
             self._ways.insert(0, "reverse")
         self._room: Room | None = None
-        self._in_place = not self._blocks and pulls_in_place(loop.optimizer)
+        self._links, self._optimizer = parts_of(loop.optimizer)
+        self._in_place = not self._blocks and pulls_in_place(self._optimizer)
         self._chooses = sweep is None and not self._blocks and self._ways[0] == "forward"
+
+    @property
+    def retraces(self) -> bool:
+        """Whether steps are gone back through in place, and none had to be recorded, as far as is known."""
+        return self._in_place and self._ways[0] != "recorded"
 
     @property
     def reuses_memory(self) -> bool:
@@ -129,8 +121,8 @@ class StepGradient:
             The gradients of its start, and one for each declared tensor.
         """
         # What is no longer needed is let go at once: copies of all parameters are much of the memory.
-        number, carry, grads = start.pop()
-        if self._ways[0] == "recorded":
+        number, carry, grads, earlier = start.pop()
+        if self._ways[0] == "recorded" and earlier is None:
             return self._recorded(carry, number, bars, loss_bar)
         graph = None
         if grads is None and self._ways[0] == "reverse":
@@ -142,7 +134,7 @@ class StepGradient:
                 grads = put([None] * len(carry.params), self._loop.model.moved_places, cut)
         if grads is None:
             grads = self._loop.gradient(carry, number, record=False).grads
-        before, direct, through = self._through_update(carry, bars, list(grads), pool is not None)
+        before, direct, through = self._through_update(carry, bars, list(grads), pool is not None, earlier)
         if loss_bar is None and all(bar is None for bar in through):
             return before, direct
         del grads
@@ -154,12 +146,10 @@ class StepGradient:
         bars.params.clear()
         bars.state.clear()
         found = None
-        room: list[OptionalTensor] = [None] * len(through)
-        if before.are_own and self._room is not None:
-            room = [self._room.terms[place] for place in self._loop.model.moved_places]
+        totals = before.params if before.are_own else [None] * len(through)
         while self._ways[0] != "recorded":
             try:
-                found = self._mixed(carry, number, through, loss_bar, graph, room)
+                found = self._mixed(carry, number, through, loss_bar, graph, totals)
                 break
             except Exception as error:  # the loss has been called like this before, without forward mode
                 self._ways.pop(0)
@@ -201,14 +191,19 @@ class StepGradient:
         return [*moved, *(leaves[place] for place in self._places)]
 
     def _through_update(
-        self, carry: Carry, bars: Bars, grads: list[OptionalTensor], overwrite: bool
+        self,
+        carry: Carry,
+        bars: Bars,
+        grads: list[OptionalTensor],
+        overwrite: bool,
+        earlier: list[list[OptionalTensor]] | None,
     ) -> tuple[Bars, list[OptionalTensor], list[OptionalTensor]]:
         room = None
         if overwrite and self._in_place:
             room = self._room = self._room or room_like(carry.params, self._loop.model.moved_places)
         if room is not None and not bars.are_own:
             bars = Bars([own(bar) for bar in bars.params], [own(bar) for bar in bars.state], True)
-        known = self._by_derivative(carry, bars, grads, room)
+        known = self._by_derivative(carry, bars, grads, room, earlier)
         if known is not None:
             return known
         given, inputs = self.inputs(carry)
@@ -225,7 +220,12 @@ class StepGradient:
         return Bars(found[:count], found[count:more]), list(rest), through
 
     def _by_derivative(
-        self, carry: Carry, bars: Bars, grads: list[OptionalTensor], room: Room | None
+        self,
+        carry: Carry,
+        bars: Bars,
+        grads: list[OptionalTensor],
+        room: Room | None,
+        earlier: list[list[OptionalTensor]] | None,
     ) -> tuple[Bars, list[OptionalTensor], list[OptionalTensor]] | None:
         """As :meth:`_through_update`, by the derivative that comes with the optimizer's step, if one does.
 
@@ -233,7 +233,14 @@ class StepGradient:
         makes room for what they get.
         """
         model, places = self._loop.model, self._loop.model.moved_places
-        leaves = pytree.flatten(carry.state)[0]
+        state, links = carry.state, None
+        if self._links is not None:
+            links = through_links(self._loop, self._links, carry, grads)
+            if links is None:
+                return None
+            refuse(self.undeclared(links.outputs, links.inputs))
+            grads, state = links.grads, state[len(self._links.transformations) :]
+        leaves = pytree.flatten(state)[0]
         through: list[OptionalTensor] = [None] * len(carry.params)
         direct: list[OptionalTensor] = [None] * len(self._declared)
         nothing = all(bar is None for bar in (*bars.params, *bars.state))
@@ -242,12 +249,13 @@ class StepGradient:
             of_state: list[OptionalTensor] = put([None] * len(leaves), self._places, bars.state)
             with self._loop.substituted():
                 pulled = step_pulled_back(
-                    self._loop.optimizer,
+                    self._optimizer,
                     model.tree(carry.params),
                     model.tree([grad if place in portion else None for place, grad in enumerate(grads)]),
-                    carry.state,
+                    state,
                     StepBars(of_params, of_state),
                     room,
+                    earlier,
                 )
             if pulled is None:
                 return None
@@ -263,11 +271,14 @@ class StepGradient:
                 more = pulled_back([lr], [of_lr], self._declared)
                 direct = [plus(a, b) for a, b in zip(direct, more, strict=True)]
         are_own = room is not None and self._in_place
-        return (
-            Bars(list(bars.params), list(bars.state), are_own),
-            direct,
-            [through[place] for place in places],
-        )
+        pulled_bars = Bars(list(bars.params), list(bars.state), are_own)
+        of_moved = [through[place] for place in places]
+        if links is None:
+            return pulled_bars, direct, of_moved
+        of_moved, of_params, more = links.pull(of_moved, self._declared)
+        for place, of_param in enumerate(of_params):
+            pulled_bars.params[place] = (add_to if are_own else plus)(pulled_bars.params[place], of_param)
+        return pulled_bars, [plus(a, b) for a, b in zip(direct, more, strict=True)], of_moved
 
     def _mixed(
         self,
@@ -276,17 +287,17 @@ class StepGradient:
         along: Sequence[OptionalTensor],
         loss_bar: OptionalTensor,
         graph: Graph | None,
-        room: Sequence[OptionalTensor],
+        totals: Sequence[OptionalTensor],
     ) -> tuple[list[OptionalTensor], list[OptionalTensor]]:
         if self._ways[0] == "reverse":
             graph = graph or graph_of(self._loop, carry, number, values=False)
-            return graph.products(along, loss_bar, self._declared, room)
+            return graph.products(along, loss_bar, self._declared, totals)
         loop, places = self._loop, self._loop.model.moved_places
         params = leaves_at(carry.params, places)
         inputs = [params[place] for place in places]
         tied = [params[place] for place in loop.model.first_places]
         wanted = [*inputs, *self._declared]
-        with torch.enable_grad():
+        with torch.enable_grad(), Turn(loop.draws):
             of = {id(x): tangent for x, tangent in zip(inputs, along, strict=True) if tangent is not None}
             with Formulas() if self._ways[0] == "formulas" else nullcontext():
                 found = sweep(
@@ -333,18 +344,8 @@ class StepGradient:
         return [leaf for node in nodes if (leaf := leaf_of(node)) is not None]
 
 
-def _portions(loop: Loop, count: int) -> list[frozenset[int]]:
-    """The places of the parameters in at most ``count`` portions of about the same size."""
-    sizes = {place: loop.first.params[place].numel() for place in loop.model.moved_places}
-    made: dict[int, set[int]] = {}
-    before = 0
-    for place, size in sizes.items():
-        made.setdefault(before * count // max(1, sum(sizes.values())), set()).add(place)
-        before += size
-    return list(map(frozenset, made.values()))
-
-
 def _keep_tangents(outputs: Sequence[Tensor], inputs: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
     nodes = nodes_between(outputs, inputs)
+    mend(nodes)
     if losing := next(filter(loses_tangents, (node.name() for node in nodes)), None):
         raise NoForwardModeError(f"{losing} has none")

@@ -25,10 +25,12 @@ from torchopt_dist.diff.replay._binomial import places, split
 from torchopt_dist.diff.replay._blockwise import BlockwiseLoop
 from torchopt_dist.diff.replay._constants import expanded, filled
 from torchopt_dist.diff.replay._duals import plus
+from torchopt_dist.diff.replay._places import state_places
 from torchopt_dist.diff.replay._pool import Pool
+from torchopt_dist.diff.replay._retrace import Retrace
 from torchopt_dist.diff.replay._reverse_mode import leaf_like
 from torchopt_dist.diff.replay._snapshots import Snapshot, Store
-from torchopt_dist.diff.replay._step import Bars, StepGradient, SweepMode, state_places
+from torchopt_dist.diff.replay._step import Bars, StepGradient, SweepMode
 from torchopt_dist.diff.replay._twice import Trail, back_through_pull, gradients_of
 from torchopt_dist.transform._attention import attention_by_formula
 from torchopt_dist.typing import OptionalTensor
@@ -58,6 +60,8 @@ class Tape:
     outcome: Outcome | None = None
     last: tuple[int, list[OptionalTensor]] | None = None
     """The number and the inner gradient of the last step, where it is kept beside snapshots alone."""
+    _retrace: Retrace | None = None
+    """Of a backward pass in memory that is reused, where the gradients of all steps are kept."""
     run_again: int = 0
     """Steps that the last backward pass has run again only to come back to a place."""
 
@@ -177,6 +181,9 @@ class Tape:
         totals: list[OptionalTensor] = [None] * len(self.declared)
         reuse = trail is None and starts is None and self._gradient.reuses_memory
         pool = Pool(self.loop) if reuse else None
+        self._retrace = None
+        if pool is not None and self.spacing is not None:
+            self._retrace = Retrace(self.loop, self._gradient, pool)
         self.run_again = 0
         with self._contexts():
             for number in reversed(range(len(self.outcome.losses))):
@@ -248,11 +255,16 @@ class Tape:
         at, give = kept[-1]
         if at == number:
             found = give()
+            if found.earlier is not None and self._retrace is not None:
+                kept.pop()
+                return self._retrace.start_of(found)
             if not found.is_whole and self.spacing is not None:
                 self._fill(kept, pool)
                 return self._start_of(number, kept, pool)
             found = found.filled() if found.is_whole else found._replace(carry=self._remade(kept, pool))
             kept.pop()
+            if self._retrace is not None and self.spacing is not None and number % self.spacing == 0:
+                self._retrace.note(found)
             return found
         # With a pool, the step after a snapshot is made out of it, and not in a copy.
         again = pool if self.loop.trains_in_place else None
@@ -296,6 +308,10 @@ class Tape:
             waiting.append(last)
         kept.append((last.number, partial(Snapshot._make, last)))
         last = last.filled()
+        again = self._retrace.snapshots([last, *reversed(waiting)]) if self._retrace is not None else None
+        if again is not None:
+            kept += [(step.number, partial(Snapshot._make, step)) for step in again]
+            return
         while waiting:
             assert last.grads is not None
             given, after = last.carry, waiting.pop()

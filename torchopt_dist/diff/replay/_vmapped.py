@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from torchopt_dist.transform.base import GradientTransformation
 from torchopt_dist.typing import OptionalTensor
 
 __all__ = ["VmappedLoop", "outcome_of_samples", "over_samples"]
+
+T = TypeVar("T")
 
 
 def _entry(values: Tensor) -> Tensor:
@@ -85,6 +87,10 @@ class VmappedLoop(Loop):
             return _values(loss.reshape(())), aux, list(map(_values, after))
 
         return self.around.call(inside)
+
+    def inside_again(self, function: Callable[[], T]) -> T:
+        """As :meth:`Loop.inside_again`."""
+        return self.around.call(lambda: self._inside().inside_again(function))
 
     def moved(self, carry: Carry, found: Evaluation, *, record: bool) -> Carry:
         """As :meth:`Loop.moved`, for each sample by itself."""
