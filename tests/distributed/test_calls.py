@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 import threading
 import time
 
@@ -15,6 +16,13 @@ from torch.distributed import rpc
 import torchopt_dist as todist
 from tests.distributed.bare import soon
 from tests.distributed.programs import Tagged, class_names, data, mlp, mse, where
+from torchopt_dist._random_turns import draw_seed
+from torchopt_dist.distributed._caller_state import CallerState
+from torchopt_dist.distributed._group import current_group
+from torchopt_dist.distributed._payload import ExecutionOptions, Payload
+from torchopt_dist.distributed._protocol import Call
+from torchopt_dist.distributed._request_handler import handle_request
+from torchopt_dist.distributed._serialization import pack
 
 
 class Multiplier:
@@ -92,7 +100,7 @@ def test_an_error_is_raised_at_once_while_another_worker_is_busy(world):
     def one_fails(rank):
         if rank == 1:
             raise ValueError("bad task")
-        time.sleep(5)
+        time.sleep(3)
 
     def body():
         started = time.monotonic()
@@ -211,3 +219,52 @@ def test_small_tensors_of_two_classes_keep_them(world):
         ]
 
     world(2).on_zero(body)
+
+
+def python_calls(function):
+    """How many Python functions ``function()`` calls in this thread; the least of ten times."""
+    counts = []
+
+    def count(frame, event, _):
+        counts[-1] += event == "call"
+
+    for _ in range(10):
+        counts.append(0)
+        sys.setprofile(count)
+        try:
+            function()
+        finally:
+            sys.setprofile(None)
+    return min(counts)
+
+
+def same(x):
+    return x
+
+
+def handled():
+    payload = Payload(same, (((2,), {}),), (0,), CallerState.capture(), ExecutionOptions())
+    request = pack(Call(payload, (0, 1), True), main_by_name=True)
+    group = current_group()
+    return python_calls(lambda: handle_request(request, group.kept_graphs, group.recorder))
+
+
+def test_a_small_call_runs_little_python_code_on_both_sides(world):
+    def body():
+        caller = python_calls(lambda: todist.remote_sync_call(same, args=(2,), partitioner=1))
+        return caller, todist.remote_call(1, handled)
+
+    caller, worker = world(2).on_zero(body)
+    assert 0 < caller <= 105
+    assert 0 < worker <= 58
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_the_seed_of_a_call_is_the_next_number_of_the_callers_generator(inference):
+    with torch.inference_mode(inference):
+        torch.manual_seed(3)
+        drawn = [draw_seed() for _ in range(3)], torch.rand(2)
+        torch.manual_seed(3)
+        expected = [torch.randint(2**62, ()).item() for _ in range(3)], torch.rand(2)
+    assert drawn[0] == expected[0]
+    assert torch.equal(drawn[1], expected[1])

@@ -18,13 +18,14 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import torchopt_dist as todist
 from tests.distributed.programs import kept
-from torchopt_dist.distributed import _multicast, _relay
+from torchopt_dist.distributed import _late_tensors, _multicast, _relay, _streams
 from torchopt_dist.distributed._gradient_streams import Deferred, GradientStreams
 from torchopt_dist.distributed._group import current_group
 from torchopt_dist.distributed._kept_graphs import KeptGraph, KeptGraphs
 from torchopt_dist.distributed._payload import ExecutionOptions, group_by_worker
-from torchopt_dist.distributed._streams import CHUNK, Streams, chunks_of
+from torchopt_dist.distributed._streams import CHUNK, LARGE, Streams, chunks_of
 from torchopt_dist.distributed._tree import tree
+from torchopt_dist.distributed._wire_format import SMALL
 from torchopt_dist.errors import CallTimeoutError, WorkerLostError
 
 RPC, ZMQ = {"TODIST_TRANSPORT": "rpc"}, {"TODIST_TRANSPORT": "zmq"}
@@ -66,16 +67,26 @@ def test_a_tree_is_done_after_as_many_rounds_as_its_workers_allow():
     assert rounds(tree(0, range(1, 1024), ["host"] * 1024, 1024)) == 10
 
 
-def test_chunks_put_together_are_the_tensors():
+@pytest.mark.parametrize("large", [False, True])
+def test_chunks_put_together_are_the_tensors(large):
     tensors = [
         torch.arange(CHUNK // 8 + 5, dtype=torch.float64),
         torch.randn(3, 7),
         torch.zeros(0),
         torch.arange(CHUNK, dtype=torch.int16).reshape(2, -1),
+        torch.arange(CHUNK - 8, dtype=torch.uint8),
+        torch.arange(LARGE + 1, dtype=torch.uint8),
     ]
-    chunks = chunks_of(tensors)
+    chunks = chunks_of(tensors, large=large)
+    if large:  # two of the small ones go with the one after them, and the fifth with a part of the last
+        assert [[piece[:2] for piece in chunk] for chunk in chunks] == [
+            [(0, 0)],
+            [(1, 0), (3, 0)],
+            [(4, 0), (5, 0)],
+            [(5, LARGE - CHUNK + 8)],
+        ]
     sizes = [sum(piece.values.nbytes for piece in chunk) for chunk in chunks]
-    assert all(CHUNK - 8 < size <= CHUNK for size in sizes[:-1])
+    assert all(size <= LARGE if large else CHUNK - 8 < size <= CHUNK for size in sizes[:-1])
     again = [torch.full_like(tensor, -1) for tensor in tensors]
     for chunk in reversed(chunks):
         for number, start, values in chunk:
@@ -119,9 +130,8 @@ def test_gradients_that_come_in_chunks_are_taken_by_number_and_a_failure_ends_th
     assert arriving.take(0) is chunks[0]
     streams.put((0, 1), 0, chunks[0])
     reply.set_result(None)
-    grads = [None, None]
-    arriving.put_together(grads, [torch.zeros(1), leaf], [1])
-    assert grads[0] is None
+    grads = arriving.put_together([torch.zeros(1), leaf], [1])
+    assert [*grads] == [1]
     assert torch.equal(grads[1], values)
 
     def fails():
@@ -152,6 +162,8 @@ def test_a_graph_that_is_there_after_its_caller_was_lost_is_not_kept():
 def test_a_fan_out_that_is_no_number_of_workers_is_an_error(fan_out):
     with pytest.raises(ValueError, match="fan_out must be a whole number of workers, 1 or more"):
         todist.parallelize(fan_out=fan_out)
+    with pytest.raises(ValueError, match="hedge_after=1 starts single shares again, and fan_out=2"):
+        todist.parallelize(fan_out=2, hedge_after=1)
 
 
 @pytest.mark.parametrize(
@@ -166,8 +178,11 @@ def test_a_fan_out_that_is_no_number_of_workers_is_an_error(fan_out):
         ({"fan_out": None}, (), 0),
         ({"fan_out": 2, "far": 0, "nbytes": 4}, (), 2),
         ({"fan_out": 5}, (), 0),  # all are children of the caller anyway
-        ({"fan_out": 2, "retries": 1}, (), 0),
-        ({"fan_out": 2, "hedge_after": 1.0}, (), 0),
+        ({"fan_out": 2, "retries": 1}, (1,), 2),
+        ({"retries": 1}, (), 0),
+        ({"hedge_after": 1.0}, (), 0),
+        ({"stream": True}, (), 0),  # a MiB of each worker's own
+        ({"stream": True, "nbytes": (1 << 20) + 1}, (), 3),
     ],
 )
 def test_a_tree_is_made_where_it_is_asked_for_or_pays(options, lost, chosen):
@@ -183,10 +198,8 @@ def test_a_tree_is_made_where_it_is_asked_for_or_pays(options, lost, chosen):
         ExecutionOptions(**options),
     )
     group = SimpleNamespace(rank=0, members=members, retries=retries)
-    twigs = _multicast._tree_for(group, {rank: payload for rank, (payload, _) in payloads.items()})
-    found = list(edges(twigs))
-    assert {child for _, child in found} == (set(range(1, size)) - set(lost) if chosen else set())
-    assert max((sum(parent == rank for parent, _ in found) for rank in range(size)), default=0) == chosen
+    found = _multicast._fan_out_for(group, {rank: payload for rank, (payload, _) in payloads.items()})
+    assert found == chosen
 
 
 # ------------------------------------------------------------------------------------------------------ derivatives
@@ -210,9 +223,24 @@ def gradients_are_those_of_finite_differences():
     x = torch.randn(1, dtype=torch.float64, requires_grad=True)
     scales = torch.randn(2, dtype=torch.float64, requires_grad=True)
     for size, fan_out in ((3, 1), (8, 2)):
+        if size == 8:  # the three numbers go in three chunks, and so do their gradients
+            for worker in range(size):
+                todist.remote_call(worker, cut_from, 0, 8)
         call = todist.parallelize(to_each(size), todist.sum_reducer, fan_out=fan_out)(wave)
         assert gradcheck(call, (x, scales))
         assert gradgradcheck(call, (x, scales))
+    with todist.profile() as profile:
+        torch.autograd.grad(call(x, scales), (x, scales), create_graph=True)
+    assert (
+        len(bytes_to_the_caller(profile)) >= fan_out * 5
+    )  # replies to the call, chunks, replies to the backward
+    for worker in range(size):
+        todist.remote_call(worker, cut_from, SMALL, CHUNK)
+
+
+def cut_from(small, chunk):
+    """On a worker: cut tensors of more bytes into chunks of so many."""
+    _late_tensors.SMALL, _streams.CHUNK = small, chunk
 
 
 class Model(nn.Module):
@@ -248,12 +276,12 @@ def derivatives(fan_out, model):
     return [value.detach(), *(g.detach() for g in first), *second], profile
 
 
-def plain_gradients(fan_out, model):
+def plain_gradients(fan_out, model, **options):
     """Not recorded: those of the large tensor come in chunks."""
     torch.manual_seed(3)
     x, y = torch.randn(19, 6, dtype=torch.float64), torch.randn(19, 1, dtype=torch.float64)
-    call = todist.parallelize(todist.batch_partitioner, todist.mean_reducer, fan_out=fan_out)(loss_of)
-    value = call(model, x, y)
+    call = todist.parallelize(todist.batch_partitioner, todist.mean_reducer, fan_out=fan_out, **options)
+    value = call(loss_of)(model, x, y)
     with todist.profile() as profile:
         return torch.autograd.grad(value, [*model.parameters()]), profile
 
@@ -278,7 +306,7 @@ def values_are_those_of_a_star():
         came, chunks = bytes_to_the_caller(profile), bytes_to_the_caller(chunked)
         for size in (sum(sent), sum(came), sum(chunks)):
             assert 0.99 < size / (fan_out * model.nbytes()) < 1.01
-        assert len(chunks) >= 3 * fan_out, "gradients came whole"
+        assert max(*came, *chunks) < 1.1 * CHUNK, "gradients came whole"
     asynchronous = todist.parallelize_async(to_each(8), todist.sum_reducer, fan_out=2)(shifted)
     buffer = torch.ones(CHUNK // 8 + 1, dtype=torch.float64)
     small = torch.ones(3)
@@ -286,6 +314,18 @@ def values_are_those_of_a_star():
     buffer.zero_()
     small.zero_()
     assert future.wait() == 8 * (len(buffer) + 3) + 28
+
+
+def a_stream_goes_down_a_tree_if_most_of_it_is_shared():
+    model, workers = Model(), _multicast.AUTO_WORKERS
+    _multicast.AUTO_WORKERS = 0  # as if they were on other machines
+    try:
+        found, profile = plain_gradients("auto", model, stream=True)
+    finally:
+        _multicast.AUTO_WORKERS = workers
+    expected, _ = plain_gradients(_multicast.AUTO_FAN_OUT, model)
+    assert all(map(torch.equal, found, expected))
+    assert 0.99 < sum(bytes_to_the_caller(profile)) / (_multicast.AUTO_FAN_OUT * model.nbytes()) < 1.01
 
 
 def shifted(buffer, small, rank):
@@ -395,6 +435,7 @@ def test_derivatives_values_and_errors_through_trees(world):
     def body():
         gradients_are_those_of_finite_differences()
         values_are_those_of_a_star()
+        a_stream_goes_down_a_tree_if_most_of_it_is_shared()
         gradients_that_some_workers_do_not_have()
         calls_nest_in_relays()
         errors_name_the_worker_that_has_raised()
@@ -476,12 +517,110 @@ def test_a_relay_that_dies_fails_the_call_by_name_and_the_others_go_on(world, tr
         assert call(x, -1, "") == len(alive)
         no_graph_is_left(alive)
 
+    survive(world(size, env={"TODIST_TRANSPORT": transport}), body, killed=len(moments))
+
+
+def survive(world, body, killed):
+    """Run ``body`` on rank 0 of a world of which it kills so many workers."""
+
     def main():
         return body() if todist.get_rank() == 0 else None
 
-    endings = world(size, env={"TODIST_TRANSPORT": transport}).endings(main, timeout=100, on_loss="continue")
+    endings = world.endings(main, timeout=100, on_loss="continue")
     if endings[0].error is not None:
         raise endings[0].error
     codes = [ending.exitcode for ending in endings]
-    assert codes.count(-signal.SIGKILL) == len(moments)
-    assert codes.count(0) == 3
+    assert codes.count(-signal.SIGKILL) == killed
+    assert codes.count(0) == len(codes) - killed
+
+
+def noisy(wide, small, doom, rank):
+    """A function with random numbers, of a tensor that comes in chunks and one that does not."""
+    victim, moment = doom
+    if (todist.get_rank(), moment) == (victim, "after") or (rank, moment) == (victim, "anywhere"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    noise = F.dropout(torch.ones(7, dtype=small.dtype), 0.5).sum()
+    out = (wide * small.sin().sum()).square().mean() * (1 + rank + noise)
+    return _DiesToo.apply(out, todist.get_rank() == victim, moment)
+
+
+class _DiesToo(torch.autograd.Function):
+    """The identity; its backward, and the backward of that, may kill."""
+
+    @staticmethod
+    def forward(ctx, x, dies, moment):
+        ctx.dies, ctx.moment = dies, moment
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.dies and ctx.moment == ("recorded" if torch.is_grad_enabled() else "backward"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        again = "backward" if ctx.moment == "second order" else ""
+        return _DiesToo.apply(grad, ctx.dies, again), None, None
+
+
+def all_derivatives(call, wide, small, doom):
+    """The value, and the gradients, once not recorded and once recorded, and those of their squares."""
+    torch.manual_seed(3)
+    value = call(wide, small * wide[0], doom).square()  # arguments that depend on each other
+    plain = torch.autograd.grad(value, (wide, small), retain_graph=True)
+    again = torch.autograd.grad(value, (wide, small), retain_graph=True)
+    first = torch.autograd.grad(value, (wide, small), create_graph=True)
+    second = torch.autograd.grad(sum(g.square().sum() for g in first), (wide, small))
+    return [value.detach(), *plain, *again, *(g.detach() for g in first), *second]
+
+
+@pytest.mark.parametrize("transport", ["zmq", "rpc"])
+def test_with_retries_a_relay_that_dies_changes_no_result(world, transport):
+    """What it was to hand on goes another way, and its own share runs elsewhere; to the second order."""
+    moments = ("before", "while", "after", "backward", "recorded", "second order", "asynchronous")
+    if transport == "rpc":
+        moments = ("while", "recorded")
+    size = len(moments) + 3 + (transport == "rpc")
+
+    def body():
+        torch.manual_seed(0)
+        wide = torch.randn(CHUNK // 8 + 9, dtype=torch.float64, requires_grad=True)
+        small = torch.randn(3, dtype=torch.float64, requires_grad=True)
+        torch.manual_seed(3)
+        seed = int(torch.randint(2**62, (), device="cpu"))
+
+        def here(wide, small, doom):
+            total = torch.zeros((), dtype=torch.float64)
+            for rank in range(size):
+                torch.manual_seed(seed + rank)
+                total = total + noisy(wide, small, doom, rank)
+            return total
+
+        expected = all_derivatives(here, wide, small, (-1, ""))
+        options = {"fan_out": 2, "retries": 1, "timeout": 60}
+        call = todist.parallelize(to_each(size), todist.sum_reducer, **options)(noisy)
+        alive = list(range(size))
+        for number, moment in enumerate(moments):
+            victim = alive[3 if number % 2 else 1]  # a child of the caller, or one of its child
+            if moment == "asynchronous":
+                todist.remote_call(victim, kill_when, "while")
+                later = todist.parallelize_async(to_each(size), todist.sum_reducer, **options)(noisy)
+                torch.manual_seed(3)
+                one, other = wide.detach().clone(), small.detach().clone()
+                future = later(one, other * one[0], (-1, ""))
+                one.zero_()
+                other.zero_()
+                found = [future.wait().square()]
+            else:
+                todist.remote_call(victim, kill_when, moment)
+                found = all_derivatives(call, wide, small, (victim, moment))
+            alive.remove(victim)
+            assert todist.alive() == tuple(alive), moment
+            for place, (one, other) in enumerate(zip(found, expected, strict=False)):
+                torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12, msg=f"{moment} {place}")
+        del one, other, found
+        no_graph_is_left(alive)
+        if transport == "rpc":
+            with pytest.raises(WorkerLostError):  # one share kills whoever runs it
+                call(wide, small, (alive[1], "anywhere"))
+            assert len(todist.alive()) == len(alive) - 2
+
+    killed = len(moments) + 2 * (transport == "rpc")
+    survive(world(size, env={"TODIST_TRANSPORT": transport}), body, killed)

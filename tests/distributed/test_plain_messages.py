@@ -12,11 +12,12 @@ import torchopt_dist as todist
 from torchopt_dist._serialized_exception import SerializedException
 from torchopt_dist.distributed import _serialization
 from torchopt_dist.distributed._caller_state import CallerState
+from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._payload import ExecutionOptions, Payload
-from torchopt_dist.distributed._plain_messages import LONGEST, is_plain_skeleton
+from torchopt_dist.distributed._plain_messages import LONGEST, MARK
 from torchopt_dist.distributed._protocol import Backward, Call, Late, Reply
 from torchopt_dist.distributed._serialization import pack, unpack
-from torchopt_dist.distributed._wire_format import Structures, from_wire, to_wire
+from torchopt_dist.distributed._wire_format import Structures, from_wire, is_skeleton, to_wire
 from torchopt_dist.distributed.transport._frames import from_frames, to_frames
 
 STATE = CallerState(True, (("cpu", torch.bfloat16),), torch.float64)
@@ -41,7 +42,7 @@ PLAIN = {
     "constants": call_of(None, True, 3, 2.5, 1j, "text", b"bytes"),
     "tensors": call_of(X, (WEIGHT, (X, 2)), scale=X, name="x"),
     "backward": Backward(
-        (1, 5), (X, None), (True, False), retain_graph=True, key=(1, 6), keep=False, streamed=(0,)
+        (1, 5), (X, None), (True, False), retain_graph=True, key=(1, 6), keep=False, streamed=(0,), early=True
     ),
     "reply": Reply([X, (WEIGHT, None), "done"], warning="take care", seconds=0.25),
     "empty reply": Reply(),
@@ -89,8 +90,8 @@ def test_a_plain_message_says_what_a_pickle_says(monkeypatch, name):
     plain = pack(content, main_by_name=True)
     monkeypatch.setattr(_serialization, "plain_skeleton", lambda *_: None)
     pickled = pack(content, main_by_name=True)
-    assert is_plain_skeleton(plain.skeleton)
-    assert not is_plain_skeleton(pickled.skeleton)
+    assert plain.skeleton.startswith(MARK)
+    assert not pickled.skeleton.startswith(MARK)
     assert len(plain.tensors) == len(pickled.tensors)
     assert all(one is other for one, other in zip(plain.tensors, pickled.tensors, strict=True))
     assert replace(plain, skeleton=b"", tensors=[]) == replace(pickled, skeleton=b"", tensors=[])
@@ -115,7 +116,7 @@ def test_these_messages_show_each_field(content):
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_is_not_plain_is_left_to_the_pickler(name):
     message = pack(OTHERS[name], main_by_name=True)
-    assert not is_plain_skeleton(message.skeleton)
+    assert not message.skeleton.startswith(MARK)
     got = unpack(sent(message))
     if name == "a list":
         (one, other), _ = got.payload.tasks[0]
@@ -125,7 +126,7 @@ def test_what_is_not_plain_is_left_to_the_pickler(name):
 def test_a_function_that_its_name_does_not_find_is_sent_with_its_code(monkeypatch):
     old = function
     monkeypatch.setitem(globals(), "function", lambda: None)
-    assert not is_plain_skeleton(pack(call_of(1, function=old), main_by_name=True).skeleton)
+    assert not pack(call_of(1, function=old), main_by_name=True).skeleton.startswith(MARK)
 
 
 def test_a_tensor_that_cannot_be_sent_is_told_also_of_a_plain_message():
@@ -133,7 +134,11 @@ def test_a_tensor_that_cannot_be_sent_is_told_also_of_a_plain_message():
         pack(call_of(torch.empty(3, device="meta")), main_by_name=True)
 
 
-def test_a_message_without_tensors_is_one_frame_and_little_more_than_its_skeleton():
+def test_a_message_without_tensors_is_its_skeleton():
     message = pack(Reply(["done"]), main_by_name=True)
-    (frame,) = to_frames(to_wire(message, Structures.none(), whole_storages=False))
-    assert len(frame) == len(message.skeleton) + 1
+    assert is_skeleton(message)
+    assert unpack(Message(message.skeleton, [], [], [])) == Reply(["done"])
+    device = pack(call_of(1), main_by_name=True)
+    device.device = "auto"
+    for other in (pack(Reply([torch.ones(1)]), main_by_name=True), device):
+        assert not is_skeleton(other)

@@ -71,7 +71,7 @@ def clip(module):
     nn.utils.clip_grad_norm_(module.parameters(), 0.5)
 
 
-def train(kind, replicated, mixed):
+def train(kind, replicated, mixed, fan_out=None):
     """Steps of many kinds; returns all numbers on the way, and the copies of the workers.
 
     Only ``mixed`` ones have gradients that more than one call has left, or this process.
@@ -80,6 +80,7 @@ def train(kind, replicated, mixed):
     meta = todist.replica(net, optimizer) if replicated else net
     scale = torch.tensor(1.5, dtype=torch.double, requires_grad=True)
     losses = []
+    spread = todist.parallelize(todist.tasks, todist.mean_reducer, fan_out=fan_out)(task_loss)
 
     def step(before=None):
         if replicated:
@@ -134,7 +135,7 @@ def test_the_numbers_are_those_of_steps_on_rank_0(world, size, transport):
         for kind in OPTIMIZERS if size == 2 else ["Adam"]:
             for mixed in (False, True):
                 expected, _ = train(kind, False, mixed)
-                found, copies = train(kind, True, mixed)
+                found, copies = train(kind, True, mixed, fan_out=1)  # a tree from three workers on
                 if size == 1 or (size == 2 and not mixed):  # the sum of two has one order
                     assert torch.equal(found, expected), kind
                 torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
@@ -163,6 +164,7 @@ def test_neither_parameters_nor_gradients_travel_and_copies_go_with_the_replica(
             with todist.profile() as profile:
                 everywhere(model, x).backward()
                 step()
+            assert bool(fan_out) == any((s.worker, s.phase, s.peer) == (1, "send", 2) for s in profile.spans)
             own = {todist.get_rank(), None}
             traffic.append(
                 sum(s.size for s in profile.spans if s.worker != s.peer and not {s.worker, s.peer} <= own)

@@ -65,6 +65,16 @@ def _calls():
         todist.remote_sync_call(_open, args=({"reference": (own,)}, (n for n in "x")), partitioner=1)
 
 
+def _calls_with_a_tree():
+    """A result goes through a relay, of which torch's count is not told; with such an argument there is no tree."""
+    own = rpc.RRef(torch.tensor([1.0, 2.0]))
+    chain = todist.parallelize(
+        lambda *args: [(worker, args, {}) for worker in range(3)], lambda results: results, fan_out=1
+    )
+    assert [made.to_here().tolist() for made, _ in chain(_make)(2.0)] == [[2.0, 2.0]] * 3
+    assert [got.tolist() for got, _ in chain(_open)({"reference": (own,)})] == [[1.0, 2.0]] * 3
+
+
 def test_rrefs_are_arguments_and_results(world):
     def body():
         if todist.get_rank() == 0:
@@ -75,6 +85,8 @@ def test_rrefs_are_arguments_and_results(world):
             assert time.monotonic() < deadline, _counts()
             time.sleep(0.01)
         todist.barrier()
+        if todist.get_rank() == 0:
+            _calls_with_a_tree()
 
     world(3).run(body)
 

@@ -97,6 +97,16 @@ def test_closing_waits_for_work_under_way_but_not_for_ever(pool):
     assert not closer.is_alive()
 
 
+def test_threads_have_ended_when_a_closed_pool_was_waited_for(pool):
+    pool = pool(60)
+    threads, goes = busy(pool, 20)
+    for go in goes:
+        go.set()
+    free(pool, 20)
+    pool.close(30)
+    assert not any(thread.is_alive() for thread in threads)
+
+
 def test_a_thread_that_waits_holds_nothing_of_its_work(pool):
     class Tensors:
         pass

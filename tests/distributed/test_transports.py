@@ -11,7 +11,6 @@ import socket
 import sys
 import threading
 import time
-from concurrent.futures import wait
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,6 +28,7 @@ from tests.distributed.programs import mlp
 from tests.worlds import World
 from torchopt_dist.distributed import _shutdown
 from torchopt_dist.distributed._caller_state import CallerState
+from torchopt_dist.distributed._future import as_completed
 from torchopt_dist.distributed._group import current_group
 from torchopt_dist.distributed._payload import ExecutionOptions, Payload
 from torchopt_dist.distributed._protocol import Call
@@ -154,7 +154,7 @@ def many_requests_are_in_flight_at_once():
     release = secrets.token_hex(8)
     futures = [send(wait_for_release, (release,)) for _ in range(40)]
     ask(release_all, (release,))
-    assert not wait(futures, timeout=30).not_done
+    assert {*as_completed(futures, 30)} == {*futures}
 
 
 def wait_for_release(name):
@@ -368,7 +368,7 @@ def test_a_lack_of_memory_for_a_message_on_the_worker_is_a_reply(world, chosen, 
             refuse_heavy_ones(sys.modules[type(current_group().transport).__module__])
         todist.barrier()
         if todist.get_rank() == 0:
-            failure = ask(lambda: "heavy", ()).exception
+            failure = ask(lambda x: ("heavy", x), (torch.ones(1),)).exception
             return failure.kind, failure.args, ask(echo, (1,)).values
         return None
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import sys
+
+from torchopt_dist._free_memory import glibc
 
 __all__ = ["share_one_arena"]
 
@@ -26,9 +26,7 @@ def share_one_arena() -> bool:
         os.environ.get("MALLOC_ARENA_MAX"),
         "glibc.malloc.arena_max" in os.environ.get("GLIBC_TUNABLES", ""),
     )
-    if any(asked) or not sys.platform.startswith("linux"):
-        return False
-    library = ctypes.CDLL(None)
-    if not hasattr(library, "gnu_get_libc_version") or not hasattr(library, "mallopt"):
+    library = glibc()
+    if any(asked) or library is None:
         return False
     return bool(library.mallopt(M_ARENA_MAX, 1))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from torch import Tensor
 
 from torchopt_dist._torch_private import tensor_version
+from torchopt_dist.distributed._future import Future
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._payload import ExecutionOptions
 from torchopt_dist.distributed._protocol import Key
@@ -18,7 +18,13 @@ from torchopt_dist.distributed._wire_format import SMALL
 from torchopt_dist.distributed.transport.base import Sender
 from torchopt_dist.errors import CallTimeoutError
 
-__all__ = ["Ask", "Sent"]
+__all__ = ["ANOTHER_GRAPH", "Ask", "Sent"]
+
+ANOTHER_GRAPH = (
+    "the share of a lost worker has another graph when it runs again: its function depends on more than its arguments "
+    "and torch's random numbers"
+)
+"""The error text for a function that is not pure."""
 
 
 @dataclass
@@ -91,6 +97,9 @@ class Ask:
         movable: whether another worker can be asked.
         beside: makes a transport to this process.
         may_go: whether a survivor of this rank can be asked.
+        before: the graphs that led there, which who makes the graph again makes, too: their keys, and what finds their
+            records, if these are left.
+        spent: how many of the retries an earlier request for the same has used.
         future: the future of the reply.
         under_way: the workers that work on it.
         elsewhere: whether another worker than the first is to be asked.
@@ -107,13 +116,15 @@ class Ask:
     movable: bool
     beside: Callable[[], Sender]
     may_go: Callable[[int], bool]
+    before: Sequence[tuple[Key, Callable[[], Graph | None]]] = ()
+    spent: int = 0
     future: Future[Message] = field(default_factory=Future)
     under_way: set[int] = field(default_factory=set)
     elsewhere: bool = False
     answered: bool = False
 
     def __post_init__(self) -> None:
-        self.retries = self.options.retries
+        self.retries = max(0, self.options.retries - self.spent)
         self.started = time.monotonic()
         self.first = self.graphs[0].worker
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
 
-from torchopt_dist._torch_private import outside_of_transforms, transforms_are_active
-
-__all__ = ["CallerState", "Seeded", "ThreadSettings", "draw_seed"]
+__all__ = ["CallerState", "ThreadSettings"]
 
 
 @dataclass(frozen=True)
@@ -32,15 +31,12 @@ class CallerState:
     @classmethod
     def capture(cls) -> CallerState:
         """Read the state of this thread."""
-        return cls(
-            torch.is_grad_enabled(),
-            tuple(
-                (device, torch.get_autocast_dtype(device))
-                for device in ("cpu", "cuda")
-                if torch.is_autocast_enabled(device) and (device == "cpu" or torch.cuda.is_available())
-            ),
-            torch.get_default_dtype(),
-        )
+        autocast: tuple[tuple[str, torch.dtype], ...] = ()
+        if torch.is_autocast_enabled("cpu"):
+            autocast = (("cpu", torch.get_autocast_dtype("cpu")),)
+        if torch.is_autocast_enabled("cuda") and torch.cuda.is_available():
+            autocast = (*autocast, ("cuda", torch.get_autocast_dtype("cuda")))
+        return _state(torch.is_grad_enabled(), autocast, torch.get_default_dtype())
 
     def plain(self) -> tuple[bool, tuple[tuple[str, str], ...], str]:
         """Its fields, dtypes by their names."""
@@ -73,6 +69,10 @@ class CallerState:
             yield
 
 
+_state = functools.lru_cache(maxsize=64)(CallerState)
+"""Makes states; two that are equal are one object."""
+
+
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -101,39 +101,3 @@ class ThreadSettings:
             torch.set_default_device(self.device)
         if self.gpu is not None:
             torch.cuda.set_device(self.gpu)
-
-
-def draw_seed() -> int:
-    """A number from the caller's default generator, from which the seeds of a call's tasks are derived."""
-    if transforms_are_active():  # `vmap` refuses random numbers, and no result depends on this one's batch
-        with outside_of_transforms():
-            return _draw()
-    return _draw()
-
-
-def _draw() -> int:
-    return int(torch.randint(2**62, (), device="cpu").item())
-
-
-class Seeded:
-    """Context manager that seeds torch's generators for one task, and restores their states afterwards.
-
-    Args:
-        seed: of the task.
-    """
-
-    # `torch.random.fork_rng` does the same, and takes half a millisecond to look for devices.
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-
-    def __enter__(self) -> None:
-        generators = [torch.default_generator]
-        if torch.cuda.is_initialized():
-            generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
-        self._before = [(generator, generator.get_state()) for generator in generators]
-        for generator in generators:
-            generator.manual_seed(self._seed)
-
-    def __exit__(self, *_: object) -> None:
-        for generator, state in self._before:
-            generator.set_state(state)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from torchopt_dist.distributed._future import Future
 from torchopt_dist.distributed._group import answering_group
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._protocol import Errand, Reply

@@ -11,7 +11,8 @@ import optree
 import torch
 
 from torchopt_dist._evaluation import evaluate
-from torchopt_dist.distributed._caller_state import Seeded
+from torchopt_dist._normalization import normalization_by_formula
+from torchopt_dist._random_turns import Task
 from torchopt_dist.distributed._containers import flatten
 from torchopt_dist.distributed._device_placement import receiving_device
 from torchopt_dist.distributed._payload import Payload
@@ -53,7 +54,7 @@ def _one_by_one(payload: Payload, wait_for: Callable[[int], None] | None = None)
     for (args, kwargs), seed in zip(payload.tasks, payload.seeds, strict=True):
         if wait_for is not None:
             wait_for(len(values))
-        with Seeded(seed):
+        with Task(seed):
             values.append(payload.function(*args, **kwargs))
         tell(len(values))
     return values
@@ -80,7 +81,7 @@ def _vectorized(payload: Payload) -> list[Any]:
         return payload.function(*args, **kwargs)
 
     stacked = [torch.stack(columns[index]) for index in mapped]
-    with Seeded(payload.seeds[0]):
+    with Task(payload.seeds[0]), normalization_by_formula():
         batched = torch.func.vmap(one_task, randomness="different", chunk_size=payload.options.chunk_size)(
             *stacked
         )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any
 
+from torchopt_dist._random_turns import lent
 from torchopt_dist._tracebacks import from_user_code
+from torchopt_dist.distributed._future import Future, as_completed
 from torchopt_dist.errors import CallTimeoutError, TodistError
 
 __all__ = ["gather"]
@@ -32,18 +33,28 @@ def gather(
         Exception: the exception of a worker, preferably of this one, with the others' errors in its notes.
     """
     missing: set[Future[list[Any]]] = set()
-    if len(futures) > 1 or timeout:
-        left = max(0.0, started + timeout - time.monotonic()) if timeout else None
-        _, missing = wait(futures.values(), left, FIRST_EXCEPTION)
-        if missing:
-            _, missing = wait(missing, GRACE_SECONDS)
-    else:
-        for future in futures.values():  # to wait for one future so costs less
-            future.exception()
+    with lent():
+        if len(futures) > 1 or timeout:
+            left = max(0.0, started + timeout - time.monotonic()) if timeout else None
+            missing.update(futures.values())
+            for future in as_completed(futures.values(), left):
+                missing.remove(future)
+                if future.exception() is not None:
+                    break
+            if missing:
+                missing.difference_update(as_completed([*missing], GRACE_SECONDS))
+        else:
+            for future in futures.values():
+                future.exception()
     errors: dict[int, BaseException] = {}
+    values: dict[int, list[Any]] = {}
     for worker, future in futures.items():
-        error = future.exception() if future.done() else None
-        if error is not None and not any(error is other for other in errors.values()):
+        if missing and not future.done():
+            continue
+        error = future.exception()
+        if error is None:
+            values[worker] = future.result()
+        elif not any(error is other for other in errors.values()):
             errors[worker] = error  # one that ends the calls of several workers is told once
     if errors:
         # An error of this worker's own share has its frames, which a debugger can enter.
@@ -58,7 +69,7 @@ def gather(
     if missing:
         late = ", ".join(names[worker] for worker, future in futures.items() if future in missing)
         raise CallTimeoutError(f"{late} took longer than timeout={timeout:g} s")
-    return {worker: future.result() for worker, future in futures.items()}
+    return values
 
 
 def _add_notes(first: BaseException, others: dict[int, BaseException], names: Sequence[str]) -> None:

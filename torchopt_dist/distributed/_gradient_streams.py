@@ -10,13 +10,13 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from torchopt_dist.distributed._future import Future
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._protocol import Key
 from torchopt_dist.distributed._streams import Chunk
@@ -25,9 +25,14 @@ __all__ = ["Arriving", "Deferred", "GradientStreams"]
 
 
 class Arriving:
-    """The chunks of the gradients that one backward asks for."""
+    """The chunks of the gradients that one backward asks for.
 
-    def __init__(self) -> None:
+    Args:
+        keeps: whether chunks that have been taken are also put together.
+    """
+
+    def __init__(self, *, keeps: bool = False) -> None:
+        self._keeps = keeps
         self._queue: queue.SimpleQueue[tuple[int, Chunk] | None] = queue.SimpleQueue()
         self._here: dict[int, Chunk] = {}
         self._ended = False
@@ -45,28 +50,30 @@ class Arriving:
         """Wait for a chunk; ``None`` if it does not come, since the backward has failed."""
         while index not in self._here and not self._ended:
             self._take_up()
-        return self._here.pop(index, None)
+        return self._here.get(index) if self._keeps else self._here.pop(index, None)
 
-    def put_together(
-        self, grads: list[Tensor | None], leaves: Sequence[Tensor], places: Sequence[int]
-    ) -> None:
-        """Wait for all chunks, and put them together to whole gradients.
+    def put_together(self, leaves: Sequence[Tensor], places: Sequence[int]) -> dict[int, Tensor]:
+        """Put chunks together to whole gradients as they come, until the reply is there.
 
         Args:
-            grads: the gradients; those that come in chunks are added.
-            leaves: the leaf of each of these gradients.
-            places: for each number of a piece, the index of its gradient.
+            leaves: the inputs of the call.
+            places: for each number of a piece, the index of its leaf.
+
+        Returns:
+            The gradients by the indices of their leaves; these are whole if the backward has not failed.
         """
-        while not self._ended:
+        grads: dict[int, Tensor] = {}
+        while True:
+            while self._here:
+                for number, start, values in self._here.popitem()[1]:
+                    place = places[number]
+                    if place not in grads:
+                        shape = leaves[place].shape
+                        grads[place] = torch.empty(shape, dtype=values.dtype, device=values.device)
+                    grads[place].view(-1)[start : start + len(values)] = values
+            if self._ended:
+                return grads
             self._take_up()
-        while self._here:
-            for number, start, values in self._here.popitem()[1]:
-                place = places[number]
-                grad = grads[place]
-                if grad is None:
-                    shape = leaves[place].shape
-                    grads[place] = grad = torch.empty(shape, dtype=values.dtype, device=values.device)
-                grad.view(-1)[start : start + len(values)] = values
 
     def _take_up(self) -> None:
         arrived = self._queue.get()
@@ -83,7 +90,8 @@ class Deferred(NamedTuple):
     Attributes:
         inputs: the tensors of which they are the gradients.
         arriving: the chunks of some of these.
-        finish: waits for the reply; returns the gradients that do not come in chunks.
+        finish: waits for the reply; returns the gradients that do not come in chunks, and those of a recorded backward
+            all.
     """
 
     inputs: list[Tensor]
@@ -106,9 +114,9 @@ class GradientStreams:
         self._arriving: weakref.WeakValueDictionary[Key, Arriving] = weakref.WeakValueDictionary()
         self._thread = threading.local()
 
-    def opened(self, key: Key) -> Arriving:
+    def opened(self, key: Key, *, keeps: bool = False) -> Arriving:
         """A receiver for the chunks of a backward, which lives as long as something refers to it."""
-        arriving = self._arriving[key] = Arriving()
+        arriving = self._arriving[key] = Arriving(keeps=keeps)
         return arriving
 
     def put(self, key: Key, index: int, chunk: Chunk) -> None:

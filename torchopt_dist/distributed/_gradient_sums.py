@@ -6,13 +6,13 @@ first, then the children's in the engine's order. So a sum has the same bits as 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from torchopt_dist.distributed._future import Future
 from torchopt_dist.distributed._gradient_streams import Deferred
 from torchopt_dist.distributed._group import Group, answering_group
 from torchopt_dist.distributed._message import Message
@@ -20,7 +20,7 @@ from torchopt_dist.distributed._protocol import Errand, Key, Reply
 from torchopt_dist.distributed._serialization import pack, unpack
 from torchopt_dist.distributed._streams import Chunk, Piece, chunks_of
 
-__all__ = ["GradientChunk", "add_up"]
+__all__ = ["GradientChunk", "add_up", "check_taken", "send_gradients", "with_gradients"]
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,12 @@ def add_up(
     places: Sequence[int],
     deferred: Sequence[Deferred],
     key: Key,
+    *,
+    recorded: bool,
 ) -> list[Tensor | None]:
     """Send the sums of the gradients that go in chunks; returns those of the others.
+
+    A recorded backward returns all sums, with their graph; those that were sent are then left out of the reply.
 
     Args:
         grads: this worker's own gradients.
@@ -61,6 +65,7 @@ def add_up(
         places: the indices of those that are sent in chunks.
         deferred: the children's gradients.
         key: the key of the backward that has asked for the gradients.
+        recorded: whether the gradients are to be differentiated in turn.
 
     Raises:
         Exception: a child's backward has failed, or the worker that asked cannot take a chunk.
@@ -72,7 +77,7 @@ def add_up(
         grad = total[place]
         if grad is not None:
             own[number] = grad.detach().reshape(-1)
-            total[place] = None
+            total[place] = grad if recorded else None
     sent: list[Future[Message]] = []
     for index, layout in enumerate(chunks_of([leaves[place] for place in places])):
         sums = {
@@ -83,7 +88,7 @@ def add_up(
                 before = sums.get(number)
                 sums[number] = values if before is None else before + values.to(before.device)
         chunk = tuple(Piece(number, start, sums[number]) for number, start, _ in layout if number in sums)
-        sent.append(_send(group, GradientChunk(key, False, index, chunk)))
+        sent.append(send_gradients(group, GradientChunk(key, False, index, chunk)))
     indices = {id(leaf): place for place, leaf in enumerate(leaves)}
     for child in deferred:
         for leaf, grad in zip(child.inputs, child.finish(), strict=True):
@@ -91,14 +96,44 @@ def add_up(
                 place = indices[id(leaf)]
                 before = total[place]
                 total[place] = grad if before is None else before + grad.to(before.device)
-    for each in sent:  # so that all of them have come when the reply comes
-        reply: Reply = unpack(each.result().received())
-        if reply.exception is not None:
-            raise reply.exception.to_error(group.names[key[0]])
+    check_taken(group, key, sent)
     return total
 
 
-def _send(group: Group, chunk: GradientChunk) -> Future[Message]:
+def with_gradients(reply: Message, whole: Mapping[int, Tensor]) -> Message:
+    """The reply to a recorded backward, with the gradients that it has left out.
+
+    Args:
+        reply: the reply, as it has arrived.
+        whole: the gradients that have come in chunks, by their places.
+    """
+    if not whole:
+        return reply
+    content: Reply = unpack(reply)
+    values = content.values  # none if the backward has failed
+    numbers = {id(tensor): number for number, tensor in enumerate(reply.tensors)}
+    tensors = [*reply.tensors]
+    for place, grad in whole.items() if values else ():
+        tensors[numbers[id(values[place])]] = grad
+    return reply.with_tensors(tensors)
+
+
+def check_taken(group: Group, key: Key, sent: Sequence[Future[Message]]) -> None:
+    """Wait until chunks have come, so that all have when the reply comes; raises the error of one that cannot be taken.
+
+    Args:
+        group: the group.
+        key: the key of the backward that has asked for the gradients.
+        sent: the replies to the chunks.
+    """
+    for each in sent:
+        reply: Reply = unpack(each.result().received())
+        if reply.exception is not None:
+            raise reply.exception.to_error(group.names[key[0]])
+
+
+def send_gradients(group: Group, chunk: GradientChunk) -> Future[Message]:
+    """Send a chunk to the worker that has asked for the gradients."""
     asker = chunk.key[0]
     with group.recorder.span("reply", chunk.key, asker) as span:
         message = span.made(pack(chunk, main_by_name=True)).detached()

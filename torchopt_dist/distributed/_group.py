@@ -10,9 +10,9 @@ import contextlib
 import itertools
 import os
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from typing import Any
 
+from torchopt_dist.distributed._future import Future
 from torchopt_dist.distributed._gradient_streams import GradientStreams
 from torchopt_dist.distributed._graph_releaser import GraphReleaser
 from torchopt_dist.distributed._kept_graphs import KeptGraphs
@@ -22,6 +22,7 @@ from torchopt_dist.distributed._protocol import Key
 from torchopt_dist.distributed._replicas import Replicas
 from torchopt_dist.distributed._residents import Residents
 from torchopt_dist.distributed._retries import Retries
+from torchopt_dist.distributed._running_shares import RunningShares
 from torchopt_dist.distributed._spans import Recorder
 from torchopt_dist.distributed._streams import Streams
 from torchopt_dist.distributed._thread_pool import ThreadPool
@@ -57,6 +58,7 @@ class Group:
         replicas: the copies of modules, each with its optimizer, that this worker holds.
         streams: tensors that come to this worker in chunks.
         gradient_streams: gradients that come in chunks.
+        running_shares: the shares of calls with a tree that run here.
         bars: for calls with a progress bar, by number, a function of a worker and its number of finished tasks.
         recorder: records what this worker does for calls while a profile is on.
         retries: assigns the shares of lost workers to others.
@@ -88,6 +90,7 @@ class Group:
         self.replicas = Replicas()
         self.streams = Streams()
         self.gradient_streams = GradientStreams()
+        self.running_shares = RunningShares()
         self.bars: dict[int, Callable[[int, int], None]] = {}
         self.recorder = Recorder(self.rank)
         self.releaser = GraphReleaser()
@@ -127,10 +130,15 @@ class Group:
 
         self.threads.run(work)
 
+    def on_this_host(self, rank: int) -> bool:
+        """Whether a worker is on this worker's machine."""
+        return self.members[rank].host == self.members[self.rank].host
+
     def same_program(self, rank: int) -> bool:
         """Whether ``__main__`` of that worker is this worker's, so that its functions can be sent by name."""
-        here = self.members[self.rank].program
-        return bool(here) and self.members[rank].program == here
+        members = self.membership.members
+        here = members[self.rank].program
+        return bool(here) and members[rank].program == here
 
     def check_process(self) -> None:
         """Raise :class:`NotInitializedError` in a fork of this worker, which would wait for a reply for ever."""
@@ -180,13 +188,12 @@ def current_group() -> Group:
     Raises:
         NotInitializedError: there is none.
     """
-    group = find_group()
-    if group is None:
+    if _group is None or _group.ending:
         raise NotInitializedError(
             "no RPC group: decorate the program's `main` with `@todist.auto_init_rpc()`, and make remote calls "
             "while it runs"
         )
-    return group
+    return _group
 
 
 def answering_group() -> Group:

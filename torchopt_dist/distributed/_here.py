@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future
 
 import torch
 
 from torchopt_dist._serialized_exception import SerializedException
+from torchopt_dist.distributed._future import Future
 from torchopt_dist.distributed._group import Group
 from torchopt_dist.distributed._kept_graphs import KeptGraphs
 from torchopt_dist.distributed._message import Message
@@ -99,9 +99,9 @@ class _Answer(Future[Message]):
         super().__init__()
         self._work = work
 
-    def result(self, timeout: float | None = None) -> Message:
+    def result(self, seconds: float | None = None) -> Message:
         """Answer the request."""
-        del timeout
+        del seconds
         return self._work()
 
 

@@ -77,7 +77,7 @@ class LateTensors(NamedTuple):
         tensors = [tensor for _, tensor in late]
         cut = [tensor.detach().clone() if snapshot else tensor for tensor in tensors]
         tasks, new = [index for index, _ in late], [tensor for _, tensor in found]
-        return cls(tensors, tasks, chunks_of(cut), new, torch.empty(0, device="cpu"))
+        return cls(tensors, tasks, chunks_of(cut, large=True), new, torch.empty(0, device="cpu"))
 
     def request(self, seconds: float) -> Late:
         """What the request says of them; ``seconds`` is how long its worker may wait for them, 0: for ever."""

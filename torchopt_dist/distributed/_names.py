@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from typing import Any
 
@@ -28,7 +27,8 @@ def name_of(obj: Any, main_by_name: bool) -> tuple[str, str, int] | None:
 
 def find(module: str, qualname: str, depth: int) -> Any:
     """The object of a name that :func:`name_of` has made."""
-    found: Any = importlib.import_module(module)
+    __import__(module)  # without a call of Python code, if it has been imported; `importlib` makes four
+    found: Any = sys.modules[module]
     for name in qualname.split("."):
         found = getattr(found, name)
     for _ in range(depth):

@@ -12,7 +12,7 @@ from torchopt_dist._torch_private import engine_captures_leaf, engine_needs_node
 from torchopt_dist.distributed._grad_accumulators import hold_grad_accumulators
 from torchopt_dist.distributed._versions import Versioned, versioned
 
-__all__ = ["HERE", "LAST", "Graph", "collect", "dispatch"]
+__all__ = ["FIRST", "HERE", "LAST", "Graph", "collect", "dispatch"]
 
 FIRST, HERE, LAST = 2**62, 1, 0
 """Sequence numbers: of the nodes that are ready, the autograd engine runs the one with the highest.

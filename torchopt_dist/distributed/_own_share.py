@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import Any
 
@@ -19,6 +18,7 @@ from torchopt_dist._serialized_exception import SerializedException
 from torchopt_dist._torch_private import tensor_version
 from torchopt_dist.distributed import _execute
 from torchopt_dist.distributed._device_placement import placed, receiving_device
+from torchopt_dist.distributed._future import Future
 from torchopt_dist.distributed._grad_accumulators import hold_grad_accumulators
 from torchopt_dist.distributed._group import current_group
 from torchopt_dist.distributed._here import Here

@@ -11,7 +11,8 @@ from typing import Any, Literal, TypedDict
 import optree
 from torch import Tensor, nn
 
-from torchopt_dist.distributed._caller_state import CallerState, draw_seed
+from torchopt_dist._random_turns import draw_seed
+from torchopt_dist.distributed._caller_state import CallerState
 from torchopt_dist.typing import Args, KwArgs
 
 __all__ = ["ExecutionKwargs", "ExecutionOptions", "Payload", "group_by_worker"]
@@ -91,7 +92,7 @@ class ExecutionOptions:
         progress: whether the caller shows how many tasks are done.
         fan_out: to how many workers each worker forwards the data that all of them share; ``None``: the caller sends it
             to each; ``"auto"``: depends on its size and on the number of workers.
-        stream: whether a worker begins its first task while the others still travel.
+        stream: whether a worker begins its first task while the others still travel, and sends gradients one by one.
     """
 
     vectorize: bool = False
@@ -137,6 +138,11 @@ class ExecutionOptions:
         if not whole and fan_out not in ("auto", None):
             raise ValueError(
                 f'fan_out must be a whole number of workers, 1 or more, "auto" or None, got {fan_out!r}'
+            )
+        if self.hedge_after is not None and whole:
+            raise ValueError(
+                f"hedge_after={self.hedge_after!r} starts single shares again, and fan_out={fan_out} sends those of "
+                "a whole branch together: choose one"
             )
         if self.stream and whole:
             raise ValueError(f"stream=True sends to each worker itself: leave out fan_out={fan_out}")
@@ -190,21 +196,16 @@ def group_by_worker(
     Returns:
         For each worker's rank its payload, and the indices of its tasks among ``partitions``.
     """
-    indices: dict[int, list[int]] = {}
-    for index, (worker, _, _) in enumerate(partitions):
-        indices.setdefault(int(worker), []).append(index)
     state, seed = CallerState.capture(), draw_seed()
-    return {
-        worker: (
-            Payload(
-                function,
-                tuple(partitions[index][1:] for index in mine),
-                tuple(seed + index for index in mine),
-                state,
-                options,
-                samples=sum(getattr(partitions[index], "size", 1) for index in mine) if timed else 0,
-            ),
-            mine,
-        )
-        for worker, mine in indices.items()
-    }
+    shares: dict[int, tuple[list[int], list[tuple[Args, KwArgs]], list[int]]] = {}
+    for index, (worker, args, kwargs) in enumerate(partitions):
+        indices, tasks, seeds = shares.setdefault(int(worker), ([], [], []))
+        indices.append(index)
+        tasks.append((args, kwargs))
+        seeds.append(seed + index)
+    payloads: dict[int, tuple[Payload, list[int]]] = {}
+    for rank, (indices, tasks, seeds) in shares.items():
+        samples = sum(getattr(partitions[index], "size", 1) for index in indices) if timed else 0
+        payload = Payload(function, tuple(tasks), tuple(seeds), state, options, samples=samples)
+        payloads[rank] = payload, indices
+    return payloads

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -21,11 +21,12 @@ from torchopt_dist.distributed._names import find, name_of
 from torchopt_dist.distributed._payload import ExecutionOptions, Payload
 from torchopt_dist.distributed._protocol import Backward, Call, Reply
 from torchopt_dist.distributed._sendable_tensors import Tensors
+from torchopt_dist.typing import Args, KwArgs
 
-__all__ = ["is_plain_skeleton", "plain_skeleton", "rebuilt"]
+__all__ = ["MARK", "plain_skeleton", "rebuilt"]
 
 MARK = b"\0"
-"""Begins such a skeleton; other pickles begin with 0x80."""
+"""Begins a skeleton that :func:`plain_skeleton` has made; other pickles begin with 0x80."""
 LONGEST = 1 << 12
 """Of a text or ``bytes``; longer ones are left to the pickler, which does not copy those that are very long."""
 
@@ -58,10 +59,10 @@ def plain_skeleton(content: object, tensors: Tensors, main_by_name: bool) -> byt
             fields = _call_fields(content, tensors, main_by_name)
         elif isinstance(content, Backward):
             graph, grads, *rest = vars(content).values()
-            fields = _BACKWARD, graph, [_plain(grad, tensors) for grad in grads], *rest
+            fields = _BACKWARD, graph, _plain(grads, tensors), *rest
         elif isinstance(content, Reply) and content.exception is None:
             values, *rest = vars(content).values()
-            fields = _REPLY, [_plain(value, tensors) for value in values], *rest
+            fields = _REPLY, _plain(values, tensors), *rest
         else:
             return None
     except _NotPlainError:
@@ -69,32 +70,22 @@ def plain_skeleton(content: object, tensors: Tensors, main_by_name: bool) -> byt
     return MARK + pickle.dumps(fields, pickle.HIGHEST_PROTOCOL)
 
 
-def is_plain_skeleton(skeleton: bytes) -> bool:
-    """Whether it is one that :func:`plain_skeleton` has made."""
-    return skeleton[:1] == MARK
-
-
 def rebuilt(skeleton: bytes, tensors: Sequence[torch.Tensor]) -> Call | Backward | Reply:
     """The inverse of :func:`plain_skeleton`, with these tensors."""
     kind, *fields = pickle.loads(memoryview(skeleton)[1:])
     if kind == _REPLY:
         values, *rest = fields
-        return Reply([_whole(value, tensors) for value in values], *rest)
+        return Reply(_whole(values, tensors), *rest)
     if kind == _BACKWARD:
         graph, grads, *rest = fields
-        return Backward(graph, tuple([_whole(grad, tensors) for grad in grads]), *rest)
+        return Backward(graph, tuple(_whole(grads, tensors)), *rest)
     common, plain, seeds, more, *rest = fields
     name, state, options = _common_fields(common)
-    tasks = tuple(
-        [
-            (
-                tuple([_whole(value, tensors) for value in args]),
-                {each: _whole(value, tensors) for each, value in kwargs.items()} if kwargs else {},
-            )
-            for args, kwargs in plain
-        ]
-    )
-    return Call(Payload(find(*name), tasks, seeds, state, options, *more), *rest)
+    tasks: list[tuple[Args, KwArgs]] = []
+    for args, names, values in plain:
+        kwargs = dict(zip(names, _whole(values, tensors), strict=True)) if names else {}
+        tasks.append((tuple(_whole(args, tensors)), kwargs))
+    return Call(Payload(find(*name), tuple(tasks), seeds, state, options, *more), *rest)
 
 
 def _call_fields(call: Call, tensors: Tensors, main_by_name: bool) -> tuple[Any, ...]:
@@ -103,35 +94,38 @@ def _call_fields(call: Call, tensors: Tensors, main_by_name: bool) -> tuple[Any,
     name = name_of(function, main_by_name) if type(function) is FunctionType else None
     if name is None or call.late is not None:
         raise _NotPlainError
-    plain = [
-        (
-            [_plain(value, tensors) for value in args],
-            {each: _plain(value, tensors) for each, value in kwargs.items()} if kwargs else None,
-        )
-        for args, kwargs in tasks
-    ]
+    plain: list[tuple[Any, ...]] = []
+    for args, kwargs in tasks:
+        given = _plain(kwargs.values(), tensors) if kwargs else None
+        plain.append((_plain(args, tensors), (*kwargs,), given))
     return _CALL, _common(name, state, options), plain, seeds, more, *rest
 
 
-def _plain(value: Any, tensors: Tensors) -> Any:
-    """The value, with a list of its number in the place of a tensor: other lists are never plain."""
-    kind = type(value)
-    if kind in _CONSTANTS or (kind in _TEXTS and len(value) <= LONGEST):
-        return value
-    if isinstance(value, torch.Tensor):
-        return [tensors.number(value)]
-    if kind is tuple:
-        return tuple([_plain(part, tensors) for part in value])
-    raise _NotPlainError
+def _plain(values: Iterable[Any], tensors: Tensors) -> list[Any]:
+    """The values, with a list of its number in the place of a tensor: other lists are never plain."""
+    plain: list[Any] = []
+    for value in values:
+        kind = type(value)
+        if kind in _CONSTANTS or (kind in _TEXTS and len(value) <= LONGEST):
+            plain.append(value)
+        elif isinstance(value, torch.Tensor):
+            plain.append([tensors.number(value)])
+        elif kind is tuple:
+            plain.append(tuple(_plain(value, tensors)))
+        else:
+            raise _NotPlainError
+    return plain
 
 
-def _whole(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    kind = type(value)
-    if kind is list:
-        return tensors[value[0]]
-    if kind is tuple:
-        return tuple([_whole(part, tensors) for part in value])
-    return value
+def _whole(values: Iterable[Any], tensors: Sequence[torch.Tensor]) -> list[Any]:
+    whole: list[Any] = []
+    for value in values:
+        kind = type(value)
+        if kind is list:
+            whole.append(tensors[value[0]])
+        else:
+            whole.append(tuple(_whole(value, tensors)) if kind is tuple else value)
+    return whole
 
 
 @functools.lru_cache(maxsize=256)

@@ -8,11 +8,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
+from torchopt_dist.distributed._future import Future
 from torchopt_dist.distributed._group import answering_group
 from torchopt_dist.distributed._payload import Payload
 

@@ -102,7 +102,9 @@ class Backward:
         retain_graph: whether the outputs that take part are kept for another backward; all others are kept anyway.
         key: names this backward, and its own graph, if that is kept.
         keep: whether to keep its graph, for a higher order.
-        streamed: the places of inputs whose gradients are sent in chunks, before the reply.
+        streamed: the places of inputs whose gradients, and those of the workers below in a tree, are added up and sent
+            in chunks, before the reply.
+        early: whether large gradients are sent in chunks as soon as they are there.
     """
 
     graph: Key
@@ -112,6 +114,7 @@ class Backward:
     key: Key
     keep: bool
     streamed: tuple[int, ...] = ()
+    early: bool = False
 
     def __reduce__(self) -> tuple[type[Backward], tuple[Any, ...]]:
         """Its fields, without their names."""

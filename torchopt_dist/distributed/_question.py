@@ -7,11 +7,11 @@ recorded, and it is not retried if the worker is lost.
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
 from torchopt_dist.distributed._caller_state import CallerState
+from torchopt_dist.distributed._future import Future
 from torchopt_dist.distributed._payload import ExecutionOptions, Payload
 from torchopt_dist.distributed._unicast import call
 

@@ -10,7 +10,6 @@ rebuilt.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, as_completed
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,19 +17,24 @@ import torch
 from torch import Tensor, nn
 
 from torchopt_dist._serialized_exception import PassedOnError
+from torchopt_dist.distributed._again import Again
 from torchopt_dist.distributed._chunks import send_chunk
 from torchopt_dist.distributed._device_placement import receiving_device
+from torchopt_dist.distributed._future import Future, as_completed
 from torchopt_dist.distributed._group import Group, answering_group
 from torchopt_dist.distributed._here import Inside
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._nodes import HERE
+from torchopt_dist.distributed._payload import ExecutionOptions
 from torchopt_dist.distributed._protocol import Errand, Key
 from torchopt_dist.distributed._remote_graph import RemoteGraph
 from torchopt_dist.distributed._serialization import pack
 from torchopt_dist.distributed._siblings import Siblings
+from torchopt_dist.distributed._staying import Staying
 from torchopt_dist.distributed._streams import Chunk
+from torchopt_dist.errors import WorkerLostError
 
-__all__ = ["Branch", "Children", "Parcel"]
+__all__ = ["Branch", "Children", "Missing", "Parcel"]
 
 
 class Parcel(NamedTuple):
@@ -39,7 +43,7 @@ class Parcel(NamedTuple):
     Attributes:
         worker: the rank of the worker to which, or from which, it is sent.
         key: the key of the call.
-        skeleton: as in the message; so are ``holes`` and ``device``.
+        skeleton: as in the message; so are ``holes``, ``device``, ``references`` and ``staying``.
         tensors: the tensors of the message, which the other message has, too.
         structures: the structures of the message, by digest; in a request the structures themselves are in the other
             message.
@@ -52,16 +56,26 @@ class Parcel(NamedTuple):
     structures: dict[bytes, bytes]
     holes: tuple[tuple[int, int], ...]
     device: str | None
+    references: tuple[Any, ...]
+    staying: tuple[Staying, ...]
 
     @classmethod
     def of(cls, worker: int, key: Key, message: Message, structures: dict[bytes, bytes]) -> Parcel:
         """The parcel of a message."""
         return cls(
-            worker, key, message.skeleton, tuple(message.tensors), structures, message.holes, message.device
+            worker,
+            key,
+            message.skeleton,
+            tuple(message.tensors),
+            structures,
+            message.holes,
+            message.device,
+            tuple(message.references),
+            message.staying,
         )
 
     def message(self, structures: Mapping[bytes, bytes]) -> Message:
-        """The message again."""
+        """The message again, with all tensors, also those that the worker had."""
         return Message(
             self.skeleton,
             list(self.tensors),
@@ -70,7 +84,23 @@ class Parcel(NamedTuple):
             {digest: structures[digest] for digest in self.structures},
             holes=self.holes,
             device=self.device,
+            references=list(self.references),
         )
+
+    def sent(self) -> dict[int, Tensor]:
+        """The tensors that its worker does not have, by their ids."""
+        has = {number for each in self.staying for number in each.places}
+        return {id(tensor): tensor for number, tensor in enumerate(self.tensors) if number not in has}
+
+
+class Missing(NamedTuple):
+    """In the place of the replies of a branch: its first worker is lost.
+
+    Attributes:
+        worker: the rank of that worker.
+    """
+
+    worker: int
 
 
 class Branch(NamedTuple):
@@ -82,6 +112,16 @@ class Branch(NamedTuple):
     def parcels(self) -> list[Parcel]:
         """All shares, the worker's own first."""
         return [self.parcel, *(parcel for branch in self.branches for parcel in branch.parcels())]
+
+    def staying(self, tensors: Sequence[Tensor]) -> tuple[Staying, ...]:
+        """Those of these tensors that the workers have."""
+        numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
+        found: dict[tuple[Key, int], dict[int, int]] = {}
+        for parcel in self.parcels():
+            for key, version, places in parcel.staying:
+                there = {numbers[id(parcel.tensors[number])]: place for number, place in places.items()}
+                found.setdefault((key, version), {}).update(there)
+        return tuple(Staying(key, version, places) for (key, version), places in found.items())
 
 
 class Children:
@@ -97,6 +137,10 @@ class Children:
         keep: whether to keep graphs.
         siblings: the shares of these calls.
         prepare: a function from a tensor to the one to send.
+        instead: by the id of a tensor of the shares, the tensor to which the replies are connected in its place.
+        mends: whether the caller sends again what lost workers were to forward, so that their loss is no error.
+        options: the options of the call, if these shares may run on any worker, each by itself.
+        again: makes what makes the graphs of a branch again, from the ranks of its workers; ``None``: nothing does.
     """
 
     def __init__(
@@ -111,35 +155,66 @@ class Children:
         keep: bool,
         siblings: Siblings,
         prepare: Callable[[Tensor], Tensor] = Tensor.detach,
+        instead: Mapping[int, Tensor] | None = None,
+        mends: bool = False,
+        options: ExecutionOptions | None = None,
+        again: Callable[[list[int]], Again] | None = None,
     ) -> None:
         self._group = group
-        self._children = [_Child(group, branch, seconds, siblings) for branch in branches]
+        self._mends = mends
+        self._children = [_Child(group, branch, seconds, siblings, options) for branch in branches]
         for child in self._children:
-            child.start(structures, hoisted, chunks, keep, prepare)
+            child.start(structures, hoisted, chunks, keep, mends, prepare, instead or {})
+            if again is not None:
+                child.graph.again = again([parcel.worker for parcel in child.branch.parcels()])
 
     def hand_on(self, chunk: Chunk) -> None:
         """Send the children a part of the hoisted tensors."""
         for child in self._children:
             child.send(chunk)
 
-    def replies(self) -> dict[Future[Message], Callable[[Message], list[Parcel]]]:
+    def pass_over_staying(self) -> None:
+        """Let gradients that stay on the children count as none, though a backward here asks for them."""
+        for child in self._children:
+            child.graph.staying = ()
+
+    def replies(self) -> dict[Future[Message], Callable[[Message], list[Parcel | Missing]]]:
         """For each child the future reply, and a function that makes the workers' own replies from it."""
         return {child.reply: child.collect for child in self._children}
 
-    def parcels(self) -> list[Parcel]:
+    def parcels(self) -> list[Parcel | Missing]:
         """Wait for the replies of all workers; raises the first error that comes."""
-        replies, found = self.replies(), {}
-        for reply in as_completed(replies):
-            found[reply] = replies[reply](reply.result())
-        return [parcel for reply in replies for parcel in found[reply]]
+        children = {child.reply: child for child in self._children}
+        found: dict[Future[Message], list[Parcel | Missing]] = {}
+        for reply in as_completed(children):
+            child = children[reply]
+            try:
+                found[reply] = child.collect(reply.result())
+            except WorkerLostError as error:
+                worker = child.branch.parcel.worker
+                if not (self._mends and self._group.retries.is_loss(worker, error)):
+                    raise
+                found[reply] = [Missing(worker)]
+        return [each for reply in children for each in found[reply]]
 
 
 class _Child:
-    def __init__(self, group: Group, branch: Branch, seconds: float, siblings: Siblings) -> None:
-        self._transport = group.transport.to(branch.parcel.worker)
-        self._branch = branch
+    def __init__(
+        self,
+        group: Group,
+        branch: Branch,
+        seconds: float,
+        siblings: Siblings,
+        options: ExecutionOptions | None,
+    ) -> None:
+        worker = branch.parcel.worker
+        transport = group.transport.to(worker)
+        self.branch = branch
+        self.graph = RemoteGraph(group, worker, transport, seconds, options=options, siblings=siblings)
+        self._moves = options is not None
+        if self._moves:
+            self.graph.spent = int(transport.has_lost(worker))
         self._seconds = seconds
-        self._graph = RemoteGraph(group, branch.parcel.worker, self._transport, seconds, siblings=siblings)
         self._anchor: Tensor | None = None
         self.reply: Future[Message] = Future()
 
@@ -149,37 +224,42 @@ class _Child:
         hoisted: Sequence[Tensor],
         chunks: int,
         keep: bool,
+        mends: bool,
         prepare: Callable[[Tensor], Tensor],
+        instead: Mapping[int, Tensor],
     ) -> None:
         """Send all but the hoisted tensors."""
-        graph, branch = self._graph, self._branch
+        graph, branch = self.graph, self.branch
         shapes = tuple(tuple(tensor.shape) for tensor in hoisted)
-        relay = Relay(graph.key, keep, tuple(hoisted), shapes, chunks, self._seconds, branch)
+        relay = Relay(graph.key, keep, tuple(hoisted), shapes, chunks, self._seconds, branch, mends)
         with graph.span("pack") as span:
-            message = span.made(pack(relay, main_by_name=True))
+            message = pack(relay, main_by_name=True)
+            message.staying = branch.staying(message.tensors)
+            span.made(message)
         message.structures = {
             digest: structures[digest] for parcel in branch.parcels() for digest in parcel.structures
         }
-        self._anchor = graph.connect(message, keep=keep)
+        connected = [instead.get(id(tensor), tensor) for tensor in message.tensors]
+        self._anchor = graph.connect(message.with_tensors(connected), keep=keep)
         if chunks > 1:
             graph.streamed = range(sum(tensor.requires_grad for tensor in hoisted))
         sent = message.detached()
         sent.tensors = [
             tensor.new_empty(0) if number < len(hoisted) else prepare(tensor)
-            for number, tensor in enumerate(sent.tensors)
+            for number, tensor in enumerate(message.tensors)
         ]
         with graph.span("send"):
-            self.reply = self._transport.send(graph.worker, sent, self._seconds)
+            self.reply = graph.ask(sent, movable=self._moves)
         if graph.siblings.log is not None:
             graph.siblings.log.watch(message, self.reply)
 
     def send(self, chunk: Chunk) -> None:
         """Send a part of the hoisted tensors."""
-        send_chunk(self._graph, chunk, self.reply)
+        send_chunk(self.graph, chunk, self.reply)
 
-    def collect(self, message: Message) -> list[Parcel]:
+    def collect(self, message: Message) -> list[Parcel | Missing]:
         """The replies of the workers on this branch, connected to what was sent."""
-        return self._graph.collect(self._anchor, message)
+        return self.graph.collect(self._anchor, message)
 
 
 @dataclass(frozen=True)
@@ -192,6 +272,7 @@ class Relay(Errand):
         chunks: the number of chunks.
         seconds: how long to wait for these, and how long a call of a child may take; 0: no limit.
         branch: the shares.
+        mends: whether the caller sends again what lost workers were to forward.
     """
 
     hoisted: tuple[Tensor, ...]
@@ -199,6 +280,7 @@ class Relay(Errand):
     chunks: int
     seconds: float
     branch: Branch
+    mends: bool
 
     def __reduce__(self) -> tuple[Callable[..., Relay], tuple[Any, ...]]:
         """Its fields, the tensors first, so that they have the first numbers."""
@@ -210,9 +292,10 @@ class Relay(Errand):
             self.chunks,
             self.seconds,
             self.branch,
+            self.mends,
         )
 
-    def run(self, request: Message) -> list[Parcel]:
+    def run(self, request: Message) -> list[Parcel | Missing]:
         """See :class:`Errand`."""
         group = answering_group()
         flat: list[Tensor] = []
@@ -232,15 +315,20 @@ class Relay(Errand):
                 self.seconds,
                 keep=self.keep,
                 siblings=Siblings(error_of=PassedOnError),
+                mends=self.mends,
             )
+            children.pass_over_staying()
             for chunk in arriving:
                 children.hand_on(chunk)
                 for number, start, values in chunk:
                     flat[number][start : start + len(values)].copy_(values)
-        return [self._run_own(group, request.structures), *children.parcels()]
+        with group.running_shares.alone(self.branch.parcel.key, group.transport.about_to_wait):
+            if self.mends and group.has_gone(self.key):  # these shares run elsewhere now
+                raise group.membership.loss_of(self.key[0])
+            own = self._run_own(group, request.structures)
+        return [own, *children.parcels()]
 
     def _run_own(self, group: Group, structures: Mapping[bytes, bytes]) -> Parcel:
-        """Run the share of this worker."""
         parcel = self.branch.parcel
         message = parcel.message(structures)
         here = Inside(receiving_device(message.device), group)
@@ -248,13 +336,13 @@ class Relay(Errand):
         graph.key = parcel.key
         anchor = graph.connect(message, keep=self.keep)
         sent = message.detached()
-        on_the_way = {id(tensor) for other in self.branch.parcels()[1:] for tensor in other.tensors}
+        on_the_way = {which for other in self.branch.parcels()[1:] for which in other.sent()}
         on_the_way -= {id(tensor) for tensor in self.hoisted}  # of these the chunks are on the way
         for number, tensor in enumerate(parcel.tensors):
             if id(tensor) in on_the_way:
                 sent.tensors[number] = tensor.detach().clone()
         reply = graph.connected(anchor, here.send(group.rank, sent, 0).result().received())
-        return Parcel.of(group.rank, parcel.key, reply, reply.structures)
+        return Parcel.of(parcel.worker, parcel.key, reply, reply.structures)
 
 
 def _relay(hoisted: tuple[Tensor, ...], key: Key, keep: bool, *rest: Any) -> Relay:

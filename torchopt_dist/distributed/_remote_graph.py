@@ -18,22 +18,25 @@ These nodes are used inside the contexts of ``torch.distributed.autograd`` too: 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Sequence
-from concurrent.futures import Future
+import weakref
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from torchopt_dist._random_turns import lent
 from torchopt_dist._torch_private import (
     engine_keeps_graph,
     transforms_are_active,
 )
+from torchopt_dist.distributed._again import Again, GradientsAgain, UnderWay
 from torchopt_dist.distributed._ask import Ask, Sent
 from torchopt_dist.distributed._device_placement import receiving_device
 from torchopt_dist.distributed._direct_copy import packed_directly
-from torchopt_dist.distributed._gradient_streams import Arriving
+from torchopt_dist.distributed._future import Future
+from torchopt_dist.distributed._gradient_sums import with_gradients
 from torchopt_dist.distributed._group import Group, find_group
 from torchopt_dist.distributed._here import Beside, Here
 from torchopt_dist.distributed._message import Message
@@ -48,20 +51,6 @@ from torchopt_dist.distributed.transport.base import Sender
 from torchopt_dist.errors import NotInitializedError, SerializationError
 
 __all__ = ["RemoteGraph"]
-
-
-class _UnderWay(NamedTuple):
-    """A backward that is running: the request's message, the future reply, and the graph of the backward itself."""
-
-    message: Message
-    reply: Future[Message]
-    graph: RemoteGraph
-    inputs: list[Versioned]
-    """The call's inputs, each with its version at the call."""
-    arriving: Arriving | None
-    """Gradients that come in chunks."""
-    streamed: tuple[int, ...]
-    """The places of the inputs that these are of."""
 
 
 class RemoteGraph:
@@ -84,6 +73,11 @@ class RemoteGraph:
         self.turn = turn  # the sequence number of its *dispatch*
         self.requests: list[Sent] = []  # those that make it, if it is to outlive its worker
         self.tried: set[int] = set()
+        self.before: list[
+            tuple[Key, weakref.ref[RemoteGraph]]
+        ] = []  # the graphs of the first of these requests
+        self.spent = 0  # how many retries have been used for it before
+        self.again: Again | None = None  # makes it again, if it leads through several workers
         self.used_up = self.has_moved = self.has_sent = False
         self.group = group
         self.transport = transport
@@ -93,7 +87,8 @@ class RemoteGraph:
         self.key: Key = (group.rank, next(group.numbers))
         self.inputs: list[Versioned] = []  # with versions; empty once every result is used up
         self.staying: Collection[int] = ()  # the places of inputs whose gradients stay on the worker
-        self.streamed: Sequence[int] = ()  # of inputs whose gradients, if not recorded, come in chunks
+        self.streamed: Sequence[int] = ()  # of inputs whose gradients come in chunks
+        self.early = self.options.stream and not group.on_this_host(worker)  # the worker has large gradients
         self.unused: set[int] = set()  # the results that no backward has used up
         self._main_by_name = group.same_program(worker)
 
@@ -147,6 +142,8 @@ class RemoteGraph:
             movable=outlives or not self.has_sent,
             beside=lambda: Beside(receiving_device(device), group),
             may_go=lambda rank: not self._main_by_name or group.same_program(rank),
+            before=self.before,
+            spent=0 if self.has_sent else self.spent,
         )
         self.has_sent = True
         return group.retries.ask(ask)
@@ -170,9 +167,11 @@ class RemoteGraph:
         Raises:
             SerializationError: the payload cannot be sent.
         """
-        with self.span("pack") as span:
-            message = span.made(self.packed(payload, modules, late))
-        return message, self.connect(message, keep=payload.state.grad_enabled)
+        message = self.group.recorder.record(
+            "pack", self.key, self.worker, self.packed, payload, modules, late
+        )
+        keep = payload.state.grad_enabled
+        return message, self.connect(message, keep=keep) if message.tensors else None
 
     def packed(self, payload: Payload, modules: PackedModules | None, late: Late | None = None) -> Message:
         """The message that asks for a call.
@@ -180,25 +179,25 @@ class RemoteGraph:
         Raises:
             SerializationError: the payload cannot be sent, or not from inside a transform.
         """
-        function = getattr(payload.function, "__qualname__", repr(payload.function))
         request = Call(payload, self.key, payload.state.grad_enabled, late)
         try:
             message = self.pack(request, modules)
         except SerializationError as error:
+            function = _name(payload)
             raise SerializationError(
                 f"`{function}` and its arguments cannot be sent to {self.worker_name}: {error}"
             ) from error
         if message.staying and self.options.outlives_workers:
             raise ValueError(
-                f"`{function}` is called with a replica, whose gradients stay on the worker that computes them: "
+                f"`{_name(payload)}` is called with a replica, whose gradients stay on the worker that computes them: "
                 "leave out retries and hedge_after"
             )
         message.device = payload.options.device
-        if request.keep and transforms_are_active() and message.inputs():
+        if message.tensors and request.keep and transforms_are_active() and message.inputs():
             raise SerializationError(
-                f"`{function}` takes tensors that require grad, such as a module's parameters, and is called inside a "
-                f"torch.func transform, which the graph of a call to {self.worker_name} cannot be a part of: detach "
-                "them, or call it outside of `grad` and `vmap`"
+                f"`{_name(payload)}` takes tensors that require grad, such as a module's parameters, and is called "
+                f"inside a torch.func transform, which the graph of a call to {self.worker_name} cannot be a part "
+                "of: detach them, or call it outside of `grad` and `vmap`"
             )
         return message
 
@@ -213,8 +212,18 @@ class RemoteGraph:
 
     def collect(self, anchor: Tensor | None, message: Message) -> list[Any]:
         """The node next to the results; returns the reply's values, connected to the anchor."""
-        with self.span("unpack"):
-            return self.values_of(self.connected(anchor, message.received()))
+        return self.group.recorder.record("unpack", self.key, self.worker, self._values, anchor, message)
+
+    def _values(self, anchor: Tensor | None, message: Message) -> list[Any]:
+        if message.tensors or self.kept or self.requests:
+            message = self.connected(anchor, message.received())
+        values = self.values_of(message)
+        if self.again is not None:
+            if self.kept:
+                self.again.found([message.tensors[number] for number in message.connected], values)
+            else:
+                self.again = None
+        return values
 
     def connected(self, anchor: Tensor | None, message: Message) -> Message:
         """The node next to the results; returns the reply, whose tensors are connected to the anchor."""
@@ -247,19 +256,25 @@ class RemoteGraph:
             self.siblings.balance.took(self.worker, reply.seconds)
         return reply.values
 
-    def wait_for(self, reply: Future[Message]) -> Message:
-        """The reply to a backward, as soon as those of the call's other shares have come, too."""
-        own = self.turn == HERE
-        if own:  # computes the reply, which is no waiting
+    def wait_for(self, reply: Future[Message], take_up: Callable[[], object]) -> Message:
+        """The reply to a backward, as soon as those of the call's other shares have come, too.
+
+        Until it is there, ``take_up`` takes up what comes before it, if anything does.
+        """
+        if own := self.turn == HERE:  # computes the reply, which is no waiting
             with self.group.retries.own_share():
                 arrived = reply.result()
         with nullcontext() if own else self.span("wait back"), self.group.retries.waiting():
+            take_up()
             if not own:
-                arrived = reply.result()
+                with lent():
+                    arrived = reply.result()
             self.siblings.check()
         return arrived
 
-    def start_backward(self, output_grads: tuple[Tensor | None, ...], wanted: tuple[bool, ...]) -> _UnderWay:
+    def start_backward(
+        self, output_grads: tuple[Tensor | None, ...], wanted: tuple[bool, ...]
+    ) -> UnderWay[RemoteGraph]:
         """Send the results' gradients; returns what :meth:`finish_backward` needs.
 
         Args:
@@ -287,12 +302,16 @@ class RemoteGraph:
             turn=self.turn,
             siblings=self.siblings,
         )
+        graph.before = [*self.before, (self.key, weakref.ref(self))]
         graph.tried, graph.has_moved, graph.has_sent = self.tried, self.has_moved, True
-        streamed = () if recorded else tuple(place for place in self.streamed if wanted[place])
-        arriving = self.group.gradient_streams.opened(graph.key) if streamed else None
+        streamed = tuple(place for place in self.streamed if wanted[place])
+        early = self.early and not recorded
+        arriving = None
+        if streamed or early:
+            arriving = self.group.gradient_streams.opened(graph.key, keeps=recorded)
         with graph.span("pack") as span:
             message = graph.pack(
-                Backward(self.key, output_grads, wanted, retain_graph, graph.key, recorded, streamed)
+                Backward(self.key, output_grads, wanted, retain_graph, graph.key, recorded, streamed, early)
             )
             span.made(message)
         sent = message.detached()
@@ -307,34 +326,59 @@ class RemoteGraph:
             reply = self.ask(sent, graph if recorded else None)
         if arriving is not None:
             arriving.ends_with(reply)
+        again = None
+        if self.again is not None:
+            again = GradientsAgain(self.again, output_grads, wanted, inputs, recorded=recorded)
+            reply = again.instead_of(reply, self.group, self.worker)
+            graph.again = again if recorded else None
         if self.used_up:
             self.requests = []
+            self.again = None
         if self.turn == LAST:
             self.siblings.add(reply, self.worker_name)
-        return _UnderWay(message, reply, graph, inputs, arriving, streamed)
+        places = range(len(wanted)) if early else streamed
+        return UnderWay(message, reply, graph, inputs, arriving, places, again)
 
-    def finish_backward(self, under_way: _UnderWay) -> list[Tensor | None]:
+    def finish_backward(self, under_way: UnderWay[RemoteGraph]) -> list[Tensor | None]:
         """Wait for the inputs' gradients; if recorded, these are connected to the results' gradients and to the inputs.
 
         Raises:
             RuntimeError: the backward is recorded, and an input has been changed in place.
         """
-        message, reply, graph, inputs, arriving, streamed = under_way
+        message, reply, graph, inputs, arriving, streamed, again = under_way
         tensors = [tensor for tensor, _ in inputs]
         anchor = None
-        if torch.is_grad_enabled():
+        recorded = torch.is_grad_enabled()
+        if recorded:
             check_versions(inputs)
             own = message.inputs()
             graph.staying = [len(own) + place for place in self.staying]
             anchor = dispatch(graph, [*own, *tensors])
 
-        def finish() -> list[Tensor | None]:
-            return graph.collect(anchor, graph.wait_for(reply))
+        whole: dict[int, Tensor] = {}
 
-        if arriving is not None and self.group.gradient_streams.put_off(tensors, streamed, arriving, finish):
+        def take_up() -> None:
+            if arriving is not None:
+                whole.update(arriving.put_together(tensors, streamed))
+
+        def finish() -> list[Tensor | None]:
+            arrived = graph.wait_for(reply, take_up)
+            made = None if again is None else again.take()
+            if made is None:
+                return graph.collect(anchor, with_gradients(arrived, whole) if recorded else arrived)
+            graph.kept = False
+            whole.clear()
+            return made
+
+        streams = self.group.gradient_streams
+        if arriving and not self.early and streams.put_off(tensors, streamed, arriving, finish):
             return [None] * len(tensors)
         grads = finish()
-        if arriving is not None:
-            arriving.put_together(grads, tensors, streamed)
+        if whole and not recorded:
+            grads = [whole.get(place, grad) for place, grad in enumerate(grads)]
         # A worker may have computed on its GPU what came from a CPU.
         return [g if g is None else g.to(x.device) for g, x in zip(grads, tensors, strict=True)]
+
+
+def _name(payload: Payload) -> str:
+    return getattr(payload.function, "__qualname__", repr(payload.function))

@@ -20,6 +20,7 @@ from torchopt_dist._torch_private import advance_sequence_numbers, next_sequence
 from torchopt_dist.distributed import _execute
 from torchopt_dist.distributed._device_placement import receiving_device
 from torchopt_dist.distributed._direct_copy import packed_directly
+from torchopt_dist.distributed._early_gradients import gradients_sent_early
 from torchopt_dist.distributed._gradient_streams import Deferred
 from torchopt_dist.distributed._gradient_sums import add_up
 from torchopt_dist.distributed._group import answering_group
@@ -27,7 +28,8 @@ from torchopt_dist.distributed._kept_graphs import KeptGraph, KeptGraphs
 from torchopt_dist.distributed._late_tensors import filled, unmarked
 from torchopt_dist.distributed._lost_gradients import code_of, description_of_losses
 from torchopt_dist.distributed._message import Message
-from torchopt_dist.distributed._protocol import Backward, Call, Errand, Release, Reply
+from torchopt_dist.distributed._payload import Payload
+from torchopt_dist.distributed._protocol import Backward, Call, Errand, Key, Late, Release, Reply
 from torchopt_dist.distributed._reentrant_checkpoint import gradients_by_backward, has_reentrant_checkpoint
 from torchopt_dist.distributed._replicas import Home, keep_grads
 from torchopt_dist.distributed._serialization import pack, unpack
@@ -49,7 +51,8 @@ def handle_request(request: Message, kept_graphs: KeptGraphs, recorder: Recorder
         The reply's message, ready to be sent.
     """
     try:
-        return answer(request, receiving_device(request.device), kept_graphs, recorder)
+        device = None if request.device is None else receiving_device(request.device)
+        return answer(request, device, kept_graphs, recorder)
     except BaseException as error:  # the error is sent to the caller, and this worker goes on
         return error_reply(error)
 
@@ -90,7 +93,7 @@ def answer(
         replicas = answering_group().replicas
         request = replicas.fill(request).received(device)
         homes = replicas.homes(request)
-    else:
+    elif request.tensors:
         request = request.received(device)
     content = unpack(request)
     if isinstance(content, Release):
@@ -101,44 +104,39 @@ def answer(
             answering_group().residents.forget(key)
             answering_group().replicas.forget(key)
         return pack(Reply(), main_by_name=True)
-    span = functools.partial(recorder.span, call=content.key, peer=content.key[0])
-    recorder.add("receive", began, content.key, content.key[0])
+    key = content.key
+    if recorder.on:
+        recorder.add("receive", began, key, key[0])
+    used_up: tuple[KeptGraph, list[torch.Tensor]] | None = None
+    shared = False
     if isinstance(content, Call):
-        with span("run"), ExitStack() as stack:
-            payload, wait_for = content.payload, None
-            if content.late is not None:
-                payload, wait_for = unmarked(payload), stack.enter_context(filled(content.key, content.late))
-            values, seconds = _execute.timed(payload, wait_for)
+        run = _execute.timed if content.late is None else functools.partial(_timed_late, key, content.late)
+        values, seconds = recorder.record("run", key, key[0], run, content.payload)
         warning = _lost_gradients(content, values, request.tensors, kept_graphs)
-        with span("reply") as packed:
-            return packed.made(
-                _reply(
-                    Reply(values, warning=warning, seconds=seconds),
-                    request.inputs(),
-                    content,
-                    kept_graphs,
-                    homes=homes,
-                    here=here,
-                )
-            )
-    if isinstance(content, Errand):
-        values = content.run(request)
-        with span("reply") as packed:
-            return packed.made(_reply(Reply(values), request.inputs(), content, kept_graphs, homes={}))
-    graph = kept_graphs.find(content.graph)
-    with span("backward"):
-        input_grads, outputs = _differentiate(content, graph, kept_graphs)
-    own = request.inputs()
-    inputs = [*own, *graph.inputs]
-    homes = {len(own) + place: home for place, home in graph.homes.items()}
-    with span("reply") as packed:
-        reply = packed.made(
-            _reply(
-                Reply(input_grads), inputs, content, kept_graphs, homes=homes, shared=content.keep, here=here
-            )
+        made = Reply(values, warning=warning, seconds=seconds)
+        inputs = request.inputs() if request.tensors else []
+    elif isinstance(content, Errand):
+        made, inputs, here = Reply(content.run(request)), request.inputs(), False
+    else:
+        graph = kept_graphs.find(content.graph)
+        input_grads, outputs = recorder.record(
+            "backward", key, key[0], _differentiate, content, graph, kept_graphs
         )
-    reply.used_up = graph, outputs
+        own = request.inputs()
+        made, inputs = Reply(input_grads), [*own, *graph.inputs]
+        homes = {len(own) + place: home for place, home in graph.homes.items()}
+        used_up, shared = (graph, outputs), content.keep
+    reply = recorder.record(
+        "reply", key, key[0], _reply, made, inputs, content, kept_graphs, homes, shared=shared, here=here
+    )
+    reply.used_up = used_up
     return reply
+
+
+def _timed_late(key: Key, late: Late, payload: Payload) -> tuple[list[Any], float]:
+    """The values of a call some of whose tensors come later, and the seconds of a sample."""
+    with filled(key, late) as wait_for:
+        return _execute.timed(unmarked(payload), wait_for)
 
 
 def _differentiate(
@@ -152,7 +150,8 @@ def _differentiate(
         kept_graphs.use_up(content.graph, graph, [*reached])
     # A gradient may be on the CPU where its output is on a GPU.
     output_grads = [grad.to(y.device) for y, grad in zip(outputs, reached.values(), strict=True)]
-    wanted = [x for x, is_wanted in zip(graph.inputs, content.wanted, strict=True) if is_wanted]
+    leaves = {place: leaf for place, leaf in enumerate(graph.inputs) if content.wanted[place]}
+    wanted = [*leaves.values()]
     if content.keep:  # so that sums have one order, whichever thread this is
         advance_sequence_numbers(graph.end)
     retain_graph = content.retain_graph or graph.shared
@@ -167,6 +166,15 @@ def _differentiate(
         if not content.keep and has_reentrant_checkpoint(outputs):
             with graph.lock:
                 found = gradients_by_backward(outputs, output_grads, wanted, retain_graph=retain_graph)
+        elif content.early:
+            found = gradients_sent_early(
+                outputs,
+                output_grads,
+                leaves,
+                staying=graph.homes,
+                retain_graph=retain_graph,
+                key=content.key,
+            )
         else:
             found = torch.autograd.grad(
                 outputs,
@@ -179,7 +187,9 @@ def _differentiate(
     grads = iter(found)
     all_grads = [next(grads) if is_wanted else None for is_wanted in content.wanted]
     if content.streamed:
-        all_grads = add_up(all_grads, graph.inputs, content.streamed, deferred, content.key)
+        all_grads = add_up(
+            all_grads, graph.inputs, content.streamed, deferred, content.key, recorded=content.keep
+        )
     return keep_grads(content.key, graph.homes, all_grads), outputs
 
 
@@ -207,8 +217,8 @@ def _reply(
     inputs: list[torch.Tensor],
     request: Call | Errand | Backward,
     kept_graphs: KeptGraphs,
-    *,
     homes: dict[int, Home],
+    *,
     shared: bool = False,
     here: bool = False,
 ) -> Message:
@@ -228,9 +238,18 @@ def _reply(
             kept = KeptGraph(inputs, list(outputs.values()), shared, next_sequence_number(), homes)
             kept_graphs.keep(request.key, kept)
             reply.connected = tuple(outputs)
+    if not reply.tensors:
+        return reply
     # A value that depends on this worker's own parameters alone would be a leaf at the caller, without any gradient.
     reply.requires_grad = [
         wanted and (tensor.grad_fn is None or number in reply.connected)
         for number, (wanted, tensor) in enumerate(zip(reply.requires_grad, reply.tensors, strict=True))
     ]
-    return reply.detached()
+    sent = reply.detached()
+    if isinstance(request, Backward) and request.keep and request.streamed:
+        came = {id(content.values[place]) for place in request.streamed}
+        sent.tensors = [
+            tensor.new_empty(0) if id(whole) in came else tensor
+            for whole, tensor in zip(reply.tensors, sent.tensors, strict=True)
+        ]
+    return sent

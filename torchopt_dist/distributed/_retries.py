@@ -15,11 +15,12 @@ import contextlib
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
-from concurrent.futures import Future
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 
-from torchopt_dist.distributed._ask import Ask, Sent
+from torchopt_dist.distributed._ask import ANOTHER_GRAPH, Ask, Sent
+from torchopt_dist.distributed._future import Future
 from torchopt_dist.distributed._graph_releaser import GraphReleaser
 from torchopt_dist.distributed._membership import Membership
 from torchopt_dist.distributed._message import Message
@@ -55,6 +56,7 @@ class Retries:
         self._at_work: defaultdict[int, list[Ask | None]] = defaultdict(list)
         self._waiting = 0
         self._idle = 0
+        self._waits = {beside: _Waiting(self, beside) for beside in (False, True)}
 
     def is_lost(self, worker: int) -> bool:
         """Whether that worker has died."""
@@ -77,37 +79,52 @@ class Retries:
             ask.future.add_done_callback(lambda _: timer.cancel())
         return ask.future
 
-    @contextlib.contextmanager
-    def waiting(self, *, beside: bool = False) -> Iterator[None]:
+    def is_loss(self, worker: int, error: BaseException) -> bool:
+        """Whether a worker is lost and the group goes on; the same exception raised by a function is not a loss."""
+        if not isinstance(error, WorkerLostError) or isinstance(error, RemoteError):
+            return False
+        try:
+            self._membership.check(())
+        except (PeerFailedError, WorkerLostError):
+            return False
+        return self.goes_on_without(worker)
+
+    def goes_on_without(self, worker: int) -> bool:
+        """Whether the group goes on if that worker is lost."""
+        return self._membership.goes_on_without(worker)
+
+    def waiting(self, *, beside: bool = False) -> AbstractContextManager[None]:
         """A context in which this thread only waits, so that this process can run shares of lost workers.
 
         Args:
             beside: whether this is a thread beside the caller's, which may go on, draw random numbers, and meet those
                 of the share; then this process does only what no other worker can do.
         """
+        return self._waits[beside]
+
+    def _count_waiting(self, beside: bool, step: int) -> bool:
+        """Note that a thread begins to wait, or ends; returns whether there are requests without a worker."""
         with self._lock:
-            self._waiting += 1
-            self._idle += not beside
-            left = bool(self._pending)
-        try:
-            if left:
-                self._assign()
-            yield
-        finally:
-            with self._lock:
-                self._waiting -= 1
-                self._idle -= not beside
+            self._waiting += step
+            self._idle += 0 if beside else step
+            return bool(self._pending)
+
+    def own_share(self) -> AbstractContextManager[None]:
+        """A context in which this process has a share of its own to run."""
+        return self.busy((self._me,))
 
     @contextlib.contextmanager
-    def own_share(self) -> Iterator[None]:
-        """A context in which this process has a share of its own to run."""
+    def busy(self, workers: Collection[int]) -> Iterator[None]:
+        """A context in which workers have shares of their own to run, so that they get none of lost workers."""
         with self._lock:
-            self._at_work[self._me].append(None)
+            for worker in workers:
+                self._at_work[worker].append(None)
         try:
             yield
         finally:
             with self._lock:
-                self._at_work[self._me].remove(None)
+                for worker in workers:
+                    self._at_work[worker].remove(None)
             self._assign()
 
     def _hedge(self, late: weakref.ref[Ask]) -> None:
@@ -197,10 +214,7 @@ class Retries:
         if reply.exception is not None:
             return reply.exception.to_error(self._name(worker))
         if message.connected != request.connected:
-            return RuntimeError(
-                "the share of a lost worker has another graph when it runs again: its function depends on more than "
-                "its arguments and torch's random numbers"
-            )
+            return RuntimeError(ANOTHER_GRAPH)
         return None
 
     def _ended(self, ask: Ask, worker: int, transport: Sender, result: Message | BaseException) -> None:
@@ -216,7 +230,7 @@ class Retries:
                 settled, late = result, set(ask.under_way)
             elif ask.under_way or ask in self._pending:
                 pass  # another attempt may do better
-            elif worker != self._me and ask.retries and self._is_loss(worker, result):
+            elif worker != self._me and ask.retries and self.is_loss(worker, result):
                 ask.retries -= 1
                 self._pending.append(ask)
             else:
@@ -226,23 +240,42 @@ class Retries:
             for graph in ask.graphs:
                 self._releaser.release(self._transport, other, graph.key)
         if isinstance(settled, Message):
-            for graph in ask.graphs:
-                if transport is not ask.transport or worker != ask.first:
-                    graph.moved(worker, transport)
+            if transport is not ask.transport or worker != ask.first:
+                self._move(ask, worker, transport)
             settle(ask.future, settled)
         elif settled is not None:
             ask.future.set_exception(settled)
         self._assign()
 
-    def _is_loss(self, worker: int, error: BaseException) -> bool:
-        """Whether a worker is lost and the group goes on; the same exception raised by a function is not a loss."""
-        if not isinstance(error, WorkerLostError) or isinstance(error, RemoteError):
-            return False
-        try:
-            self._membership.check(())
-        except (PeerFailedError, WorkerLostError):
-            return False
-        return self._membership.goes_on_without(worker)
+    def _move(self, ask: Ask, worker: int, transport: Sender) -> None:
+        """Note that a worker has made the graphs of a request again."""
+        for graph in ask.graphs:
+            graph.moved(worker, transport)
+        for key, record in ask.before:
+            earlier = record()
+            if earlier is not None:
+                earlier.moved(worker, transport)
+            elif worker != self._me:
+                self._releaser.release(self._transport, worker, key)
 
     def _name(self, worker: int) -> str:
         return self._membership.members[worker].name
+
+
+class _Waiting(AbstractContextManager[None]):
+    """See :meth:`Retries.waiting`; a generator instead would run twice the Python code in each call."""
+
+    def __init__(self, retries: Retries, beside: bool) -> None:
+        self._retries = retries
+        self._beside = beside
+
+    def __enter__(self) -> None:
+        if self._retries._count_waiting(self._beside, 1):
+            try:
+                self._retries._assign()
+            except BaseException:
+                self.__exit__()
+                raise
+
+    def __exit__(self, *_: object) -> None:
+        self._retries._count_waiting(self._beside, -1)

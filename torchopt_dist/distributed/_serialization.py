@@ -27,7 +27,7 @@ from torchopt_dist.distributed._long_bytes import Holes, Writer, reader
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._names import find, name_of
 from torchopt_dist.distributed._parametrized_modules import is_parametrized, reduced
-from torchopt_dist.distributed._plain_messages import is_plain_skeleton, plain_skeleton, rebuilt
+from torchopt_dist.distributed._plain_messages import MARK, plain_skeleton, rebuilt
 from torchopt_dist.distributed._sendable_tensors import Tensors
 from torchopt_dist.distributed._shared_objects import rebinds, some_can_change
 from torchopt_dist.distributed._staying import StayingModule
@@ -87,6 +87,8 @@ def message_of(
     skeleton: bytes, tensors: Tensors, structures: dict[bytes, bytes] | None = None, holes: Holes = ()
 ) -> Message:
     """The message with these parts."""
+    if not (tensors.all or structures or tensors.staying):
+        return Message(skeleton, [], [], [], holes=holes, references=tensors.references)
     return Message(
         skeleton,
         tensors.all,
@@ -109,7 +111,7 @@ def unpack(message: Message) -> Any:
     try:
         if message.rebuild is not None:
             return message.rebuild(message.tensors)
-        if is_plain_skeleton(message.skeleton):
+        if message.skeleton[:1] == MARK:
             return rebuilt(message.skeleton, message.tensors)
         file = reader(message.skeleton, message.holes, message.tensors)
         return _Unpickler(file, message.tensors, message.structures, message.references).load()

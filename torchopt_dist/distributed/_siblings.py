@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 
 from torchopt_dist._serialized_exception import SerializedException
 from torchopt_dist._torch_private import engine_run
 from torchopt_dist.distributed._call_log import CallLog
+from torchopt_dist.distributed._future import Future
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._protocol import Reply
 from torchopt_dist.distributed._serialization import unpack

@@ -21,8 +21,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from types import TracebackType
-from typing import Literal, NamedTuple, Self, TypeAlias
+from typing import Literal, NamedTuple, ParamSpec, Self, TypeAlias, TypeVar
 
 from torch.profiler import record_function
 
@@ -45,6 +46,10 @@ PHASES: tuple[Phase, ...] = (
     "backward",
     "reply",
 )
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Span(NamedTuple):
@@ -122,6 +127,24 @@ class Recorder:
             return self._off
         return _Recorded(self, phase, call, peer)
 
+    def record(
+        self,
+        phase: Phase,
+        call: tuple[int, int] | None,
+        peer: int | None,
+        work: Callable[P, T],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T:
+        """``work(*args, **kwargs)``, recorded as by :meth:`span`; if it is a message, its bytes are counted."""
+        if not self.on and not _torch_private.profiler_is_on():
+            return work(*args, **kwargs)
+        with self.span(phase, call, peer) as span:
+            made = work(*args, **kwargs)
+            if isinstance(made, Message):
+                span.made(made)
+            return made
+
     def add(
         self, phase: Phase, start: float, call: tuple[int, int] | None, peer: int | None, size: int = 0
     ) -> None:
@@ -145,6 +168,20 @@ class WorkRecorder(Recorder):
     def span(self, phase: Phase, call: tuple[int, int] | None = None, peer: int | None = None) -> Spanned:
         """See :meth:`Recorder.span`."""
         return self._recorder.span(phase, call, peer) if phase in ("run", "backward") else self._off
+
+    def record(
+        self,
+        phase: Phase,
+        call: tuple[int, int] | None,
+        peer: int | None,
+        work: Callable[P, T],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T:
+        """See :meth:`Recorder.record`."""
+        if phase in ("run", "backward"):
+            return self._recorder.record(phase, call, peer, work, *args, **kwargs)
+        return work(*args, **kwargs)
 
 
 class _Recorded(Spanned):

@@ -22,6 +22,8 @@ __all__ = ["Chunk", "Piece", "Streams", "chunks_of"]
 
 CHUNK = 1 << 19
 """Bytes of a chunk: few enough that a tree soon passes the first on, and enough that a request more costs little."""
+LARGE = 1 << 22
+"""Bytes of a chunk that nobody passes on: so many that a fast network, too, has more to do than Python."""
 
 
 class Piece(NamedTuple):
@@ -41,10 +43,16 @@ class Piece(NamedTuple):
 Chunk: TypeAlias = tuple[Piece, ...]
 
 
-def chunks_of(tensors: Sequence[torch.Tensor]) -> list[Chunk]:
-    """Cut contiguous tensors into chunks of equal size, but for the last one; no element is copied."""
+def chunks_of(tensors: Sequence[torch.Tensor], *, large: bool = False) -> list[Chunk]:
+    """Cut contiguous tensors into chunks; no element is copied.
+
+    Args:
+        tensors: the tensors.
+        large: whether chunks have at most ``LARGE`` bytes, and end with a tensor if they have ``CHUNK`` bytes by then.
+            Otherwise all have ``CHUNK`` bytes, but for the last one.
+    """
     chunks: list[list[Piece]] = [[]]
-    room = CHUNK
+    room = most = LARGE if large else CHUNK
     for number, tensor in enumerate(tensors):
         flat, start = tensor.detach().view(-1), 0
         while start < len(flat):
@@ -52,9 +60,9 @@ def chunks_of(tensors: Sequence[torch.Tensor]) -> list[Chunk]:
             part = flat[start : start + count]
             chunks[-1].append(Piece(number, start, part))
             start, room = start + len(part), room - part.nbytes
-            if room < flat.itemsize:
+            if room < flat.itemsize or (large and start == len(flat) and most - room >= CHUNK):
                 chunks.append([])
-                room = CHUNK
+                room = most
     return [tuple(chunk) for chunk in chunks if chunk]
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
+import weakref
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -34,8 +36,10 @@ class ThreadPool:
         self._free: list[queue.SimpleQueue[_Work | None]] = []
         self._closed = False
         self._working = 0
-        self._lock = threading.Condition()
+        self._lock = threading.RLock()  # whose methods, unlike a condition variable's, are not Python code
+        self._changed = threading.Condition(self._lock)
         self._thread = threading.local()
+        self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
     def run(self, work: _Work) -> None:
         """Run ``work``, which must not raise, in a thread of its own, and return at once."""
@@ -47,7 +51,10 @@ class ThreadPool:
         place = queue.SimpleQueue[_Work | None]() if free is None else free
         place.put(work)
         if free is None:
-            threading.Thread(target=self._loop, args=(place,), name="todist-work", daemon=True).start()
+            thread = threading.Thread(target=self._loop, args=(place,), name="todist-work", daemon=True)
+            thread.start()
+            with self._lock:
+                self._threads.add(thread)
 
     def prepare_this(self) -> None:
         """Apply the settings to this thread; for work that began before they were known."""
@@ -60,16 +67,23 @@ class ThreadPool:
         """End the threads, each when its work is done. Later work runs in threads that end after it.
 
         Args:
-            seconds: how long to wait for those that work. Where the interpreter ends while a daemon thread is in C++
-                code of torch, such as a future's ``set_result``, that thread aborts the process.
+            seconds: how long to wait for them. Where the interpreter ends while a daemon thread is in C++ code of
+                torch, such as a future's ``set_result``, or code that frees what torch keeps for the thread, that
+                thread aborts the process.
         """
+        end = time.monotonic() + seconds
         with self._lock:
             self._closed = True
             free, self._free = self._free, []
         for each in free:
             each.put(None)
         with self._lock:
-            self._lock.wait_for(lambda: not self._working, seconds)
+            self._changed.wait_for(lambda: not self._working, seconds)
+            threads = [*self._threads]
+        for thread in threads:
+            left = end - time.monotonic()
+            if left > 0 and thread is not threading.current_thread():
+                thread.join(left)
 
     def _loop(self, own: queue.SimpleQueue[_Work | None]) -> None:
         work = own.get()
@@ -79,8 +93,8 @@ class ThreadPool:
             del work
             with self._lock:
                 self._working -= 1
-                self._lock.notify_all()
                 if self._closed:
+                    self._changed.notify_all()
                     return
                 self._free.append(own)
             work = self._next(own)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from typing import Any
 
 from torchopt_dist.distributed._chunks import send_chunk
+from torchopt_dist.distributed._future import Future
 from torchopt_dist.distributed._group import current_group
 from torchopt_dist.distributed._late_tensors import LateTensors
 from torchopt_dist.distributed._message import Message
@@ -26,7 +26,7 @@ def call(
     *,
     snapshot: bool = False,
     modules: PackedModules | None = None,
-    movable: bool = False,
+    moves: bool = False,
     siblings: Siblings | None = None,
 ) -> Future[list[Any]]:
     """Run a payload on another worker.
@@ -39,7 +39,7 @@ def call(
         transport: carries the messages; ``None`` means the RPC group's transport.
         modules: the modules that the same call has packed for other workers.
         snapshot: send copies, so that tensors may be changed in place as soon as this returns.
-        movable: whether another worker is to run the payload if this one is known to be lost.
+        moves: whether another worker is to run the payload, since this one is known to be lost.
         siblings: the shares of the same call.
 
     Returns:
@@ -59,8 +59,8 @@ def call(
         options=payload.options,
         siblings=siblings,
     )
-    moves = movable and group.retries.is_lost(worker)
-    late = LateTensors.of(payload, snapshot=snapshot) if payload.options.stream and not moves else None
+    in_parts = payload.options.stream and not moves and not group.on_this_host(worker)
+    late = LateTensors.of(payload, snapshot=snapshot) if in_parts else None
     numbers: list[int] | None = None
     if late is not None:
         message, anchor = graph.start(late.marked(payload), modules, late.request(timeout))
@@ -76,13 +76,14 @@ def call(
         except Exception as error:
             future.set_exception(error)
 
-    sent = message.detached()
-    for number in numbers or ():
-        sent.tensors[number] = sent.tensors[number].new_empty(0)
-    if snapshot:
-        sent.tensors = [tensor.clone() for tensor in sent.tensors]
-    with graph.span("send"):
-        reply = graph.ask(sent, movable=moves)
+    sent = message
+    if message.tensors:
+        sent = message.detached()
+        for number in numbers or ():
+            sent.tensors[number] = sent.tensors[number].new_empty(0)
+        if snapshot:
+            sent.tensors = [tensor.clone() for tensor in sent.tensors]
+    reply = group.recorder.record("send", graph.key, worker, graph.ask, sent, movable=moves)
     if graph.siblings.log is not None:
         graph.siblings.log.watch(message, reply)
     for chunk in late.chunks if late else ():

@@ -17,7 +17,15 @@ import torch
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._staying import Staying
 
-__all__ = ["MissingStructureError", "Place", "Structures", "WireMessage", "from_wire", "to_wire"]
+__all__ = [
+    "MissingStructureError",
+    "Place",
+    "Structures",
+    "WireMessage",
+    "from_wire",
+    "is_skeleton",
+    "to_wire",
+]
 
 SMALL = 1 << 16
 """Bytes up to which a tensor shares a buffer."""
@@ -55,15 +63,6 @@ class WireMessage(NamedTuple):
     holes: tuple[tuple[int, int], ...] = ()
     references: Sequence[Any] = ()
     staying: tuple[Staying, ...] = ()
-
-    @classmethod
-    def of_skeleton(cls, skeleton: bytes) -> WireMessage:
-        """The message that consists of a skeleton."""
-        return cls(skeleton, [], [], [], [], [], [], (), None)
-
-    def is_skeleton(self) -> bool:
-        """Whether the message consists of a skeleton."""
-        return not (self.requires_grad or self.structures or self.device or self.references)
 
 
 class MissingStructureError(Exception):
@@ -110,6 +109,11 @@ class Structures:
             raise MissingStructureError
         self.add(digest, structure)
         return structure
+
+
+def is_skeleton(message: Message) -> bool:
+    """Whether the message consists of a skeleton, which a transport can send as it is."""
+    return not (message.tensors or message.structures or message.device or message.references)
 
 
 def to_wire(

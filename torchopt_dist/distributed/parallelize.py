@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import functools
 import time
 from collections.abc import Callable
@@ -13,13 +12,13 @@ from typing import Any, ParamSpec, TypeVar, Unpack, overload
 from torch.futures import Future
 
 from torchopt_dist._serialized_exception import SerializedException
-from torchopt_dist.distributed import _multicast, _own_share
+from torchopt_dist.distributed import _future, _multicast, _own_share
 from torchopt_dist.distributed._call_log import call_log
 from torchopt_dist.distributed._caller_state import CallerState
 from torchopt_dist.distributed._gather import gather
 from torchopt_dist.distributed._group import current_group
 from torchopt_dist.distributed._parentheses import check_parentheses
-from torchopt_dist.distributed._payload import ExecutionKwargs, ExecutionOptions, group_by_worker
+from torchopt_dist.distributed._payload import ExecutionKwargs, ExecutionOptions, Payload, group_by_worker
 from torchopt_dist.distributed._progress import Bar
 from torchopt_dist.distributed._serialization import PackedModules
 from torchopt_dist.distributed._siblings import Siblings
@@ -73,18 +72,20 @@ def remote_sync_call(
             the caller does not get their gradients. By default a worker warns when it first runs the function.
         retries: how often the share of a lost worker runs again, on another worker, or on this one if there is no
             other; the number holds for the forward pass and for each backward pass. Gradients are the same, bit for
-            bit. An exception of the function and a time-out are not retried. Needs
-            ``auto_init_rpc(on_loss="continue")`` or ``"replace"``.
+            bit; with a number as ``fan_out``, but for the last bits. An exception of the function and a time-out are
+            not retried. Needs ``auto_init_rpc(on_loss="continue")`` or ``"replace"``.
         hedge_after: seconds after which a share, or its backward pass, that is not answered yet is started on a free
             worker as well. The first answer counts.
         progress: whether to show a progress bar of the tasks, in a terminal or a notebook; needs tqdm.
         fan_out: to how many workers each worker, the caller included, forwards the data that all of them share, so that
             it travels down a tree. ``None``: the caller sends the data to each worker. ``"auto"``: for at least 4
-            workers on other machines it is 3 from 1 MiB on and 2 from 4 MiB on, else ``None``. With ``retries`` or
-            ``hedge_after`` it is always ``None``.
-        stream: whether a worker starts its first task while the large tensors of its other tasks still travel. It pays
-            between machines if the tensors of a task take about as long to send as the task takes to run. With
-            ``vectorize``, ``retries``, ``hedge_after`` or a number as ``fan_out`` it is an error.
+            workers on other machines it is 3 from 1 MiB on and 2 from 4 MiB on, else ``None``; with ``retries`` or
+            ``hedge_after`` it is always ``None``. A number together with ``hedge_after`` is an error. Calls with RRefs
+            use no tree.
+        stream: whether a worker on another machine starts its first task while the large tensors of its other tasks
+            still travel, and in backward sends each large gradient while it computes the next. It pays if the tensors
+            of a task take about as long to send as the task takes to run. With ``vectorize``, ``retries``,
+            ``hedge_after`` or a number as ``fan_out`` it is an error.
 
     Returns:
         What the reducer returns, or the list of results.
@@ -149,6 +150,9 @@ def remote_async_call(
     return future
 
 
+_SHOWN_NOWHERE: AbstractContextManager[object] = nullcontext()
+
+
 class _Call:
     """One call; the requests to other workers are sent when the object is made."""
 
@@ -176,7 +180,7 @@ class _Call:
             raise TypeError(f"kwargs must be a dictionary, got {type(kwargs).__name__}")
         self.seconds = seconds_of(timeout, default=self.group.call_timeout)
         self.started = time.monotonic()
-        self.reduce = check_reducer(reducer)
+        self.reduce = None if reducer is None else check_reducer(reducer)
         self.partitions = partition(partitioner, tuple(args or ()), dict(kwargs or {}))
         if options.retries and self.group.on_loss == "end":
             raise ValueError(
@@ -189,7 +193,7 @@ class _Call:
         self.bar = self.show_progress(func) if options.progress else None
         log = call_log(func, self.payloads, self.group)
         self.siblings = Siblings(log, balance=self.balance)
-        self.shown: AbstractContextManager[object] = nullcontext()
+        self.shown = _SHOWN_NOWHERE
         if log is None and self.bar is None:
             self.send(snapshot)
             return
@@ -202,26 +206,30 @@ class _Call:
     def send(self, snapshot: bool) -> None:
         """Send the others their shares, and make the caller's own ready."""
         modules: PackedModules = {}
-        others = [worker for worker in self.payloads if worker != self.me]
-        others.sort(key=self.group.retries.is_lost)
+        others: dict[int, Payload] = {}
+        for worker, (payload, _) in self.payloads.items():
+            if worker != self.me:
+                others[worker] = payload
+        lost = self.group.membership.failures
         self.values = _multicast.calls(
-            {worker: self.payloads[worker][0] for worker in others},
+            dict(sorted(others.items(), key=lambda each: each[0] in lost)) if lost else others,
             self.seconds,
-            movable={
-                worker: all(self.partitions[index].movable for index in self.payloads[worker][1])
-                for worker in others
-            },
+            movable=self.is_movable,
             modules=modules,
             siblings=self.siblings,
             snapshot=snapshot,
         )
         if self.bar is not None:
             self.bar.watch(self.values)
-        self.own_share = {
-            worker: _own_share.prepare(payload, snapshot=snapshot, modules=modules, siblings=self.siblings)
-            for worker, (payload, _) in self.payloads.items()
-            if worker == self.me
-        }
+        self.own_share: Callable[[], list[Any]] | None = None
+        if self.me in self.payloads:
+            self.own_share = _own_share.prepare(
+                self.payloads[self.me][0], snapshot=snapshot, modules=modules, siblings=self.siblings
+            )
+
+    def is_movable(self, worker: int) -> bool:
+        """Whether another worker may run the share of one that is lost."""
+        return all(self.partitions[index].movable for index in self.payloads[worker][1])
 
     def show_progress(self, func: Callable[..., Any]) -> Bar:
         """Show how many tasks are done, from now on."""
@@ -235,28 +243,33 @@ class _Call:
 
     def run_own_share(self) -> None:
         """Run the caller's own share while the other workers run theirs; in a thread, if a time-out bounds the wait."""
-        for worker, work in self.own_share.items():
-            own = self.values[worker] = concurrent.futures.Future()
-            if self.bar is not None:
-                self.bar.watch({worker: own})
-            busy = ExitStack()
-            busy.enter_context(self.group.retries.own_share())
-            if self.seconds and self.payloads[worker][0].options.isolate_own_share:
-                name = self.group.names[worker]
-                self.group.threads.run(functools.partial(_own_share.run, work, own, busy, name))
-            else:
-                _own_share.run(work, own, busy)
-        self.own_share.clear()
+        work, self.own_share = self.own_share, None
+        if work is None:
+            return
+        own = self.values[self.me] = _future.Future()
+        if self.bar is not None:
+            self.bar.watch({self.me: own})
+        busy = ExitStack()
+        busy.enter_context(self.group.retries.own_share())
+        if self.seconds and self.payloads[self.me][0].options.isolate_own_share:
+            name = self.group.names[self.me]
+            self.group.threads.run(functools.partial(_own_share.run, work, own, busy, name))
+        else:
+            _own_share.run(work, own, busy)
 
     def finish(self) -> Any:
         """Wait for the others, and reduce."""
         results: list[Any] = [None] * len(self.partitions)
-        waiting = self.group.retries.waiting(beside=self.asynchronous)
-        with self.group.recorder.span("wait"), waiting:
-            gathered = gather(self.values, self.group.names, self.seconds, self.started)
+        group = self.group
+        with group.retries.waiting(beside=self.asynchronous):
+            gathered = group.recorder.record(
+                "wait", None, None, gather, self.values, group.names, self.seconds, self.started
+            )
         for worker, values in gathered.items():
             for index, value in zip(self.payloads[worker][1], values, strict=True):
                 results[index] = value
+        if self.reduce is None:
+            return results
         return self.reduce(results, [part.size for part in self.partitions])
 
 

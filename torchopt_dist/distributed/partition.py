@@ -69,7 +69,7 @@ class Partition(_Triplet):
         movable: bool = False,
     ) -> Self:
         """Make the triplet; ``None`` stands for no arguments."""
-        self = super().__new__(cls, worker, args or (), kwargs or {})
+        self = tuple.__new__(cls, (worker, args or (), kwargs or {}))
         self.size = size
         self.movable = movable
         return self
@@ -118,11 +118,12 @@ def partition(partitioner: Partitioner | None, args: Args, kwargs: KwArgs) -> li
         TypeError: the partitioner is none of these, or its function returns something else than triplets.
         ValueError: the partitioner returns no triplet, or one for an unknown worker.
     """
-    check_partitioner(partitioner)
+    if type(partitioner) is not int:
+        check_partitioner(partitioner)
     if partitioner is None:
         partitioner = batch_partitioner
     if not callable(partitioner):
-        return [Partition(get_worker_id(partitioner), unwrap(args), unwrap(kwargs))]
+        return [Partition(get_worker_id(partitioner), args and unwrap(args), kwargs and unwrap(kwargs))]
     triplets = partitioner(*args, **kwargs)
     if not isinstance(triplets, Sequence) or isinstance(triplets, (str, tuple)):
         raise TypeError(
@@ -136,8 +137,6 @@ def partition(partitioner: Partitioner | None, args: Args, kwargs: KwArgs) -> li
 
 def check_partitioner(partitioner: Partitioner | None) -> None:
     """Raise :class:`TypeError` unless it is a rank, a name, a function or ``None``."""
-    if type(partitioner) is int:
-        return
     if isinstance(partitioner, bool) or not (
         partitioner is None or isinstance(partitioner, (Integral, str)) or callable(partitioner)
     ):
@@ -187,7 +186,10 @@ _PLAIN = (torch.Tensor, nn.Module, str, bytes, int, float, type(None))
 
 def unwrap(tree: Any) -> Any:
     """Replace each mark that ``replicated`` has made in a tree of arguments by its value."""
-    if not tree or all(isinstance(part, _PLAIN) for part in (tree.values() if type(tree) is dict else tree)):
+    for part in tree.values() if type(tree) is dict else tree:
+        if not isinstance(part, _PLAIN):
+            break
+    else:
         return tree  # nothing to look into; to take a tree apart takes as long as to send it
     flat = flatten(tree, is_leaf=_is_whole)
     if not any(isinstance(leaf, _Replicated) for leaf in flat.leaves):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchopt_dist import _network
+from torchopt_dist.distributed._future import Future, as_completed
 from torchopt_dist.distributed._gather import gather
 from torchopt_dist.distributed._group import Group, answering_group, current_group, find_group
 from torchopt_dist.distributed._protocol import Key
@@ -280,10 +280,8 @@ class Replica(StayingModule):
 
 def _wait(own: Future[list[Any]], replies: dict[int, Future[list[Any]]]) -> None:
     """Until this worker's part is done, or another one has failed."""
-    waiting = {own, *replies.values()}
-    while not own.done():
-        done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-        if any(future.exception() is not None for future in done):
+    for future in as_completed([own, *replies.values()]):
+        if own.done() or future.exception() is not None:
             return
 
 

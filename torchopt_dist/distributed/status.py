@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 
+from torchopt_dist.distributed._future import Future
 from torchopt_dist.distributed._group import Group, answering_group, current_group
 from torchopt_dist.distributed._table import bytes_text, table
 from torchopt_dist.errors import CallTimeoutError, TodistError

@@ -21,9 +21,6 @@ __all__ = ["Frame", "from_frames", "to_frames"]
 
 Frame: TypeAlias = bytes | memoryview
 
-SKELETON_ALONE = b"\0"
-"""Begins a message without tensors; a pickle begins with 0x80."""
-
 _Buffer: TypeAlias = tuple[
     torch.dtype, tuple[int, ...], tuple[int, ...], tuple[str, str, int] | None, bytearray | None
 ]
@@ -36,8 +33,6 @@ def to_frames(wire: WireMessage) -> list[Frame]:
     Raises:
         SerializationError: the message mentions a reference of torch's RPC, which only torch's RPC can send.
     """
-    if wire.is_skeleton():
-        return [SKELETON_ALONE + wire.skeleton]
     if wire.references:
         raise SerializationError("an RRef can be sent by torch's RPC only: ask for the transport 'rpc'")
     buffers: list[_Buffer] = []
@@ -70,8 +65,6 @@ def _packed(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 
 def from_frames(head: Frame, frames: Sequence[Frame]) -> WireMessage:
     """Rebuild a message; its large buffers are tensors on the frames' memory."""
-    if head[:1] == SKELETON_ALONE:
-        return WireMessage.of_skeleton(bytes(head[1:]))
     fields = pickle.loads(head)
     rest = iter(frames)
     fields[1] = [_tensor(buffer, rest) for buffer in fields[1]]

@@ -7,10 +7,10 @@ import heapq
 import itertools
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
-from concurrent.futures import Future, wait
 
+from torchopt_dist.distributed._future import Future, as_completed
 from torchopt_dist.distributed._members import Member
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed.transport.base import settle
@@ -58,7 +58,7 @@ class Pending:
             left = deadline - time.monotonic()
             if left <= 0:
                 break
-            wait(itertools.chain.from_iterable(waiting.values()), left)
+            deque(as_completed(itertools.chain.from_iterable(waiting.values()), left), maxlen=0)
         return set(waiting)
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-from concurrent.futures import Future, InvalidStateError
 from typing import Protocol
 
+from torchopt_dist.distributed._future import Future
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._sealed_store import SealedStore
 
@@ -108,8 +107,7 @@ class Transport(Sender, Protocol):
 
 def settle(future: Future[Message], result: Message | Exception) -> None:
     """Set the future's result, unless it has one: a worker's loss may be known before its connection breaks."""
-    with contextlib.suppress(InvalidStateError):
-        if isinstance(result, Exception):
-            future.set_exception(result)
-        else:
-            future.set_result(result)
+    if isinstance(result, Exception):
+        future.set_exception(result)
+    else:
+        future.set_result(result)

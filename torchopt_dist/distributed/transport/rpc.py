@@ -5,7 +5,6 @@ from __future__ import annotations
 import uuid
 import warnings
 from collections import defaultdict
-from concurrent.futures import Future
 from typing import Any, TypeAlias
 
 import torch
@@ -13,6 +12,7 @@ from torch.distributed import rpc
 
 from torchopt_dist._torch_private import set_default_rpc_timeout
 from torchopt_dist.distributed import _rendezvous, _shutdown
+from torchopt_dist.distributed._future import Future
 from torchopt_dist.distributed._group import Group, answering_group
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._request_handler import error_reply, handle_request
@@ -22,6 +22,7 @@ from torchopt_dist.distributed._wire_format import (
     Structures,
     WireMessage,
     from_wire,
+    is_skeleton,
     to_wire,
 )
 from torchopt_dist.distributed.transport._pending import Pending, disconnected
@@ -87,7 +88,9 @@ class RPCTransport:
         if failure is not None:
             self.worker_lost(worker, failure.error())
         else:
-            wire = to_wire(request, self._sent[worker], direct=self._sends_directly_to(worker))
+            wire = None
+            if not is_skeleton(request):
+                wire = to_wire(request, self._sent[worker], direct=self._sends_directly_to(worker))
             self._start(worker, request, wire, timeout, future)
         return future
 
@@ -124,10 +127,8 @@ class RPCTransport:
         return bool(self._device_maps.get(self._group.names[worker]))
 
     def _start(
-        self, worker: int, request: Message, wire: WireMessage, timeout: float, future: Future[Message]
+        self, worker: int, request: Message, wire: WireMessage | None, timeout: float, future: Future[Message]
     ) -> None:
-        name = self._group.names[worker]
-
         def arrived(done: torch.futures.Future[_Answer]) -> None:
             try:
                 reply = done.value()
@@ -135,17 +136,18 @@ class RPCTransport:
                 self._failed(worker, error, timeout, future)
                 return
             try:
-                if reply is None:
+                if reply is None and wire is not None:
                     # The worker has forgotten a structure, or has not received the message with it yet.
                     complete = wire._replace(structures=[*request.structures.items()])
                     self._start(worker, request, complete, timeout, future)
                 else:
-                    settle(future, from_wire(_message(reply), self._received))
+                    future.set_result(self._message(reply or ()))
             except Exception as error:  # of this process, such as a lack of memory: the connection is whole
                 settle(future, error)
 
         try:
-            sent = rpc.rpc_async(name, _answer_request, _fields(wire), timeout=timeout)
+            fields = (request.skeleton,) if wire is None else tuple(wire)
+            sent = rpc.rpc_async(self._group.names[worker], _answer_request, fields, timeout=timeout)
         except RuntimeError as error:
             self._failed(worker, error, timeout, future)
         else:
@@ -165,15 +167,17 @@ class RPCTransport:
 
         self._group.threads.run(work)
 
-    def answer(self, wire: WireMessage) -> torch.futures.Future[_Answer]:
-        """On the worker: answer in the RPC agent's thread as long as it has enough of them, else in another one."""
+    def answer(self, fields: tuple[Any, ...]) -> torch.futures.Future[_Answer]:
+        """On the worker: answer in a thread of the group."""
         future: torch.futures.Future[_Answer] = torch.futures.Future()
 
         def work() -> None:
             try:
-                request = from_wire(wire, self._received)
+                request = self._message(fields)
                 reply = handle_request(request, self._group.kept_graphs, self._group.recorder)
-                answer: _Answer = _fields(to_wire(reply, Structures.none()))
+                answer: _Answer = (reply.skeleton,)
+                if not is_skeleton(reply):
+                    answer = tuple(to_wire(reply, Structures.none()))
             except MissingStructureError:
                 answer = None
             except BaseException as error:  # whatever was raised, the caller waits for an answer
@@ -183,23 +187,19 @@ class RPCTransport:
         self._group.threads.run(work)
         return future
 
+    def _message(self, fields: tuple[Any, ...]) -> Message:
+        """The message of the fields that torch's RPC has pickled."""
+        if len(fields) == 1:
+            return Message(fields[0], [], [], [])
+        return from_wire(WireMessage(*fields), self._received)
+
 
 @rpc.functions.async_execution
 def _answer_request(*fields: Any) -> torch.futures.Future[_Answer]:
     """Answer a request: the function that ``rpc_async`` calls on the worker."""
     transport = answering_group().transport
     assert isinstance(transport, RPCTransport)
-    return transport.answer(_message(fields))
-
-
-def _fields(wire: WireMessage) -> tuple[Any, ...]:
-    """The fields of a message, for torch's RPC to pickle."""
-    return (wire.skeleton,) if wire.is_skeleton() else tuple(wire)
-
-
-def _message(fields: tuple[Any, ...]) -> WireMessage:
-    """The inverse of :func:`_fields`."""
-    return WireMessage.of_skeleton(fields[0]) if len(fields) == 1 else WireMessage(*fields)
+    return transport.answer(fields)
 
 
 def rpc_is_initialized() -> bool:

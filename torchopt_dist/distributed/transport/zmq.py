@@ -9,13 +9,13 @@ import struct
 import threading
 from collections import defaultdict
 from collections.abc import Sequence
-from concurrent.futures import Future
 from typing import NamedTuple
 
 import torch.distributed as dist
 import zmq
 
 from torchopt_dist._torch_private import init_distributed_autograd
+from torchopt_dist.distributed._future import Future
 from torchopt_dist.distributed._group import Group
 from torchopt_dist.distributed._members import Failure
 from torchopt_dist.distributed._message import Message
@@ -26,6 +26,7 @@ from torchopt_dist.distributed._wire_format import (
     Structures,
     WireMessage,
     from_wire,
+    is_skeleton,
     to_wire,
 )
 from torchopt_dist.distributed.transport._contacts import Endpoint, contact_of
@@ -41,6 +42,8 @@ __all__ = ["ZMQTransport"]
 log = logging.getLogger(__name__)
 
 REQUEST, REPLY, INCOMPLETE = range(3)
+SKELETON_ALONE = b"\0"
+"""Begins a message without tensors; a pickle begins with 0x80."""
 _ENVELOPE = struct.Struct("<BQ")
 """What it is, and the number of the request. ``INCOMPLETE``: send it again, with all structures."""
 
@@ -55,7 +58,8 @@ class _Asked(NamedTuple):
     future: Future[Message]
     worker: int
     request: Message
-    wire: WireMessage
+    wire: WireMessage | None
+    """``None`` if the request consists of a skeleton."""
 
 
 class _ToProcess:
@@ -159,14 +163,17 @@ class ZMQTransport:
         if failure is not None:
             settle(future, failure.error())
             return future
-        wire = to_wire(request, self._sent[worker], whole_storages=False)
+        wire, frames = None, _skeleton_alone(request)
+        if not is_skeleton(request):
+            wire = to_wire(request, self._sent[worker], whole_storages=False)
+            frames = to_frames(wire)
         number = next(self._numbers)
         self._asked[number] = _Asked(future, worker, request, wire)
         future.add_done_callback(lambda _: self._asked.pop(number, None))
         if timeout:
             self._alarms.set(timeout, number, lambda: self._late(number, timeout))
         try:
-            if not self._send(worker, REQUEST, number, wire, incarnation):
+            if not self._send(worker, REQUEST, number, frames, incarnation):
                 failure = self.loss(worker, incarnation)
                 lost = disconnected(self._group.members[worker], "it was closed")
                 settle(future, lost if failure is None else failure.error())
@@ -229,10 +236,16 @@ class ZMQTransport:
             settle(asked.future, CallTimeoutError(f"{name} took longer than timeout={timeout:g} s"))
 
     def _send(
-        self, worker: int, kind: int, number: int, wire: WireMessage | None, incarnation: int | None = None
+        self, worker: int, kind: int, number: int, frames: Sequence[Frame], incarnation: int | None = None
     ) -> bool:
-        first, *rest = [b""] if wire is None else to_frames(wire)
+        first, *rest = frames
         return self._mesh.send(worker, [_ENVELOPE.pack(kind, number) + first, *rest], incarnation)
+
+    def _message(self, content: bytes, rest: Sequence[Frame]) -> Message:
+        """The message of its frames."""
+        if content[:1] == SKELETON_ALONE:
+            return Message(content[1:], [], [], [])
+        return from_wire(from_frames(content, rest), self._received)
 
     def _take(self, received: Received) -> None:
         """Handle a message."""
@@ -247,32 +260,37 @@ class ZMQTransport:
     def _take_reply(self, kind: int, number: int, content: bytes, rest: Sequence[Frame]) -> None:
         asked = self._asked[number]
         try:
-            if kind == INCOMPLETE:
+            if kind == INCOMPLETE and asked.wire is not None:
                 # The worker has forgotten a structure, or has not received the message with it yet.
                 complete = asked.wire._replace(structures=[*asked.request.structures.items()])
-                self._send(asked.worker, REQUEST, number, complete)
+                self._send(asked.worker, REQUEST, number, to_frames(complete))
             else:
-                settle(asked.future, from_wire(from_frames(content, rest), self._received))
+                asked.future.set_result(self._message(content, rest))
         except Exception as error:  # of this process, such as a lack of memory: the connection is whole
             settle(asked.future, error)
 
     def _answer(self, worker: int, number: int, content: bytes, rest: Sequence[Frame]) -> None:
-        kind, wire = REPLY, None
+        kind: int = REPLY
         try:
-            request = from_wire(from_frames(content, rest), self._received)
+            request = self._message(content, rest)
             reply = handle_request(request, self._group.kept_graphs, self._group.recorder)
-            wire = to_wire(reply, Structures.none(), whole_storages=False)
+            frames = _skeleton_alone(reply)
+            if not is_skeleton(reply):
+                frames = to_frames(to_wire(reply, Structures.none(), whole_storages=False))
         except MissingStructureError:
-            kind = INCOMPLETE
+            kind, frames = INCOMPLETE, [b""]
         except BaseException as error:  # whatever was raised, the caller waits for an answer
-            wire = to_wire(error_reply(error), Structures.none())
+            frames = to_frames(to_wire(error_reply(error), Structures.none()))
         try:
-            self._send(
-                worker, kind, number, wire
-            )  # the graph that the reply has used up is freed only after this
+            # The graph that the reply has used up is freed only after this.
+            self._send(worker, kind, number, frames)
         except (OSError, zmq.ZMQError):
             log.debug("%s is gone, and gets no answer", self._group.names[worker], exc_info=True)
 
     def _probe_again(self) -> None:
         self._mesh.probe()
         self._alarms.set(PROBE_SECONDS, None, self._probe_again)
+
+
+def _skeleton_alone(message: Message) -> list[Frame]:
+    return [SKELETON_ALONE + message.skeleton]
