@@ -86,6 +86,7 @@ class Regression:
         decays = torch.ones(self.features, dtype=torch.float64, requires_grad=True)
         w, state = torch.zeros_like(decays).requires_grad_(), None
         optimizer, impl = torch.optim.SGD([decays], lr=OUTER_LR / LR), todist.sgd(lr=LR)
+        adjoint = todist.SAMA(RADIUS)
         for _ in range(steps):
             made = todist.inner_loop(
                 lambda w: self.inner(w, decays),
@@ -94,7 +95,7 @@ class Regression:
                 1,
                 meta=decays,
                 state=state,
-                adjoint=todist.SAMA(RADIUS),
+                adjoint=adjoint,
             )
             optimizer.zero_grad()
             self.outer(made.params).backward()

@@ -3,7 +3,9 @@
 Each host is a network namespace of this machine, with one worker; a bridge joins all. A model of 16 MB goes to all
 workers, and its gradient comes back. The bytes into and out of rank 0's host are those that its interface has counted.
 
-    sudo python benchmarks/network.py [--hosts 8] [--mbit 200] [--rounds 3]
+With ``--recorded`` trees of two children are compared with and without ``create_graph=True`` in their backward.
+
+    sudo python benchmarks/network.py [--hosts 8] [--mbit 200] [--rounds 3] [--recorded]
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from typing import Any
 import psutil
 import torch
 from torch import Tensor, nn
+from torch.distributed import rpc
 
 import torchopt_dist as todist
 
@@ -105,7 +108,12 @@ def work(
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     os.environ.update(MASTER_ADDR=address(0), MASTER_PORT="29400")
     choose: Any = transport
-    todist.auto_init_rpc(lambda: torch.set_num_threads(1), transport=choose)(program)(*args)
+    options = None
+    if transport == "rpc":  # by default TensorPipe copies memory from process to process, past the line
+        options = rpc.TensorPipeRpcBackendOptions(_transports=["uv"], _channels=["basic"])
+    todist.auto_init_rpc(lambda: torch.set_num_threads(1), transport=choose, rpc_backend_options=options)(
+        program
+    )(*args)
 
 
 # --- What is measured -----------------------------------------------------------------------------------------
@@ -153,7 +161,7 @@ class Row:
 
 
 @todist.rank_zero_only
-def measure(rounds: int) -> None:
+def measure(rounds: int, recorded: bool) -> None:
     model = nn.Linear(SIDE, SIDE, bias=False)
     nbytes = model.weight.nbytes
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -161,7 +169,9 @@ def measure(rounds: int) -> None:
     replica = todist.replica(held, torch.optim.SGD(held.parameters(), lr=1e-3))
     x = torch.ones(todist.get_world_size())
 
-    def way(model: nn.Module, step: Callable[[], None], **options: Any) -> Callable[[Row], None]:
+    def way(
+        model: nn.Module, step: Callable[[], None], *, create_graph: bool = False, **options: Any
+    ) -> Callable[[Row], None]:
         spread: Any = todist.parallelize(todist.tasks, todist.mean_reducer, **options)(task_loss)
 
         def run(row: Row) -> None:
@@ -169,15 +179,23 @@ def measure(rounds: int) -> None:
                 loss = spread(model, x)
             model.zero_grad()
             with row.phase(row.backward):
-                loss.backward()
-                step()
+                if recorded:
+                    torch.autograd.grad(loss, [*model.parameters()], create_graph=create_graph)
+                else:
+                    loss.backward()
+                    step()
 
         return run
 
-    ways = {"star": way(model, optimizer.step, fan_out=None)}
-    for fan_out in FAN_OUTS:
-        ways[f"tree, fan_out={fan_out}"] = way(model, optimizer.step, fan_out=fan_out)
-    ways["replica"] = way(replica, replica.step)
+    ways = {"star": way(model, optimizer.step, create_graph=recorded, fan_out=None)}
+    if recorded:
+        for create_graph in (False, True):
+            name = f"tree, fan_out=2, create_graph={create_graph}"
+            ways[name] = way(model, optimizer.step, create_graph=create_graph, fan_out=2)
+    else:
+        for fan_out in FAN_OUTS:
+            ways[f"tree, fan_out={fan_out}"] = way(model, optimizer.step, fan_out=fan_out)
+        ways["replica"] = way(replica, replica.step)
     rows = {name: Row() for name in ways}
     for turn in range(rounds + 1):
         for name, run in ways.items():
@@ -201,8 +219,9 @@ def main() -> None:
     parser.add_argument("--mbit", type=float, default=200, help="Mbit/s of a host (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="rounds after the first (default: %(default)s)")
     parser.add_argument("--transport", default="zmq", choices=("rpc", "zmq"), help="(default: %(default)s)")
+    parser.add_argument("--recorded", action="store_true", help="compare backwards with create_graph=True")
     args = parser.parse_args()
-    run_on_hosts(args.hosts, args.mbit, args.transport, measure, args.rounds)
+    run_on_hosts(args.hosts, args.mbit, args.transport, measure, args.rounds, args.recorded)
 
 
 if __name__ == "__main__":
