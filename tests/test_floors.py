@@ -19,9 +19,13 @@ PACKAGE = ROOT / "torchopt_dist"
 GROUND = {
     "_deep_graphs",
     "_evaluation",
+    "_functional",
+    "_free_memory",
     "_liveness",
     "_network",
+    "_normalization",
     "_out_of_memory",
+    "_random_turns",
     "_serialized_exception",
     "_torch_private",
     "_tracebacks",

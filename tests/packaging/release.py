@@ -31,9 +31,12 @@ SMOKE = (
     "tests/diff/test_in_place.py",
     "tests/distributed/test_map.py",
     "tests/test_torch_private.py",
+    "tests/test_normalization.py",
+    "tests/test_random_turns.py",
+    "tests/transform/test_normalization_graphs.py",
     "tests/test_command.py",
 )
-"""Tests of every room: kernels, optimizers, inner loops, calls between processes, torch's private names."""
+"""Tests of every room: kernels, optimizers, inner loops, calls between processes, torch's private names and faults."""
 
 
 def run(*command: str | Path, cwd: Path) -> str:
