@@ -49,9 +49,9 @@ test: $(STAMP) ## install, then all tests
 quick: $(STAMP) ## the tests that start no processes
 	$(PYTEST) -m "not processes" $(ARGS)
 
-fuzz: $(STAMP) ## random programs of calls, and random chains, against loops by hand: PROGRAMS=2000 of each
-	TODIST_FUZZ_PROGRAMS=$(PROGRAMS) TODIST_FUZZ_CHAINS=$(PROGRAMS) $(BIN)/python -m pytest \
-		tests/distributed/test_random_programs.py tests/transform/test_random_chains.py $(ARGS)
+fuzz: $(STAMP) ## random programs of calls, chains and inner loops, against loops by hand: PROGRAMS=2000 of each
+	TODIST_FUZZ_PROGRAMS=$(PROGRAMS) TODIST_FUZZ_CHAINS=$(PROGRAMS) TODIST_FUZZ_LOOPS=$(PROGRAMS) $(BIN)/python -m pytest \
+		tests/distributed/test_random_programs.py tests/transform/test_random_chains.py tests/diff/test_random_loops.py $(ARGS)
 
 losses: $(STAMP) ## 50 workers killed at random moments of a training: LOSSES=50
 	TODIST_FUZZ_LOSSES=$(LOSSES) $(BIN)/python -m pytest tests/distributed/test_random_losses.py tests/launch/test_replace.py -k "random or moments" $(ARGS)
