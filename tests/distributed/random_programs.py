@@ -122,11 +122,8 @@ class Here:
     def call(self, kind: str, worker: int, *args: Any) -> Any:
         del kind, worker
         code, results, tree, *module = args
-        apart = {
-            id(x): x + 0.0 for x in tree["in a tree"]
-        }  # one that depends on another has a path of its own
-        tree = {"in a tree": [apart[id(x)] for x in tree["in a tree"]]}
-        return block(code, results, tree, *module, runner=self)["results"]
+        tree = {"in a tree": _apart(tree["in a tree"])}
+        return _apart(block(code, results, tree, *module, runner=self)["results"])
 
     def split(
         self, kind: str, workers: list[int], reducer: str, code: list[Instruction], given: list[Tensor]
@@ -141,6 +138,16 @@ class Here:
         if reducer == "sum":
             weights = [1.0] * parts
         return sum((w * value.sum(0) for w, value in zip(weights, values, strict=True)), torch.tensor(0.0))
+
+
+def _apart(tensors: list[Tensor]) -> list[Tensor]:
+    """The same values, in which one that is made from another cannot be differentiated with respect to it.
+
+    So it is with what travels: a worker does not know how the caller made an argument, nor the caller how a result
+    was made. A tensor that is there twice stays one tensor.
+    """
+    copies = {id(x): x + 0.0 for x in tensors}
+    return [copies[id(x)] for x in tensors]
 
 
 class There:

@@ -119,6 +119,26 @@ def test_frozen_and_tied_parameters(world):
     world(2).on_zero(body)
 
 
+def sine_and_its_square(x):
+    sine = torch.sin(x)
+    return sine, sine * sine
+
+
+def test_a_result_cannot_be_differentiated_with_respect_to_another(world):
+    def body(worker):
+        x = torch.tensor(0.5, requires_grad=True)
+        sine, square = todist.remote_call(worker, sine_and_its_square, x)
+        (slope,) = torch.autograd.grad(square, x, retain_graph=True)
+        torch.testing.assert_close(slope, torch.sin(2 * x).detach())
+        with pytest.raises(RuntimeError, match="index 0 appears to not have been used"):
+            torch.autograd.grad(square, sine, retain_graph=True)
+        (factor,) = torch.autograd.grad(sine * square, sine)
+        torch.testing.assert_close(factor, torch.sin(x).detach() ** 2)  # of the product alone
+
+    for worker in (0, 1):  # the own share is no other than the rest
+        world(2).on_zero(body, worker)
+
+
 def test_bad_input(world):
     def body():
         w = torch.ones(3, requires_grad=True)
