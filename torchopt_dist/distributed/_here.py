@@ -12,7 +12,6 @@ from torchopt_dist.distributed._group import Group
 from torchopt_dist.distributed._kept_graphs import KeptGraphs
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._request_handler import answer
-from torchopt_dist.distributed._spans import WorkRecorder
 from torchopt_dist.distributed._wire_format import Structures, from_wire, to_wire
 
 __all__ = ["Beside", "Here", "Inside"]
@@ -89,7 +88,8 @@ class Inside(Here):
 
     def __init__(self, device: torch.device | None, group: Group) -> None:
         super().__init__(device, group)
-        self._recorder = WorkRecorder(group.recorder)
+        # Messages that are sent are recorded by who sends them.
+        self._recorder = group.recorder.only("run", "backward")
 
 
 class _Answer(Future[Message]):

@@ -105,7 +105,7 @@ def answer(
             answering_group().replicas.forget(key)
         return pack(Reply(), main_by_name=True)
     key = content.key
-    if recorder.on:
+    if recorder.profile.on:
         recorder.add("receive", began, key, key[0])
     used_up: tuple[KeptGraph, list[torch.Tensor]] | None = None
     shared = False

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import TracebackType
 from typing import Literal, NamedTuple, ParamSpec, Self, TypeAlias, TypeVar
 
@@ -30,7 +30,7 @@ from torch.profiler import record_function
 from torchopt_dist import _torch_private
 from torchopt_dist.distributed._message import Message
 
-__all__ = ["PHASES", "Phase", "Recorder", "Span", "Spanned", "WorkRecorder"]
+__all__ = ["PHASES", "Phase", "Recorder", "Span", "Spanned"]
 
 Phase: TypeAlias = Literal[
     "pack", "send", "wait", "unpack", "wait back", "receive", "run", "backward", "reply"
@@ -100,30 +100,37 @@ class Recorder:
         worker: the rank of the worker.
 
     Attributes:
-        on: whether spans are recorded.
+        profile: whether spans are recorded, and those that were.
     """
 
     _off = Spanned()
+    _phases: Collection[Phase] = frozenset(PHASES)
 
     def __init__(self, worker: int) -> None:
         self.worker = worker
-        self.on = False
-        self._spans: list[Span] = []
+        self.profile = _Profile()
+
+    def only(self, *phases: Phase) -> Recorder:
+        """A recorder of the same worker that records work of these phases alone."""
+        recorder = Recorder(self.worker)
+        recorder.profile = self.profile
+        recorder._phases = phases
+        return recorder
 
     def start(self) -> None:
         """Record from now on; spans of an earlier profile are dropped."""
-        self._spans = []
-        self.on = True
+        self.profile.spans = []
+        self.profile.on = True
 
     def stop(self) -> list[Span]:
         """Stop recording; returns the spans in the order of their ends."""
-        self.on = False
-        spans, self._spans = self._spans, []
+        self.profile.on = False
+        spans, self.profile.spans = self.profile.spans, []
         return spans
 
     def span(self, phase: Phase, call: tuple[int, int] | None = None, peer: int | None = None) -> Spanned:
         """Context manager: its body is recorded, if a profile is on here or ``torch.profiler`` is."""
-        if not self.on and not _torch_private.profiler_is_on():
+        if phase not in self._phases or not (self.profile.on or _torch_private.profiler_is_on()):
             return self._off
         return _Recorded(self, phase, call, peer)
 
@@ -137,7 +144,7 @@ class Recorder:
         **kwargs: P.kwargs,
     ) -> T:
         """``work(*args, **kwargs)``, recorded as by :meth:`span`; if it is a message, its bytes are counted."""
-        if not self.on and not _torch_private.profiler_is_on():
+        if not (self.profile.on or _torch_private.profiler_is_on()):
             return work(*args, **kwargs)
         with self.span(phase, call, peer) as span:
             made = work(*args, **kwargs)
@@ -149,39 +156,17 @@ class Recorder:
         self, phase: Phase, start: float, call: tuple[int, int] | None, peer: int | None, size: int = 0
     ) -> None:
         """Keep a span that ends now; it is dropped when the profile has ended."""
-        if self.on:
+        if self.profile.on and phase in self._phases:
             end, thread = time.perf_counter(), threading.get_native_id()
-            self._spans.append(Span(self.worker, phase, start, end, thread, call, peer, size))
+            self.profile.spans.append(Span(self.worker, phase, start, end, thread, call, peer, size))
 
 
-class WorkRecorder(Recorder):
-    """Records what a share of this worker does, but no message: those that were sent are recorded by another recorder.
+class _Profile:
+    """The spans of a profile, if one is on."""
 
-    Args:
-        recorder: the recorder of this worker.
-    """
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__(recorder.worker)
-        self._recorder = recorder
-
-    def span(self, phase: Phase, call: tuple[int, int] | None = None, peer: int | None = None) -> Spanned:
-        """See :meth:`Recorder.span`."""
-        return self._recorder.span(phase, call, peer) if phase in ("run", "backward") else self._off
-
-    def record(
-        self,
-        phase: Phase,
-        call: tuple[int, int] | None,
-        peer: int | None,
-        work: Callable[P, T],
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> T:
-        """See :meth:`Recorder.record`."""
-        if phase in ("run", "backward"):
-            return self._recorder.record(phase, call, peer, work, *args, **kwargs)
-        return work(*args, **kwargs)
+    def __init__(self) -> None:
+        self.on = False
+        self.spans: list[Span] = []
 
 
 class _Recorded(Spanned):

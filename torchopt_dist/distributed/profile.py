@@ -74,7 +74,7 @@ def profile() -> Iterator[Profile]:
         profile.save("step.json")  # for chrome://tracing or ui.perfetto.dev
     """
     group = current_group()
-    if group.recorder.on:
+    if group.recorder.profile.on:
         raise RuntimeError(
             "a profile is on already: leave `with todist.profile()` before the next one begins"
         )
