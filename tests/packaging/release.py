@@ -30,7 +30,7 @@ SMOKE = (
     "tests/optim/test_sgd.py",
     "tests/diff/test_in_place.py",
     "tests/distributed/test_map.py",
-    "tests/test_torch_private.py",
+    "tests/torch_private",
     "tests/test_normalization.py",
     "tests/test_random_turns.py",
     "tests/transform/test_normalization_graphs.py",

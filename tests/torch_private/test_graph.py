@@ -1,0 +1,130 @@
+"""What still works, and what is lost, where torch's graphs and tensors lack a private name: each is hidden here."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+import torchopt_dist as todist
+from torchopt_dist import _torch_private as private
+
+
+def missing(_: object) -> Any:
+    raise AttributeError("hidden")
+
+
+def test_results_of_nodes_have_a_size_unless_it_is_hidden() -> None:
+    results = torch.ones(3, 4, requires_grad=True, dtype=torch.float64) * 2
+    assert private.bytes_of_results(results.grad_fn) == 96
+    assert private.bytes_of_results(SimpleNamespace()) == 0
+
+
+def test_changes_in_place_go_unnoticed_without_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.zeros(2)
+    before = private.tensor_version(x)
+    x.add_(1)
+    assert private.tensor_version(x) == 1 != before
+    monkeypatch.setattr(torch.Tensor, "_version", property(missing), raising=False)
+    assert private.tensor_version(x) is None
+
+
+@pytest.mark.parametrize("hide", [False, True])
+def test_memory_counts_as_shared_where_its_holders_are_hidden(
+    monkeypatch: pytest.MonkeyPatch, hide: bool
+) -> None:
+    if hide:
+        monkeypatch.delattr(torch._C, "_storage_Use_Count")
+    x = torch.ones(3)
+    assert private.memory_is_shared(x) == hide
+    for take in (Tensor.detach, lambda x: x[1:], lambda x: x.requires_grad_() * x, Tensor.untyped_storage):
+        held = take(x.detach())
+        assert private.memory_is_shared(x) or take is Tensor.untyped_storage
+        del held
+    assert private.memory_is_shared(x) == hide
+    assert private.memory_is_shared(x.to_sparse())
+
+
+def test_saved_tensors_count_as_packed_where_hooks_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not private.saved_tensors_are_packed()
+    with torch.autograd.graph.save_on_cpu():
+        assert private.saved_tensors_are_packed()
+    monkeypatch.delattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
+    assert private.saved_tensors_are_packed()
+
+
+def test_forward_mode_counts_as_active_where_its_level_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not private.forward_mode_is_active()
+    with forward_ad.dual_level():
+        assert private.forward_mode_is_active()
+    monkeypatch.delattr(forward_ad, "_current_level")
+    assert private.forward_mode_is_active()
+
+
+def test_differences_are_the_same_where_hooks_and_numbers_of_nodes_cannot_be_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def of_scale() -> Tensor:
+        w = torch.ones(2, requires_grad=True)
+        adapted = todist.inner_loop(
+            lambda w: scale * (w**3).sum(), todist.sgd(lr=0.1), w, 2, meta=scale, adjoint=todist.SAMA()
+        ).params
+        return torch.autograd.grad(adapted.sum(), scale)[0]
+
+    scale = torch.tensor(0.5, requires_grad=True)
+    assert not private.has_hooks(scale)
+    made = (scale * 2).grad_fn
+    assert private.sequence_numbers(made)(made) < 2**63
+    expected = of_scale()
+    monkeypatch.setattr("torchopt_dist.diff.adjoints._differences.has_hooks", lambda _: True)
+    torch.testing.assert_close(of_scale(), expected)
+    hidden: Any = SimpleNamespace()
+    assert private.has_hooks(hidden)
+    assert private.sequence_numbers(hidden)(hidden) == 2**64 - 1
+    handle = scale.register_hook(lambda grad: grad)
+    assert private.has_hooks(scale)
+    handle.remove()
+
+
+class Doubled(torch.autograd.Function):
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        return private.apply_function(cls, *args)
+
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * 2
+
+
+@pytest.mark.parametrize("hide", [False, True])
+def test_functions_are_applied_by_torchs_own_way_without_the_short_one(
+    monkeypatch: pytest.MonkeyPatch, hide: bool
+) -> None:
+    if hide:
+        monkeypatch.setattr(torch, "_functorch", SimpleNamespace())
+    x = torch.ones(2, requires_grad=True)
+    assert torch.autograd.grad(Doubled.apply(x).sum(), x)[0].tolist() == [2, 2]
+    if not hide:  # torch's own way needs the name where a transformation is active
+        assert torch.func.grad(lambda x: Doubled.apply(x).sum())(x.detach()).tolist() == [2, 2]
+
+
+def test_many_gradients_at_a_time_are_told_apart() -> None:
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda grad: seen.append(private.is_batched_gradient(grad)))
+    torch.autograd.grad(y, x, torch.eye(2), is_grads_batched=True, retain_graph=True)
+    torch.autograd.grad(y, x, torch.ones(2))
+    assert seen == [True, False]

@@ -1,0 +1,36 @@
+"""What still works, and what is lost, where torch's modules lack a private name: each is hidden here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+from torchopt_dist import _torch_private as private
+
+
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("_parameters", private.parameters_of),
+        ("_buffers", private.buffers_of),
+        ("_modules", private.children_of),
+    ],
+)
+def test_a_module_without_its_dictionaries_is_an_error_that_names_them(name: str, read: Any) -> None:
+    module = nn.BatchNorm1d(2)
+    assert read(module) is vars(module)[name]
+    del vars(module)[name]
+    with pytest.raises(RuntimeError, match=f"`{name}` of torch.nn.Module, which a BatchNorm1d does not have"):
+        read(module)
+
+
+def test_a_module_is_given_other_parameters_unless_its_dictionary_is_missing() -> None:
+    module, other = nn.Linear(2, 1), nn.Linear(2, 1)
+    private.set_parameters(module, private.parameters_of(other))
+    assert module.weight is other.weight
+    del vars(module)["_parameters"]
+    with pytest.raises(RuntimeError, match=r"`_parameters` of torch.nn.Module, which a Linear does not have"):
+        private.set_parameters(module, private.parameters_of(other))
+    assert "_parameters" not in vars(module)

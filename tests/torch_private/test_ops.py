@@ -1,0 +1,68 @@
+"""What still works, and what is lost, where torch's ops and its compiler lack a private name: each is hidden here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchopt_dist as todist
+from torchopt_dist import _torch_private as private
+
+
+@pytest.mark.parametrize("hide", [False, True])
+def test_autocast_is_found_to_be_on_even_where_it_is_asked_device_by_device(
+    monkeypatch: pytest.MonkeyPatch, hide: bool
+) -> None:
+    if hide:
+        monkeypatch.delattr(torch._C, "_is_any_autocast_enabled")
+    assert not private.autocast_is_on()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert private.autocast_is_on()
+        with torch.autocast("cpu", enabled=False):
+            assert not private.autocast_is_on()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD])
+def test_a_step_in_place_goes_on_without_torchs_fused_one(
+    monkeypatch: pytest.MonkeyPatch, kind: type[torch.optim.Optimizer]
+) -> None:
+    name = kind.__name__
+    step = private.fused_step(name.lower())
+    assert step is getattr(torch, f"_fused_{name.lower()}_")
+    monkeypatch.delattr(torch, f"_fused_{name.lower()}_")
+    assert private.fused_step(name.lower()) is None
+    ends = []
+    for optimizer_class in (kind, getattr(todist, name)):
+        p = nn.Parameter(torch.ones(3))
+        optimizer = optimizer_class([p], lr=0.1)
+        for factor in (1.0, 2.0):
+            p.grad = torch.full((3,), factor)
+            optimizer.step()
+        ends.append(p.detach())
+    torch.testing.assert_close(*ends)
+
+
+def test_no_op_has_a_kernel_where_the_dispatcher_does_not_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert private.has_kernel("aten::add.Tensor", "cpu")
+    assert not private.has_kernel("todist::no_such_op", "cpu")
+    monkeypatch.delattr(torch._C, "_dispatch_has_kernel_for_dispatch_key")
+    assert not private.has_kernel("aten::add.Tensor", "cpu")
+
+
+@pytest.mark.parametrize("hide", [False, True])
+def test_a_function_is_traced_where_the_compiler_cannot_be_kept_out(
+    monkeypatch: pytest.MonkeyPatch, hide: bool
+) -> None:
+    if hide:
+        monkeypatch.delattr(torch._compile, "_disable_dynamo")
+    traced = []
+
+    @private.left_to_python
+    def double(x: Tensor) -> Tensor:
+        traced.append(torch.compiler.is_compiling())
+        return 2 * x
+
+    compiled = torch.compile(lambda x: double(x) + 1, backend="eager")
+    assert compiled(torch.ones(1)).item() == 3.0
+    assert traced == [hide]

@@ -1,0 +1,74 @@
+"""What still works, and what is lost, where torch's remote procedure calls lack a private name: each is hidden here."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import rpc
+
+from torchopt_dist import _torch_private as private
+from torchopt_dist._torch_private import rpc as private_rpc
+
+
+def test_the_default_timeout_stays_where_it_cannot_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(rpc, "_set_rpc_timeout", asked.append)
+    private.set_default_rpc_timeout(3.0)
+    assert asked == [3.0]
+    monkeypatch.delattr(rpc, "_set_rpc_timeout")
+    private.set_default_rpc_timeout(4.0)
+    assert asked == [3.0]
+
+
+def test_a_process_without_rpc_has_contexts_of_distributed_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(torch._C._distributed_autograd, "_init", asked.append)
+    private.init_distributed_autograd(3)
+    assert asked == [3]
+
+    def refuse(rank: int) -> None:
+        raise RuntimeError(f"initialized with another rank than {rank}")
+
+    monkeypatch.setattr(torch._C._distributed_autograd, "_init", refuse)
+    private.init_distributed_autograd(3)
+    monkeypatch.delattr(torch._C._distributed_autograd, "_init")
+    private.init_distributed_autograd(3)
+
+
+def test_options_are_torchs_own_where_the_transports_cannot_be_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(rpc, "TensorPipeRpcBackendOptions", lambda **options: asked.append(options))
+    private.tensorpipe_options_with_sockets()
+    assert asked == [{"_transports": ["uv"]}]
+
+    def without_transports(*, num_worker_threads: int = 16) -> int:
+        return num_worker_threads
+
+    monkeypatch.setattr(rpc, "TensorPipeRpcBackendOptions", without_transports)
+    assert private.tensorpipe_options_with_sockets() == 16
+
+
+@pytest.mark.parametrize("hide", [False, True])
+def test_warnings_of_cpp_code_stay_where_their_level_cannot_be_set(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], hide: bool
+) -> None:
+    def warn() -> str:
+        with pytest.raises(RuntimeError):  # nobody listens at port 1, of which torch's C++ code warns
+            torch.distributed.TCPStore("127.0.0.1", 1, timeout=timedelta(milliseconds=300))
+        return capfd.readouterr().err
+
+    if hide:
+        monkeypatch.setattr(private_rpc, "CPP_LIBRARY", "none")
+    before = private.set_cpp_log_level(2)
+    try:
+        assert (before is None) is hide
+        assert ("[W" in warn()) is hide
+    finally:
+        if before is not None:
+            assert private.set_cpp_log_level(before) == 2
+    assert "[W" in warn()

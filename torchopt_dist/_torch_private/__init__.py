@@ -1,0 +1,120 @@
+"""Private names of torch and of the standard library → functions that also work where such a name is missing.
+
+No file outside of this folder uses a private name. There is one file a subject, and all take functions from here. Each
+function looks its name up when it is called, and says what is lost where the name is missing; the tests in
+``tests/torch_private`` hide each name and test that.
+"""
+
+from __future__ import annotations
+
+from torchopt_dist._torch_private.engine import (
+    advance_sequence_numbers,
+    asking_thread,
+    engine_captures_leaf,
+    engine_keeps_graph,
+    engine_needs_node,
+    engine_run,
+    evaluating_node,
+    grad_of_loss,
+    next_sequence_number,
+    sequence_numbers,
+    set_sequence_number,
+)
+from torchopt_dist._torch_private.graph import (
+    apply_function,
+    bytes_of_results,
+    forward_mode_is_active,
+    has_hooks,
+    is_batched_gradient,
+    memory_is_shared,
+    saved_tensors_are_packed,
+    tensor_version,
+)
+from torchopt_dist._torch_private.interpreter import (
+    exception_in,
+    finish_interpreter,
+    frame_of,
+    interpreter_flags,
+    leave_finalizers,
+    profiler_is_on,
+)
+from torchopt_dist._torch_private.modules import (
+    buffers_of,
+    children_of,
+    parameters_of,
+    set_parameters,
+)
+from torchopt_dist._torch_private.ops import (
+    autocast_is_on,
+    fused_step,
+    has_kernel,
+    left_to_python,
+)
+from torchopt_dist._torch_private.rpc import (
+    init_distributed_autograd,
+    set_cpp_log_level,
+    set_default_rpc_timeout,
+    tensorpipe_options_with_sockets,
+)
+from torchopt_dist._torch_private.transforms import (
+    batch_of,
+    batched,
+    is_functorch_tensor,
+    outside_of_transforms,
+    tensor_at_level,
+    transform_level,
+    transforms_are_active,
+    transforms_are_only,
+    vmap_randomness,
+    vmaps,
+)
+
+__all__ = [
+    "advance_sequence_numbers",
+    "apply_function",
+    "asking_thread",
+    "autocast_is_on",
+    "batch_of",
+    "batched",
+    "buffers_of",
+    "bytes_of_results",
+    "children_of",
+    "engine_captures_leaf",
+    "engine_keeps_graph",
+    "engine_needs_node",
+    "engine_run",
+    "evaluating_node",
+    "exception_in",
+    "finish_interpreter",
+    "forward_mode_is_active",
+    "frame_of",
+    "fused_step",
+    "grad_of_loss",
+    "has_hooks",
+    "has_kernel",
+    "init_distributed_autograd",
+    "interpreter_flags",
+    "is_batched_gradient",
+    "is_functorch_tensor",
+    "leave_finalizers",
+    "left_to_python",
+    "memory_is_shared",
+    "next_sequence_number",
+    "outside_of_transforms",
+    "parameters_of",
+    "profiler_is_on",
+    "saved_tensors_are_packed",
+    "sequence_numbers",
+    "set_cpp_log_level",
+    "set_default_rpc_timeout",
+    "set_parameters",
+    "set_sequence_number",
+    "tensor_at_level",
+    "tensor_version",
+    "tensorpipe_options_with_sockets",
+    "transform_level",
+    "transforms_are_active",
+    "transforms_are_only",
+    "vmap_randomness",
+    "vmaps",
+]

@@ -1,0 +1,103 @@
+"""Torch's graphs and their tensors: versions, hooks, memory, forward mode, and functions that become nodes."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from torchopt_dist._torch_private.lookup import find
+from torchopt_dist._torch_private.transforms import transforms_are_active
+
+
+def tensor_version(tensor: Tensor) -> int | None:
+    """How often a tensor has been changed in place.
+
+    Without the name the answer is ``None``: changes in place between forward and backward go unnoticed.
+    """
+    return getattr(tensor, "_version", None)
+
+
+def has_hooks(tensor: Tensor) -> bool:
+    """Whether a hook is called with each gradient of a tensor.
+
+    Without the name the answer is always yes: differences of gradients are taken at copies of meta tensors, which takes
+    longer.
+    """
+    return bool(getattr(tensor, "_backward_hooks", True))
+
+
+def bytes_of_results(node: Any) -> int:
+    """How many bytes the results of a node of the graph take; views count as well.
+
+    Without the name the answer is 0: a replayed step may then keep the graph of a gradient that is large.
+    """
+    found = getattr(node, "_input_metadata", ())
+    return sum(math.prod(one.shape) * one.dtype.itemsize for one in found)
+
+
+def memory_is_shared(tensor: Tensor) -> bool:
+    """Whether anything else holds a tensor's memory: a view or an alias of it, a graph that has saved one, an array.
+
+    Without the name the answer is always yes: steps of an inner loop that could be made in place make new tensors.
+    """
+    holders = find("_C._storage_Use_Count")
+    if holders is None:
+        return True
+    try:
+        mine = holders(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # a sparse tensor has no memory of this kind
+        return True
+    return mine > _holders_of_a_new_one(holders)
+
+
+@functools.cache
+def _holders_of_a_new_one(holders: Callable[[int], int]) -> int:
+    """How many holders torch counts for memory that a single tensor uses, the object that is asked included."""
+    one = torch.empty(1)
+    return holders(one.untyped_storage()._cdata)
+
+
+def saved_tensors_are_packed() -> bool:
+    """Whether ``saved_tensors_hooks`` see what a graph saves now, those of ``torch.utils.checkpoint`` for example.
+
+    Without the name the answer is always yes: linear layers of an inner loss have torch's own nodes.
+    """
+    hooks = find("_C._autograd._top_saved_tensors_default_hooks")
+    return hooks is None or hooks(True) is not None
+
+
+def forward_mode_is_active() -> bool:
+    """Whether a level of forward-mode differentiation is open.
+
+    Without the name the answer is always yes: tensors are asked for their tangents one by one, and formulas run where
+    kernels could.
+    """
+    return getattr(forward_ad, "_current_level", 0) >= 0
+
+
+def is_batched_gradient(tensor: Tensor) -> bool:
+    """Whether a tensor stands for many gradients at a time, as ``is_grads_batched=True`` makes them.
+
+    Without the name the answer is always no: such a gradient of an optimizer's step fails with an error of torch's.
+    """
+    is_batched = getattr(getattr(torch._C, "_functorch", None), "is_legacy_batchedtensor", None)
+    return False if is_batched is None else bool(is_batched(tensor))
+
+
+def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """``function.apply(*args)`` for an autograd function with ``setup_context``, without binding the arguments.
+
+    Outside ``torch.func`` torch's ``apply`` takes 50 µs to bind the arguments to ``forward``'s signature, which
+    positional arguments do not need. Without the names that time is spent.
+    """
+    unwrap = getattr(getattr(torch, "_functorch", None), "utils", None)
+    unwrap = getattr(unwrap, "unwrap_dead_wrappers", None)
+    if unwrap is None or transforms_are_active():
+        return super(function, function).apply(*args)  # type: ignore[misc]
+    return super(torch.autograd.Function, function).apply(*unwrap(args))  # type: ignore[misc]

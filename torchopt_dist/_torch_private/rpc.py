@@ -1,0 +1,64 @@
+"""Remote procedure calls of torch: time-outs, transports, contexts of gradients, and messages of the C++ code."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch.distributed import rpc
+
+from torchopt_dist._torch_private.lookup import find
+
+CPP_LIBRARY = "libc10.dylib" if sys.platform == "darwin" else "libc10.so"
+
+
+def set_cpp_log_level(level: int) -> int | None:
+    """Let torch's C++ code print messages of that level and above: 0 information, 1 warnings, 2 errors.
+
+    Returns:
+        The level before; ``None`` where it cannot be read: then nothing changes.
+    """
+    try:
+        # Private: torch reads TORCH_CPP_LOG_LEVEL when it is imported, and never again. Without: warnings are printed.
+        library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / CPP_LIBRARY))
+        found = ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")
+    except (OSError, ValueError):
+        return None
+    before, found.value = found.value, level
+    return before
+
+
+def set_default_rpc_timeout(seconds: float) -> None:
+    """Set the time-out of the program's own ``rpc_sync`` and ``rpc_async`` in the RPC group that is running.
+
+    Without the name they keep the time-out that the group was started with; torchopt_dist's calls name their own.
+    """
+    set_timeout = getattr(rpc, "_set_rpc_timeout", None)
+    if set_timeout is not None:
+        set_timeout(seconds)
+
+
+def init_distributed_autograd(rank: int) -> None:
+    """Let this process have contexts of ``torch.distributed.autograd``, as ``init_rpc`` does where torch's RPC runs.
+
+    Without the name ``todist.autograd.context()`` is an error of torch's where calls go over another transport.
+    """
+    init = find("_C._distributed_autograd._init")
+    if init is not None:
+        with suppress(RuntimeError):  # this process had another rank before, as it may not
+            init(rank)
+
+
+def tensorpipe_options_with_sockets() -> rpc.TensorPipeRpcBackendOptions:
+    """Options of an RPC group whose workers speak through sockets only, not through shared memory.
+
+    Without the name they are torch's default options: waiting workers keep cores busy, and beyond some forty workers on
+    one machine the group does not start.
+    """
+    try:
+        return rpc.TensorPipeRpcBackendOptions(_transports=["uv"])
+    except TypeError:
+        return rpc.TensorPipeRpcBackendOptions()
