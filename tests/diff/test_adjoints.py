@@ -342,6 +342,28 @@ def test_tasks_in_vmap_have_the_gradients_of_tasks_in_a_loop(name):
             torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("name", ["recorded", "replayed", "truncated", "first order", "reptile", *ESTIMATORS])
+def test_in_vmap_a_parameter_stays_in_steps_that_do_not_use_it(name):
+    params = {key: torch.ones(2, dtype=torch.float64, requires_grad=True) for key in ("always", "once")}
+    weight = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+    xs = torch.randn(2, 2, dtype=torch.float64)
+
+    def task(x):
+        def loss(params, number):
+            of_one = (params["once"] - 2 * x).square().sum() if number == 1 else 0.0
+            return weight * (params["always"] - x).square().sum() + of_one
+
+        adapted = todist.inner_loop(
+            loss, todist.adamw(lr=0.1), params, range(3), meta=(weight, x), adjoint=ALL[name], seed=0
+        ).params
+        return torch.cat([adapted["always"], adapted["once"]])
+
+    one_by_one = torch.stack([task(x) for x in xs])
+    torch.testing.assert_close(torch.vmap(task)(xs), one_by_one, rtol=0, atol=1e-12)
+    with pytest.raises(ValueError, match="`loss` must depend on the parameters"):
+        torch.vmap(lambda x: todist.inner_loop(lambda w: x.sum(), todist.sgd(0.1), x, 1).params)(xs)
+
+
 def test_recorded_loops_in_transforms_of_torch_func():
     xs = torch.randn(3, 5, 2, dtype=torch.float64)
     p = torch.randn(2, 1, dtype=torch.float64)

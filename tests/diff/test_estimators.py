@@ -393,6 +393,66 @@ def test_differences_of_complex_parameters(name):
     torch.testing.assert_close(gradient(FINITE[name]), gradient(todist.Truncated(1)), rtol=1e-9, atol=1e-12)
 
 
+def test_implicit_of_complex_parameters_whose_hessian_is_not_a_complex_matrix():
+    target = torch.tensor([1.0 + 2.0j, -0.5j], dtype=torch.complex128, requires_grad=True)
+    first = {
+        "z": torch.zeros(2, dtype=torch.complex128, requires_grad=True),
+        "r": torch.zeros(3, dtype=torch.float64, requires_grad=True),
+    }
+
+    def loss(params):  # 3 x² + x y + y²  for each z = x + i y, about the target; and real ones beside them
+        z = params["z"] - target
+        return (3 * z.real**2 + z.real * z.imag + z.imag**2).sum() + (params["r"] - z.imag[0]).square().sum()
+
+    found = todist.inner_loop(
+        loss,
+        todist.sgd(lr=0.1),
+        first,
+        400,
+        meta=target,
+        adjoint=todist.Implicit(todist.linear_solve.solve_cg(rtol=1e-12)),
+    ).params
+    outer = (found["z"] * torch.tensor([1.0 + 3.0j, 2.0j])).real.sum() + found["r"].sum()
+    (gradient,) = torch.autograd.grad(outer, target)  # the minimum is z = target, r = 0
+    torch.testing.assert_close(gradient, torch.tensor([1.0 - 3.0j, -2.0j], dtype=torch.complex128))
+
+
+def test_evolution_strategies_of_complex_tensors_have_noise_in_both_parts():
+    target = torch.tensor(1.0 + 2.0j, dtype=torch.complex128, requires_grad=True)
+    w = torch.tensor(0.5 - 1.0j, dtype=torch.complex128, requires_grad=True)
+    torch.manual_seed(0)
+    adapted = todist.inner_loop(
+        lambda w: (w - target).abs() ** 2,
+        todist.sgd(lr=0.25),
+        w,
+        2,
+        meta=target,
+        adjoint=todist.EvolutionStrategies(samples=5, sigma=0.1),
+        seed=0,
+    ).params
+    (found,) = torch.autograd.grad((adapted * (2.0 + 3.0j)).real, target)
+    torch.manual_seed(0)
+    seeds = torch.randint(2**62, (5,)).tolist()
+    pairs = [torch.randn(2, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+    exact = (1 - 0.5**2) * torch.tensor([2.0, -3.0])  # the loop is linear
+    expected = torch.stack([(exact @ z) * z for z in pairs]).mean(0)
+    torch.testing.assert_close(torch.view_as_real(found), expected.double(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", FINITE)
+def test_after_a_difference_a_parameter_that_the_last_loss_did_not_use_is_trained_on(name):
+    params = {key: torch.ones(2, requires_grad=True) for key in ("a", "b")}
+    weight = torch.tensor(1.0, requires_grad=True)
+
+    def loss(params, key):
+        return weight * params[key].square().sum()
+
+    options = {"meta": weight, "adjoint": FINITE[name]}
+    first = todist.inner_loop(loss, todist.sgd(lr=0.25), params, ["a"], **options)
+    second = todist.inner_loop(loss, todist.sgd(lr=0.25), first.params, ["b"], state=first.state, **options)
+    assert second.params["a"].tolist() == second.params["b"].tolist() == [0.5, 0.5]
+
+
 def test_the_first_parameters_of_a_step_by_a_difference_may_be_overwritten():
     first, x = torch.ones(3, requires_grad=True), torch.tensor(2.0, requires_grad=True)
     adapted = todist.inner_loop(

@@ -345,3 +345,38 @@ def test_a_polynomial_s_root_has_its_jacobian(solve):
     t = torch.tensor([2.0, 3.0], dtype=torch.float64)
     jacobian = torch.func.jacrev(lambda t: root(torch.ones_like(t), t))(t)
     torch.testing.assert_close(jacobian, (1 + 4 * t).rsqrt().diag())
+
+
+@pytest.mark.parametrize("name", ["default", "inv", "gmres", "bicgstab"])
+def test_a_complex_solution_of_an_equation_with_conjugates(name):
+    def residual(x, a, target):
+        z, r = x
+        return 3 * z + a * z.conj() + 0.2 * r.sum() - target, 2 * r + z.real.sum() + (a * a.conj()).real.sum()
+
+    def solve(init, a, target):
+        z, r = init
+        for _ in range(200):
+            of_z, of_r = residual((z, r), a, target)
+            z, r = z - 0.2 * of_z, r - 0.2 * of_r
+        return z, r
+
+    a = (0.5 * torch.complex(double(2), double(2, seed=1))).requires_grad_()
+    target = torch.complex(double(2, seed=2), double(2, seed=3)).requires_grad_()
+    first = torch.zeros(2, dtype=torch.complex128), torch.zeros(3, dtype=torch.float64)
+    implicit = custom_root(residual, (1, 2), solve=SOLVES[name] or linear_solve.solve_normal_cg(rtol=1e-13))
+    both = [way(solve) for way in (implicit, custom_root(residual, (1, 2), adjoint="unrolled"))]
+
+    def derivatives(solved):
+        z, r = solved(first, a, target)
+        outer = z.real.sum() + (z.imag**2).sum() + (r**2).sum()
+        grads = torch.autograd.grad(outer, (a, target), create_graph=True)
+        slope = sum((grad.real + grad.imag**2).sum() for grad in grads)
+        return [z, r, *grads, *torch.autograd.grad(slope, (a, target))]
+
+    torch.testing.assert_close(derivatives(both[0]), derivatives(both[1]), rtol=1e-8, atol=1e-10)
+    targets = torch.stack([target, 2 * target])
+    z, _ = torch.vmap(both[0], in_dims=(None, None, 0))(first, a, targets)
+    one, _ = both[0](first, a, 2 * target)
+    torch.testing.assert_close(z[1], one)
+    found, expected = (torch.autograd.grad(v.imag.sum(), a)[0] for v in (z[1], one))
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)

@@ -184,9 +184,11 @@ def attach(
     fixed = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and n not in set(ours)]
     tensors = [leaves[n] for n in ours] + [leaves[n].detach() for n in fixed]
     rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    equation = _Equation(optimality_fn, spec, arguments, rest, [*ours, *fixed])
-    detached = [leaf.detach() for leaf in x]
-    return pytree.unflatten(spec, list(_Root.apply(equation, solver, len(x), *detached, *tensors)))
+    paired = [leaf.is_complex() for leaf in x]
+    equation = _Equation(optimality_fn, spec, arguments, rest, [*ours, *fixed], paired)
+    detached = _real_pairs([leaf.detach() for leaf in x])
+    made = _Root.apply(equation, solver, len(x), *detached, *tensors)
+    return pytree.unflatten(spec, _complex_again(made, paired))
 
 
 @dataclass(frozen=True)
@@ -198,8 +200,13 @@ class _Equation:
     arguments: pytree.PyTreeSpec
     rest: list[Any]
     places: list[int]
+    paired: list[bool]
+    """For each leaf of the solution, whether it is complex. Here it is its real and its imaginary part: the derivative
+    of a function that has conjugates or absolute values in it, as every real loss's gradient, is not a complex matrix.
+    """
 
     def __call__(self, x: Tensors, tensors: Tensors) -> Tensors:
+        x = _complex_again(x, self.paired)
         leaves = list(self.rest)
         for place, tensor in zip(self.places, tensors, strict=True):
             leaves[place] = tensor
@@ -212,7 +219,8 @@ class _Equation:
                 raise ValueError(
                     f"`optimality_fn` must return the shapes of the solution: {tuple(leaf.shape)}, got {shape}"
                 )
-        return result
+        wide = [got.to(leaf) if leaf.is_complex() else got for got, leaf in zip(result, x, strict=True)]
+        return _real_pairs(wide)
 
 
 class _Root(torch.autograd.Function):
@@ -343,6 +351,18 @@ def _cut(tree: Any, *, keep: bool = False) -> Any:
         return detached
 
     return pytree.map_tensors(cut, tree)
+
+
+def _real_pairs(leaves: Sequence[Tensor]) -> Tensors:
+    """Not as views, since a gradient of these may have a layout in which it cannot be seen as a complex tensor."""
+    return [torch.stack((leaf.real, leaf.imag), dim=-1) if leaf.is_complex() else leaf for leaf in leaves]
+
+
+def _complex_again(leaves: Sequence[Tensor], paired: Sequence[bool]) -> Tensors:
+    return [
+        torch.complex(leaf[..., 0], leaf[..., 1]) if is_paired else leaf
+        for leaf, is_paired in zip(leaves, paired, strict=True)
+    ]
 
 
 def _is_real(leaf: Any) -> bool:

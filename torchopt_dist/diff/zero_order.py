@@ -247,7 +247,14 @@ def noise_of(
 
 def _normal(seed: int, tensors: Sequence[Tensor]) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(tensor.shape, generator=generator, device="cpu") for tensor in tensors]
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device="cpu")
+
+    return [
+        torch.view_as_complex(normal(*tensor.shape, 2)) if tensor.is_complex() else normal(*tensor.shape)
+        for tensor in tensors
+    ]
 
 
 def _drawn(

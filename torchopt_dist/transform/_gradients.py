@@ -12,7 +12,7 @@ from torchopt_dist._vmap import values_of
 from torchopt_dist.transform._recorded_gradients import recorded_gradients
 from torchopt_dist.typing import OptionalTensor
 
-__all__ = ["gradients"]
+__all__ = ["gradients", "gradients_missing"]
 
 
 def gradients(
@@ -56,7 +56,7 @@ def gradients(
             retain_graph,
         )
     if all(grad is None for grad in found):
-        raise ValueError(_nothing_found(len(leaves), len(wanted)))
+        raise gradients_missing(len(leaves), len(wanted))
     out: list[OptionalTensor] = [None] * len(leaves)
     for (place, one), grad in zip(wanted.items(), found, strict=True):
         if grad is None:
@@ -79,7 +79,7 @@ def _outside_of_transforms(
     if loss.requires_grad and own:
         found = _differentiated(loss, own, create_graph, retain_graph)
     if all(grad is None for grad in found):
-        raise ValueError(_nothing_found(len(leaves), len(own)))
+        raise gradients_missing(len(leaves), len(own))
     if len(own) == len(leaves):
         return list(found)
     rest = iter(found)
@@ -94,7 +94,8 @@ def _differentiated(
     return _torch_private.grad_of_loss(loss, leaves, retain_graph=retain_graph)
 
 
-def _nothing_found(count: int, wanted: int) -> str:
+def gradients_missing(count: int, wanted: int) -> ValueError:
+    """The error for a loss that depends on none of ``count`` parameters, of which ``wanted`` require grad."""
     text = (
         "`loss` must depend on the parameters as they are now (was it computed before the last step? or under "
         "torch.no_grad? a MetaOptimizer's step takes a function, `optimizer.step(lambda: loss)`, and calls it with "
@@ -105,4 +106,4 @@ def _nothing_found(count: int, wanted: int) -> str:
             "; inside `vmap`, make the MetaOptimizer inside the function that is mapped, and the loss after it; "
             "inside `torch.func.grad`, give gradients to the `update` of a transformation"
         )
-    return text
+    return ValueError(text)

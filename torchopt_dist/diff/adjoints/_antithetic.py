@@ -22,6 +22,7 @@ from torchopt_dist.diff.adjoints._second_order import without_second_order
 from torchopt_dist.diff.adjoints._tasks import Tasks
 from torchopt_dist.diff.adjoints._undeclared import watched
 from torchopt_dist.diff.zero_order import noise_of, weighted_noise
+from torchopt_dist.ops._columns import as_real
 from torchopt_dist.typing import OptionalTensor
 
 __all__ = ["Parallel", "run_with_pairs"]
@@ -152,11 +153,12 @@ def _alike(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _amount(tensors: Sequence[Tensor], weights: Sequence[OptionalTensor]) -> Tensor | int:
-    """The sum of all products, 0-d."""
+    """The sum of all products, 0-d; a complex number is a pair of real ones."""
     return sum(
-        (tensor.double() * weight.double()).sum()
+        (one.double() * other.double()).sum()
         for tensor, weight in zip(tensors, weights, strict=True)
         if weight is not None
+        for one, other in zip(as_real([tensor]), as_real([weight]), strict=True)
     )
 
 

@@ -88,12 +88,21 @@ def run_with_differences(loop: Loop, radius: float, what: str, tasks: Tasks, *, 
         if at_the_end:
             between.carry = moved
         between.carry = Carry([leaf.detach() for leaf in between.carry.params], (), between.carry.buffers)
-        return moved
+        return moved if tasks.levels else moved._replace(params=_still_moved(loop, moved.params))
 
     outcome = loop.run(step, first)
     if 0 < len(outcome.losses) < loop.steps:  # `stop` has said so after the step
         return outcome._replace(carry=connected(*last[0]))
     return outcome
+
+
+def _still_moved(loop: Loop, params: Sequence[Tensor]) -> list[Tensor]:
+    """The parameters, of which those that the last loss did not use require grad: a loop after this one moves them."""
+    found = list(params)
+    for place in loop.model.moved_places:
+        if not found[place].requires_grad:
+            found[place] = found[place].detach().requires_grad_()
+    return [found[place] for place in loop.model.first_places]
 
 
 @dataclass

@@ -31,12 +31,12 @@ from torchopt_dist.diff.adjoints._carry import (
     StopFn,
     WatchFn,
 )
-from torchopt_dist.diff.adjoints._declared import differentiable
+from torchopt_dist.diff.adjoints._declared import depends_on, differentiable
 from torchopt_dist.diff.adjoints._in_place import moved_in_place, owned
 from torchopt_dist.diff.adjoints._model import Model
 from torchopt_dist.diff.adjoints._randomness import kept_generators, seed_step
 from torchopt_dist.linear_solve._closure import Substitute
-from torchopt_dist.transform._gradients import gradients
+from torchopt_dist.transform._gradients import gradients, gradients_missing
 from torchopt_dist.transform.apply_updates import apply_updates, differentiable_step
 from torchopt_dist.transform.base import GradientTransformation
 from torchopt_dist.typing import OptionalTensor, OptState
@@ -244,12 +244,14 @@ class Loop:
 
     def _gradient_in_transform(self, carry: Carry, number: int) -> Evaluation:
         others: list[Any] = []
+        used: list[bool] = []
 
         def objective(moved: list[Tensor]) -> tuple[Tensor, tuple[list[Tensor], list[Tensor]]]:
             leaves = list(carry.params)
             for place, leaf in zip(self.model.moved_places, moved, strict=True):
                 leaves[place] = leaf
             loss, aux, buffers = self.evaluate(self._tied(leaves), carry.buffers, number)
+            used[:] = depends_on(loss, moved)
             flat, spec = pytree.flatten(aux)
             tensors = [leaf for leaf in flat if isinstance(leaf, Tensor)]
             others[:] = [[_HERE if isinstance(leaf, Tensor) else leaf for leaf in flat], spec]
@@ -258,9 +260,13 @@ class Loop:
         given = [carry.params[place] for place in self.model.moved_places]
         with normalization_by_formula():
             found, (loss, (tensors, buffers)) = torch.func.grad_and_value(objective, has_aux=True)(given)
+        if not any(used):
+            raise gradients_missing(len(given), len(given))
         flat, rest = others[0], iter(tensors)
         aux = pytree.unflatten(others[1], [next(rest) if leaf is _HERE else leaf for leaf in flat])
-        return Evaluation(loss, aux, self._at_places(found), buffers)
+        # `torch.func` gives zeros for what a loss does not use, by which the optimizer would move it.
+        grads = [grad if is_used else None for grad, is_used in zip(found, used, strict=True)]
+        return Evaluation(loss, aux, self._at_places(grads), buffers)
 
     def swept(
         self,
