@@ -19,6 +19,7 @@ TORCHES ?= 2.11.0 2.13.0 newest
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+INSTALL := $(BIN)/python -m pip install -q --no-compile # each module is compiled at its first import, and most have none
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=20
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
 
@@ -34,10 +35,10 @@ help: ## show these targets
 $(STAMP): $(SOURCES)
 	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing $(TORCH)"
-	@$(BIN)/python -m pip install -q $(TORCH)
-	@$(BIN)/python -m pip install -q "setuptools>=77,<82" ninja wheel # torch 2.11 refuses 82
+	@$(INSTALL) $(TORCH)
+	@$(INSTALL) "setuptools>=77,<82" ninja wheel # torch 2.11 refuses 82
 	@echo "building and installing torchopt_dist"
-	@$(BIN)/python -m pip install -q --no-build-isolation -e ".[test]"
+	@$(INSTALL) --no-build-isolation -e ".[test]"
 	@touch $@
 
 demo: $(STAMP) ## install, then MAML on handwritten digits on two worker processes
