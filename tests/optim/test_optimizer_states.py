@@ -317,6 +317,23 @@ def test_states_go_to_torch_and_back(name, options):
         assert [state["step"].item() for state in saved["state"].values()] == [9]
 
 
+@pytest.mark.parametrize("name", IN_TORCH)
+def test_a_state_goes_to_torch_if_a_parameter_has_had_no_gradient(name):
+    a, b = leaf(), leaf()
+    options = {"lr": 0.1}
+    ours = getattr(todist, name)([a, b], **options)
+    go(ours, a, [1.0])
+    theirs = getattr(torch.optim, name)([a, b], **options)
+    theirs.load_state_dict(copy.deepcopy(ours.state_dict()))
+    go(theirs, b, [1.0])
+    x, y = leaf(), leaf()
+    unbroken = getattr(torch.optim, name)([x, y], **options)
+    unbroken.load_state_dict({**theirs.state_dict(), "state": {}})
+    go(unbroken, x, [1.0])
+    go(unbroken, y, [1.0])
+    torch.testing.assert_close([a, b], [x, y])
+
+
 def test_steps_are_counted_by_parameter_where_torch_wants_that():
     a, b = leaf(), leaf()
     optimizer = todist.RMSprop([a, b])

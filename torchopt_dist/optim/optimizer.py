@@ -276,13 +276,13 @@ class Optimizer(torch.optim.Optimizer):
         if state is not None:
             scatter(self, group, layout, state, overwrite=self._shares_memory)
         if self._counts_for_torch:
+            self._begin_counts(params)
             self._count([p for p, grad in zip(params, grads, strict=True) if grad is not None])
         if self._schedules.rules(index, group):
             self._schedules.advance(index, group)
 
     def _count(self, params: list[Tensor]) -> None:
         """Count a step of these parameters, as torch's class does and wants to find it in a state."""
-        self._begin_counts(params)
         bias_correction.count_up_([self.state[p][COUNT] for p in params])
 
     def _begin_counts(self, params: list[Tensor]) -> None:
