@@ -100,7 +100,7 @@ def _update(
 def _hooked(hook: Hook, update: Tensor) -> Tensor:
     """The same tensor under a second name that has the hook, so that the given one is left alone."""
     held = values_of(update)
-    if not held.values.requires_grad:
+    if not (held.values.requires_grad and torch.is_grad_enabled()):
         return update
     alias = held._replace(values=held.values.view_as(held.values))
     alias.register_hook(hook)

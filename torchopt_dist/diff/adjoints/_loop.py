@@ -89,6 +89,11 @@ class Loop:
         return ()
 
     @property
+    def constant_state(self) -> frozenset[int]:
+        """Places of the leaves of the state that are known to have no gradient."""
+        return frozenset()
+
+    @property
     def tensors(self) -> list[Tensor]:
         """All tensors that may have a gradient: initial parameters, initial state, then ``declared``; each once."""
         first = [self.first.params[place] for place in self.model.moved_places]

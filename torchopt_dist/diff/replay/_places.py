@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -10,11 +12,16 @@ from torchopt_dist.diff.adjoints._loop import Carry, Evaluation, Loop
 from torchopt_dist.diff.replay._reverse_mode import leaf_like, leaves_at
 from torchopt_dist.typing import OptionalTensor
 
-__all__ = ["portions", "state_places"]
+__all__ = ["has_derivative", "of_frozen_parameters", "portions", "state_places"]
 
 
 def state_places(loop: Loop) -> list[int]:
-    """Which leaves of the optimizer's state may have a gradient: those that depend on gradients or have a history."""
+    """Which leaves of the optimizer's state may have a gradient: those that depend on gradients or have a history.
+
+    What a step does may depend on the state's values, as with :func:`~torchopt_dist.transform.multi_steps`, so that one
+    step does not show them all: those that it leaves alone are taken to be among them, but for those of frozen
+    parameters.
+    """
     leaves, spec = pytree.flatten(loop.first.state)
     places = {n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad}
     params = leaves_at(loop.first.params, loop.model.moved_places)
@@ -27,8 +34,43 @@ def state_places(loop: Loop) -> list[int]:
         after = pytree.flatten(loop.moved(Carry(params, state, []), found, record=True).state)[0]
         reached = {n for n, leaf in enumerate(after) if isinstance(leaf, Tensor) and leaf.requires_grad}
         if reached <= places:
-            return sorted(places)
+            break
         places |= reached
+    pairs = enumerate(zip(leaves, after, strict=True))
+    alone = {n for n, (old, new) in pairs if has_derivative(old) and _is_same_memory(old, new)}
+    return sorted(places | (alone - (loop.constant_state if loop.samples else of_frozen_parameters(loop))))
+
+
+def of_frozen_parameters(loop: Loop) -> frozenset[int]:
+    """Places of the leaves of the state that belong to parameters without a gradient: those under the same names."""
+    model, (leaves, spec) = loop.model, pytree.flatten(loop.first.state)
+    moved = set(model.moved_places)
+    pairs = enumerate(zip(model.paths(), loop.first.params, strict=True))
+    still = {path: param.shape for place, (path, param) in pairs if place not in moved}
+    lengths = {len(path) for path in still}
+
+    def belongs(path: tuple[Any, ...], leaf: Tensor) -> bool:
+        shapes = [still.get(path[len(path) - length :]) for length in lengths]
+        return any(
+            shape is not None and leaf.shape in (shape, ()) for shape in shapes
+        )  # a count has no shape
+
+    return frozenset(
+        place
+        for place, (path, leaf) in enumerate(zip(spec.paths(), leaves, strict=True))
+        if isinstance(leaf, Tensor) and belongs(path, leaf)
+    )
+
+
+def has_derivative(leaf: Any) -> bool:
+    """Whether a leaf is a tensor of real or complex numbers."""
+    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+
+
+def _is_same_memory(old: Tensor, new: Any) -> bool:
+    """Whether they have the same numbers, since one is the other, perhaps by way of a ``vmap``."""
+    same_shape = isinstance(new, Tensor) and new.shape == old.shape
+    return new is old or (same_shape and new.data_ptr() == old.data_ptr() and new.stride() == old.stride())
 
 
 def portions(loop: Loop, count: int) -> list[frozenset[int]]:

@@ -18,6 +18,7 @@ from torchopt_dist import pytree
 from torchopt_dist._torch_private import vmaps
 from torchopt_dist._vmap import Values, Vmaps, for_each_sample, values_of
 from torchopt_dist.diff.adjoints._loop import Carry, Evaluation, Loop, Outcome
+from torchopt_dist.diff.replay._places import has_derivative, of_frozen_parameters
 from torchopt_dist.transform.base import GradientTransformation
 from torchopt_dist.typing import OptionalTensor
 
@@ -69,6 +70,10 @@ class VmappedLoop(Loop):
     @property
     def samples(self) -> tuple[int, ...]:
         return self.around.sizes
+
+    @property
+    def constant_state(self) -> frozenset[int]:
+        return self.same_state
 
     @property
     def trains_in_place(self) -> bool:
@@ -179,7 +184,10 @@ def over_samples(loop: Loop, around: Vmaps) -> VmappedLoop:
 
 
 def _same_state(loop: Loop) -> frozenset[int]:
-    """The leaves of the optimizer's state that stay the same for all samples, when gradients differ."""
+    """The leaves of the optimizer's state that stay the same for all samples, when gradients differ.
+
+    A leaf that a step leaves alone may be changed by a later one, unless it is that of a frozen parameter.
+    """
     leaves, spec = pytree.flatten(loop.first.state)
     params = _each(for_each_sample, loop.first.params, frozenset())
     grads: list[OptionalTensor] = [None] * len(params)
@@ -192,8 +200,10 @@ def _same_state(loop: Loop) -> frozenset[int]:
         after = pytree.flatten(loop.moved(Carry(params, state, []), found, record=False).state)[0]
         still = frozenset(place for place in same if _is_same_for_all(after[place]))
         if still == same:
-            return same
+            break
         same = still
+    alone = frozenset(n for n in same if after[n] is leaves[n] and has_derivative(leaves[n]))
+    return same - (alone - of_frozen_parameters(loop))
 
 
 def outcome_of_samples(loop: VmappedLoop, outcome: Outcome) -> Outcome:
