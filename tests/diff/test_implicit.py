@@ -22,6 +22,7 @@ SOLVES = {
     "bicgstab": linear_solve.solve_bicgstab(rtol=1e-13),
     "neumann": linear_solve.solve_neumann(alpha=0.2, rtol=1e-13, maxiter=2000),
     "a function": lambda matvec, b: linear_solve.solve_cg(rtol=1e-13)(matvec, b),
+    "a function of the transpose": lambda matvec, b: linear_solve.solve_normal_cg(rtol=1e-13)(matvec, b),
 }
 
 

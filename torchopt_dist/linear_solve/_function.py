@@ -65,7 +65,7 @@ class _FunctionSolver(Solver):
                 randomness="same",
             )
             return one(params, b)
-        matvec: Any = functools.partial(_product, spec, operator.prepared(params, b))
+        matvec: Any = functools.partial(_product, spec, operator, params, operator.prepared(params, b))
         if transforms_are_active():  # a prepared product hides its tensors from them
             matvec = functools.partial(_product_of, spec, operator, params)
         x = self.function(matvec, pytree.unflatten(spec, b))
@@ -76,8 +76,12 @@ class _FunctionSolver(Solver):
         raise NotImplementedError("the function is called instead")
 
 
-def _product(spec: pytree.PyTreeSpec, product: Product, vector: TensorTree) -> Any:
+def _product(
+    spec: pytree.PyTreeSpec, operator: LinearOperator, params: Tensors, product: Product, vector: TensorTree
+) -> Any:
     leaves = pytree.flatten_like(spec, vector, "vector", "b")
+    if torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves):
+        return _product_of(spec, operator, params, vector)  # for products with the transpose
     with torch.enable_grad():
         return pytree.unflatten(spec, [leaf.detach() for leaf in product(leaves)])
 

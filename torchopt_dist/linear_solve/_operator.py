@@ -122,21 +122,22 @@ class RidgeOperator(_Wrapper):
 
     def apply(self, params: Tensors, vector: Tensors) -> Tensors:
         """Multiply, differentiably."""
-        return self.prepared(params, vector)(vector)
+        ridge, *others = params
+        return _plus_ridge(self.inner.apply(others, vector), ridge, vector)
 
     def prepared(self, params: Tensors, like: Tensors) -> Product:
         """Fix the parameters."""
         ridge, *others = params
         product = self.inner.prepared(others, like)
-
-        def with_ridge(vector: Tensors) -> Tensors:
-            return [a + ridge.to(v) * v for a, v in zip(product(vector), vector, strict=True)]
-
-        return with_ridge
+        return lambda vector: _plus_ridge(product(vector), ridge, vector)
 
     def transposed(self) -> LinearOperator:
         """The operator of the transposed matrix."""
         return RidgeOperator(self.inner.transposed())
+
+
+def _plus_ridge(product: Tensors, ridge: Tensor, vector: Tensors) -> Tensors:
+    return [a + ridge.to(v) * v for a, v in zip(product, vector, strict=True)]
 
 
 @dataclass(frozen=True)
