@@ -21,7 +21,7 @@ from tests.distributed.programs import kept
 from torchopt_dist.distributed import _late_tensors, _multicast, _relay, _streams
 from torchopt_dist.distributed._gradient_streams import Deferred, GradientStreams
 from torchopt_dist.distributed._group import current_group
-from torchopt_dist.distributed._kept_graphs import KeptGraph, KeptGraphs
+from torchopt_dist.distributed._kept_graphs import GIVEN_UP, KeptGraph, KeptGraphs
 from torchopt_dist.distributed._payload import ExecutionOptions, group_by_worker
 from torchopt_dist.distributed._streams import CHUNK, LARGE, Streams, chunks_of
 from torchopt_dist.distributed._tree import tree
@@ -156,6 +156,16 @@ def test_a_graph_that_is_there_after_its_caller_was_lost_is_not_kept():
     assert not len(graphs)
     graphs.keep((1, 2), KeptGraph([], []))  # of the rank's next process
     assert len(graphs) == 1
+
+
+def test_graphs_that_never_come_are_not_remembered_for_ever():
+    """A function that raises makes no graph, and its caller releases it all the same."""
+    graphs = KeptGraphs()
+    for number in range(3 * GIVEN_UP):
+        graphs.release((0, number))
+    assert len(vars(graphs)["_given_up"]) == GIVEN_UP
+    graphs.keep((0, 3 * GIVEN_UP - 1), KeptGraph([], []))
+    assert not len(graphs)
 
 
 @pytest.mark.parametrize("fan_out", [0, -1, True, 2.0, "all"])

@@ -228,6 +228,45 @@ def test_the_first_answer_of_a_backward_that_is_late_counts(world, tmp_path):
     assert survive(world(3), body) == (27.0, [1, 2, 2], 0, 0)
 
 
+class LateSecondBackward(torch.autograd.Function):
+    """The identity; the backward of its backward runs on two workers, of which one is later."""
+
+    @staticmethod
+    def forward(ctx, x, folder, winner, order):
+        ctx.folder, ctx.winner, ctx.order = folder, winner, order
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.order == 2:
+            rank = todist.get_rank()
+            say(ctx.folder / f"begun{rank}")
+            assert watch(ctx.folder / ("counted" if rank != ctx.winner else "begun2"), 60)
+        return LateSecondBackward.apply(grad, ctx.folder, ctx.winner, ctx.order + 1), None, None, None
+
+
+def late_second_backward(folder, x, winner):
+    return LateSecondBackward.apply(x, folder, winner, 1) ** 3
+
+
+@pytest.mark.parametrize("winner", [1, 2])
+def test_a_second_backward_that_runs_twice_leaves_no_graph(world, tmp_path, winner):
+    """Neither those of the request nor those that lead there, on the worker that was sooner done or the other."""
+
+    def body():
+        x = torch.full((), 3.0, requires_grad=True)
+        call = todist.parallelize(1, lambda values: values[0], hedge_after=0.1)(late_second_backward)
+        value = call(tmp_path, x, winner)
+        (first,) = torch.autograd.grad(value, x, create_graph=True)
+        (second,) = torch.autograd.grad(first, x, retain_graph=True)
+        (again,) = torch.autograd.grad(value, x)
+        say(tmp_path / "counted")
+        del value, first
+        return second.item(), again.item(), kept_on(1), kept_on(2)
+
+    assert survive(world(3), body) == (18.0, 27.0, 0, 0)
+
+
 def noise(folder, x):
     """Random numbers, drawn in two parts with time between."""
     first = torch.rand(())

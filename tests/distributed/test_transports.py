@@ -375,6 +375,30 @@ def test_a_lack_of_memory_for_a_message_on_the_worker_is_a_reply(world, chosen, 
     assert world(2, env=chosen).run(body)[0] == (MemoryError, ("no room",), [1])
 
 
+def test_a_lack_of_memory_for_a_message_of_the_caller_leaves_no_request(world, chosen):
+    """At the end, the group would wait for its reply."""
+
+    def body():
+        module = sys.modules[type(current_group().transport).__module__]
+        usual = module.to_wire
+
+        def refuse(message, *known, **options):
+            if b"heavy" in message.skeleton:
+                raise MemoryError("no room")
+            return usual(message, *known, **options)
+
+        module.to_wire = refuse
+        x = torch.ones(1, requires_grad=True)
+        with pytest.raises(MemoryError, match="no room"):
+            todist.remote_sync_call(lambda x: ("heavy", x), args=(x,), partitioner=1)
+        until = time.monotonic() + 20  # the release of the graph is answered soon
+        while todist.status()[0].requests:
+            assert time.monotonic() < until
+        return todist.remote_call(1, float, x)
+
+    assert world(2, env=chosen).on_zero(body) == 1.0
+
+
 def test_a_worker_that_dies_in_a_call_is_lost_and_the_others_go_on(chosen):
     def main():
         if todist.get_rank() == 0:

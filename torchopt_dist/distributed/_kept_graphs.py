@@ -14,6 +14,10 @@ from torchopt_dist.distributed._replicas import Home
 
 __all__ = ["KeptGraph", "KeptGraphs"]
 
+GIVEN_UP = 1 << 12
+"""How many keys are remembered of graphs that were released before they were there. Most never come: a function has
+raised an error, or another worker was sooner done."""
+
 
 @dataclass
 class KeptGraph:
@@ -55,7 +59,7 @@ class KeptGraphs:
         self._has_gone = has_gone
         self.known = set() if known is None else known
         self._graphs: dict[Key, KeptGraph] = {}
-        self._given_up: set[Key] = set()
+        self._given_up: dict[Key, None] = {}  # the last ones, the oldest first
         self._lock = threading.RLock()  # a finalizer may release a graph while its thread is at work here
 
     def __len__(self) -> int:
@@ -65,7 +69,7 @@ class KeptGraphs:
         """Keep a graph, unless its caller has stopped waiting for it, or was lost before the graph was there."""
         with self._lock:
             if key in self._given_up:
-                self._given_up.remove(key)
+                del self._given_up[key]
             elif not self._has_gone(key):
                 self._graphs[key] = graph
 
@@ -93,7 +97,9 @@ class KeptGraphs:
         """Forget a graph, also a future one, of a call whose caller has stopped waiting."""
         with self._lock:
             if self._graphs.pop(key, None) is None:
-                self._given_up.add(key)
+                self._given_up[key] = None
+                if len(self._given_up) > GIVEN_UP:
+                    del self._given_up[next(iter(self._given_up))]
 
     def forget_caller(self, rank: int) -> None:
         """Forget the graphs of a caller that is lost, since it releases none."""

@@ -198,7 +198,7 @@ class Retries:
         self, ask: Ask, worker: int, transport: Sender, requests: list[Sent], reply: Future[Message]
     ) -> None:
         error = reply.exception()
-        if error is None and len(requests) > 1:
+        if error is None and len(requests) > 1 and not ask.answered:
             error = self._difference(worker, requests[0], reply.result())
             if error is None:
                 self._send(ask, worker, transport, requests[1:])
@@ -236,9 +236,10 @@ class Retries:
             else:
                 settled = result
             ask.answered |= settled is not None
-        for other in late - {self._me}:
-            for graph in ask.graphs:
-                self._releaser.release(self._transport, other, graph.key)
+        for other in late:
+            self._let_go(ask, other)
+        if isinstance(result, BaseException) and not self.is_lost(worker) and worker != ask.first:
+            self._let_go(ask, worker)
         if isinstance(settled, Message):
             if transport is not ask.transport or worker != ask.first:
                 self._move(ask, worker, transport)
@@ -247,15 +248,25 @@ class Retries:
             ask.future.set_exception(settled)
         self._assign()
 
+    def _let_go(self, ask: Ask, worker: int) -> None:
+        """Let a worker forget what it has made of a request, or is about to make."""
+        if worker == self._me:
+            return  # what is made here goes with its transport
+        keys = [graph.key for graph in ask.graphs]
+        if worker != ask.first:  # it makes the graphs that lead there, too
+            keys += [key for key, _ in ask.before]
+        for key in keys:
+            self._releaser.release(self._transport, worker, key)
+
     def _move(self, ask: Ask, worker: int, transport: Sender) -> None:
         """Note that a worker has made the graphs of a request again."""
         for graph in ask.graphs:
             graph.moved(worker, transport)
         for key, record in ask.before:
             earlier = record()
-            if earlier is not None:
+            if earlier is not None and earlier.worker == ask.first and ask.transport.has_lost(ask.first):
                 earlier.moved(worker, transport)
-            elif worker != self._me:
+            elif worker != self._me:  # the graph is where it was
                 self._releaser.release(self._transport, worker, key)
 
     def _name(self, worker: int) -> str:

@@ -82,15 +82,15 @@ class RPCTransport:
 
     def send(self, worker: int, request: Message, timeout: float) -> Future[Message]:
         """See :class:`~torchopt_dist.distributed.transport.base.Transport`."""
+        wire = None
+        if not is_skeleton(request):  # an error here, such as a lack of memory, leaves nothing to wait for
+            wire = to_wire(request, self._sent[worker], direct=self._sends_directly_to(worker))
         future = self._pending.add(worker)
         self._group.membership.watch(worker)
         failure = self._group.membership.failures.get(worker)
         if failure is not None:
             self.worker_lost(worker, failure.error())
         else:
-            wire = None
-            if not is_skeleton(request):
-                wire = to_wire(request, self._sent[worker], direct=self._sends_directly_to(worker))
             self._start(worker, request, wire, timeout, future)
         return future
 

@@ -155,6 +155,10 @@ class ZMQTransport:
             incarnation: the incarnation of the receiving process; ``None`` means the present one.
         """
         self.about_to_wait()  # for the reply
+        wire, frames = None, _skeleton_alone(request)
+        if not is_skeleton(request):  # an error here, such as a lack of memory, leaves nothing to wait for
+            wire = to_wire(request, self._sent[worker], whole_storages=False)
+            frames = to_frames(wire)
         future = self._pending.add(worker)
         self._group.membership.watch(worker)
         present = self._mesh.incarnation(worker)
@@ -163,10 +167,6 @@ class ZMQTransport:
         if failure is not None:
             settle(future, failure.error())
             return future
-        wire, frames = None, _skeleton_alone(request)
-        if not is_skeleton(request):
-            wire = to_wire(request, self._sent[worker], whole_storages=False)
-            frames = to_frames(wire)
         number = next(self._numbers)
         self._asked[number] = _Asked(future, worker, request, wire)
         future.add_done_callback(lambda _: self._asked.pop(number, None))
