@@ -246,6 +246,26 @@ class Kept:
 KEPT = []
 
 
+def test_gradients_of_two_leaves_are_added_to_each_on_its_own():
+    """Also where the same gradient leads to both: a second backward adds to ``.grad`` in place."""
+
+    def body():
+        x, y = (torch.linspace(0, 1, size, requires_grad=True) for size in (5, 5))
+        for call in (
+            lambda: sum(todist.remote_call(0, torch.flatten, each) for each in (x, y)),
+            lambda: sum(todist.map(torch.flatten, [x, y])),
+            lambda: todist.map(torch.flatten, [x, y], reducer=todist.sum_reducer),
+        ):
+            x.grad = y.grad = None
+            loss = call().sin().sum()
+            loss.backward(retain_graph=True)
+            loss.backward()
+            expected = 2 * (x + y).detach().cos()
+            torch.testing.assert_close([x.grad, y.grad], [expected, expected])
+
+    alone(body)
+
+
 @pytest.mark.parametrize("end", ["dropped", "differentiated", "failed"])
 def test_the_graph_of_a_share_ends_with_the_caller_s(end):
     def function(x):

@@ -5,16 +5,19 @@ Python's global lock while it holds the mutex; a ``torch.autograd.Function`` is 
 asks for the mutex. So an operation in one thread and a ``Function`` in another one, both on a leaf that has no
 accumulator yet, can wait for each other (seen in torch 2.11, 2.13 and 2.15). Where the accumulator exists, neither
 thread asks for the other's lock.
+
+An accumulator makes the first gradient that it gets the leaf's ``.grad``, and adds the next one to it in place. So two
+leaves must not get gradients that lie in the same memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-__all__ = ["hold_grad_accumulators"]
+__all__ = ["apart_from", "hold_grad_accumulators"]
 
 
 def hold_grad_accumulators(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -28,3 +31,17 @@ def hold_grad_accumulators(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 def _may_lack_accumulator(tensor: Tensor) -> bool:
     return tensor.requires_grad and tensor.is_leaf and tensor.layout is torch.strided and not tensor.is_nested
+
+
+def apart_from(others: Iterable[Tensor], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Gradients in memory that is not that of others, which may be on their way to another leaf.
+
+    Args:
+        others: the others.
+        grads: the gradients.
+    """
+    taken = {other.untyped_storage().data_ptr() for other in others if other.numel()}
+    return [
+        grad if grad is None or grad.untyped_storage().data_ptr() not in taken else grad.clone()
+        for grad in grads
+    ]

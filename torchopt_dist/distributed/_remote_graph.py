@@ -36,6 +36,7 @@ from torchopt_dist.distributed._ask import Ask, Sent
 from torchopt_dist.distributed._device_placement import receiving_device
 from torchopt_dist.distributed._direct_copy import packed_directly
 from torchopt_dist.distributed._future import Future
+from torchopt_dist.distributed._grad_accumulators import apart_from
 from torchopt_dist.distributed._gradient_sums import with_gradients
 from torchopt_dist.distributed._group import Group, find_group
 from torchopt_dist.distributed._here import Beside, Here
@@ -376,6 +377,8 @@ class RemoteGraph:
         grads = finish()
         if whole and not recorded:
             grads = [whole.get(place, grad) for place, grad in enumerate(grads)]
+        if isinstance(self.transport, Here) and not recorded:
+            grads = apart_from(message.tensors, grads)
         # A worker may have computed on its GPU what came from a CPU.
         return [g if g is None else g.to(x.device) for g, x in zip(grads, tensors, strict=True)]
 
