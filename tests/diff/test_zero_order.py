@@ -182,6 +182,13 @@ def identity(x):
         ),
         (lambda: zero_order(NORMAL)(identity)(3), ValueError, "must have a floating-point tensor among them"),
         (
+            lambda: zero_order(NORMAL)(lambda pair: pair[0].sum())(
+                [POINT, torch.zeros(2, dtype=torch.complex64, requires_grad=True)]
+            ),
+            TypeError,
+            "must have no complex tensor that requires grad",
+        ),
+        (
             lambda: zero_order(NORMAL)(lambda x: x)(POINT),
             ValueError,
             r"must return one number, got a tensor of shape \(3,\)",

@@ -72,7 +72,8 @@ def zero_order(
         ValueError: ``method`` is unknown, ``num_samples`` or ``chunk_size`` is below 1, ``sigma`` is not above 0; or,
             in a call, there is no argument of that position, the function does not return one number, or noise has
             another shape than its tensor.
-        TypeError: ``distribution`` has no ``sample`` and is not a function, or an argument has the wrong type.
+        TypeError: ``distribution`` has no ``sample`` and is not a function, or an argument has the wrong type; or, in a
+            call, a complex tensor is to get a gradient.
 
     Example:
         >>> import torch
@@ -149,6 +150,11 @@ def estimate(
     ours = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     if not ours:
         raise ValueError(f"the arguments {list(places)} must have a floating-point tensor among them")
+    if any(isinstance(leaf, Tensor) and leaf.is_complex() and leaf.requires_grad for leaf in leaves):
+        raise TypeError(
+            f"the arguments {list(places)} must have no complex tensor that requires grad, since there is no estimate "
+            "for it: pass `torch.view_as_real(...)` of it"
+        )
     rest = [None if n in set(ours) else leaf for n, leaf in enumerate(leaves)]
     given: Any = [list(args), kwargs]
     cut, named = pytree.map_tensors(Tensor.detach, given)
