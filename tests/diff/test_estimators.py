@@ -417,6 +417,27 @@ def test_implicit_of_complex_parameters_whose_hessian_is_not_a_complex_matrix():
     torch.testing.assert_close(gradient, torch.tensor([1.0 - 3.0j, -2.0j], dtype=torch.complex128))
 
 
+@pytest.mark.parametrize("name", SAMPLED)
+def test_evolution_strategies_of_a_loss_under_a_checkpoint(name):
+    w = torch.tensor([0.5, -0.3], dtype=torch.float64, requires_grad=True)
+    first = torch.tensor([0.7, 1.2], dtype=torch.float64, requires_grad=True)
+    scale = first * 1.0
+
+    def part(w):
+        return (w * scale).sin().sum()
+
+    def again(w):
+        return torch.utils.checkpoint.checkpoint(part, w, use_reentrant=False)
+
+    found = []
+    for loss in (part, again):  # backward computes the second one again, with the noise of the pair
+        torch.manual_seed(0)
+        adapted = todist.inner_loop(loss, todist.sgd(lr=0.1), w, 3, meta=scale, adjoint=SAMPLED[name], seed=0)
+        found += torch.autograd.grad(adapted.params.sin().sum(), first, retain_graph=True)
+    assert found[0].any()
+    torch.testing.assert_close(found[1], found[0])
+
+
 def test_evolution_strategies_of_complex_tensors_have_noise_in_both_parts():
     target = torch.tensor(1.0 + 2.0j, dtype=torch.complex128, requires_grad=True)
     w = torch.tensor(0.5 - 1.0j, dtype=torch.complex128, requires_grad=True)

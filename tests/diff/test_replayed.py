@@ -398,3 +398,12 @@ def test_no_gradient_is_asked_of_what_has_none():
     p: Tensor = torch.ones(3, dtype=D, requires_grad=True)
     result = todist.inner_loop(lambda p: (p**2).sum(), todist.adam(lr=0.1), p, 0, adjoint=todist.Replayed())
     assert torch.equal(torch.autograd.grad(result.params.sum(), p)[0], torch.ones(3, dtype=D))
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's, of TorchScript; and that steps are recorded
+def test_a_part_of_a_loss_in_torchscript_takes_no_tangents_and_is_recorded():
+    program = torch.jit.CompilationUnit("def part(w: Tensor, m: Tensor):\n    return (w * m).sin().sum()\n")
+    m = torch.tensor([0.7, 1.2], dtype=D, requires_grad=True)
+    w = torch.tensor([0.5, -0.3], dtype=D, requires_grad=True)
+    adjoint = todist.Replayed(snapshots=1, sweep="forward")
+    agree(both(lambda w: program.part(w, m), w, 4, ins=[w, m], replayed=adjoint, meta=m))

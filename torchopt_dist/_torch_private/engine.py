@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from operator import methodcaller
 from typing import Any
 
@@ -23,6 +24,7 @@ def grad_of_loss(
     *,
     retain_graph: bool | None = None,
     create_graph: bool = False,
+    in_modes: bool = False,
 ) -> tuple[OptionalTensor, ...]:
     """``torch.autograd.grad`` of a loss, with ``allow_unused=True``, but without looking at its arguments.
 
@@ -35,18 +37,23 @@ def grad_of_loss(
         bar: the gradient of the loss, of its shape and dtype; 1, for a loss of one element, if not given.
         retain_graph: as torch's.
         create_graph: likewise.
+        in_modes: what the pass calls, such as a part of the loss under a checkpoint, is seen by the modes of
+            ``__torch_function__`` that are active; so it runs in this thread.
     """
     run = getattr(getattr(torch.autograd.Variable, "_execution_engine", None), "run_backward", None)
-    is_plain = loss.is_cpu and (bar is not None or loss.is_floating_point())
-    if run is None or not is_plain or has_torch_function((loss, *inputs)) or torch.compiler.is_compiling():
+    is_plain = (loss.is_cpu or in_modes) and (bar is not None or loss.is_floating_point())
+    is_seen = not in_modes and has_torch_function((loss, *inputs))
+    if run is None or not is_plain or is_seen or torch.compiler.is_compiling():
         return torch.autograd.grad(
             loss, inputs, bar, retain_graph=retain_graph, create_graph=create_graph, allow_unused=True
         )
     bars = (torch.ones_like(loss, memory_format=torch.preserve_format) if bar is None else bar,)
     keep = create_graph if retain_graph is None else retain_graph
-    found: tuple[OptionalTensor, ...] = run(
-        (loss,), bars, keep, create_graph, tuple(inputs), allow_unreachable=True, accumulate_grad=False
-    )
+    threads = torch.autograd.set_multithreading_enabled(False) if in_modes else nullcontext()
+    with threads:
+        found: tuple[OptionalTensor, ...] = run(
+            (loss,), bars, keep, create_graph, tuple(inputs), allow_unreachable=True, accumulate_grad=False
+        )
     return found
 
 

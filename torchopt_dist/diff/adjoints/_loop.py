@@ -298,7 +298,8 @@ class Loop:
         found: Sequence[OptionalTensor] = [None] * len(wanted)
         if loss.requires_grad:
             ones = None if loss.numel() == 1 and loss.is_floating_point() else torch.ones_like(loss)
-            found = grad_of_loss(loss, wanted, ones)
+            with self.substituted():  # a checkpoint calls a part of the loss again
+                found = grad_of_loss(loss, wanted, ones, in_modes=self.others is not None)
         return Evaluation(loss, aux, list(found), after)
 
     def evaluate(
