@@ -169,8 +169,24 @@ def test_random_loops_have_the_gradients_of_recorded_ones() -> None:
                 "replayed in vmap": (drawn.adjoint(), True),
             }
         for way, (adjoint, vmap) in ways.items():
-            told = f"TODIST_FUZZ_SEED={seed}, {way}, {adjoint}"
-            for one, other in zip(drawn.found(adjoint, vmap=vmap), expected, strict=True):
-                torch.testing.assert_close(
-                    one, other, rtol=1e-7, atol=1e-9, msg=lambda m, told=told: f"{told}: {m}"
-                )
+            found = drawn.found(adjoint, vmap=vmap)
+            try:
+                torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
+            except AssertionError as error:
+                differs = _beyond_rounding(seed, found, expected)
+                assert not differs, f"TODIST_FUZZ_SEED={seed}, {way}, {adjoint}: {error}"
+
+
+def _beyond_rounding(seed: int, found: list[Tensor], expected: list[Tensor]) -> bool:
+    """Whether they differ by more than recorded ones do if the inputs are changed by a little more than rounding.
+
+    A normalization of rows that are almost constant has second derivatives of 1e11, and few digits of them are right.
+    """
+    drawn = Drawn(seed)
+    for tensor in drawn.tensors():
+        tensor.data *= 1 + 1e-14 * torch.randn_like(tensor)
+    drawn.factor = drawn.scale.sin()
+    allowed = [
+        (a - b).abs().max() for a, b in zip(drawn.found(todist.Recorded(), vmap=False), expected, strict=True)
+    ]
+    return any((a - b).abs().max() > limit for a, b, limit in zip(found, expected, allowed, strict=True))
