@@ -1,7 +1,7 @@
 """Random chains of transformations move parameters as loops written by hand do, and so do all their derivatives.
 
 Each link stands here once more, as a function of one parameter's gradient and a dictionary that it remembers things in.
-``TODIST_FUZZ_SEED=<seed>`` runs the chains from this seed on.
+``make fuzz`` runs more of them, from a seed by chance; ``TODIST_FUZZ_SEED=<seed>`` runs the chains from this seed on.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from torch import Tensor
 import torchopt_dist as todist
 from torchopt_dist import transform
 
-SEED = int(os.environ.get("TODIST_FUZZ_SEED") or random.randrange(10**9))
-CHAINS, STEPS = int(os.environ.get("TODIST_FUZZ_CHAINS") or 40), 4
+MORE = os.environ.get("TODIST_FUZZ_CHAINS")
+SEED = int(os.environ.get("TODIST_FUZZ_SEED") or (random.randrange(10**9) if MORE else 0))
+CHAINS, STEPS = int(MORE or 40), 4
 KINDS = ["scale", "value", "norm", "decay", "trace", "adam", "adamax"]
 KINDS += ["rms", "rss", "adadelta", "schedule", "nan", "masked", "ema", "lion", "trust", "partition"]
 
