@@ -417,6 +417,30 @@ def test_implicit_of_complex_parameters_whose_hessian_is_not_a_complex_matrix():
     torch.testing.assert_close(gradient, torch.tensor([1.0 - 3.0j, -2.0j], dtype=torch.complex128))
 
 
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_a_meta_tensor_that_is_overwritten_before_backward_is_an_error(name):
+    w, meta = torch.ones(2, requires_grad=True), torch.full((2,), 3.0, requires_grad=True)
+    adapted = todist.inner_loop(
+        lambda w: (w - meta).square().sum(), todist.sgd(lr=0.25), w, 2, meta=meta, adjoint=ESTIMATORS[name]
+    )
+    with torch.no_grad():
+        meta.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        adapted.params.sum().backward()
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_so_are_first_parameters_where_the_loop_is_run_again_from_them(name):
+    w, meta = torch.ones(2, requires_grad=True), torch.full((2,), 3.0, requires_grad=True)
+    adapted = todist.inner_loop(
+        lambda w: (w - meta).square().sum(), todist.sgd(lr=0.25), w, 2, meta=meta, adjoint=SAMPLED[name]
+    )
+    with torch.no_grad():
+        w.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        adapted.params.sum().backward()
+
+
 @pytest.mark.parametrize("name", SAMPLED)
 def test_evolution_strategies_of_a_loss_under_a_checkpoint(name):
     w = torch.tensor([0.5, -0.3], dtype=torch.float64, requires_grad=True)

@@ -183,11 +183,16 @@ class _Estimate(torch.autograd.Function):
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.pairs, ctx.seeds, ctx.parallel, ctx.made, ctx.given = pairs, seeds, parallel, made, given
+        first = (
+            [] if pairs.tasks.levels else [pairs.loop.first.params[n] for n in pairs.loop.model.moved_places]
+        )
+        ctx.save_for_backward(*tensors[len(made) :], *first)
         ctx.set_materialize_grads(False)
         return tuple(tensor.detach().clone() for tensor in tensors[: len(made)])
 
     @staticmethod
     def backward(ctx: Any, *grads: OptionalTensor) -> tuple[OptionalTensor, ...]:
+        _ = ctx.saved_tensors  # an error of torch's where one was overwritten
         weights = tuple(
             None if grad is None else Values(grad.detach(), one.dims)
             for one, grad in zip(ctx.made, grads, strict=True)
