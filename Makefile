@@ -52,7 +52,8 @@ quick: $(STAMP) ## the tests that start no processes
 
 fuzz: $(STAMP) ## random programs of calls, chains and inner loops, against loops by hand: PROGRAMS=2000 of each
 	TODIST_FUZZ_PROGRAMS=$(PROGRAMS) TODIST_FUZZ_CHAINS=$(PROGRAMS) TODIST_FUZZ_LOOPS=$(PROGRAMS) $(BIN)/python -m pytest \
-		tests/distributed/test_random_programs.py tests/transform/test_random_chains.py tests/diff/test_random_loops.py $(ARGS)
+		tests/distributed/test_random_programs.py tests/transform/test_random_chains.py tests/diff/test_random_loops.py \
+		tests/diff/test_random_estimates.py $(ARGS)
 
 losses: $(STAMP) ## 50 workers killed at random moments of a training: LOSSES=50
 	TODIST_FUZZ_LOSSES=$(LOSSES) $(BIN)/python -m pytest tests/distributed/test_random_losses.py tests/launch/test_replace.py -k "random or moments" $(ARGS)

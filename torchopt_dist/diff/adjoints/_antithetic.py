@@ -54,6 +54,9 @@ def run_with_pairs(
             f"`{what}(parallel=...)` does not run inside `torch.vmap`: leave `parallel` out there, where all tasks run "
             "a pair at once, or map over the tasks with `parallelize` without `vectorize=True`"
         )
+    if tasks.levels and not loop.is_substituted:  # inside, each tensor of a task may require grad
+        held = zip(loop.declared, tasks.values(loop.declared), strict=True)
+        loop = replace(loop, declared=tuple(one for one, found in held if found.values.requires_grad))
     with tasks.outside():
         seeds = torch.randint(2**62, (*tasks.sizes, samples))
     seen = watched(loop, tasks)
