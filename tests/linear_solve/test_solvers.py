@@ -320,6 +320,11 @@ def test_least_squares_of_a_singular_matrix():
         (lambda: linear_solve.solve_neumann(alpha=0.0), ValueError, "`alpha` must be above 0, got 0.0"),
         (lambda: linear_solve.solve_gmres(restart=0), ValueError, "`restart` must be at least 1, got 0"),
         (
+            lambda: linear_solve.solve_inv()(lambda v: v, [ONES, ONES * 1j]),
+            TypeError,
+            "`b` must have either real or complex leaves, got both",
+        ),
+        (
             lambda: linear_solve.solve_cg()(SINGULAR, ONES),
             TypeError,
             "`matvec` must be a function, got Tensor",

@@ -120,7 +120,8 @@ class Solver(ABC):
 
         Raises:
             torch.linalg.LinAlgError: the method broke down, or its result is worse than zeros.
-            TypeError: ``b`` has a leaf that is not a floating-point tensor, or ``matvec`` is not a function.
+            TypeError: ``b`` has a leaf that is not a floating-point tensor, or both real and complex ones, or
+                ``matvec`` is not a function.
             ValueError: ``matvec`` returns another structure or other shapes.
             NotImplementedError: it is called under ``torch.func.jvp`` or another forward-mode derivative.
         """
@@ -263,6 +264,11 @@ def _vector(tree: TensorTree, name: str) -> tuple[Tensors, pytree.PyTreeSpec]:
             raise TypeError(f"`{name}` must be a tree of floating-point tensors, got a leaf of {got}")
     if not leaves:
         raise ValueError(f"`{name}` must have at least one tensor, got {tree!r:.80}")
+    if len({leaf.is_complex() for leaf in leaves}) > 1:
+        raise TypeError(
+            f"`{name}` must have either real or complex leaves, got both, for which there is no matrix: give "
+            "`torch.view_as_real(...)` of the complex ones"
+        )
     return leaves, spec
 
 
