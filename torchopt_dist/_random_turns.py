@@ -19,7 +19,17 @@ import torch
 
 from torchopt_dist._torch_private import asking_thread, outside_of_transforms, transforms_are_active
 
-__all__ = ["Draws", "Task", "Turn", "change_generators", "draw_seed", "generators", "lent", "never_drawn"]
+__all__ = [
+    "Draws",
+    "Task",
+    "Turn",
+    "change_generators",
+    "computes",
+    "draw_seed",
+    "generators",
+    "lent",
+    "never_drawn",
+]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -238,6 +248,11 @@ def _draw() -> int:
         _drawn.random_(0, 2**62)
         number: int = _drawn_number[0]
         return number
+
+
+def computes() -> bool:
+    """Whether a task computes in this process, and does not only wait."""
+    return bool(_tasks)
 
 
 def lent() -> AbstractContextManager[None]:

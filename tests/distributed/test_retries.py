@@ -295,6 +295,28 @@ def test_shares_of_lost_workers_do_not_mix_their_random_numbers_with_others(worl
     survive(world(4), body)
 
 
+def nested(folder, x):
+    """A call of a worker that dies, in a share of the caller, when there is no other worker."""
+    return todist.remote_sync_call(kills, args=(folder, x), partitioner=1, retries=1)[0] + 1
+
+
+def kills(folder, x):
+    die((folder, 1, "forward"), "forward")
+    return x * torch.rand(())
+
+
+@pytest.mark.parametrize("timeout", [None, 60.0])
+def test_a_share_of_the_caller_may_wait_for_one_that_only_the_caller_can_run(world, tmp_path, timeout):
+    def body():
+        x = torch.full((), 3.0, requires_grad=True)
+        (value,) = todist.remote_sync_call(nested, args=(tmp_path, x), partitioner=0, timeout=timeout)
+        (grad,) = torch.autograd.grad(value, x)
+        torch.testing.assert_close(grad * x + 1, value)
+        return todist.alive()
+
+    assert survive(world(2), body) == (0,)
+
+
 def kept_requests():
     gc.collect()
     return sum(isinstance(each, Sent) for each in gc.get_objects())

@@ -19,6 +19,7 @@ from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 
+from torchopt_dist._random_turns import computes
 from torchopt_dist.distributed._ask import ANOTHER_GRAPH, Ask, Sent
 from torchopt_dist.distributed._future import Future
 from torchopt_dist.distributed._graph_releaser import GraphReleaser
@@ -31,6 +32,9 @@ from torchopt_dist.distributed.transport.base import Sender, Transport, settle
 from torchopt_dist.errors import PeerFailedError, RemoteError, WorkerLostError
 
 __all__ = ["Retries"]
+
+LOOK_SECONDS = 0.05
+"""How long a share that nobody else can run waits until this process computes nothing."""
 
 
 class Retries:
@@ -56,6 +60,8 @@ class Retries:
         self._at_work: defaultdict[int, list[Ask | None]] = defaultdict(list)
         self._waiting = 0
         self._idle = 0
+        self._looks = False
+        self._forced: Ask | None = None
         self._waits = {beside: _Waiting(self, beside) for beside in (False, True)}
 
     def is_lost(self, worker: int) -> bool:
@@ -145,6 +151,7 @@ class Retries:
                 pairs = ((ask, self._free_worker(ask)) for ask in self._pending)
                 ask, worker = next((pair for pair in pairs if pair[1] is not None), (None, None))
                 if ask is None or worker is None:
+                    self._look_again()
                     return
                 first = not ask.elsewhere and worker == ask.first
                 self._pending.remove(ask)
@@ -172,16 +179,37 @@ class Retries:
             moved = any(other is not None and other.is_strange(home) for other in self._at_work[home])
             if ask.resident or not moved:
                 return home
-        size = self._membership.world_size
-        others = [
-            (home + distance) % size for distance in range(size)
-        ]  # several lost workers' go to different ones
-        others = [rank for rank in others if self._may_have(ask, rank)]
+        others = self._others(ask)
         for rank in others:
             if not self._at_work[rank]:
                 return rank
+        if ask is self._forced:
+            self._forced = None
+            return self._me
         willing = self._idle or (self._waiting and not others)
         return self._me if willing and not self._at_work[self._me] else None
+
+    def _others(self, ask: Ask) -> list[int]:
+        """Who else could do it; several lost workers' requests go to different ones."""
+        size = self._membership.world_size
+        ranks = ((ask.first + distance) % size for distance in range(size))
+        return [rank for rank in ranks if self._may_have(ask, rank)]
+
+    def _look_again(self) -> None:
+        """See to it that no share of this process waits for ever for one that only this process can run."""
+        if self._waiting and not self._looks and any(not self._others(ask) for ask in self._pending):
+            self._looks = True
+            timer = threading.Timer(LOOK_SECONDS, self._force)
+            timer.daemon = True
+            timer.start()
+
+    def _force(self) -> None:
+        with self._lock:
+            self._looks = False
+            if not computes():  # the shares at work here wait, so random numbers do not mix
+                stuck = (ask for ask in self._pending if not (ask.answered or self._others(ask)))
+                self._forced = next(stuck, None)
+        self._assign()
 
     def _may_have(self, ask: Ask, rank: int) -> bool:
         return not (rank == self._me or self.is_lost(rank) or rank in ask.tried) and ask.may_go(rank)
