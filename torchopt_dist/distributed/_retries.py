@@ -61,6 +61,7 @@ class Retries:
         self._waiting = 0
         self._idle = 0
         self._looks = False
+        self._quiet = 0
         self._forced: Ask | None = None
         self._waits = {beside: _Waiting(self, beside) for beside in (False, True)}
 
@@ -206,9 +207,12 @@ class Retries:
     def _force(self) -> None:
         with self._lock:
             self._looks = False
-            if not computes():  # the shares at work here wait, so random numbers do not mix
+            only_own = all(each is None for each in self._at_work[self._me])
+            self._quiet = self._quiet + 1 if self._waiting and only_own and not computes() else 0
+            if self._quiet > 1:  # the own share here waits, so random numbers do not mix
                 stuck = (ask for ask in self._pending if not (ask.answered or self._others(ask)))
                 self._forced = next(stuck, None)
+                self._quiet = 0
         self._assign()
 
     def _may_have(self, ask: Ask, rank: int) -> bool:
