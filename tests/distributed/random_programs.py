@@ -407,7 +407,6 @@ def left_over() -> dict[str, int]:
         "kept graphs": group.kept_graphs,
         "queues": streams["_queues"],
         "unwanted chunks": streams["_unwanted"],
-        "gradients": vars(group.gradient_streams)["_arriving"],
         "residents": group.residents,
     }
     return {name: len(each) for name, each in held.items() if len(each)}
