@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 
 import pytest
 import torch
@@ -83,3 +85,25 @@ def test_a_function_as_the_first_argument_is_taken(world):
         assert todist.parallelize(lambda x: [(0, (x,), {})])(len)(torch.arange(5)) == [5]
 
     world(1).on_zero(body)
+
+
+@pytest.mark.parametrize("name", DECORATORS)
+def test_what_a_function_that_decorates_holds_is_freed_at_its_end(name):
+    def decorating():
+        held = torch.ones(3)
+        decorated = DECORATORS[name](odds(1))(logged(torch.sin))
+        assert callable(decorated)
+        return weakref.ref(held)
+
+    def running():
+        held = torch.ones(3)
+        todist.auto_init_rpc()(held.sum)()
+        return weakref.ref(held)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert decorating()() is None
+        assert running()() is None
+    finally:
+        gc.enable()

@@ -38,6 +38,8 @@ class Interruption:
         self._outer = sys.exception()
         frame = inspect.currentframe()
         self._frame = None if frame is None else frame.f_back
+        # A frame in a variable of its own stays until the next garbage collection, and all that called it too.
+        del frame
         self._thread = threading.get_ident()
 
     def __exit__(self, *_: object) -> None:

@@ -23,8 +23,10 @@ def check_parentheses(decorator: str, argument: object) -> None:
     """
     if not isinstance(argument, FunctionType) or argument.__name__ == "<lambda>":
         return
-    frame = inspect.currentframe()
-    caller = frame and frame.f_back and frame.f_back.f_back
+    # A frame in a variable of its own would stay until the next garbage collection, and all locals of its callers too.
+    caller = inspect.currentframe()
+    for _ in range(2):
+        caller = caller and caller.f_back
     code = inspect.unwrap(argument).__code__
     if caller is None or code not in caller.f_code.co_consts:
         return
