@@ -51,7 +51,9 @@ ESTIMATORS: dict[str, Any] = {
     "evolution strategies": todist.EvolutionStrategies(samples=3, sigma=0.1),
     "persistent evolution strategies": todist.PersistentEvolutionStrategies(samples=3, sigma=0.1, unroll=2),
 }
-"""Those that estimate a gradient; what they are held to is in `test_estimators.py`."""
+"""Those that estimate a gradient; `test_estimators.py` holds them to formulas."""
+FINITE = {name: ESTIMATORS[name] for name in ("finite difference", "SAMA")}
+SAMPLED = {name: adjoint for name, adjoint in ESTIMATORS.items() if "evolution" in name}
 ALL = {
     **{name: row.adjoint for name, row in ADJOINTS.items()},
     "reptile": todist.Reptile(),
@@ -158,3 +160,37 @@ def _listed(state: Any) -> Any:
 def gradients(outer: Tensor, tensors: dict[str, Tensor]) -> dict[str, Tensor | None]:
     found = torch.autograd.grad(outer, list(tensors.values()), allow_unused=True)
     return dict(zip(tensors, found, strict=True))
+
+
+class Regression:
+    """Linear regression with a weight for each example; the loss is of every kind known in closed form."""
+
+    def __init__(self, ridge: float = 0.1) -> None:
+        generator = torch.Generator().manual_seed(3)
+        double = {"dtype": torch.float64, "generator": generator}
+        self.x, self.y = torch.randn(6, 3, **double), torch.randn(6, **double)
+        self.weights = (0.5 + torch.rand(6, **double)).requires_grad_()
+        self.first = torch.randn(3, **double).requires_grad_()
+        self.outer = torch.randn(3, **double)
+        self.ridge = ridge
+
+    def loss(self, w: Tensor) -> Tensor:
+        return (self.weights * (self.x @ w - self.y) ** 2).mean() / 2 + self.ridge / 2 * (w @ w)
+
+    def gradient(self, w: Tensor) -> Tensor:
+        return self.x.T @ (self.weights.detach() * (self.x @ w - self.y)) / 6 + self.ridge * w
+
+    def of_weights(self, w: Tensor) -> Tensor:
+        """The loss's gradient with respect to the examples' weights."""
+        return (self.x @ w - self.y) ** 2 / 12
+
+    def minimum(self) -> Tensor:
+        hessian = self.x.T @ (self.weights[:, None] * self.x) / 6 + self.ridge * torch.eye(
+            3, dtype=torch.float64
+        )
+        return torch.linalg.solve(hessian, self.x.T @ (self.weights * self.y) / 6)
+
+    def run(self, adjoint: Any, optimizer: Any, steps: int, **options: Any) -> todist.InnerLoopResult:
+        return todist.inner_loop(
+            self.loss, optimizer, self.first, steps, meta=self.weights, adjoint=adjoint, **options
+        )
