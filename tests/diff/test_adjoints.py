@@ -364,6 +364,41 @@ def test_in_vmap_a_parameter_stays_in_steps_that_do_not_use_it(name):
         torch.vmap(lambda x: todist.inner_loop(lambda w: x.sum(), todist.sgd(0.1), x, 1).params)(xs)
 
 
+class _OfOne(torch.autograd.Function):
+    """A product with a gradient for one factor only."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(a, b):
+        return a * b
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx, bar):
+        return bar * ctx.saved_tensors[0], None
+
+
+def test_in_vmap_a_parameter_stays_to_which_a_function_gives_no_gradient():
+    params = {key: torch.ones(2, dtype=torch.float64, requires_grad=True) for key in ("a", "b")}
+    xs = torch.randn(3, 2, dtype=torch.float64)
+
+    def task(x):
+        def loss(params):
+            return (_OfOne.apply(params["a"], params["b"]) - x).square().sum()
+
+        return todist.inner_loop(loss, todist.adamw(lr=0.1, weight_decay=0.5), params, 2).params
+
+    adapted, one_by_one = torch.vmap(task)(xs), [task(x) for x in xs]
+    for key in params:
+        expected = torch.stack([one[key] for one in one_by_one])
+        torch.testing.assert_close(adapted[key].expand_as(expected), expected, rtol=0, atol=1e-12)
+    assert (one_by_one[0]["b"] == 1).all()
+
+
 def test_recorded_loops_in_transforms_of_torch_func():
     xs = torch.randn(3, 5, 2, dtype=torch.float64)
     p = torch.randn(2, 1, dtype=torch.float64)

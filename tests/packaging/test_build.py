@@ -241,7 +241,18 @@ def test_wheel_without_compiler_is_pure_and_carries_the_reason(tree, tmp_path):
     assert not [name for name in archive.namelist() if "_C." in name]
 
 
-def test_the_package_does_not_import_the_compiler() -> None:
-    """Torch's takes as long to import as torch itself; it comes with the first optimizer."""
-    done = python("-c", "import sys, torchopt_dist; print('torch._dynamo' in sys.modules)", cwd=ROOT)
+@pytest.mark.parametrize(
+    "then",
+    [
+        "",
+        "w = torch.ones(2, requires_grad=True)\n"
+        "loop = lambda x: todist.inner_loop(lambda w: (w * x).sum(), todist.adam(lr=0.1), w, 2).params\n"
+        "torch.vmap(loop)(torch.ones(3, 2)).sum().backward()\n",
+    ],
+    ids=["import", "a loop inside vmap"],
+)
+def test_the_package_does_not_import_the_compiler(then: str) -> None:
+    """Torch's takes as long to import as torch itself; it comes with the first optimizer, or ``torch.func.grad``."""
+    code = f"import sys, torch, torchopt_dist as todist\n{then}print('torch._dynamo' in sys.modules)"
+    done = python("-c", code, cwd=ROOT)
     assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr

@@ -167,3 +167,46 @@ def test_no_kernel_runs_in_transformations_where_torch_does_not_say_which(
     assert not private.transforms_are_only("Grad", "Vmap")
     assert not private.is_batched_gradient(torch.ones(2))
     torch.testing.assert_close(adam_step(), want)
+
+
+@pytest.mark.parametrize("hide", [False, True])
+def test_a_gradient_inside_transforms_is_none_where_the_loss_does_not_depend_on_a_tensor(
+    monkeypatch: pytest.MonkeyPatch, hide: bool
+) -> None:
+    """The others are those of ``torch.func.grad_and_value``, to every order, and an error leaves no level open."""
+    if hide:
+        monkeypatch.delattr(torch._C._functorch, "_wrap_for_grad")
+
+    def task(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        def loss(leaves: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+            return (leaves[0] * x).sin().sum(), [leaves[0] * 3, x]
+
+        (used, unused), value, (tripled, same) = private.grads_inside_transforms(loss, [w * w, w])
+        assert used is not None
+        assert unused is None
+        assert same is x
+        (none,), *_ = private.grads_inside_transforms(lambda leaves: (x.sum(), []), [w])
+        assert none is None
+        return torch.cat([used * value, tripled])
+
+    def like(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        used, value = torch.func.grad_and_value(lambda leaf: (leaf * x).sin().sum())(w * w)
+        return torch.cat([used * value, 3 * w * w])
+
+    xs, w = torch.linspace(0, 1, 6).reshape(3, 2), torch.tensor([0.5, 0.7], requires_grad=True)
+    both = [torch.vmap(function, in_dims=(0, None))(xs, w) for function in (task, like)]
+    torch.testing.assert_close(both[0], both[1])
+    torch.testing.assert_close(*(torch.autograd.grad(one.sin().sum(), w)[0] for one in both))
+    values = torch.tensor([0.5, 0.7])
+    torch.testing.assert_close(
+        *(torch.func.hessian(lambda w, f=f: f(xs[0], w).sum())(values) for f in (task, like))
+    )
+
+    def fails(leaves: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        raise ValueError("of the loss")
+
+    with pytest.raises(ValueError, match="of the loss"):
+        private.grads_inside_transforms(fails, [values])
+    assert private.transform_level() == 0
+    with pytest.raises(RuntimeError, match="inside of a function being transformed"):
+        torch.vmap(lambda x: x.requires_grad_())(xs)

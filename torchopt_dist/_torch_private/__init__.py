@@ -59,6 +59,7 @@ from torchopt_dist._torch_private.rpc import (
 from torchopt_dist._torch_private.transforms import (
     batch_of,
     batched,
+    grads_inside_transforms,
     is_functorch_tensor,
     outside_of_transforms,
     tensor_at_level,
@@ -90,6 +91,7 @@ __all__ = [
     "frame_of",
     "fused_step",
     "grad_of_loss",
+    "grads_inside_transforms",
     "has_hooks",
     "has_kernel",
     "init_distributed_autograd",

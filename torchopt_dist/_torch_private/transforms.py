@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
+from torchopt_dist._torch_private.engine import grad_of_loss
 from torchopt_dist._torch_private.lookup import find
+from torchopt_dist.typing import OptionalTensor
+
+LossAndOthersFn = Callable[[list[Tensor]], tuple[Tensor, list[Tensor]]]
 
 
 def is_functorch_tensor(tensor: Tensor) -> bool:
@@ -121,3 +127,75 @@ def batch_of(tensor: Tensor, level: int) -> tuple[Tensor, int] | None:
 def batched(values: Tensor, dim: int, level: int) -> Tensor:
     """The tensor that has one entry of ``values`` along ``dim`` for each sample: the inverse of :func:`batch_of`."""
     return torch._C._functorch._add_batch_dim(values, dim, level)
+
+
+def grads_inside_transforms(
+    function: LossAndOthersFn, tensors: Sequence[Tensor]
+) -> tuple[list[OptionalTensor], Tensor, list[Tensor]]:
+    """As ``torch.func.grad_and_value``, but a gradient is ``None`` where the loss does not depend on a tensor.
+
+    Without the names this takes longer: torch gives zeros in such a place, and a hook of each tensor tells which.
+
+    Args:
+        function: tensors → a loss, 0-d, and other tensors.
+        tensors: the tensors to differentiate with respect to.
+
+    Returns:
+        A gradient a tensor, the loss, the other tensors; all may be differentiated by the transformations around.
+    """
+    functorch = find("_C._functorch")
+    begin, end, wrap, unwrap, allow, allowed = (getattr(functorch, name, None) for name in _NAMES_OF_GRAD)
+    if begin is None or end is None or wrap is None or unwrap is None or allow is None or allowed is None:
+        return _grads_and_hooks(function, tensors)
+    level = begin()
+    try:
+        with torch.autograd.graph.disable_saved_tensors_hooks(_NO_HOOKS), torch.enable_grad():
+            leaves = [wrap(tensor, level) for tensor in tensors]
+            before = allowed()
+            allow(True)
+            try:
+                for leaf in leaves:
+                    leaf.requires_grad_()
+            finally:
+                allow(before)
+            loss, others = function(leaves)
+            grads: Sequence[OptionalTensor] = [None] * len(leaves)
+            if loss.requires_grad:
+                with _without_compiled_autograd():
+                    grads = grad_of_loss(loss, leaves, create_graph=True)
+        found = [None if grad is None else unwrap(grad, level) for grad in grads]
+        return found, unwrap(loss, level), [unwrap(tensor, level) for tensor in others]
+    finally:
+        end()
+
+
+_NAMES_OF_GRAD = (
+    "_grad_increment_nesting",
+    "_grad_decrement_nesting",
+    "_wrap_for_grad",
+    "_unwrap_for_grad",
+    "set_inplace_requires_grad_allowed",
+    "get_inplace_requires_grad_allowed",
+)
+_NO_HOOKS = "torch.func's transforms do not support hooks of saved tensors"
+
+
+def _without_compiled_autograd() -> AbstractContextManager[object]:
+    """As in ``torch.func.grad``, which imports the compiler for it; nothing else can have put it on."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    disabled = getattr(module, "_disable", None)
+    return nullcontext() if disabled is None else disabled()
+
+
+def _grads_and_hooks(
+    function: LossAndOthersFn, tensors: Sequence[Tensor]
+) -> tuple[list[OptionalTensor], Tensor, list[Tensor]]:
+    reached: set[int] = set()
+
+    def watched(leaves: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        for place, leaf in enumerate(leaves):
+            leaf.register_hook(lambda _, place=place: reached.add(place))
+        return function(leaves)
+
+    found, (loss, others) = torch.func.grad_and_value(watched, has_aux=True)(list(tensors))
+    return [grad if place in reached else None for place, grad in enumerate(found)], loss, others

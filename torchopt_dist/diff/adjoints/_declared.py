@@ -16,7 +16,6 @@ from torchopt_dist.transform.base import ChainedGradientTransformation
 
 __all__ = [
     "depend_on_each_other",
-    "depends_on",
     "depends_on_others",
     "differentiable",
     "leaf_of",
@@ -134,18 +133,6 @@ def leaf_of(node: Any) -> Tensor | None:
     """The leaf whose gradient a node accumulates, if it is such a node."""
     variable = getattr(node, "variable", None)
     return variable if isinstance(variable, Tensor) else None
-
-
-def depends_on(output: Tensor, leaves: Sequence[Tensor]) -> list[bool]:
-    """Whether a tensor depends on each of some leaves; where grad mode is on, also inside ``torch.func.grad``."""
-    visited: set[Any] = {None, output.grad_fn}
-    waiting: list[Any] = [output.grad_fn] if output.grad_fn is not None else []
-    for node in waiting:
-        for other, _ in node.next_functions:
-            if other not in visited:
-                visited.add(other)
-                waiting.append(other)
-    return [leaf is output or (leaf.requires_grad and _edge(leaf)[0] in visited) for leaf in leaves]
 
 
 def depends_on_others(output: Tensor, inputs: Iterable[Tensor], since: int) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torchopt_dist import pytree
 from torchopt_dist._normalization import normalization_by_formula
 from torchopt_dist._random_turns import Draws, Turn
-from torchopt_dist._torch_private import grad_of_loss, transforms_are_active
+from torchopt_dist._torch_private import grad_of_loss, grads_inside_transforms, transforms_are_active
 from torchopt_dist.diff.adjoints._autocast import forget_casts
 from torchopt_dist.diff.adjoints._carry import (
     Batches,
@@ -31,7 +31,7 @@ from torchopt_dist.diff.adjoints._carry import (
     StopFn,
     WatchFn,
 )
-from torchopt_dist.diff.adjoints._declared import depends_on, differentiable
+from torchopt_dist.diff.adjoints._declared import differentiable
 from torchopt_dist.diff.adjoints._in_place import moved_in_place, owned
 from torchopt_dist.diff.adjoints._model import Model
 from torchopt_dist.diff.adjoints._randomness import kept_generators, seed_step
@@ -248,30 +248,27 @@ class Loop:
         return Evaluation(loss, aux, grads, buffers)
 
     def _gradient_in_transform(self, carry: Carry, number: int) -> Evaluation:
-        others: list[Any] = []
-        used: list[bool] = []
+        rest: list[Any] = []
 
-        def objective(moved: list[Tensor]) -> tuple[Tensor, tuple[list[Tensor], list[Tensor]]]:
+        def objective(moved: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
             leaves = list(carry.params)
             for place, leaf in zip(self.model.moved_places, moved, strict=True):
                 leaves[place] = leaf
             loss, aux, buffers = self.evaluate(self._tied(leaves), carry.buffers, number)
-            used[:] = depends_on(loss, moved)
             flat, spec = pytree.flatten(aux)
             tensors = [leaf for leaf in flat if isinstance(leaf, Tensor)]
-            others[:] = [[_HERE if isinstance(leaf, Tensor) else leaf for leaf in flat], spec]
-            return loss.reshape(()), (tensors, buffers)
+            rest[:] = [[_HERE if isinstance(leaf, Tensor) else leaf for leaf in flat], spec, len(buffers)]
+            return loss.reshape(()), [*buffers, *tensors]
 
         given = [carry.params[place] for place in self.model.moved_places]
         with normalization_by_formula():
-            found, (loss, (tensors, buffers)) = torch.func.grad_and_value(objective, has_aux=True)(given)
-        if not any(used):
+            found, loss, others = grads_inside_transforms(objective, given)
+        if all(grad is None for grad in found):
             raise gradients_missing(len(given), len(given))
-        flat, rest = others[0], iter(tensors)
-        aux = pytree.unflatten(others[1], [next(rest) if leaf is _HERE else leaf for leaf in flat])
-        # `torch.func` gives zeros for what a loss does not use, by which the optimizer would move it.
-        grads = [grad if is_used else None for grad, is_used in zip(found, used, strict=True)]
-        return Evaluation(loss, aux, self._at_places(grads), buffers)
+        flat, spec, count = rest
+        tensors = iter(others[count:])
+        aux = pytree.unflatten(spec, [next(tensors) if leaf is _HERE else leaf for leaf in flat])
+        return Evaluation(loss, aux, self._at_places(found), others[:count])
 
     def swept(
         self,
