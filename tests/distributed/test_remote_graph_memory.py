@@ -12,6 +12,7 @@ from torch import nn
 
 import torchopt_dist as todist
 from tests.distributed.programs import cube, kept_on, remote, vectors
+from torchopt_dist.distributed._group import Group, current_group
 
 
 def test_no_grad_and_tensors_without_grad_keep_nothing(world):
@@ -83,14 +84,58 @@ def test_a_recorded_backward_that_fails_leaves_no_graph_at_the_caller(world):
                 torch.autograd.grad(loss, x, create_graph=True)
             graph = weakref.ref(loss), weakref.ref(middle)
             del loss, middle
-            torch.ones(
-                (), requires_grad=True
-            ).backward()  # takes from torch's queue what the failed one has left
             gc.collect()
             assert [tensor() for tensor in graph] == [None, None], failing
         return kept_on(1), kept_on(2)
 
     assert world(3).on_zero(body) == (0, 0)
+
+
+@pytest.mark.parametrize("fails", [0, 1, 2])
+def test_a_backward_that_fails_leaves_nothing_for_the_next_one(world, fails):
+    """What the engine had yet to do stays in its queue until the thread's next backward, which may never come."""
+
+    def body():
+        x = torch.randn(5000, dtype=torch.float64, requires_grad=True)
+        (first,) = todist.remote_sync_call(torch.sin, args=(x,), partitioner=1)
+        loss = todist.parallelize(_one_each, todist.sum_reducer, stream=True)(_cube_or_error)(first, fails)
+        with pytest.raises(ArithmeticError):
+            loss.backward()
+        del first, loss
+        gc.collect()
+        streams = current_group().gradient_streams
+        return len(vars(streams)["_arriving"]), kept_on(1), kept_on(2)
+
+    def as_if_on_machines_of_their_own():
+        Group.on_this_host = lambda group, rank: group.rank == rank
+        todist.barrier()
+        return body() if todist.get_rank() == 0 else None
+
+    assert world(3).run(as_if_on_machines_of_their_own)[0] == (0, 0, 0)
+
+
+def test_a_nested_backward_that_fails_on_a_worker_leaves_nothing_there(world):
+    def body():
+        x, _ = vectors()
+        todist.remote_call(1, _threads_stay)
+        (loss,) = todist.remote_sync_call(_fails_before_nested, args=(x,), partitioner=1)
+        with pytest.raises(ArithmeticError):
+            loss.backward()
+        del loss
+        gc.collect()
+        return kept_on(1), kept_on(2)
+
+    assert world(3).on_zero(body) == (0, 0)
+
+
+def _threads_stay():
+    vars(current_group().threads)["_idle_seconds"] = 60.0
+
+
+def _fails_before_nested(x):
+    (far,) = todist.remote_sync_call(torch.exp, args=(x,), partitioner=2)
+    near = far.sin().sum()
+    return near + _FailsBackward.apply(far.exp(), True).sum()
 
 
 def _one_each(x, failing):

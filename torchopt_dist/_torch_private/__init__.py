@@ -56,6 +56,7 @@ from torchopt_dist._torch_private.rpc import (
     set_default_rpc_timeout,
     tensorpipe_options_with_sockets,
 )
+from torchopt_dist._torch_private.runs import forget_failed_runs, held_by_run
 from torchopt_dist._torch_private.transforms import (
     batch_of,
     batched,
@@ -87,6 +88,7 @@ __all__ = [
     "evaluating_node",
     "exception_in",
     "finish_interpreter",
+    "forget_failed_runs",
     "forward_mode_is_active",
     "frame_of",
     "fused_step",
@@ -94,6 +96,7 @@ __all__ = [
     "grads_inside_transforms",
     "has_hooks",
     "has_kernel",
+    "held_by_run",
     "init_distributed_autograd",
     "interpreter_flags",
     "is_batched_gradient",

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from torchopt_dist._torch_private import engine_captures_leaf, engine_needs_node, set_sequence_number
+from torchopt_dist._torch_private import (
+    engine_captures_leaf,
+    engine_needs_node,
+    held_by_run,
+    set_sequence_number,
+)
 from torchopt_dist.distributed._grad_accumulators import hold_grad_accumulators
 from torchopt_dist.distributed._versions import Versioned, versioned
 
@@ -70,7 +76,7 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, ticket: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.graph.finish_backward(vars(ticket).pop("under_way"))
+        return None, *ctx.graph.finish_backward(vars(ticket).pop("take_under_way")())
 
 
 class _Collect(torch.autograd.Function):
@@ -92,6 +98,6 @@ class _Collect(torch.autograd.Function):
         if not any(wanted):  # the engine of torch.distributed.autograd does not say
             wanted = (True,) * len(wanted)
         ticket = torch.zeros((), dtype=torch.float64, device="cpu")
-        # Only the engine holds this tensor, so what is under way goes with a backward that fails elsewhere.
-        vars(ticket)["under_way"] = ctx.graph.start_backward(output_grads, wanted)
+        # Only this run of the engine holds what is under way, which so goes with a backward that fails elsewhere.
+        vars(ticket)["take_under_way"] = held_by_run(partial(ctx.graph.start_backward, output_grads, wanted))
         return None, ticket, None

@@ -16,7 +16,11 @@ from typing import Any
 import torch
 
 from torchopt_dist._serialized_exception import SerializedException
-from torchopt_dist._torch_private import advance_sequence_numbers, next_sequence_number
+from torchopt_dist._torch_private import (
+    advance_sequence_numbers,
+    forget_failed_runs,
+    next_sequence_number,
+)
 from torchopt_dist.distributed import _execute
 from torchopt_dist.distributed._device_placement import receiving_device
 from torchopt_dist.distributed._direct_copy import packed_directly
@@ -54,6 +58,7 @@ def handle_request(request: Message, kept_graphs: KeptGraphs, recorder: Recorder
         device = None if request.device is None else receiving_device(request.device)
         return answer(request, device, kept_graphs, recorder)
     except BaseException as error:  # the error is sent to the caller, and this worker goes on
+        forget_failed_runs()
         return error_reply(error)
 
 
