@@ -408,6 +408,7 @@ def left_over() -> dict[str, int]:
         "queues": streams["_queues"],
         "unwanted chunks": streams["_unwanted"],
         "residents": group.residents,
+        "arriving gradients": vars(group.gradient_streams)["_arriving"],
     }
     return {name: len(each) for name, each in held.items() if len(each)}
 
