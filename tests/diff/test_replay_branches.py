@@ -11,6 +11,7 @@ from torch import nn
 import torchopt_dist as todist
 from tests.diff.replays import D, agree, both
 from torchopt_dist import pytree
+from torchopt_dist.diff.replay._places import state_places
 from torchopt_dist.transform import multi_steps, register_hook
 
 
@@ -32,6 +33,24 @@ def every_third(updates, state, *, params=None, inplace=False):
     )
     back = pytree.tree_map(lambda s, p, u: None if u is None else s - p, slow, params, updates)
     return back, SlowState(state.count + 1, slow)
+
+
+class TrustState(NamedTuple):
+    trust: Any
+    count: Any
+
+
+def trusting(params):
+    return TrustState(torch.ones((), dtype=D), torch.zeros((), dtype=torch.int64))
+
+
+def scaled_by_trust(updates, state, *, params=None, inplace=False):
+    """Every third step chooses the factor of the next ones: a number beside trees of tensors, one a parameter."""
+    scaled = pytree.tree_map(lambda u: None if u is None else u * state.trust, updates)
+    trust = state.trust
+    if int(state.count) % 3 == 2:
+        trust = 1 / (1 + sum(u.square().sum() for u in pytree.flatten(updates)[0] if u is not None))
+    return scaled, TrustState(trust, state.count + 1)
 
 
 OPTIMIZERS = {
@@ -101,3 +120,44 @@ def test_a_hook_in_vmap_is_left_out_where_nothing_is_recorded():
         for one in (todist.Replayed(), todist.Recorded())
     ]
     agree([torch.autograd.grad(value, w) for value in values])
+
+
+def of_tensors_only(params):
+    """Does not take ``None`` for a parameter."""
+    return TrustState(torch.ones((), dtype=D), torch.zeros_like(params[0].sum(), dtype=torch.int64))
+
+
+@pytest.mark.parametrize("init", [trusting, of_tensors_only])
+def test_a_number_of_the_state_is_not_taken_for_one_of_a_frozen_parameter(init):
+    """Frozen is the first parameter of a list, and the number is the first one of the state."""
+    frozen = torch.tensor(0.3, dtype=D)
+    w, target = (torch.tensor(x, dtype=D, requires_grad=True) for x in ([0.5, 0.7], [1.0, 2.0]))
+    optimizer = todist.chain(todist.GradientTransformation(init, scaled_by_trust), todist.sgd(lr=0.1))
+
+    def found(adjoint):
+        def loss(params):
+            return (params[0] * target - params[1]).square().sum()
+
+        made = todist.inner_loop(loss, optimizer, [frozen, w], 6, meta=target, adjoint=adjoint)
+        return torch.autograd.grad(made.params[1].square().sum(), (target, w))
+
+    agree([found(adjoint) for adjoint in (todist.Replayed(), todist.Recorded())])
+
+
+@pytest.mark.parametrize("optimizer", [todist.adam(lr=0.1), multi_steps(todist.adam(lr=0.1), 2)])
+def test_nothing_is_carried_for_the_averages_of_a_frozen_parameter(monkeypatch, optimizer):
+    seen = []
+
+    def watched(loop):
+        leaves = pytree.flatten(loop.first.state)[0]
+        seen.extend(leaves[place].shape for place in state_places(loop))
+        return state_places(loop)
+
+    monkeypatch.setattr("torchopt_dist.diff.replay._tape.state_places", watched)
+    params = {"frozen": torch.ones(3), "moved": torch.ones(2, requires_grad=True)}
+    todist.inner_loop(
+        lambda p: (p["moved"].sum() * p["frozen"]).sum(), optimizer, params, 2, adjoint=todist.Replayed()
+    )
+    assert (2,) in seen
+    assert (3,) not in seen
+    assert len(seen) <= 4  # of the moved one: two averages, a sum of gradients and a count

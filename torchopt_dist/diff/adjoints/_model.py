@@ -61,10 +61,6 @@ class Model(ABC):
         """Leaves → the tree that the optimizer takes."""
         return leaves[0] if self._spec is None else pytree.unflatten(self._spec, list(leaves))
 
-    def paths(self) -> list[tuple[Any, ...]]:
-        """Where each leaf is in the tree that the optimizer takes."""
-        return [()] if self._spec is None else list(self._spec.paths())
-
     def tied(self, tree: Params) -> list[Tensor]:
         """A tree from the optimizer → leaves; a tied parameter is the same tensor at each of its places."""
         if self._spec is None:

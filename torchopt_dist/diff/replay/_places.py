@@ -42,24 +42,27 @@ def state_places(loop: Loop) -> list[int]:
 
 
 def of_frozen_parameters(loop: Loop) -> frozenset[int]:
-    """Places of the leaves of the state that belong to parameters without a gradient: those under the same names."""
-    model, (leaves, spec) = loop.model, pytree.flatten(loop.first.state)
-    moved = set(model.moved_places)
-    pairs = enumerate(zip(model.paths(), loop.first.params, strict=True))
-    still = {path: param.shape for place, (path, param) in pairs if place not in moved}
-    lengths = {len(path) for path in still}
+    """Places of the leaves of the state that belong to parameters without a gradient.
 
-    def belongs(path: tuple[Any, ...], leaf: Tensor) -> bool:
-        shapes = [still.get(path[len(path) - length :]) for length in lengths]
-        return any(
-            shape is not None and leaf.shape in (shape, ()) for shape in shapes
-        )  # a count has no shape
-
-    return frozenset(
-        place
-        for place, (path, leaf) in enumerate(zip(spec.paths(), leaves, strict=True))
-        if isinstance(leaf, Tensor) and belongs(path, leaf)
-    )
+    These are the leaves that ``init`` leaves out where such a parameter is ``None``, as with
+    :func:`~torchopt_dist.transform.masked`. An ``init`` that does not take ``None`` does not tell, so none is known.
+    """
+    moved = set(loop.model.moved_places)
+    if len(moved) == len(loop.first.params):
+        return frozenset()
+    # Of one element each, whose state takes no memory.
+    without = [
+        torch.zeros((1,) * leaf.ndim, dtype=leaf.dtype, device=leaf.device) if place in moved else None
+        for place, leaf in enumerate(loop.first.params)
+    ]
+    try:
+        others = pytree.flatten(loop.optimizer.init(loop.model.tree(without)))[0]
+    except Exception:  # of an initializer of the caller's
+        return frozenset()
+    leaves = pytree.flatten(loop.first.state)[0]
+    if len(others) != len(leaves):
+        return frozenset()
+    return frozenset(n for n, other in enumerate(others) if other is None and isinstance(leaves[n], Tensor))
 
 
 def has_derivative(leaf: Any) -> bool:
