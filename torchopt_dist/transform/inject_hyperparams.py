@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import _torch_private
+from torchopt_dist._vmap import values_of
 from torchopt_dist.transform.base import GradientTransformation
 from torchopt_dist.typing import Numeric, OptState, Params, Schedule, Updates
 
@@ -37,6 +38,8 @@ def inject_hyperparams(constructor: Constructor, static_args: Collection[str] = 
     Each argument that is a number or a function of the number of updates made so far is in ``state.hyperparams``, by
     its name, from the first state on. So a logger can read it, and a ``state_dict`` has it. To change a number, put
     another tensor in its place in the state. The value of a schedule is computed again after each update. As in optax.
+    Where the state was cut from its graph, as by :class:`~torchopt_dist.Truncated`, an update computes the values of
+    schedules once more, so that it is connected with tensors that they use.
 
     Args:
         constructor: a function such as :func:`~torchopt_dist.adam`.
@@ -122,10 +125,26 @@ def _update(
 ) -> tuple[Updates, OptState]:
     if not isinstance(state, InjectHyperparamsState):
         raise TypeError(f"`state` must be an InjectHyperparamsState, got {type(state).__name__}")
-    inner = constructor(**rest, **state.hyperparams)
+    scheduled = {name: value for name, value in injected.items() if callable(value)}
+    hyperparams = state.hyperparams
+    if scheduled and torch.is_grad_enabled():
+        fresh = _values(scheduled, state.step)
+        hyperparams = {
+            **hyperparams,
+            **{name: value for name, value in fresh.items() if _is_cut_from(hyperparams[name], value)},
+        }
+    inner = constructor(**rest, **hyperparams)
     updates, inner_state = inner.update(updates, state.inner_state, params=params, inplace=inplace)
     step = state.step + 1
-    scheduled = {name: value for name, value in injected.items() if callable(value)}
     return updates, InjectHyperparamsState(
         step, {**state.hyperparams, **_values(scheduled, step)}, inner_state
     )
+
+
+def _is_cut_from(held: Tensor, fresh: Tensor) -> bool:
+    """Whether a value of the state is the one that a schedule gives with a graph, which it has itself no longer."""
+    if _torch_private.transform_level() > len(_torch_private.vmaps()):
+        return False  # inside `torch.func.grad` values cannot be looked at, and nothing is cut
+    if values_of(held).values.requires_grad or not values_of(fresh).values.requires_grad:
+        return False
+    return not values_of(held - fresh.detach()).values.any()
