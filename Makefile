@@ -55,8 +55,9 @@ fuzz: $(STAMP) ## random programs of calls, chains and inner loops, against loop
 		tests/distributed/test_random_programs.py tests/transform/test_random_chains.py tests/diff/test_random_loops.py \
 		tests/diff/test_random_estimates.py $(ARGS)
 
-losses: $(STAMP) ## 50 workers killed at random moments of a training: LOSSES=50
-	TODIST_FUZZ_LOSSES=$(LOSSES) $(BIN)/python -m pytest tests/distributed/test_random_losses.py tests/launch/test_replace.py -k "random or moments" $(ARGS)
+losses: $(STAMP) ## workers killed at random moments of 50 trainings and 50 random programs: LOSSES=50
+	TODIST_FUZZ_LOSSES=$(LOSSES) TODIST_FUZZ_DEATHS=$(LOSSES) $(BIN)/python -m pytest tests/distributed/test_random_losses.py \
+		tests/distributed/test_random_deaths.py tests/launch/test_replace.py -k "random or moments" $(ARGS)
 
 examples: $(STAMP) ## the tests that run the examples
 	$(PYTEST) tests/examples $(ARGS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
@@ -160,3 +161,136 @@ def test_tasks_of_two_threads_that_draw_are_told(waits):
     with _random_turns.Task(1):
         expected = torch.rand(6)
     assert torch.equal(torch.cat(both()), expected)
+
+
+def drawn(seed: int, number: int) -> Tensor:
+    """The first numbers of a seed."""
+    with _random_turns.Task(seed):
+        return torch.rand(number)
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    until = time.monotonic() + SECONDS
+    while not holds():
+        assert time.monotonic() < until
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("guest_first", [False, True])
+def test_a_guest_and_a_task_compute_one_after_the_other_and_draw_what_each_draws_alone(guest_first):
+    """Each draws, waits for a while so that the other one may compute, and draws again."""
+    alone = drawn(1, 4), drawn(2, 4)
+    computing: list[int] = []
+
+    def draw(numbers: list[Tensor], seed: int) -> None:
+        computing.append(seed)
+        for _ in range(2):
+            time.sleep(0.01)
+            numbers.append(torch.rand(1))
+            assert computing == [seed]
+        computing.remove(seed)
+
+    def task(seed: int, *, guest: bool, there: threading.Event) -> Tensor:
+        numbers: list[Tensor] = []
+        with _random_turns.Task(seed, guest=guest):
+            there.set()
+            draw(numbers, seed)
+            with _random_turns.lent():
+                time.sleep(0.015)
+            draw(numbers, seed)
+        return torch.cat(numbers)
+
+    torch.manual_seed(7)
+    state = torch.get_rng_state()
+    with ThreadPoolExecutor() as pool:
+        for _ in range(5):
+            there = threading.Event()
+            first = pool.submit(task, 1, guest=guest_first, there=there)
+            assert there.wait(SECONDS)
+            second = pool.submit(task, 2, guest=not guest_first, there=threading.Event())
+            for future, expected in zip((first, second), alone, strict=True):
+                assert torch.equal(future.result(SECONDS), expected)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert _random_turns._guest is None
+    assert not _random_turns._tasks
+
+
+def test_two_guests_compute_one_after_the_other():
+    def task(seed: int) -> Tensor:
+        with _random_turns.Task(seed, guest=True):
+            first = torch.rand(2)
+            time.sleep(0.01)
+            with _random_turns.lent():
+                time.sleep(0.001)
+            return torch.cat([first, torch.rand(2)])
+
+    with ThreadPoolExecutor() as pool:
+        found = [*pool.map(task, range(4))]
+    assert all(torch.equal(numbers, drawn(seed, 4)) for seed, numbers in enumerate(found))
+
+
+def test_what_a_guest_computes_within_itself_is_a_guest_too():
+    entered = threading.Event()
+
+    def other() -> Tensor:
+        entered.set()
+        with _random_turns.Task(2):
+            return torch.rand(2)
+
+    with ThreadPoolExecutor() as pool, _random_turns.Task(1, guest=True):
+        first = torch.rand(2)
+        with _random_turns.Task(3):  # its own share of a call that it makes
+            future = pool.submit(other)
+            assert entered.wait(SECONDS)
+            time.sleep(0.01)
+            assert not future.done()
+            own = torch.rand(1)
+            with _random_turns.lent():
+                found = future.result(SECONDS)
+            own = torch.cat([own, torch.rand(1)])
+        found_alone = torch.cat([first, torch.rand(2)])
+    assert torch.equal(found, drawn(2, 2))
+    assert torch.equal(own, drawn(3, 2))
+    assert torch.equal(found_alone, drawn(1, 4))
+
+
+def test_who_has_lent_its_process_goes_on_when_the_guest_waits():
+    there, may_end = threading.Event(), threading.Event()
+
+    def guest() -> None:
+        with _random_turns.Task(1, guest=True):
+            there.set()
+            assert may_end.wait(SECONDS)
+
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(guest)
+        assert there.wait(SECONDS)
+        waiting = pool.submit(_random_turns.wait_for_guests)
+        time.sleep(0.01)
+        assert not waiting.done()
+        may_end.set()
+        waiting.result(SECONDS)
+        running.result(SECONDS)
+
+
+@pytest.mark.parametrize("computes", [False, True])
+def test_a_guest_waits_for_a_task_that_computes_and_not_for_one_that_waits_unseen(computes, monkeypatch):
+    monkeypatch.setattr(_random_turns, "SHORT_PATIENCE", 0.2)
+    monkeypatch.setattr(_random_turns, "QUIET", 0.02)
+    entered = threading.Event()
+
+    def guest() -> float:
+        entered.set()
+        with _random_turns.Task(1, guest=True):
+            return time.monotonic()
+
+    with ThreadPoolExecutor() as pool, _random_turns.Task(2):
+        begun = pool.submit(guest)
+        assert entered.wait(SECONDS)
+        if not computes:
+            begun.result(SECONDS)  # a wait that nobody knows of
+            return
+        until = time.monotonic() + 0.5
+        while time.monotonic() < until:
+            sum(range(1000))
+        assert not begun.done()

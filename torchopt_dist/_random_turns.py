@@ -4,6 +4,9 @@ Torch has one default generator a device for all threads of a process. A *turn* 
 and computes. Turns of threads that draw random numbers are taken one after another. Turns that are known to draw
 nothing run at the same time, and if a number is drawn in one of them all the same, or a turn has begun because another
 one seemed never to end, all turns of that time end with an error.
+
+A *task* is the same for a share of a call. Tasks of several threads do not wait for each other, but a *guest*, one that
+was to run in another process, computes only while the others here wait, and they while it waits.
 """
 
 from __future__ import annotations
@@ -24,11 +27,11 @@ __all__ = [
     "Task",
     "Turn",
     "change_generators",
-    "computes",
     "draw_seed",
     "generators",
     "lent",
     "never_drawn",
+    "wait_for_guests",
 ]
 
 P = ParamSpec("P")
@@ -38,6 +41,10 @@ PATIENCE = 60.0
 """Seconds that a thread waits for a turn that draws."""
 SHORT_PATIENCE = 5.0
 """Seconds that it waits if neither turn is known to draw: threads of the loss itself may be waiting for each other."""
+GUEST_PATIENCE = 600.0
+"""Seconds that a task waits for a guest, or a guest for tasks, if this process computes all the time."""
+QUIET = 0.1
+"""The part of one core's time under which a process seems to wait itself."""
 
 
 def generators() -> list[torch.Generator]:
@@ -79,8 +86,13 @@ _NOTHING = Draws(False)
 _ALONE = nullcontext()
 _lock = threading.Lock()
 _ended = threading.Condition(_lock)
+_room = threading.Condition(_lock)
 _running: list[Turn] = []
 _tasks: list[Task] = []
+_guest: Task | None = None
+"""The guest that computes."""
+_crowd = 0
+"""How many threads wait for a guest, or as guests."""
 _waiting = 0
 """How many threads wait for the end of a turn."""
 _left: list[torch.Tensor] | None = None
@@ -146,20 +158,27 @@ class Turn:
 
 
 class Task:
-    """A context that seeds the generators for one task and restores them; tasks of several threads do not wait.
+    """A context that seeds the generators for one task and restores them.
 
     Args:
         seed: of the task.
+        guest: whether it computes only while no other task does.
     """
 
     mixed = False
     """Numbers were drawn while another thread computed a task."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, guest: bool = False) -> None:
         self._seed = seed
+        self.guest = guest
 
     def __enter__(self) -> None:
         self.thread = asking_thread()
+        self._outer = _task_of(self.thread) if _tasks else None
+        if self._outer is not None:
+            self.guest |= self._outer.guest
+        if self.guest or _guest is not None:
+            self._wait_for_room()
         change_generators(self._begin)
 
     def __exit__(self, *_: object) -> None:
@@ -177,25 +196,87 @@ class Task:
         for generator in generators():
             self._before.append((generator, generator.get_state()))
             generator.manual_seed(self._seed)
-        self._outer = _task_of(self.thread) if _tasks else None
         if self._outer is not None:
-            self._outer.leave()
-        self.join()
-
-    def _end(self) -> None:
-        for generator, state in self._before:
-            generator.set_state(state)
-        self.leave()
-        if self._outer is not None:
-            self._outer.join()
-
-    def join(self) -> None:
-        """Compute, perhaps beside others."""
+            _tasks.remove(self._outer)
         _tasks.append(self)
 
-    def leave(self) -> None:
-        """Compute no more for a time."""
+    def _end(self) -> None:
+        _set_states(self._before)
+        if self in _tasks:  # unless it was interrupted when it was to go on
+            _tasks.remove(self)
+        if self._outer is not None:
+            _tasks.append(self._outer)
+        self._make_room()
+
+    def pause(self) -> None:
+        """Wait for other workers, so that other tasks may compute here."""
+        change_generators(self._pause)
+
+    def _pause(self) -> None:
         _tasks.remove(self)
+        if self.guest:  # whoever computes next finds the generators as this one has found them
+            self._own = [(generator, generator.get_state()) for generator in generators()]
+            _set_states(self._before)
+        self._make_room()
+
+    def go_on(self) -> None:
+        """Compute again."""
+        if self.guest or _guest is not None:
+            self._wait_for_room()
+        change_generators(self._go_on)
+
+    def _go_on(self) -> None:
+        if self.guest:
+            self._before = [(generator, generator.get_state()) for generator in generators()]
+            _set_states(self._own)
+        _tasks.append(self)
+
+    def _wait_for_room(self) -> None:
+        global _guest
+        with _lock:
+            _wait_in_room(
+                lambda: (
+                    _guest in (None, self._outer)
+                    and not (self.guest and any(task is not self._outer for task in _tasks))
+                )
+            )
+            if self.guest:
+                _guest = self
+
+    def _make_room(self) -> None:
+        global _guest
+        if _guest is self:
+            outer = self._outer
+            _guest = outer if outer is not None and outer.guest and outer in _tasks else None
+        if _crowd:
+            _room.notify_all()
+
+
+def wait_for_guests() -> None:
+    """Wait until no guest computes in this process."""
+    if _guest is not None and _task_of(asking_thread()) is None:
+        with _lock:
+            _wait_in_room(lambda: _guest is None)
+
+
+def _wait_in_room(has_room: Callable[[], bool]) -> None:
+    """Wait, but not for tasks that seem to wait themselves, in a way that is not known here."""
+    global _crowd
+    until = time.monotonic() + GUEST_PATIENCE
+    computed = time.process_time()
+    _crowd += 1
+    try:
+        while not _room.wait_for(has_room, min(SHORT_PATIENCE, until - time.monotonic())):
+            before, computed = computed, time.process_time()
+            if computed - before < QUIET * SHORT_PATIENCE or time.monotonic() >= until:
+                return
+    finally:
+        _crowd -= 1
+
+
+def _set_states(states: list[tuple[torch.Generator, torch.Tensor]]) -> None:
+    for generator, state in states:
+        generator.set_state(state)
 
 
 def change_generators(change: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -250,11 +331,6 @@ def _draw() -> int:
         return number
 
 
-def computes() -> bool:
-    """Whether a task computes in this process, and does not only wait."""
-    return bool(_tasks)
-
-
 def lent() -> AbstractContextManager[None]:
     """A context in which a thread only waits, and others may draw, perhaps for its sake."""
     return _lent(asking_thread()) if _running or _tasks else _ALONE
@@ -264,7 +340,7 @@ def lent() -> AbstractContextManager[None]:
 def _lent(thread: object) -> Iterator[None]:
     mine, task = _turn_of(thread), _task_of(thread)
     if task is not None:
-        change_generators(task.leave)
+        task.pause()
     if mine is not None:
         with _lock:
             before = [(generator, generator.get_state()) for generator in generators()]
@@ -279,7 +355,7 @@ def _lent(thread: object) -> Iterator[None]:
                     generator.set_state(state)
                 _see()
         if task is not None:
-            change_generators(task.join)
+            task.go_on()
 
 
 def _is_alone(mine: Turn) -> bool:
@@ -295,7 +371,7 @@ def _turn_of(thread: object) -> Turn | None:
 
 
 def _task_of(thread: object) -> Task | None:
-    return next((task for task in _tasks if task.thread is thread), None)
+    return next((task for task in tuple(_tasks) if task.thread is thread), None)
 
 
 def _begin(mine: Turn) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import os
+import signal
 import threading
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,8 +16,9 @@ import torch
 from torch import nn
 
 import torchopt_dist as todist
+from tests.distributed.test_retries import Backward, die, survive
 from torchopt_dist.distributed._group import current_group
-from torchopt_dist.errors import NotInitializedError, ResidentError
+from torchopt_dist.errors import NotInitializedError, ResidentError, WorkerLostError
 
 
 def kept_here():
@@ -239,3 +244,56 @@ def test_a_change_on_a_worker_is_told_at_the_next_use(world):
         return caught.value.worker
 
     assert world(2).on_zero(body) == "worker1"
+
+
+def scaled(x, value, doom):
+    die(doom, "forward")
+    return x * Backward.apply(value * x, doom, "backward")
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_handle_lives_as_long_as_a_share_may_run_again(world, tmp_path, inside):
+    def body():
+        value = torch.full((3,), 2.0)
+        held = {"value": todist.put(value)} if inside else todist.put(value)
+        function = (lambda x, h, doom: scaled(x, h["value"], doom)) if inside else scaled
+        x = torch.arange(3.0).requires_grad_()
+        doom = (tmp_path, 1, "backward")
+        (loss,) = todist.remote_sync_call(function, args=(x, held, doom), partitioner=1, retries=1)
+        del held
+        gc.collect()
+        (grad,) = torch.autograd.grad(loss.sum(), x)  # worker 1 dies, and another one fetches the value
+        assert todist.alive() == (0, 2)
+        assert torch.equal(grad, 4 * x.detach())
+        del loss, grad
+        return [left_in_the_end(rank) for rank in todist.alive()]
+
+    assert survive(world(3), body) == [0, 0]
+
+
+def test_values_of_a_lost_worker_are_freed(world):
+    def body():
+        handle = todist.remote_call(1, put_there)
+        assert todist.remote_call(2, torch.sum, handle) == 6.0
+        assert todist.remote_call(0, torch.sum, handle) == 6.0
+        with contextlib.suppress(WorkerLostError):
+            todist.remote_call(1, os.kill, todist.remote_call(1, os.getpid), signal.SIGKILL)
+        assert [left_in_the_end(rank) for rank in (0, 2)] == [0, 0]
+        with pytest.raises(WorkerLostError, match="rank 1 died"):
+            todist.remote_call(2, torch.sum, handle)
+
+    survive(world(3), body)
+
+
+def put_there():
+    global _held
+    _held = todist.put(torch.arange(4.0))
+    return _held
+
+
+def left_in_the_end(rank):
+    """How many values a worker keeps when what is under way has ended."""
+    until = time.monotonic() + 30
+    while (left := todist.remote_call(rank, kept_here)[0]) and time.monotonic() < until:
+        time.sleep(0.01)
+    return left

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 import torchopt_dist as todist
 from tests.distributed.bare import say, watch
 from tests.distributed.programs import data, kept_on, mlp
+from torchopt_dist.distributed import _retries
 from torchopt_dist.distributed._ask import Sent
 
 
@@ -315,6 +316,32 @@ def test_a_share_of_the_caller_may_wait_for_one_that_only_the_caller_can_run(wor
         return todist.alive()
 
     assert survive(world(2), body) == (0,)
+
+
+def each_waits(folder, x, rank):
+    """On the caller a call of a worker that dies; on the other worker one that leads back to the caller, and there."""
+    function, worker = (kills, 1) if rank == 0 else (nested, 0)
+    return todist.remote_sync_call(function, args=(folder, x), partitioner=worker, retries=1)[0]
+
+
+@pytest.mark.parametrize("transport", ["rpc", "zmq"])
+def test_shares_that_wait_for_each_others_worker_to_be_free_end(world, tmp_path, transport):
+    """The caller's own share and that of the other worker wait for two lost shares, and both workers have work."""
+
+    def body():
+        _retries.PATIENCE = 0.5
+        x = torch.full((), 3.0, requires_grad=True)
+        both = todist.remote_sync_call(
+            each_waits,
+            args=(tmp_path, x),
+            partitioner=lambda folder, x: [(rank, (folder, x, rank), {}) for rank in (0, 2)],
+            retries=1,
+        )
+        (grad,) = torch.autograd.grad(sum(both), x)
+        torch.testing.assert_close(grad * x + 1, sum(both))
+        return todist.alive()
+
+    assert survive(world(3), body, transport=transport) == (0, 2)
 
 
 def kept_requests():

@@ -104,6 +104,7 @@ class Ask:
         under_way: the workers that work on it.
         elsewhere: whether another worker than the first is to be asked.
         answered: whether the future has its result.
+        since: the time, by ``time.monotonic``, since when it waits for a worker.
     """
 
     requests: list[Sent]
@@ -122,6 +123,7 @@ class Ask:
     under_way: set[int] = field(default_factory=set)
     elsewhere: bool = False
     answered: bool = False
+    since: float = 0.0
 
     def __post_init__(self) -> None:
         self.retries = max(0, self.options.retries - self.spent)

@@ -54,7 +54,7 @@ def _one_by_one(payload: Payload, wait_for: Callable[[int], None] | None = None)
     for (args, kwargs), seed in zip(payload.tasks, payload.seeds, strict=True):
         if wait_for is not None:
             wait_for(len(values))
-        with Task(seed):
+        with Task(seed, guest=payload.moved):
             values.append(payload.function(*args, **kwargs))
         tell(len(values))
     return values
@@ -81,7 +81,7 @@ def _vectorized(payload: Payload) -> list[Any]:
         return payload.function(*args, **kwargs)
 
     stacked = [torch.stack(columns[index]) for index in mapped]
-    with Task(payload.seeds[0]), normalization_by_formula():
+    with Task(payload.seeds[0], guest=payload.moved), normalization_by_formula():
         batched = torch.func.vmap(one_task, randomness="different", chunk_size=payload.options.chunk_size)(
             *stacked
         )

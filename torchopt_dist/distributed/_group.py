@@ -86,7 +86,7 @@ class Group:
         self.numbers = itertools.count(self.first_number)
         self.kept_graphs = KeptGraphs(has_gone=self.has_gone)
         self.threads = ThreadPool()
-        self.residents = Residents()
+        self.residents = Residents(self.has_gone)
         self.replicas = Replicas()
         self.streams = Streams()
         self.gradient_streams = GradientStreams()

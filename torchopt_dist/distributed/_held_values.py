@@ -91,6 +91,12 @@ class HeldValues(Generic[T]):
         with self._lock:
             return self._held.pop(key, None)
 
+    def forget_home(self, rank: int) -> None:
+        """Free what was put on a worker that is lost, since it frees nothing."""
+        with self._lock:
+            for key in [key for key in self._held if key[0] == rank]:
+                del self._held[key]
+
     def clear(self) -> None:
         """Free everything."""
         with self._lock:

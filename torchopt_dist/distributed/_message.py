@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchopt_dist.distributed._staying import Staying
+from torchopt_dist.distributed._staying import Handle, Staying
 
 __all__ = ["Message"]
 
@@ -32,6 +32,8 @@ class Message:
         holes: where long ``bytes`` are left out of the skeleton, and the numbers of the tensors that lie on them.
         references: the ``torch.distributed.rpc.RRef``s that the skeleton mentions.
         staying: the tensors that a transport leaves out, since the receiver has them.
+        handles: at the sender, the handles that the skeleton mentions, whose values are there while the message is.
+        moved: of a request, whether another worker was to answer it first, so that this one has work of its own.
         rebuild: for a message that stays in this process, a function that makes the content from the tensors, instead
             of the skeleton.
     """
@@ -48,6 +50,8 @@ class Message:
     holes: tuple[tuple[int, int], ...] = ()
     references: list[Any] = field(default_factory=list)
     staying: tuple[Staying, ...] = ()
+    handles: list[Handle] = field(default_factory=list)
+    moved: bool = False
     rebuild: Callable[[list[torch.Tensor]], Any] | None = None
 
     def detached(self) -> Message:

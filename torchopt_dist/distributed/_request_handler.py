@@ -11,6 +11,7 @@ import functools
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -116,7 +117,8 @@ def answer(
     shared = False
     if isinstance(content, Call):
         run = _execute.timed if content.late is None else functools.partial(_timed_late, key, content.late)
-        values, seconds = recorder.record("run", key, key[0], run, content.payload)
+        payload = replace(content.payload, moved=True) if request.moved else content.payload
+        values, seconds = recorder.record("run", key, key[0], run, payload)
         warning = _lost_gradients(content, values, request.tensors, kept_graphs)
         made = Reply(values, warning=warning, seconds=seconds)
         inputs = request.inputs() if request.tensors else []

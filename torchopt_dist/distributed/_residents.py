@@ -64,13 +64,17 @@ class _Kept:
 class Residents(HeldValues[_Kept]):
     """The values that stay on a worker.
 
+    Args:
+        has_gone: whether the process that has put a value is known to have ended, so that it frees nothing any more.
+
     Attributes:
         in_use: whether there has ever been a handle; if not, calls need not search for handles.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, has_gone: Callable[[Key], bool]) -> None:
         super().__init__("a resident was used after its handle had been closed: `put` the value again")
         self.in_use = False
+        self._has_gone = has_gone
         self._coming: dict[Key, Future[_Kept]] = {}
 
     def put(self, key: Key, value: Any, *, check: bool) -> None:
@@ -127,7 +131,8 @@ class Residents(HeldValues[_Kept]):
         else:
             with self._lock:
                 del self._coming[key]
-                self._held[key] = kept
+                if not self._has_gone(key):
+                    self._held[key] = kept
             coming.set_result(kept)
 
     def hand_out(self, key: Key, worker: int) -> Any:

@@ -1,9 +1,12 @@
 """A request whose worker is lost or late → the same request at another worker, or at the caller itself.
 
 A share is moved as a whole: its tasks stay together, wherever they run, so that sums over them keep their order and all
-numbers stay the same. Two shares that run in one process at the same time would draw from one random generator. So a
-lost share goes to a worker that has no work for this caller, or waits until there is one, and that worker gets nothing
-else meanwhile. The caller counts as such a worker while it waits.
+numbers stay the same. A lost share goes to a worker that has no work for this caller, or waits until there is one, and
+that worker gets nothing else meanwhile. The caller counts as such a worker while it waits.
+
+But all others may be waiting themselves, perhaps for that very share. So a share that has waited for some time goes to
+a worker that has other work. There it is a guest: it computes while the other work waits, since two shares that compute
+would draw from one random generator.
 
 The graphs of a lost worker are lost. So a request to a graph is kept together with the requests that made the graph: on
 another worker all of them are repeated, one after another.
@@ -13,13 +16,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 import weakref
 from collections import defaultdict
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 
-from torchopt_dist._random_turns import computes
+from torchopt_dist._random_turns import wait_for_guests
 from torchopt_dist.distributed._ask import ANOTHER_GRAPH, Ask, Sent
 from torchopt_dist.distributed._future import Future
 from torchopt_dist.distributed._graph_releaser import GraphReleaser
@@ -33,8 +37,10 @@ from torchopt_dist.errors import PeerFailedError, RemoteError, WorkerLostError
 
 __all__ = ["Retries"]
 
-LOOK_SECONDS = 0.05
-"""How long a share that nobody else can run waits until this process computes nothing."""
+PATIENCE = 5.0
+"""How many seconds a share waits for a worker that has no other work."""
+SHORT_PATIENCE = 0.05
+"""The same, if no other worker can run it."""
 
 
 class Retries:
@@ -60,9 +66,7 @@ class Retries:
         self._at_work: defaultdict[int, list[Ask | None]] = defaultdict(list)
         self._waiting = 0
         self._idle = 0
-        self._looks = False
-        self._quiet = 0
-        self._forced: Ask | None = None
+        self._alarm_is_set = False
         self._waits = {beside: _Waiting(self, beside) for beside in (False, True)}
 
     def is_lost(self, worker: int) -> bool:
@@ -77,7 +81,7 @@ class Retries:
             retries are left.
         """
         with self._lock:
-            self._pending.append(ask)
+            self._wait_for_worker(ask)
         self._assign(ask)
         if ask.options.hedge_after is not None:
             timer = threading.Timer(ask.options.hedge_after, self._hedge, (weakref.ref(ask),))
@@ -141,8 +145,12 @@ class Retries:
         with self._lock:
             ask.elsewhere = True
             if not (ask.answered or ask in self._pending):
-                self._pending.append(ask)
+                self._wait_for_worker(ask)
         self._assign()
+
+    def _wait_for_worker(self, ask: Ask) -> None:
+        ask.since = time.monotonic()
+        self._pending.append(ask)
 
     def _assign(self, new: Ask | None = None) -> None:
         """Assign waiting requests to free workers; ``new`` is sent in this thread."""
@@ -152,7 +160,7 @@ class Retries:
                 pairs = ((ask, self._free_worker(ask)) for ask in self._pending)
                 ask, worker = next((pair for pair in pairs if pair[1] is not None), (None, None))
                 if ask is None or worker is None:
-                    self._look_again()
+                    self._set_alarm()
                     return
                 first = not ask.elsewhere and worker == ask.first
                 self._pending.remove(ask)
@@ -174,7 +182,7 @@ class Retries:
                 self._threads.run(send)
 
     def _free_worker(self, ask: Ask) -> int | None:
-        """Who can do it now; what is not where it was first to be goes to a worker that has nothing else to do."""
+        """Who is to do it now; what is not where it was first to be goes to a worker that has nothing else to do."""
         home = ask.first
         if not (ask.elsewhere or (ask.movable and ask.transport.has_lost(home))):
             moved = any(other is not None and other.is_strange(home) for other in self._at_work[home])
@@ -184,11 +192,15 @@ class Retries:
         for rank in others:
             if not self._at_work[rank]:
                 return rank
-        if ask is self._forced:
-            self._forced = None
+        if (self._idle or (self._waiting and not others)) and not self._at_work[self._me]:
             return self._me
-        willing = self._idle or (self._waiting and not others)
-        return self._me if willing and not self._at_work[self._me] else None
+        if self._patience(ask) > 0.0 or ask.under_way:
+            return None
+        return min(others or [self._me], key=lambda rank: len(self._at_work[rank]))
+
+    def _patience(self, ask: Ask) -> float:
+        """For how many seconds more it waits for a worker that has nothing else to do."""
+        return ask.since + (PATIENCE if self._others(ask) else SHORT_PATIENCE) - time.monotonic()
 
     def _others(self, ask: Ask) -> list[int]:
         """Who else could do it; several lost workers' requests go to different ones."""
@@ -196,23 +208,18 @@ class Retries:
         ranks = ((ask.first + distance) % size for distance in range(size))
         return [rank for rank in ranks if self._may_have(ask, rank)]
 
-    def _look_again(self) -> None:
-        """See to it that no share of this process waits for ever for one that only this process can run."""
-        if self._waiting and not self._looks and any(not self._others(ask) for ask in self._pending):
-            self._looks = True
-            timer = threading.Timer(LOOK_SECONDS, self._force)
+    def _set_alarm(self) -> None:
+        """See to it that no request waits for ever for a worker that has nothing else to do."""
+        patience = [self._patience(ask) for ask in self._pending if not ask.under_way]
+        if patience and not self._alarm_is_set:
+            self._alarm_is_set = True
+            timer = threading.Timer(min(max(SHORT_PATIENCE, min(patience)), 1.0), self._alarm)
             timer.daemon = True
             timer.start()
 
-    def _force(self) -> None:
+    def _alarm(self) -> None:
         with self._lock:
-            self._looks = False
-            only_own = all(each is None for each in self._at_work[self._me])
-            self._quiet = self._quiet + 1 if self._waiting and only_own and not computes() else 0
-            if self._quiet > 1:  # the own share here waits, so random numbers do not mix
-                stuck = (ask for ask in self._pending if not (ask.answered or self._others(ask)))
-                self._forced = next(stuck, None)
-                self._quiet = 0
+            self._alarm_is_set = False
         self._assign()
 
     def _may_have(self, ask: Ask, rank: int) -> bool:
@@ -220,7 +227,9 @@ class Retries:
 
     def _send(self, ask: Ask, worker: int, transport: Sender, requests: list[Sent]) -> None:
         try:
-            reply = transport.send(worker, requests[0].again(), ask.seconds_left())
+            message = requests[0].again()
+            message.moved = worker != ask.first
+            reply = transport.send(worker, message, ask.seconds_left())
         except Exception as error:
             self._ended(ask, worker, transport, error)
             return
@@ -264,7 +273,7 @@ class Retries:
                 pass  # another attempt may do better
             elif worker != self._me and ask.retries and self.is_loss(worker, result):
                 ask.retries -= 1
-                self._pending.append(ask)
+                self._wait_for_worker(ask)
             else:
                 settled = result
             ask.answered |= settled is not None
@@ -322,3 +331,5 @@ class _Waiting(AbstractContextManager[None]):
 
     def __exit__(self, *_: object) -> None:
         self._retries._count_waiting(self._beside, -1)
+        if not self._beside:
+            wait_for_guests()

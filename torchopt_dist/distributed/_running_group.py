@@ -211,7 +211,7 @@ class RunningGroup:
             self._warnings.silence()
             threading.Thread(target=self._end, args=(failure.error(),), daemon=True).start()
         elif self.group is not None:
-            self.group.kept_graphs.forget_caller(failure.rank)
+            self._forget_values(self.group, failure.rank)
             self.group.streams.forget_sender(failure.rank)
             # No transport notices each cut of the network.
             self.group.transport.worker_lost(failure.rank, failure.error())
@@ -219,8 +219,14 @@ class RunningGroup:
     def _peer_replaced(self, member: Member) -> None:
         """In the membership's thread: a rank that was lost has a new process."""
         if self.group is not None:  # otherwise this one is new, too, and has yet to look where the others are
-            self.group.kept_graphs.forget_caller(member.rank)
+            self._forget_values(self.group, member.rank)
             self.group.transport.worker_replaced(member.rank, member.incarnation)
+
+    def _forget_values(self, group: Group, rank: int) -> None:
+        """Free what a worker that is lost would have freed."""
+        group.kept_graphs.forget_caller(rank)
+        group.residents.forget_home(rank)
+        group.replicas.forget_home(rank)
 
     def _orphaned(self) -> None:
         """In a thread: the agent that has started this worker has ended."""

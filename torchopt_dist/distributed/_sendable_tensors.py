@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 
 from torchopt_dist._torch_private import forward_mode_is_active, is_batched_gradient, is_functorch_tensor
 from torchopt_dist.distributed._names import name_of
-from torchopt_dist.distributed._staying import Staying, StayingModule
+from torchopt_dist.distributed._staying import Handle, Staying, StayingModule
 from torchopt_dist.errors import SerializationError
 
 __all__ = ["Tensors", "check_sendable"]
@@ -42,13 +42,14 @@ def check_sendable(tensor: torch.Tensor, main_by_name: bool) -> None:
 
 
 class Tensors:
-    """Tensors by number, each once; and references of RPC."""
+    """Tensors by number, each once; references of RPC; and handles, which live as long as the message."""
 
     def __init__(self, main_by_name: bool) -> None:
         self._main_by_name = main_by_name
         self.all: list[torch.Tensor] = []
         self.buffers: set[int] = set()
         self.references: list[Any] = []
+        self.handles: list[Handle] = []
         self.staying: list[Staying] = []
         self._numbers: dict[int, int] = {}
 

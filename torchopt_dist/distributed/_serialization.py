@@ -30,7 +30,7 @@ from torchopt_dist.distributed._parametrized_modules import is_parametrized, red
 from torchopt_dist.distributed._plain_messages import MARK, plain_skeleton, rebuilt
 from torchopt_dist.distributed._sendable_tensors import Tensors
 from torchopt_dist.distributed._shared_objects import rebinds, some_can_change
-from torchopt_dist.distributed._staying import StayingModule
+from torchopt_dist.distributed._staying import Handle, StayingModule
 from torchopt_dist.errors import SerializationError, TodistError
 
 __all__ = ["PackedModules", "message_of", "pack", "unpack"]
@@ -88,7 +88,8 @@ def message_of(
 ) -> Message:
     """The message with these parts."""
     if not (tensors.all or structures or tensors.staying):
-        return Message(skeleton, [], [], [], holes=holes, references=tensors.references)
+        references, handles = tensors.references, tensors.handles
+        return Message(skeleton, [], [], [], holes=holes, references=references, handles=handles)
     return Message(
         skeleton,
         tensors.all,
@@ -99,6 +100,7 @@ def message_of(
         holes=holes,
         references=tensors.references,
         staying=tuple(tensors.staying),
+        handles=tensors.handles,
     )
 
 
@@ -194,6 +196,8 @@ class _OutOfBandPickler(pickle.Pickler):
         if isinstance(obj, _REFERENCES):
             self._tensors.references.append(obj)
             return _reference, (len(self._tensors.references) - 1,)
+        if isinstance(obj, Handle):
+            self._tensors.handles.append(obj)
         if type(obj) is OrderedDict and not obj and not vars(obj):
             return OrderedDict, ()  # a module has ten of them, and each takes a while to say so itself
         return NotImplemented
@@ -221,13 +225,14 @@ class _OutOfBandPickler(pickle.Pickler):
             if own.references:  # a structure may be sent once, and a reference must be sent with each message
                 raise _OverlapError
             digest = hashlib.blake2b(structure, digest_size=16).digest()
-            packed = _PackedModule(module, structure, digest, own.all, pickler)
+            packed = _PackedModule(module, structure, digest, own.all, own.handles, pickler)
             self._packed[id(module), self._main_by_name] = packed
         digest = packed.digest
         self._parts.append(packed.pickler)
         structures[digest] = packed.structure
         numbers = tuple(self._tensors.number(tensor) for tensor in packed.tensors)
         self._tensors.mark_buffers(packed.tensors)
+        self._tensors.handles += packed.handles
         self._modules[id(module)] = (len(self._modules), digest, numbers)
         return self._modules[id(module)]
 
@@ -254,6 +259,7 @@ class _PackedModule(NamedTuple):
     structure: bytes
     digest: bytes
     tensors: list[torch.Tensor]
+    handles: list[Handle]
     pickler: _OutOfBandPickler
 
 

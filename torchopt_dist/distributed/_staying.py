@@ -1,4 +1,4 @@
-"""A module whose tensors the workers have → what a message contains instead of these tensors."""
+"""A module whose tensors the workers have, or a handle of any value → what a message contains instead."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-__all__ = ["Staying", "StayingModule"]
+__all__ = ["Handle", "Staying", "StayingModule"]
+
+
+class Handle:
+    """Stands in a message for a value that workers fetch, as long as the handle lives."""
+
+    __slots__ = ()
 
 
 class Staying(NamedTuple):

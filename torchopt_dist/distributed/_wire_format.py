@@ -44,7 +44,7 @@ class WireMessage(NamedTuple):
 
     Attributes:
         skeleton: as in the message; so are ``requires_grad``, ``is_parameter``, ``connected``, ``device``, ``holes``,
-            ``references`` and ``staying``.
+            ``references``, ``staying`` and ``moved``.
         buffers: tensors of their own, and flat tensors in which small ones lie one after another.
         places: for each tensor that is sent its buffer, its shape, and whether it was on a GPU.
         shared: which buffers are flat ones.
@@ -63,6 +63,7 @@ class WireMessage(NamedTuple):
     holes: tuple[tuple[int, int], ...] = ()
     references: Sequence[Any] = ()
     staying: tuple[Staying, ...] = ()
+    moved: bool = False
 
 
 class MissingStructureError(Exception):
@@ -113,7 +114,8 @@ class Structures:
 
 def is_skeleton(message: Message) -> bool:
     """Whether the message consists of a skeleton, which a transport can send as it is."""
-    return not (message.tensors or message.structures or message.device or message.references)
+    beside = message.tensors or message.structures or message.device or message.references
+    return not (beside or message.moved)
 
 
 def to_wire(
@@ -175,6 +177,7 @@ def to_wire(
         message.holes,
         message.references,
         message.staying,
+        message.moved,
     )
 
 
@@ -193,6 +196,7 @@ def _without_tensors(message: Message) -> WireMessage:
         message.holes,
         references,
         message.staying,
+        message.moved,
     )
 
 
@@ -216,7 +220,7 @@ def from_wire(wire: WireMessage, seen: Structures) -> Message:
     """
     if not (wire.requires_grad or wire.structures):
         references = list(wire.references)
-        return Message(wire.skeleton, [], [], [], device=wire.device, references=references)
+        return Message(wire.skeleton, [], [], [], device=wire.device, references=references, moved=wire.moved)
     for digest, structure in wire.structures:
         if structure is not None:
             seen.add(digest, structure)
@@ -254,4 +258,5 @@ def from_wire(wire: WireMessage, seen: Structures) -> Message:
         holes=wire.holes,
         references=list(wire.references),
         staying=wire.staying,
+        moved=wire.moved,
     )

@@ -13,6 +13,7 @@ from torch.futures import Future
 
 from torchopt_dist._serialized_exception import SerializedException
 from torchopt_dist.distributed import _future, _multicast, _own_share
+from torchopt_dist.distributed._awaited import Awaited
 from torchopt_dist.distributed._call_log import call_log
 from torchopt_dist.distributed._caller_state import CallerState
 from torchopt_dist.distributed._gather import gather
@@ -130,7 +131,7 @@ def remote_async_call(
         func, args, kwargs, partitioner, reducer, timeout, ExecutionOptions(**options), snapshot=True
     )
     state = CallerState.capture()
-    future: Future[Any] = Future()
+    future: Future[Any] = Awaited(call.group)
 
     def work() -> None:
         try:

@@ -16,21 +16,22 @@ from torchopt_dist.distributed._containers import flatten
 from torchopt_dist.distributed._group import Group, answering_group, current_group, find_group, incarnation_of
 from torchopt_dist.distributed._payload import Payload
 from torchopt_dist.distributed._protocol import Key
-from torchopt_dist.distributed._staying import StayingModule
+from torchopt_dist.distributed._staying import Handle, StayingModule
 from torchopt_dist.errors import ResidentError
 
 __all__ = ["Resident", "Shards", "resolved"]
 
 
-class Resident:
+class Resident(Handle):
     """The handle of a value that workers keep; made by :func:`put`.
 
     As an argument of a call, alone or inside a tree or a container, the handle is replaced by the value. Elsewhere,
     such as in a closure, it stays a handle on the worker, too, and ``handle.value`` is the value. A function may pass
     the handle on in nested calls.
 
-    The workers free the value when the handle is closed or garbage-collected. A worker's copy of the handle is valid
-    until then.
+    The workers free the value when the handle is closed or garbage-collected, or when the worker that has put it is
+    lost. A worker's copy of the handle is valid until then. What a call with ``retries`` may have to send again keeps
+    its handles from being garbage-collected.
     """
 
     __slots__ = ("__weakref__", "_key", "_release")
@@ -56,7 +57,7 @@ class Resident:
         Raises:
             ResidentError: the value has been changed in place, the handle is closed, or the RPC group of ``put`` has
                 ended.
-            WorkerLostError: the worker that has put it died before the value came.
+            WorkerLostError: the worker that has put it died.
         """
         return self.on(None)
 

@@ -1,0 +1,108 @@
+"""Workers die at random requests of random programs of calls with retries: these compute what one process does.
+
+Nothing may be left of the calls on those that live, and no program may wait for ever.
+
+``make losses`` runs more of them, from a seed by chance. ``TODIST_FUZZ_SEED=<seed>`` runs the programs from this seed
+on, and ``TODIST_FUZZ_DEATHS`` says how many.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import torchopt_dist as todist
+from tests.distributed.random_calls import FAILURES, Call, There
+from tests.distributed.random_programs import Program, check, draw, evaluate, nothing_is_left, set_thresholds
+from tests.distributed.test_retries import survive
+from torchopt_dist.distributed import _request_handler, _retries
+
+MORE = os.environ.get("TODIST_FUZZ_DEATHS")
+SEED = int(os.environ.get("TODIST_FUZZ_SEED") or random.randrange(10**9))
+WAITED_FOR_EVER = [1, 20, 29, 35, 48, 74]
+"""Once."""
+SEEDS = range(SEED, SEED + int(MORE)) if MORE else WAITED_FOR_EVER
+PATIENCE = 0.5
+WORKERS = 4
+IMMORTAL = 1 << 30
+_answered = [0]
+
+
+def retried(code: list[Any]) -> list[Any]:
+    """The same code, whose calls outlive all workers that die; those that are to fail are left out."""
+    found: list[Any] = []
+    for instruction in code:
+        if not isinstance(instruction, Call):
+            found.append(instruction)
+        elif instruction.kind not in FAILURES:
+            kept = ("vectorize", "chunk_size", "strict", "device", "fan_out")
+            options = {name: value for name, value in instruction.options.items() if name in kept}
+            options["retries"] = WORKERS - 1
+            found.append(replace(instruction, code=retried(instruction.code), options=options))
+    return found
+
+
+def die_at(number: int, *, before: bool) -> None:
+    """On a worker: let it die at this request, before it answers it or when the answer is ready."""
+    _answered[0] = 0
+    answer = _request_handler.answer
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        _answered[0] += 1
+        is_last = _answered[0] == number
+        if is_last and before:
+            os.kill(os.getpid(), signal.SIGKILL)
+        reply = answer(*args, **kwargs)
+        if is_last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return reply
+
+    _request_handler.answer = counting
+
+
+def have_little_patience() -> None:
+    """On a worker: let lost shares wait for free workers for a short time."""
+    _retries.PATIENCE = PATIENCE
+
+
+def live_on() -> None:
+    """On a worker: let it not die any more."""
+    _answered[0] = IMMORTAL
+
+
+def runs(seed: int) -> None:
+    """On rank 0: run the program of a seed, while others die."""
+    chance = random.Random(seed)
+    program: Program = draw(seed, WORKERS)
+    program = replace(program, code=retried(program.code))
+    for rank in range(WORKERS):
+        todist.remote_call(rank, set_thresholds, program.thresholds)
+        todist.remote_call(rank, have_little_patience)
+    for rank in chance.sample(range(1, WORKERS), chance.randint(1, WORKERS - 1)):
+        number = chance.choice([1, 1, 2, 2, 3, 4, 5, 7, 10])
+        todist.remote_call(rank, die_at, number, before=chance.random() < 0.5)
+    runner = There()
+    found = evaluate(program, seed, runner)
+    runner.settle()
+    del runner
+    alive = [0]
+    for rank in range(1, WORKERS):
+        try:
+            todist.remote_call(rank, live_on)
+            alive.append(rank)
+        except todist.WorkerLostError:
+            pass
+    check(program, seed, found)
+    nothing_is_left(alive)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_programs_whose_workers_die_compute_what_one_process_does(world, seed):
+    transport = random.Random(seed).choice(["rpc", "zmq"])
+    print(f"TODIST_FUZZ_SEED={seed}: over {transport}")
+    survive(world(WORKERS), runs, seed, transport=transport)
