@@ -268,6 +268,25 @@ def test_a_count_is_made_up_where_torch_has_none():
     torch.testing.assert_close(v, w)
 
 
+@pytest.mark.parametrize("option", ["dampening", "momentum"])
+def test_options_may_be_switched_off_and_on(option):
+    """A gradient that comes meanwhile is the first one of its parameter if there is a momentum, to torch and here."""
+    columns = []
+    for home in (torch.optim, todist):
+        a, b = leaf(), leaf()
+        optimizer = home.SGD([a, b], lr=0.1, momentum=0.9, dampening=0.3)
+        go(optimizer, a, [1.0])
+        value = optimizer.param_groups[0][option]
+        optimizer.param_groups[0][option] = 0.0
+        go(optimizer, b, [1.0])
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        optimizer.param_groups[0][option] = value
+        go(optimizer, b, [2.0])
+        go(optimizer, a, [3.0])
+        columns.append([a, b])
+    torch.testing.assert_close(columns[1], columns[0])
+
+
 @pytest.mark.parametrize("option", [{"momentum": 0.5}, {"momentum": 0}, {"max_norm": 1.0}], ids=str)
 def test_an_optimizer_of_a_transformation_refuses_options_of_a_group(option):
     impl, (name, value) = todist.sgd(1.0), *option.items()
@@ -317,10 +336,17 @@ def test_states_go_to_torch_and_back(name, options):
         assert [state["step"].item() for state in saved["state"].values()] == [9]
 
 
-@pytest.mark.parametrize("name", IN_TORCH)
-def test_a_state_goes_to_torch_if_a_parameter_has_had_no_gradient(name):
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *((name, {}) for name in IN_TORCH),
+        ("SGD", {"momentum": 0.9}),
+        ("SGD", {"momentum": 0.9, "dampening": 0.5}),
+    ],
+)
+def test_a_state_goes_to_torch_if_a_parameter_has_had_no_gradient(name, options):
     a, b = leaf(), leaf()
-    options = {"lr": 0.1}
+    options = {"lr": 0.1, **options}
     ours = getattr(todist, name)([a, b], **options)
     go(ours, a, [1.0])
     theirs = getattr(torch.optim, name)([a, b], **options)
@@ -332,6 +358,12 @@ def test_a_state_goes_to_torch_if_a_parameter_has_had_no_gradient(name):
     go(unbroken, x, [1.0])
     go(unbroken, y, [1.0])
     torch.testing.assert_close([a, b], [x, y])
+    again = getattr(todist, name)([a, b], **options)
+    again.load_state_dict(copy.deepcopy(ours.state_dict()))
+    with torch.no_grad():
+        b.copy_(leaf())
+    go(again, b, [1.0])
+    torch.testing.assert_close(b, y)
 
 
 def test_steps_are_counted_by_parameter_where_torch_wants_that():

@@ -351,6 +351,9 @@ class Optimizer(torch.optim.Optimizer):
     def _new_layout(self, group: dict[str, Any], impl: GradientTransformation) -> Layout:
         first = impl.init(group["params"])
         layout = layout_of(first)
+        if any(layout.keys) and COUNT not in layout.keys and not self._counts_for_torch:
+            for p in group["params"]:  # a count of other options stands still from now on, unlike the rest
+                self.state.get(p, {}).pop(COUNT, None)
         fit_dtypes(layout, first, [self.state.get(p, {}) for p in group["params"]])
         return layout
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from torchopt_dist.ops._sgd import sgd as sgd_op
 from torchopt_dist.ops._sgd import sgd_
+from torchopt_dist.optim._layout import COUNT, counts
 from torchopt_dist.optim._signatures import arguments_of
 from torchopt_dist.optim.meta_optimizer import MetaOptimizer
 from torchopt_dist.optim.optimizer import Optimizer
@@ -100,6 +101,24 @@ class SGD(Optimizer, transformation=sgd):
     @arguments_of(sgd)
     def __init__(self, params: Iterable[Any], *args: Any, **kwargs: Any) -> None:
         super().__init__(params, *args, **kwargs)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state and the options, as torch's: a parameter that is known to have had no gradient has no running sum.
+
+        Torch's class takes a first gradient for a later one, and dampens it, where there is a sum, be it 0.
+        """
+        packed = super().state_dict()
+        packed["state"] = {
+            index: {key: value for key, value in held.items() if key not in TraceState._fields}
+            if _is_unmoved(held)
+            else held
+            for index, held in packed["state"].items()
+        }
+        return packed
+
+
+def _is_unmoved(held: dict[str, Any]) -> bool:
+    return any(key == COUNT and not count for key, count in counts(held))
 
 
 class MetaSGD(MetaOptimizer, transformation=sgd, moment_requires_grad=True):
