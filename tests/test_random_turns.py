@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import torchopt_dist as todist
-from torchopt_dist import _random_turns
+from torchopt_dist import _random_turns, _room
 from torchopt_dist.distributed._gather import gather
 
 SECONDS = 30.0
@@ -211,7 +211,7 @@ def test_a_guest_and_a_task_compute_one_after_the_other_and_draw_what_each_draws
             for future, expected in zip((first, second), alone, strict=True):
                 assert torch.equal(future.result(SECONDS), expected)
     assert torch.equal(torch.get_rng_state(), state)
-    assert _random_turns._guest is None
+    assert _random_turns._room.guest is None
     assert not _random_turns._tasks
 
 
@@ -275,8 +275,8 @@ def test_who_has_lent_its_process_goes_on_when_the_guest_waits():
 
 @pytest.mark.parametrize("computes", [False, True])
 def test_a_guest_waits_for_a_task_that_computes_and_not_for_one_that_waits_unseen(computes, monkeypatch):
-    monkeypatch.setattr(_random_turns, "SHORT_PATIENCE", 0.2)
-    monkeypatch.setattr(_random_turns, "QUIET", 0.02)
+    monkeypatch.setattr(_room, "SHORT_PATIENCE", 0.2)
+    monkeypatch.setattr(_room, "QUIET", 0.02)
     entered = threading.Event()
 
     def guest() -> float:

@@ -20,6 +20,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
+from torchopt_dist._room import Room
 from torchopt_dist._torch_private import asking_thread, outside_of_transforms, transforms_are_active
 
 __all__ = [
@@ -41,10 +42,6 @@ PATIENCE = 60.0
 """Seconds that a thread waits for a turn that draws."""
 SHORT_PATIENCE = 5.0
 """Seconds that it waits if neither turn is known to draw: threads of the loss itself may be waiting for each other."""
-GUEST_PATIENCE = 600.0
-"""Seconds that a task waits for a guest, or a guest for tasks, if this process computes all the time."""
-QUIET = 0.1
-"""The part of one core's time under which a process seems to wait itself."""
 
 
 def generators() -> list[torch.Generator]:
@@ -86,13 +83,9 @@ _NOTHING = Draws(False)
 _ALONE = nullcontext()
 _lock = threading.Lock()
 _ended = threading.Condition(_lock)
-_room = threading.Condition(_lock)
+_room = Room()
 _running: list[Turn] = []
 _tasks: list[Task] = []
-_guest: Task | None = None
-"""The guest that computes."""
-_crowd = 0
-"""How many threads wait for a guest, or as guests."""
 _waiting = 0
 """How many threads wait for the end of a turn."""
 _left: list[torch.Tensor] | None = None
@@ -177,12 +170,18 @@ class Task:
         self._outer = _task_of(self.thread) if _tasks else None
         if self._outer is not None:
             self.guest |= self._outer.guest
-        if self.guest or _guest is not None:
-            self._wait_for_room()
-        change_generators(self._begin)
+        _room.enter(self, guest=self.guest, instead_of=self._outer)
+        try:
+            change_generators(self._begin)
+        except BaseException:
+            _room.leave(self, back=self._outer)
+            raise
 
     def __exit__(self, *_: object) -> None:
-        change_generators(self._end)
+        try:
+            change_generators(self._end)
+        finally:
+            _room.leave(self, back=self._outer)
         if self.mixed:
             warnings.warn(
                 "tasks drew random numbers in several threads of this worker at the same time, so these may not be "
@@ -206,23 +205,21 @@ class Task:
             _tasks.remove(self)
         if self._outer is not None:
             _tasks.append(self._outer)
-        self._make_room()
 
     def pause(self) -> None:
         """Wait for other workers, so that other tasks may compute here."""
         change_generators(self._pause)
+        _room.leave(self)
 
     def _pause(self) -> None:
         _tasks.remove(self)
         if self.guest:  # whoever computes next finds the generators as this one has found them
             self._own = [(generator, generator.get_state()) for generator in generators()]
             _set_states(self._before)
-        self._make_room()
 
     def go_on(self) -> None:
         """Compute again."""
-        if self.guest or _guest is not None:
-            self._wait_for_room()
+        _room.enter(self, guest=self.guest)
         change_generators(self._go_on)
 
     def _go_on(self) -> None:
@@ -231,47 +228,11 @@ class Task:
             _set_states(self._own)
         _tasks.append(self)
 
-    def _wait_for_room(self) -> None:
-        global _guest
-        with _lock:
-            _wait_in_room(
-                lambda: (
-                    _guest in (None, self._outer)
-                    and not (self.guest and any(task is not self._outer for task in _tasks))
-                )
-            )
-            if self.guest:
-                _guest = self
-
-    def _make_room(self) -> None:
-        global _guest
-        if _guest is self:
-            outer = self._outer
-            _guest = outer if outer is not None and outer.guest and outer in _tasks else None
-        if _crowd:
-            _room.notify_all()
-
 
 def wait_for_guests() -> None:
     """Wait until no guest computes in this process."""
-    if _guest is not None and _task_of(asking_thread()) is None:
-        with _lock:
-            _wait_in_room(lambda: _guest is None)
-
-
-def _wait_in_room(has_room: Callable[[], bool]) -> None:
-    """Wait, but not for tasks that seem to wait themselves, in a way that is not known here."""
-    global _crowd
-    until = time.monotonic() + GUEST_PATIENCE
-    computed = time.process_time()
-    _crowd += 1
-    try:
-        while not _room.wait_for(has_room, min(SHORT_PATIENCE, until - time.monotonic())):
-            before, computed = computed, time.process_time()
-            if computed - before < QUIET * SHORT_PATIENCE or time.monotonic() >= until:
-                return
-    finally:
-        _crowd -= 1
+    if _room.guest is not None and _task_of(asking_thread()) is None:
+        _room.wait_for_guest()
 
 
 def _set_states(states: list[tuple[torch.Generator, torch.Tensor]]) -> None:
@@ -351,8 +312,7 @@ def _lent(thread: object) -> Iterator[None]:
         if mine is not None:
             with _lock:
                 _begin(mine)
-                for generator, state in before:
-                    generator.set_state(state)
+                _set_states(before)
                 _see()
         if task is not None:
             task.go_on()
