@@ -26,6 +26,7 @@ GROUND = {
     "_normalization",
     "_out_of_memory",
     "_random_turns",
+    "_room",
     "_serialized_exception",
     "_torch_private",
     "_tracebacks",
