@@ -18,13 +18,32 @@ from torchopt_dist.distributed._wire_format import SMALL
 from torchopt_dist.distributed.transport.base import Sender
 from torchopt_dist.errors import CallTimeoutError
 
-__all__ = ["ANOTHER_GRAPH", "Ask", "Sent"]
+__all__ = ["ANOTHER_GRAPH", "Ask", "Sent", "check_unchanged", "is_copied"]
 
 ANOTHER_GRAPH = (
     "the share of a lost worker has another graph when it runs again: its function depends on more than its arguments "
     "and torch's random numbers"
 )
 """The error text for a function that is not pure."""
+
+
+def is_copied(message: Message, number: int) -> bool:
+    """Whether the caller keeps a copy of a tensor that may be sent again: a small one, or one that a module may change.
+
+    Of the others, which are the caller's own, it keeps the versions.
+    """
+    tensor = message.tensors[number]
+    return number in message.buffers or tensor.nbytes <= SMALL
+
+
+def check_unchanged(tensor: Tensor, version: int | None) -> None:
+    """Raise ``RuntimeError`` if a tensor that was sent has been changed in place since."""
+    if tensor_version(tensor) != version:
+        raise RuntimeError(
+            f"the share of a lost worker cannot run again: a tensor that it was sent, of shape {tuple(tensor.shape)}, "
+            "has been changed in place since. Run backward before the optimizer's step, or make the call "
+            "asynchronous, which copies what it sends"
+        )
 
 
 @dataclass
@@ -46,7 +65,7 @@ class Sent:
         """Keep a request."""
         kept, versions = message.detached(), {}
         for number, tensor in enumerate(kept.tensors):
-            if number in message.buffers or tensor.numel() * tensor.element_size() <= SMALL:
+            if is_copied(kept, number):
                 kept.tensors[number] = tensor.clone()
             elif not tensor.is_inference():
                 versions[number] = tensor_version(tensor)
@@ -60,13 +79,8 @@ class Sent:
         """
         tensors: list[Tensor] = []
         for number, tensor in enumerate(self.message.tensors):
-            version = self.versions.get(number)
-            if number in self.versions and version != tensor_version(tensor):
-                raise RuntimeError(
-                    "the share of a lost worker cannot run again: of the tensors that it was sent, number "
-                    f"{number}, of shape {tuple(tensor.shape)}, has been changed in place since. Run backward before "
-                    "the optimizer's step, or make the call asynchronous, which copies what it sends"
-                )
+            if number in self.versions:
+                check_unchanged(tensor, self.versions[number])
             tensors.append(tensor.detach() if number in self.versions else tensor.clone())
         return replace(self.message, tensors=tensors)
 

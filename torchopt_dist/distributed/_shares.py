@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from torchopt_dist._torch_private import tensor_version
-from torchopt_dist.distributed._ask import ANOTHER_GRAPH
+from torchopt_dist.distributed._ask import ANOTHER_GRAPH, check_unchanged, is_copied
 from torchopt_dist.distributed._future import Future
 from torchopt_dist.distributed._group import Group
 from torchopt_dist.distributed._late_tensors import can_be_cut
@@ -26,7 +26,6 @@ from torchopt_dist.distributed._relay import Branch, Children, Missing, Parcel
 from torchopt_dist.distributed._siblings import Siblings
 from torchopt_dist.distributed._streams import chunks_of
 from torchopt_dist.distributed._tree import Twig, tree
-from torchopt_dist.distributed._wire_format import SMALL
 from torchopt_dist.errors import CallTimeoutError, RemoteError, WorkerLostError
 
 __all__ = ["Shares", "common"]
@@ -284,7 +283,7 @@ class _AsSent:
             for number, tensor in enumerate(message.tensors):
                 if id(tensor) in self._copies or id(tensor) in self._versions:
                     continue
-                if snapshot or number in message.buffers or tensor.nbytes <= SMALL:
+                if snapshot or is_copied(message, number):
                     self._copies[id(tensor)] = tensor.detach().clone()
                 elif not tensor.is_inference():
                     self._versions[id(tensor)] = tensor_version(tensor)
@@ -295,10 +294,6 @@ class _AsSent:
         Raises:
             RuntimeError: it has been changed in place since it was sent first.
         """
-        if self._versions.get(id(tensor), None) not in (None, tensor_version(tensor)):
-            raise RuntimeError(
-                "the shares that lost workers were to run or to forward cannot run again: a tensor that they were "
-                f"sent, of shape {tuple(tensor.shape)}, has been changed in place since. Run backward before the "
-                "optimizer's step, or make the call asynchronous, which copies what it sends"
-            )
+        if id(tensor) in self._versions:
+            check_unchanged(tensor, self._versions[id(tensor)])
         return self._copies.get(id(tensor), tensor).detach()
