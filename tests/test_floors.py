@@ -20,6 +20,7 @@ GROUND = {
     "_deep_graphs",
     "_evaluation",
     "_functional",
+    "_generators",
     "_free_memory",
     "_liveness",
     "_network",

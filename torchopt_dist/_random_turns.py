@@ -18,8 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import ParamSpec, TypeVar
 
-import torch
-
+from torchopt_dist._generators import States, draw, have_changed, never_drawn, restore, states
 from torchopt_dist._room import Room
 from torchopt_dist._torch_private import asking_thread, outside_of_transforms, transforms_are_active
 
@@ -29,9 +28,7 @@ __all__ = [
     "Turn",
     "change_generators",
     "draw_seed",
-    "generators",
     "lent",
-    "never_drawn",
     "wait_for_guests",
 ]
 
@@ -42,23 +39,6 @@ PATIENCE = 60.0
 """Seconds that a thread waits for a turn that draws."""
 SHORT_PATIENCE = 5.0
 """Seconds that it waits if neither turn is known to draw: threads of the loss itself may be waiting for each other."""
-
-
-def generators() -> list[torch.Generator]:
-    """The generators that random numbers are drawn from: those of the CPU and of the current GPU."""
-    found = [torch.default_generator]
-    if torch.cuda.is_initialized():
-        found.append(torch.cuda.default_generators[torch.cuda.current_device()])
-    return found
-
-
-def never_drawn() -> bool:
-    """Whether the generators are as seeding has left them."""
-    for generator in generators():
-        fresh = torch.Generator(generator.device).manual_seed(generator.initial_seed())
-        if not torch.equal(fresh.get_state(), generator.get_state()):
-            return False
-    return True
 
 
 class Draws:
@@ -88,9 +68,9 @@ _running: list[Turn] = []
 _tasks: list[Task] = []
 _waiting = 0
 """How many threads wait for the end of a turn."""
-_left: list[torch.Tensor] | None = None
+_left: States | None = None
 """The states in which the generators were left at the last look, if a turn runs that was not alone."""
-_left_by_tasks: list[torch.Tensor] | None = None
+_left_by_tasks: States | None = None
 """The same, if several tasks are computed."""
 
 
@@ -191,16 +171,15 @@ class Task:
             )
 
     def _begin(self) -> None:
-        self._before: list[tuple[torch.Generator, torch.Tensor]] = []
-        for generator in generators():
-            self._before.append((generator, generator.get_state()))
+        self._before = states()
+        for generator, _ in self._before:
             generator.manual_seed(self._seed)
         if self._outer is not None:
             _tasks.remove(self._outer)
         _tasks.append(self)
 
     def _end(self) -> None:
-        _set_states(self._before)
+        restore(self._before)
         if self in _tasks:  # unless it was interrupted when it was to go on
             _tasks.remove(self)
         if self._outer is not None:
@@ -214,8 +193,8 @@ class Task:
     def _pause(self) -> None:
         _tasks.remove(self)
         if self.guest:  # whoever computes next finds the generators as this one has found them
-            self._own = [(generator, generator.get_state()) for generator in generators()]
-            _set_states(self._before)
+            self._own = states()
+            restore(self._before)
 
     def go_on(self) -> None:
         """Compute again."""
@@ -224,8 +203,8 @@ class Task:
 
     def _go_on(self) -> None:
         if self.guest:
-            self._before = [(generator, generator.get_state()) for generator in generators()]
-            _set_states(self._own)
+            self._before = states()
+            restore(self._own)
         _tasks.append(self)
 
 
@@ -233,11 +212,6 @@ def wait_for_guests() -> None:
     """Wait until no guest computes in this process."""
     if _room.guest is not None and _task_of(asking_thread()) is None:
         _room.wait_for_guest()
-
-
-def _set_states(states: list[tuple[torch.Generator, torch.Tensor]]) -> None:
-    for generator, state in states:
-        generator.set_state(state)
 
 
 def change_generators(change: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -275,21 +249,8 @@ def draw_seed() -> int:
     """A number below ``2**62`` from the default generator, to derive seeds from; not while another thread draws."""
     with outside_of_transforms() if transforms_are_active() else _ALONE:  # `vmap` refuses random numbers
         if not _running or _turn_of(asking_thread()) is None:
-            return change_generators(_draw)
-        return _draw()
-
-
-_drawn = torch.empty(1, dtype=torch.int64, device="cpu")
-_drawn_number = _drawn.numpy().data
-_one_at_a_time = threading.Lock()
-
-
-def _draw() -> int:
-    """``torch.randint(2**62, ()).item()`` without a new tensor and without a copy, which take half of its time."""
-    with _one_at_a_time:
-        _drawn.random_(0, 2**62)
-        number: int = _drawn_number[0]
-        return number
+            return change_generators(draw)
+        return draw()
 
 
 def lent() -> AbstractContextManager[None]:
@@ -304,7 +265,7 @@ def _lent(thread: object) -> Iterator[None]:
         task.pause()
     if mine is not None:
         with _lock:
-            before = [(generator, generator.get_state()) for generator in generators()]
+            before = states()
             _end(mine)
     try:
         yield
@@ -312,7 +273,7 @@ def _lent(thread: object) -> Iterator[None]:
         if mine is not None:
             with _lock:
                 _begin(mine)
-                _set_states(before)
+                restore(before)
                 _see()
         if task is not None:
             task.go_on()
@@ -374,27 +335,19 @@ def _wait(draws: Draws) -> None:
 def _look() -> None:
     """Find out whether anything was drawn since the last look by threads that were not alone."""
     if not _running:
-        if _left_by_tasks is not None and _have_changed(_left_by_tasks):
+        if _left_by_tasks is not None and have_changed(_left_by_tasks):
             for task in _tasks:
                 task.mixed = True
         return
     first = _running[0]
     if not first.beside and len(_running) == 1:
         return
-    if (first.seeded and not never_drawn()) if _left is None else _have_changed(_left):
+    if (first.seeded and not never_drawn()) if _left is None else have_changed(_left):
         for one in _running:
             one.mixed = True
 
 
 def _see() -> None:
     global _left, _left_by_tasks
-    _left = _states() if _running and (_running[0].beside or len(_running) > 1) else None
-    _left_by_tasks = _states() if len(_tasks) > 1 else None
-
-
-def _have_changed(before: list[torch.Tensor]) -> bool:
-    return not all(map(torch.equal, _states(), before))
-
-
-def _states() -> list[torch.Tensor]:
-    return [generator.get_state() for generator in generators()]
+    _left = states() if _running and (_running[0].beside or len(_running) > 1) else None
+    _left_by_tasks = states() if len(_tasks) > 1 else None

@@ -58,7 +58,7 @@ def die_at(number: int, *, before: bool) -> None:
         if is_last and before:
             os.kill(os.getpid(), signal.SIGKILL)
         reply = answer(*args, **kwargs)
-        if is_last:
+        if is_last and _answered[0] < IMMORTAL:
             os.kill(os.getpid(), signal.SIGKILL)
         return reply
 

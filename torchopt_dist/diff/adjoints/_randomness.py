@@ -6,7 +6,8 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from torchopt_dist._random_turns import change_generators, generators
+from torchopt_dist._generators import generators, restore, states
+from torchopt_dist._random_turns import change_generators
 
 __all__ = ["kept_generators", "seed_step"]
 
@@ -31,11 +32,7 @@ class _Kept:
     """As a class, which is entered and left sooner than a generator with ``contextmanager``."""
 
     def __enter__(self) -> None:
-        self._before = [(generator, generator.get_state()) for generator in generators()]
+        self._before = states()
 
     def __exit__(self, *exception: object) -> None:
-        change_generators(self._restore)
-
-    def _restore(self) -> None:
-        for generator, state in self._before:
-            generator.set_state(state)
+        change_generators(restore, self._before)

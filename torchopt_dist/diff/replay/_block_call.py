@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from torchopt_dist import pytree
-from torchopt_dist._random_turns import change_generators, generators
+from torchopt_dist._generators import restore, states
+from torchopt_dist._random_turns import change_generators
 from torchopt_dist._torch_private import outside_of_transforms, tensor_version, transforms_are_active, vmaps
 from torchopt_dist._vmap import Values, values_of
 from torchopt_dist.diff.replay._duals import Pair, leaf_of_pair, pair_of
@@ -102,7 +103,7 @@ class BlockCall:
             for container, key, x in _held(_tensor_dicts.parameter_containers(block))
         ]
         self._held_buffers = _held(_tensor_dicts.buffer_containers(block))
-        self._before = [(generator, generator.get_state()) for generator in generators()]
+        self._before = states()
         self._after = self._before
         self._autocast = _autocast_now()
         self._makes_gradients = bool(inputs) or any(isinstance(x, _Own) for _, _, x in self._held_parameters)
@@ -156,7 +157,7 @@ class BlockCall:
         self._held_buffers = [
             (container, key, kept.get(id(x), x)) for container, key, x in self._held_buffers
         ]
-        self._after = [(generator, generator.get_state()) for generator in generators()]
+        self._after = states()
         for leaf in made:
             if leaf is not None and not isinstance(leaf, (Tensor, bool, int, float, str)):
                 raise TypeError(
@@ -185,7 +186,7 @@ class BlockCall:
         Returns:
             The tree, and in the places of ``outputs`` the values of the tensors in it that require grad.
         """
-        change_generators(lambda: _set(self._after))
+        change_generators(restore, self._after)
         with _outside():
             cut = [None if pair is None else leaf_of_pair(pair) for pair in self.outputs]
         leaves = [
@@ -220,7 +221,7 @@ class BlockCall:
             return [values_of(x).values if isinstance(x, Tensor) else x for x in made]
 
         with _in_place([*inside(held), *self._held_buffers]):
-            change_generators(lambda: _set(self._before))
+            change_generators(restore, self._before)
             with _autocast_as(self._autocast):
                 made = inside(called)
             yield leaves, made
@@ -239,11 +240,6 @@ def _put(x: Any, given: Sequence[Tensor], now: Sequence[Tensor]) -> Any:
 def _outside() -> AbstractContextManager[object]:
     """A context in which values are no tensors of a ``vmap``."""
     return outside_of_transforms() if transforms_are_active() else nullcontext()
-
-
-def _set(states: list[tuple[torch.Generator, Tensor]]) -> None:
-    for generator, state in states:
-        generator.set_state(state)
 
 
 def _held(containers: list[TensorContainer]) -> Held:
