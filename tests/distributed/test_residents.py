@@ -18,6 +18,7 @@ from torch import nn
 import torchopt_dist as todist
 from tests.distributed.test_retries import Backward, die, survive
 from torchopt_dist.distributed._group import current_group
+from torchopt_dist.distributed._residents import Residents
 from torchopt_dist.errors import NotInitializedError, ResidentError, WorkerLostError
 
 
@@ -44,6 +45,25 @@ def large():
 
 def sent_bytes(profile, worker):
     return sum(span.size for span in profile.spans if span.phase in ("pack", "reply") and span.peer == worker)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_value_that_is_freed_while_it_is_on_its_way_is_not_kept(fails):
+    """Where its home says so sooner than it sends the value."""
+    residents, key = Residents(lambda _: False), (0, 7)
+
+    def fetch():
+        residents.forget(key)
+        if fails:
+            raise WorkerLostError("gone")
+        return torch.ones(3)
+
+    if fails:
+        with pytest.raises(WorkerLostError):
+            residents.find(key, None, fetch)
+    else:
+        assert residents.find(key, None, fetch).sum() == 3
+    assert len(residents) == len(vars(residents)["_coming"]) == 0
 
 
 @pytest.mark.parametrize("size", [1, 3])

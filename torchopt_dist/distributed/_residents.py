@@ -125,15 +125,24 @@ class Residents(HeldValues[_Kept]):
         try:
             kept = _kept(fetch())
         except BaseException as error:
-            with self._lock:
-                del self._coming[key]
+            self._arrived(key, coming)
             coming.set_exception(error)
         else:
-            with self._lock:
-                del self._coming[key]
-                if not self._has_gone(key):
-                    self._held[key] = kept
+            self._arrived(key, coming, kept)
             coming.set_result(kept)
+
+    def _arrived(self, key: Key, coming: Future[_Kept], kept: _Kept | None = None) -> None:
+        with self._lock:
+            if self._coming.get(key) is coming:
+                del self._coming[key]
+                if not (kept is None or self._has_gone(key)):
+                    self._held[key] = kept
+
+    def forget(self, key: Key) -> _Kept | None:
+        """See :class:`HeldValues`; who waits for a value that is on its way still gets it, but it is not kept."""
+        with self._lock:
+            self._coming.pop(key, None)
+            return super().forget(key)
 
     def hand_out(self, key: Key, worker: int) -> Any:
         """At the value's home: the value, for a worker that keeps it from now on; errors as for :meth:`check`."""
