@@ -269,6 +269,8 @@ class Retries:
                 pass
             elif isinstance(result, Message):
                 settled, late = result, set(ask.under_way)
+                if ask.first in ask.tried - {worker} and not ask.transport.has_lost(ask.first):
+                    late.add(ask.first)  # it may have failed, as by a time-out, and keep a graph
             elif ask.under_way or ask in self._pending:
                 pass  # another attempt may do better
             elif worker != self._me and ask.retries and self.is_loss(worker, result):
