@@ -7,7 +7,6 @@ instruction may be a call of another such list, in one of many ways (``random_ca
 from __future__ import annotations
 
 import gc
-import os
 import random
 import sys
 import time
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import torchopt_dist as todist
-from tests.distributed.random_calls import OF_ROWS, WHOLE, Call, Here, There, formed
+from tests.distributed.random_calls import HEDGES, OF_ROWS, WHOLE, Call, Here, There, formed
 from torchopt_dist.distributed import _multicast
 from torchopt_dist.distributed._group import Group, current_group
 from torchopt_dist.distributed._streams import CHUNK, LARGE
@@ -44,7 +43,7 @@ BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "rows": lambda x, y: torch.tanh(x + y[:1]),
     "matrix": lambda x, y: x @ torch.tanh(y.t() @ y),
 }
-HEDGES = [0.0, 0.001, 60.0] if os.environ.get("TODIST_FUZZ_HEDGES") else [60.0]
+HEDGE_SECONDS = [0.0, 0.001, 60.0] if HEDGES else [60.0]
 """Seconds. What begins on two workers at once depends on the moment, so it is drawn only if it is asked for."""
 INSIDE, ROWWISE = 3, ("tanh", "sin", "softmax", "square", "flip", "in place")
 
@@ -237,7 +236,7 @@ def _options(r: _Random, depth: int, *, several: bool) -> dict[str, Any]:
     elif kind == "tree" and several:
         options["fan_out"] = r.choice([1, 2, 3, "auto", None])
     elif kind == "hedge":
-        options["hedge_after"] = r.choice(HEDGES)
+        options["hedge_after"] = r.choice(HEDGE_SECONDS)
     if kind == "retries" or (kind == "tree" and r.random() < 0.3):
         options["retries"] = r.randint(1, 2)
     if r.random() < 0.2:
