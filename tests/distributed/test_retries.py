@@ -194,29 +194,6 @@ def test_the_first_answer_of_a_share_that_is_late_counts(world, tmp_path):
     assert survive(world(3), body) == (6.0, [1, 2], 0, 0)
 
 
-def later(folder, x):
-    """``x**2``; on the caller after the time limit of the call, on the other worker later still."""
-    if todist.get_rank():
-        assert watch(folder / "counted", 60)
-    else:
-        assert watch(folder / "over", 60)
-    return x**2
-
-
-@pytest.mark.parametrize("transport", ["rpc", "zmq"])
-def test_a_call_that_ends_on_two_workers_after_its_time_limit_leaves_no_graph(world, tmp_path, transport):
-    def body():
-        x = torch.full((), 3.0, requires_grad=True)
-        with pytest.raises(todist.CallTimeoutError):
-            todist.remote_sync_call(later, args=(tmp_path, x), partitioner=1, hedge_after=0.01, timeout=0.2)
-        for who in ("over", "counted"):
-            say(tmp_path / who)
-            time.sleep(0.2)
-        return kept_on(1, limit=2)
-
-    assert survive(world(2), body, transport=transport) == 0
-
-
 class LateBackward(torch.autograd.Function):
     """The identity; its backward is late on rank 1."""
 
@@ -250,45 +227,6 @@ def test_the_first_answer_of_a_backward_that_is_late_counts(world, tmp_path):
         return grad.item(), ran, kept_on(1), kept_on(2)
 
     assert survive(world(3), body) == (27.0, [1, 2, 2], 0, 0)
-
-
-def both_late(folder, x):
-    """``x**3``; late on rank 1, and on the caller in its backward."""
-    if todist.get_rank():
-        assert watch(folder / "counted", 60)
-    return LateAtCaller.apply(x**3, folder)
-
-
-class LateAtCaller(torch.autograd.Function):
-    """The identity; its backward waits on the caller."""
-
-    @staticmethod
-    def forward(ctx, x, folder):
-        ctx.folder = folder
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        if todist.get_rank() == 0:
-            assert watch(ctx.folder / "grad", 60)
-        return grad, None
-
-
-def test_a_share_of_a_worker_that_has_another_one_can_come_back_to_it(world, tmp_path):
-    """The caller has run it, and forgets nothing of it at that worker, which has yet to make its graph."""
-
-    def body():
-        x = torch.full((), 3.0, requires_grad=True)
-        call = todist.parallelize(1, lambda values: values[0], hedge_after=0.1)(both_late)
-        values = [call(tmp_path, x) for _ in range(2)]  # the second one's worker still runs the first one
-        say(tmp_path / "counted")
-        time.sleep(0.2)
-        (grad,) = torch.autograd.grad(values[1], x, retain_graph=True)
-        say(tmp_path / "grad")
-        del values
-        return grad.item(), kept_on(1)
-
-    assert survive(world(2), body) == (27.0, 0)
 
 
 class LateSecondBackward(torch.autograd.Function):
