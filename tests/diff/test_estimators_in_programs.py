@@ -174,6 +174,33 @@ def test_in_nested_vmap_each_task_has_its_own_gradient_and_nothing_is_lost(name)
             torch.vmap(spread)(firsts, scales[0])
 
 
+@pytest.mark.parametrize("name", ["implicit", *SAMPLED])
+def test_in_vmap_tasks_whose_parameters_stay_have_gradients_of_their_own(name):
+    """No step of the first loop moves the parameters, so they are the same for all tasks."""
+    problem = Regression()
+    optimizer = todist.transform.multi_steps(todist.sgd(lr=0.1), 3)
+    scales = (0.5 + torch.rand(3, dtype=torch.float64)).requires_grad_()
+
+    def task(scale):
+        return todist.inner_loop(
+            lambda w: problem.loss(w * scale),
+            optimizer,
+            problem.first,
+            2,
+            meta=(problem.weights, scale),
+            adjoint=ALL[name],
+            seed=0,
+        ).params
+
+    weights, found = torch.arange(3.0, dtype=torch.float64), []
+    for made in (torch.vmap(task), lambda scales: torch.stack([task(scale) for scale in scales])):
+        torch.manual_seed(0)
+        value = ((made(scales) ** 3).sum(1) * weights).sum()
+        found.append(torch.autograd.grad(value, (problem.weights, scales), materialize_grads=True))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-6, atol=1e-12)
+    assert found[1][1].any() == (name == "implicit")
+
+
 @pytest.mark.parametrize("name", FINITE)
 def test_differences_in_vmap_draw_what_the_step_of_the_task_has_drawn(name):
     scale = torch.tensor(1.5, dtype=torch.float64, requires_grad=True)

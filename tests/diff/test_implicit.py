@@ -11,7 +11,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import torchopt_dist as todist
 from tests.worlds import World
-from torchopt_dist import linear_solve
+from torchopt_dist import linear_solve, nonlinear_solve
 from torchopt_dist.diff.implicit import custom_fixed_point, custom_root
 
 SOLVES = {
@@ -161,6 +161,30 @@ def pytree_leaves(tree):
     return optree.tree_leaves(tree)
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_samples_with_one_solution_in_common_have_gradients_of_their_own(nested):
+    """The solver ignores its arguments, so ``vmap`` sees one solution, and not one for each sample."""
+    root = custom_root(lambda x, a: x**2 - a, argnums=1)(lambda init, a: init)
+    a, weights = (
+        torch.full((4,), 9.0, dtype=torch.float64, requires_grad=True),
+        torch.arange(4.0, dtype=torch.float64),
+    )
+
+    def solved(a):
+        return root(torch.tensor(3.0, dtype=torch.float64), a)
+
+    if nested:
+        solutions = torch.vmap(torch.vmap(solved))(a.reshape(2, 2)).reshape(4)
+        found = torch.vmap(torch.func.grad(lambda a, w: w * solved(a)))(a.detach(), weights)
+        torch.testing.assert_close(found, weights / 6)
+    else:
+        solutions = torch.vmap(solved)(a)
+    assert solutions.tolist() == [3.0] * 4
+    (grad,) = torch.autograd.grad(solutions @ weights, a, create_graph=True)
+    torch.testing.assert_close(grad, weights / 6)
+    torch.testing.assert_close(torch.autograd.grad(grad.sum(), a)[0], -weights / 4 / 27)  # a ** -1.5
+
+
 def test_autograd_inside_the_optimality_function():
     """``torch.autograd.grad`` of an objective, as a program without ``torch.func`` writes it."""
 
@@ -207,6 +231,52 @@ def test_fixed_points_by_neumann_and_unrolled():
             torch.testing.assert_close(ours, true)
     layer = custom_fixed_point(cell, (1, 2), solve=settings["gmres"]["solve"])(iterate)
     assert gradgradcheck(lambda W, b: layer(START, W, b), arguments)
+
+
+def test_an_implicit_layer_under_a_checkpoint():
+    a = torch.tensor(9.0, dtype=torch.float64, requires_grad=True)
+    root = custom_root(lambda x, a: x**2 - a, argnums=1)(lambda init, a: a.sqrt())
+
+    def layer(a):
+        return root(torch.tensor(1.0, dtype=torch.float64), a)
+
+    value = torch.utils.checkpoint.checkpoint(layer, a, use_reentrant=False)
+    torch.testing.assert_close(torch.autograd.grad(value, a)[0].item(), 1 / 6)
+
+
+def by_newton(b):
+    """``x**3 + x = b`` of a tree, whose gradient is implicit."""
+
+    def equation(x, b):
+        return {"p": x["p"] ** 3 + x["p"] - b[:1], "q": [x["q"][0] ** 3 + x["q"][0] - b[1:]]}
+
+    solver = custom_root(equation, argnums=1)(
+        lambda init, b: nonlinear_solve.newton(rtol=1e-12)(lambda x: equation(x, b), init)
+    )
+    return solver({"p": torch.ones_like(b[:1]), "q": [torch.ones_like(b[1:])]}, b)
+
+
+def by_a_linear_solve(b):
+    tree = {"p": b[:1], "q": [b[1:]]}
+    return linear_solve.solve_cg(rtol=1e-12)(
+        lambda v: {"p": 2 * v["p"], "q": [(2 + b[0] ** 2) * v["q"][0]]}, tree
+    )
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo's, which it hides itself
+@pytest.mark.parametrize("solved", [by_newton, by_a_linear_solve])
+def test_a_compiled_function_may_solve_for_trees(solved):
+    def value(b):
+        x = solved(b * 1)
+        return (x["p"].sum() * x["q"][0].sum()).sin() * 2
+
+    b = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64, requires_grad=True)
+    found = [
+        (y := function(b), *torch.autograd.grad(y, b))
+        for function in (value, torch.compile(value, backend="eager"))
+    ]
+    torch.compiler.reset()
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=0)
 
 
 def test_memory_is_flat_in_the_number_of_steps():

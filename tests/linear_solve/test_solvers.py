@@ -110,6 +110,23 @@ def test_the_third_derivative():
         assert y.item() == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("closes_over", [False, True])
+def test_a_solve_under_a_checkpoint(closes_over):
+    A, b = spd().requires_grad_(), double(N, seed=1).requires_grad_()
+    solve = linear_solve.solve_cg(rtol=1e-13)
+
+    def solution(A, b):
+        return solve((lambda v: A @ v) if closes_over else functools.partial(torch.mv, A), b)
+
+    found = []
+    for call in (
+        solution,
+        functools.partial(torch.utils.checkpoint.checkpoint, solution, use_reentrant=False),
+    ):
+        found.append(torch.autograd.grad((call(A, b) ** 3).sum(), (A, b)))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-14)
+
+
 def test_what_a_product_finds_in_the_graph_gets_its_gradient():
     """A Hessian's product by ``autograd.grad`` of a gradient that was recorded outside."""
     w = double(N).requires_grad_()

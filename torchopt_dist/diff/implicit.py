@@ -170,6 +170,19 @@ def attach(
     Returns:
         A tree with the values of ``solution``.
     """
+    # A compiler goes on after this, as it does after an inner loop.
+    run = torch.compiler.disable(_attached) if torch.compiler.is_compiling() else _attached
+    return run(optimality_fn, solution, others, named, places, solver)
+
+
+def _attached(
+    optimality_fn: Callable[..., TensorTree],
+    solution: TensorTree,
+    others: Sequence[Any],
+    named: dict[str, Any],
+    places: Sequence[int],
+    solver: Solver,
+) -> Any:
     x, spec = pytree.flatten(solution)
     for leaf in x:
         if not _is_real(leaf):
@@ -231,7 +244,13 @@ class _Root(torch.autograd.Function):
 
     @staticmethod
     def forward(equation: _Equation, solver: Solver, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(leaf.clone() for leaf in tensors[:count])
+        x = tensors[:count]
+        if (
+            transforms_are_active()
+        ):  # samples may have one solution in common, but each has a gradient of its own
+            for other in tensors[count:]:
+                x = tuple(leaf + other.new_zeros((), dtype=leaf.dtype, device=leaf.device) for leaf in x)
+        return tuple(leaf.clone() for leaf in x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -246,7 +265,8 @@ class _Root(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Solve ``(∂F/∂x)ᴴ u = x's gradient``; the gradient of ``θ`` is ``-(∂F/∂θ)ᴴ u``."""
-        x, others = list(ctx.saved_tensors[: ctx.count]), list(ctx.saved_tensors[ctx.count :])
+        saved = list(ctx.saved_tensors)  # once: a checkpoint gives them up then
+        x, others = saved[: ctx.count], saved[ctx.count :]
         wanted = ctx.needs_input_grad[3 + ctx.count :]
         way = _once if not torch.is_grad_enabled() and not transforms_are_active() else _differentiably
         with torch.autocast(grads[0].device.type, enabled=False):

@@ -175,7 +175,8 @@ class _Closed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        given, stand_ins = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        saved = ctx.saved_tensors  # once: a checkpoint gives them up then
+        given, stand_ins = saved[: ctx.count], saved[ctx.count :]
         pulled = functools.partial(_pulled, ctx.function, ctx.leaves, ctx.count)
         count = ctx.count + len(grads)
         return (None, None, None, *_Closed.apply(pulled, ctx.leaves, count, *given, *grads, *stand_ins))

@@ -125,6 +125,12 @@ class Solver(ABC):
             ValueError: ``matvec`` returns another structure or other shapes.
             NotImplementedError: it is called under ``torch.func.jvp`` or another forward-mode derivative.
         """
+        # A compiler goes on after the solve, as it does after an inner loop.
+        solve = torch.compiler.disable(self._with_info) if torch.compiler.is_compiling() else self._with_info
+        made: tuple[Any, SolverInfo] = solve(matvec, b)
+        return made
+
+    def _with_info(self, matvec: Callable[[TensorTree], TensorTree], b: TensorTree) -> tuple[Any, SolverInfo]:
         leaves, spec = _vector(b, "b")
         operator, params = convert(matvec, spec, leaves)
         x, info = self.solve(operator, params, leaves, spec)
@@ -321,7 +327,8 @@ class _Solve(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Solve ``Aᴴ u = x's gradient``; the gradient of ``b`` is ``u``, and that of ``A`` is ``-u xᴴ``."""
         count, started = ctx.counts
-        x, params = list(ctx.saved_tensors[:count]), list(ctx.saved_tensors[count:])
+        saved = list(ctx.saved_tensors)  # once: a checkpoint gives them up then
+        x, params = saved[:count], saved[count:]
         operator = ctx.operator if ctx.solver.symmetric else ctx.operator.transposed()
         u, _ = solve_implicitly(ctx.solver, ctx.spec, operator, params, list(grads[:count]), [])
         wanted = ctx.needs_input_grad[4 + count + started :]

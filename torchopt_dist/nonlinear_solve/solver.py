@@ -63,6 +63,14 @@ class NonlinearSolver(ABC):
             TypeError: ``init`` has a leaf that is not a floating-point tensor.
             ValueError: ``function`` returns another structure or other shapes.
         """
+        # A compiler goes on after the solve, as it does after an inner loop.
+        solve = torch.compiler.disable(self._with_info) if torch.compiler.is_compiling() else self._with_info
+        made: tuple[Any, SolverInfo] = solve(function, init)
+        return made
+
+    def _with_info(
+        self, function: Callable[[TensorTree], TensorTree], init: TensorTree
+    ) -> tuple[Any, SolverInfo]:
         leaves, spec = pytree.flatten(init)
         for leaf in leaves:
             if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
