@@ -203,6 +203,19 @@ def test_nothing_is_recorded_without_grad_mode(name):
     assert all(p.grad_fn is None for p in result.params.parameters())
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ALL)
+def test_a_loop_goes_on_from_another_one_without_grad_mode_too(name, kind):
+    def loop(problem):
+        first = problem.run(ALL[name])
+        problem.params, state = first.params, first.state
+        return problem.run(ALL[name], state=state)
+
+    with torch.no_grad():
+        plain = loop(Problem(kind, "momentum"))
+    torch.testing.assert_close(plain.losses, loop(Problem(kind, "momentum")).losses.detach())
+
+
 @pytest.mark.parametrize("name", ADJOINTS)
 def test_losses_are_connected_where_the_adjoint_is_exact(name):
     problem, row = Problem("tree", "adam"), ADJOINTS[name]

@@ -203,3 +203,12 @@ def identity(x):
 def test_bad_input(call, kind, message):
     with pytest.raises(kind, match=message):
         call()
+
+
+@pytest.mark.parametrize("transform", [torch.vmap, torch.func.grad])
+def test_a_transform_is_refused_by_name(transform):
+    loss = zero_order(NORMAL)(lambda x: x.square().sum())
+    with pytest.raises(
+        NotImplementedError, match=r"`zero_order` does not run inside torch\.func's transforms"
+    ):
+        transform(lambda x: loss(x * 1))(torch.ones(3))

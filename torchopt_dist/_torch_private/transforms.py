@@ -177,7 +177,9 @@ _NAMES_OF_GRAD = (
     "set_inplace_requires_grad_allowed",
     "get_inplace_requires_grad_allowed",
 )
-_NO_HOOKS = "torch.func's transforms do not support hooks of saved tensors"
+_NO_HOOKS = (
+    "torch.func's transforms do not support hooks of saved tensors, such as those of torch.utils.checkpoint"
+)
 
 
 def _without_compiled_autograd() -> AbstractContextManager[object]:

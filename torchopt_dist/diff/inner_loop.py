@@ -30,7 +30,7 @@ class InnerLoopResult(NamedTuple):
 
     params: Any
     """The adapted parameters, connected as the adjoint says: a module for a module, with the last buffers; otherwise a
-    tree of the first parameters' structure."""
+    tree of the first parameters' structure. Under ``torch.no_grad`` they are leaves that require grad."""
     state: OptState
     """The optimizer's last state; give it to another :func:`inner_loop` to go on."""
     losses: Tensor
@@ -162,7 +162,8 @@ def _inner_loop(
     recording = torch.is_grad_enabled()
     outcome = adjoint.run(loop) if recording else loop.run(loop.training_step, loop.own(begin))
     losses = _all_in_one(outcome.losses)
-    carry = outcome.carry
+    # Where nothing is recorded, too, another loop can train the parameters on.
+    carry = outcome.carry if recording else loop.cut(outcome.carry)
     adapted = model.result(carry.params, carry.buffers, last=not (recording and adjoint.runs_again))
     return InnerLoopResult(adapted, carry.state, losses, outcome.aux)
 

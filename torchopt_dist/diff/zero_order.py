@@ -20,6 +20,7 @@ from torch import Size, Tensor
 from torch.autograd.function import once_differentiable
 
 from torchopt_dist import pytree
+from torchopt_dist._torch_private import transforms_are_active
 from torchopt_dist.typing import Samplable, SampleFunc
 
 __all__ = ["Method", "zero_order"]
@@ -72,6 +73,7 @@ def zero_order(
         ValueError: ``method`` is unknown, ``num_samples`` or ``chunk_size`` is below 1, ``sigma`` is not above 0; or,
             in a call, there is no argument of that position, the function does not return one number, or noise has
             another shape than its tensor.
+        NotImplementedError: in a call, a transform of ``torch.func`` is active.
         TypeError: ``distribution`` has no ``sample`` and is not a function, or an argument has the wrong type; or, in a
             call, a complex tensor is to get a gradient.
 
@@ -145,6 +147,11 @@ def estimate(
     settings: _Settings,
 ) -> Tensor:
     """The mean value over the samples, connected with the tensors in the ``places`` among ``args``."""
+    if transforms_are_active():
+        raise NotImplementedError(
+            "a function with `zero_order` does not run inside torch.func's transforms, such as `vmap`: call it outside "
+            "of them, for one task after another"
+        )
     chosen: Any = [args[n] for n in places]
     leaves, spec = pytree.flatten(chosen)
     ours = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
