@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 
 import psutil
@@ -136,6 +137,36 @@ def _fails_before_nested(x):
     (far,) = todist.remote_sync_call(torch.exp, args=(x,), partitioner=2)
     near = far.sin().sum()
     return near + _FailsBackward.apply(far.exp(), True).sum()
+
+
+@pytest.mark.parametrize("fails", [0, 2])
+@pytest.mark.parametrize("waits", [False, True])
+def test_an_asynchronous_call_that_fails_leaves_no_graph(world, fails, waits):
+    """Torch's futures hold their exceptions where the garbage collector sees none of it."""
+
+    def body():
+        def call_and_forget():
+            future = todist.parallelize_async(_one_each)(_error_or_cube)(x, fails)
+            (own,) = todist.remote_sync_call(cube, args=(x,), partitioner=1)
+            assert own.requires_grad
+            if waits:
+                for _ in range(2):
+                    with pytest.raises(ArithmeticError, match="in forward"):
+                        future.wait()
+
+        x, _ = vectors()
+        call_and_forget()
+        time.sleep(0 if waits else 0.5)
+        gc.collect()
+        return kept_on(1)
+
+    assert world(3).on_zero(body) == 0
+
+
+def _error_or_cube(x, fails):
+    if fails:
+        raise ArithmeticError("in forward")
+    return cube(x)
 
 
 def _one_each(x, failing):

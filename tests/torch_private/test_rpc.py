@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -21,6 +21,23 @@ def test_the_default_timeout_stays_where_it_cannot_be_set(monkeypatch: pytest.Mo
     monkeypatch.delattr(rpc, "_set_rpc_timeout")
     private.set_default_rpc_timeout(4.0)
     assert asked == [3.0]
+
+
+@pytest.mark.parametrize("hide", [False, True])
+def test_a_future_raises_what_its_object_says_unless_that_is_hidden(hide: bool) -> None:
+    class Hides(torch.futures.Future[int]):
+        def __getattribute__(self, name: str) -> Any:
+            if name == "_set_unwrap_func":
+                raise AttributeError(name)
+            return super().__getattribute__(name)
+
+    def unwrap(failure: str) -> NoReturn:
+        raise ArithmeticError(failure)
+
+    future: torch.futures.Future[int] = Hides() if hide else torch.futures.Future()
+    private.set_failure(future, "by the object", unwrap, ArithmeticError("itself"))
+    with pytest.raises(ArithmeticError, match="itself" if hide else "by the object"):
+        future.wait()
 
 
 def test_a_process_without_rpc_has_contexts_of_distributed_autograd(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,6 +54,7 @@ from torchopt_dist._torch_private.rpc import (
     init_distributed_autograd,
     set_cpp_log_level,
     set_default_rpc_timeout,
+    set_failure,
     tensorpipe_options_with_sockets,
 )
 from torchopt_dist._torch_private.runs import forget_failed_runs, held_by_run
@@ -112,6 +113,7 @@ __all__ = [
     "sequence_numbers",
     "set_cpp_log_level",
     "set_default_rpc_timeout",
+    "set_failure",
     "set_parameters",
     "set_sequence_number",
     "tensor_at_level",

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch.distributed import rpc
 
 from torchopt_dist._torch_private.lookup import find
+
+F = TypeVar("F")
 
 CPP_LIBRARY = "libc10.dylib" if sys.platform == "darwin" else "libc10.so"
 
@@ -39,6 +43,27 @@ def set_default_rpc_timeout(seconds: float) -> None:
     set_timeout = getattr(rpc, "_set_rpc_timeout", None)
     if set_timeout is not None:
         set_timeout(seconds)
+
+
+def set_failure(
+    future: torch.futures.Future[Any], failure: F, unwrap: Callable[[F], NoReturn], error: Exception
+) -> None:
+    """Let a future hold an object, from which its waits get the exception to raise.
+
+    Without the name it holds the exception itself.
+
+    Args:
+        future: the future.
+        failure: the object.
+        unwrap: raises the exception of the object.
+        error: the exception.
+    """
+    set_unwrap = getattr(future, "_set_unwrap_func", None)
+    if set_unwrap is None:
+        torch.futures.Future.set_exception(future, error)
+        return
+    set_unwrap(unwrap)
+    future.set_result(failure)
 
 
 def init_distributed_autograd(rank: int) -> None:

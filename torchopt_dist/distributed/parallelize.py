@@ -132,6 +132,7 @@ def remote_async_call(
     )
     state = CallerState.capture()
     future: Future[Any] = Awaited(call.group)
+    unsettled = [future]  # which an exception's frames so do not refer to
 
     def work() -> None:
         try:
@@ -140,12 +141,13 @@ def remote_async_call(
                 with state.applied():
                     result = call.finish()
         except Exception as error:
-            future.set_exception(error)
+            unsettled.pop().set_exception(error)
         except BaseException as error:
             # `sys.exit` in an own share ends this thread only, and the caller waits for a result.
-            future.set_exception(SerializedException.of(error).to_error(call.group.names[call.me]))
+            name = call.group.names[call.me]
+            unsettled.pop().set_exception(SerializedException.of(error).to_error(name))
         else:
-            future.set_result(result)
+            unsettled.pop().set_result(result)
 
     call.group.threads.run(work)
     return future
