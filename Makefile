@@ -50,10 +50,10 @@ test: $(STAMP) ## install, then all tests
 quick: $(STAMP) ## the tests that start no processes
 	$(PYTEST) -m "not processes" $(ARGS)
 
-fuzz: $(STAMP) ## random programs of calls, chains and inner loops, against loops by hand: PROGRAMS=2000 of each
+fuzz: $(STAMP) ## random programs of calls, chains, inner loops and layers, against loops by hand: PROGRAMS=2000 of each
 	TODIST_FUZZ_PROGRAMS=$(PROGRAMS) TODIST_FUZZ_CHAINS=$(PROGRAMS) TODIST_FUZZ_LOOPS=$(PROGRAMS) $(BIN)/python -m pytest \
 		tests/distributed/test_random_programs.py tests/transform/test_random_chains.py tests/diff/test_random_loops.py \
-		tests/diff/test_random_estimates.py $(ARGS)
+		tests/diff/test_random_estimates.py tests/diff/test_random_layers.py $(ARGS)
 
 losses: $(STAMP) ## workers killed at random moments of 50 trainings and 50 random programs: LOSSES=50
 	TODIST_FUZZ_LOSSES=$(LOSSES) TODIST_FUZZ_DEATHS=$(LOSSES) $(BIN)/python -m pytest tests/distributed/test_random_losses.py \
