@@ -95,6 +95,10 @@ class ThreadSettings:
         gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         return cls(torch.get_default_device(), gpu)
 
+    def are_chosen(self) -> bool:
+        """Whether they differ from those of a new thread."""
+        return self.device != torch.device("cpu") or bool(self.gpu)
+
     def apply(self) -> None:
         """Apply the settings to this thread."""
         if self.device != torch.get_default_device():

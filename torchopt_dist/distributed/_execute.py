@@ -56,7 +56,8 @@ def _one_by_one(payload: Payload, wait_for: Callable[[int], None] | None = None)
             wait_for(len(values))
         with Task(seed, guest=payload.moved):
             values.append(payload.function(*args, **kwargs))
-        tell(len(values))
+        if tell is not None:
+            tell(len(values))
     return values
 
 

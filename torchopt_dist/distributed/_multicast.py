@@ -58,10 +58,10 @@ def calls(
         A future of each worker's values.
     """
     group = current_group()
-    group.check_process()
     fan_out = _fan_out_for(group, payloads) if len(payloads) > 1 else 0
     futures: dict[int, Future[list[Any]]] = {}
     if fan_out:
+        group.check_process()
         there = {worker: each for worker, each in payloads.items() if not group.retries.is_lost(worker)}
         futures = _down_a_tree(group, there, fan_out, seconds, modules, siblings, snapshot=snapshot)
     for worker, payload in payloads.items():

@@ -77,10 +77,10 @@ class Bar:
             self._bar.close()
 
 
-def teller(payload: Payload) -> Callable[[int], None]:
-    """On the worker: a function to call with the number of tasks that are done, after each."""
+def teller(payload: Payload) -> Callable[[int], None] | None:
+    """On the worker: a function to call with the number of tasks that are done, after each; ``None`` without a bar."""
     if payload.ticket is None:
-        return _tell_nobody
+        return None
     group, (caller, number), total = answering_group(), payload.ticket, len(payload.tasks)
     told = time.monotonic()
 
@@ -96,10 +96,6 @@ def teller(payload: Payload) -> Callable[[int], None]:
             group.ask(caller, _told, number, group.rank, done)
 
     return tell
-
-
-def _tell_nobody(done: int) -> None:
-    del done
 
 
 def _told(number: int, worker: int, done: int) -> None:

@@ -37,7 +37,7 @@ class Late(NamedTuple):
     seconds: float
 
 
-@dataclass(frozen=True)
+@dataclass
 class Call:
     """Run a payload.
 
@@ -134,7 +134,7 @@ class Release:
     residents: tuple[Key, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass
 class Reply:
     """The answer to a request.
 

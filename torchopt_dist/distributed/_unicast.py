@@ -68,7 +68,6 @@ def call(
     if late is None or numbers is None:
         late = None
         message, anchor = graph.start(payload, modules)
-    future: Future[list[Any]] = Future()
 
     def arrived(done: Future[Message]) -> None:
         try:
@@ -84,6 +83,7 @@ def call(
         if snapshot:
             sent.tensors = [tensor.clone() for tensor in sent.tensors]
     reply = group.recorder.record("send", graph.key, worker, graph.ask, sent, movable=moves)
+    future: Future[list[Any]] = Future()  # made while the message is on its way, as all that can wait
     if graph.siblings.log is not None:
         graph.siblings.log.watch(message, reply)
     for chunk in late.chunks if late else ():

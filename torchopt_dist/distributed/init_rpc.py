@@ -106,7 +106,9 @@ def auto_init_rpc(
                 with running as group, running.parent_watch, running.interruption:
                     if worker_init_fn is not None:
                         worker_init_fn()
-                        group.threads.prepare = ThreadSettings.capture().apply
+                        chosen = ThreadSettings.capture()
+                        if chosen.are_chosen():
+                            group.threads.prepare = chosen.apply
                     group.membership.start(_rendezvous.init_timeout())
                     return main(*args, **kwargs)
             except GroupEndedError as ended:
