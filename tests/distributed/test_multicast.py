@@ -119,6 +119,21 @@ def test_chunks_that_nobody_wants_or_nobody_sends_are_let_go_of():
     assert not vars(streams)["_queues"]
 
 
+def test_chunks_that_come_after_their_request_was_given_up_twice_are_not_waited_for():
+    streams, chunk, key = Streams(), chunks_of([torch.ones(3)])[0], (0, 7)
+    with streams.opened(key, 4, 0) as arriving:
+        streams.put(key, chunk)
+        for _ in range(2):  # by the caller, and by a chunk that was late
+            streams.forget(key)
+            streams.put(key, chunk)
+        with pytest.raises(WorkerLostError, match="will not come"):
+            list(arriving)
+    assert vars(streams)["_unwanted"] == {key: 1}
+    streams.put(key, chunk)
+    assert not vars(streams)["_unwanted"]
+    assert not vars(streams)["_queues"]
+
+
 def test_gradients_that_come_in_chunks_are_taken_by_number_and_a_failure_ends_the_wait():
     streams, leaf = GradientStreams(), torch.zeros(CHUNK // 4 + 7)
     values = torch.randn_like(leaf)

@@ -124,8 +124,10 @@ class Streams:
             with self._lock:
                 self._queues.pop(key, None)
                 with suppress(queue.Empty):
-                    while arrived.get_nowait():
-                        taken += 1
+                    while True:
+                        chunk = arrived.get_nowait()
+                        taken += bool(chunk)
+                        lost |= chunk is None
                 if taken < count and not lost:
                     self._unwanted[key] = count - taken
 
