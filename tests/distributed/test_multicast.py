@@ -119,6 +119,26 @@ def test_chunks_that_nobody_wants_or_nobody_sends_are_let_go_of():
     assert not vars(streams)["_queues"]
 
 
+@pytest.mark.parametrize("began", [False, True])
+def test_chunks_of_a_request_that_is_given_up_outside_of_it_are_dropped(monkeypatch, began):
+    """Before it has begun, as where its worker could not read it, or after its end."""
+    monkeypatch.setattr(_streams, "GIVEN_UP", 2)
+    streams, chunk, key = Streams(), chunks_of([torch.ones(3)])[0], (0, 7)
+    if began:
+        with streams.opened(key, 3, 10):
+            pass
+    streams.put(key, chunk)
+    streams.forget(key)
+    streams.put(key, chunk)
+    with pytest.raises(WorkerLostError, match="given up before it began"), streams.opened(key, 3, 0):
+        pass
+    for number in range(5):
+        streams.forget((0, number))
+    left = vars(streams)
+    assert [*left["_given_up"]] == [(0, 3), (0, 4)]
+    assert [len(left[name]) for name in ("_unwanted", "_queues", "_open")] == [0, 0, 0]
+
+
 def test_chunks_that_come_after_their_request_was_given_up_twice_are_not_waited_for():
     streams, chunk, key = Streams(), chunks_of([torch.ones(3)])[0], (0, 7)
     with streams.opened(key, 4, 0) as arriving:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import signal
@@ -198,6 +199,28 @@ def an_error_lets_go_of_what_still_comes():
     while todist.remote_call(1, left_over) != (0, 0):
         assert time.monotonic() < until
     assert kept_on(1) == 0
+
+
+class _Unreadable:
+    def __reduce__(self):
+        return _read, ()
+
+
+def _read():
+    assert todist.get_rank() == 0, "cannot be read"
+    return _Unreadable()
+
+
+def a_call_that_its_worker_cannot_read_leaves_none_of_its_chunks():
+    function = functools.partial(lambda unreadable, x, index: x.sum(), _Unreadable())
+    call = todist.parallelize(to_one, stream=True)(function)
+    for requires_grad in (False, True):
+        with pytest.raises(todist.SerializationError, match="cannot be read"):
+            call(*(rows(index, requires_grad=requires_grad) for index in range(4)))
+        time.sleep(0.2)
+        until = time.monotonic() + 10
+        while todist.remote_call(1, left_over) != (0, 0):
+            assert time.monotonic() < until
 
 
 class _Backward(torch.autograd.Function):
@@ -401,6 +424,7 @@ def test_streamed_calls(world, transport):
             the_first_task_runs_while_the_others_are_not_sent()
             what_is_changed_after_an_asynchronous_call_has_been_copied()
             an_error_lets_go_of_what_still_comes()
+            a_call_that_its_worker_cannot_read_leaves_none_of_its_chunks()
             a_failure_leaves_no_half_gradients()
             gradients_of_many_kinds()
             items_and_hidden_tensors()

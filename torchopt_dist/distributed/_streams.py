@@ -24,6 +24,8 @@ CHUNK = 1 << 19
 """Bytes of a chunk: few enough that a tree soon passes the first on, and enough that a request more costs little."""
 LARGE = 1 << 22
 """Bytes of a chunk that nobody passes on: so many that a fast network, too, has more to do than Python."""
+GIVEN_UP = 1 << 12
+"""How many keys are remembered of requests that were given up, so that chunks which come later are dropped."""
 
 
 class Piece(NamedTuple):
@@ -72,11 +74,15 @@ class Streams:
     def __init__(self) -> None:
         self._queues: defaultdict[Key, queue.SimpleQueue[Chunk | None]] = defaultdict(queue.SimpleQueue)
         self._unwanted: dict[Key, int] = {}
+        self._open: set[Key] = set()
+        self._given_up: dict[Key, None] = {}  # the last ones, the oldest first
         self._lock = threading.Lock()
 
     def put(self, key: Key, chunk: Chunk) -> None:
         """Add a chunk; a chunk of a request that has ended is dropped."""
         with self._lock:
+            if key in self._given_up:
+                return
             if key not in self._unwanted:
                 self._queues[key].put(chunk)
                 return
@@ -117,11 +123,15 @@ class Streams:
                 yield chunk
 
         with self._lock:
+            if key in self._given_up:
+                raise WorkerLostError("a call was given up before it began", rank=key[0])
             arrived = self._queues[key]
+            self._open.add(key)
         try:
             yield take()
         finally:
             with self._lock:
+                self._open.discard(key)
                 self._queues.pop(key, None)
                 with suppress(queue.Empty):
                     while True:
@@ -134,8 +144,15 @@ class Streams:
     def forget(self, key: Key) -> None:
         """Drop the chunks of a request, and those still to come."""
         with self._lock:
-            if key in self._queues:
+            if key in self._open and key in self._queues:
                 self._queues[key].put(())
+                return
+            # Its request has ended, or comes later, or could not even be read.
+            self._queues.pop(key, None)
+            self._unwanted.pop(key, None)
+            self._given_up[key] = None
+            if len(self._given_up) > GIVEN_UP:
+                del self._given_up[next(iter(self._given_up))]
 
     def forget_sender(self, rank: int) -> None:
         """Let requests that wait for chunks of a lost worker fail."""
@@ -152,5 +169,6 @@ class Streams:
             waiting = list(self._queues.values())
             self._queues.clear()
             self._unwanted.clear()
+            self._given_up.clear()
         for each in waiting:
             each.put(None)

@@ -73,6 +73,8 @@ def call(
         try:
             future.set_result(graph.collect(anchor, done.result()))
         except Exception as error:
+            if late is not None:
+                graph.release()  # of chunks, too: the worker has not read the request, perhaps
             future.set_exception(error)
 
     sent = message
