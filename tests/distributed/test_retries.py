@@ -425,6 +425,30 @@ def test_an_error_in_a_backward_of_a_call_writes_no_grad(world, rank, error):
     survive(world(3), body)
 
 
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("transport", ["rpc", "zmq"])
+def test_a_backward_that_fails_leaves_no_graph(world, rank, transport):
+    """The error refers to the frames that it came through, and one of these to the graphs of other calls."""
+    error = todist.WorkerLostError if rank else ZeroDivisionError
+
+    def body():
+        def step():
+            leaves = [torch.full((), float(n), requires_grad=True) for n in range(4)]
+            losses = todist.map(failing, leaves, args=(rank, error))
+            other = todist.remote_sync_call(torch.square, args=(leaves[3],), partitioner=1)
+            torch.stack(losses).sum().backward()
+            return other
+
+        with pytest.raises(error):
+            step()
+        until = time.monotonic() + 10
+        while (left := [kept_on(worker, 0.1) for worker in todist.alive()]) and any(left):
+            assert time.monotonic() < until, left
+            gc.collect()  # a thread that has been told of the loss may refer to the error for a moment
+
+    survive(world(4), body, transport=transport)
+
+
 def test_settings_are_checked():
     for wrong in (-1, 1.5, True, None):
         with pytest.raises(ValueError, match="retries must be"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 
 from torchopt_dist._serialized_exception import SerializedException
@@ -43,7 +44,8 @@ class Siblings:
         self.log = log
         self.balance = balance
         self.error_of = error_of
-        self._replies: list[tuple[int, Future[Message], str]] = []
+        # Weak ones: who waits for a reply holds it, and one that is an error refers to frames, and these to the graph.
+        self._replies: list[tuple[int, weakref.ref[Future[Message]], str]] = []
         self._lock = threading.Lock()
 
     def add(self, reply: Future[Message], worker: str) -> None:
@@ -54,18 +56,24 @@ class Siblings:
             worker: the name of the worker that sends it.
         """
         with self._lock:
-            self._replies = [entry for entry in self._replies if not entry[1].done()]
-            self._replies.append((engine_run(), reply, worker))
+            self._replies = [entry for entry in self._replies if not _is_done(entry[1]())]
+            self._replies.append((engine_run(), weakref.ref(reply), worker))
 
     def check(self) -> None:
         """Wait for the backwards that this run of the engine has begun, and raise an error of one of them."""
         run = engine_run()
         with self._lock:
-            replies = [entry for entry in self._replies if entry[0] == run >= 0]
-        for _, reply, worker in replies:
+            replies = [(entry[1](), entry[2]) for entry in self._replies if entry[0] == run >= 0]
+        for reply, worker in replies:
+            if reply is None:
+                continue  # it was taken up, and was no error
             message = reply.result()
             if message.tensors:
                 continue
             content: Reply = unpack(message)  # a gradient is a tensor, so this may be an error
             if content.exception is not None:
                 raise self.error_of(content.exception, worker)
+
+
+def _is_done(reply: Future[Message] | None) -> bool:
+    return reply is None or reply.done()
