@@ -30,6 +30,8 @@ SMOKE = (
     "tests/optim/test_sgd.py",
     "tests/diff/test_in_place.py",
     "tests/distributed/test_map.py",
+    "tests/distributed/test_awaited.py",
+    "tests/distributed/test_short_requests.py",
     "tests/torch_private",
     "tests/test_normalization.py",
     "tests/test_random_turns.py",
