@@ -344,6 +344,42 @@ def test_shares_that_wait_for_each_others_worker_to_be_free_end(world, tmp_path,
     assert survive(world(3), body, transport=transport) == (0, 2)
 
 
+def draws(folder, which):
+    """Random numbers: one share is lost, one waits for a while between its numbers, and one keeps the caller busy."""
+    if which == 1:
+        die((folder, 1, "forward"), "forward" if folder.exists() else "never")
+    if which == 0:
+        time.sleep(1)
+    first = torch.rand(())
+    if which == 2:
+        todist.remote_call(0, time.sleep, 0.3)
+    numbers = [first]
+    for _ in range(8):
+        time.sleep(0.05)
+        numbers.append(torch.rand(()))
+    return torch.stack(numbers)
+
+
+def test_a_share_at_a_worker_that_has_other_work_does_not_mix_its_random_numbers_with_it(world, tmp_path):
+    def body():
+        _retries.PATIENCE = 0.1
+        results = []
+        for folder in (tmp_path / "nobody dies", tmp_path):
+            torch.manual_seed(0)
+            results.append(
+                todist.remote_sync_call(
+                    draws,
+                    args=(folder,),
+                    partitioner=lambda folder: [(which, (folder, which), {}) for which in range(3)],
+                    retries=1,
+                )
+            )
+        assert todist.alive() == (0, 2)
+        assert all(map(torch.equal, *results))
+
+    survive(world(3), body)
+
+
 def kept_requests():
     gc.collect()
     return sum(isinstance(each, Sent) for each in gc.get_objects())

@@ -22,46 +22,49 @@ from torchopt_dist.distributed.resident import resolved
 __all__ = ["run", "timed"]
 
 
-def timed(payload: Payload, wait_for: Callable[[int], None] | None = None) -> tuple[list[Any], float]:
+def timed(
+    payload: Payload, wait_for: Callable[[int], None] | None = None, *, moved: bool = False
+) -> tuple[list[Any], float]:
     """What :func:`run` returns, and how many seconds a sample took; 0 if the payload does not ask."""
     if not payload.samples:
-        return run(payload, wait_for), 0.0
+        return run(payload, wait_for, moved=moved), 0.0
     started = time.perf_counter()
-    values = run(payload, wait_for)
+    values = run(payload, wait_for, moved=moved)
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return values, (time.perf_counter() - started) / payload.samples
 
 
-def run(payload: Payload, wait_for: Callable[[int], None] | None = None) -> list[Any]:
+def run(payload: Payload, wait_for: Callable[[int], None] | None = None, *, moved: bool = False) -> list[Any]:
     """The values of the payload's tasks. If a task raises, its exception is raised and later tasks do not run.
 
     Args:
         payload: the work of this worker.
         wait_for: waits for the arguments of a task, by its index, if they may come later.
+        moved: whether another worker was to run them first, so that this one has work of its own.
     """
     payload = resolved(payload, receiving_device(payload.options.device))
-    tasks = _vectorized if payload.options.vectorize else partial(_one_by_one, wait_for=wait_for)
+    tasks = partial(_vectorized if payload.options.vectorize else _one_by_one, wait_for=wait_for, moved=moved)
     with payload.state.applied():
         if payload.state.grad_enabled:
             return tasks(payload)
         return evaluate(lambda: tasks(payload))
 
 
-def _one_by_one(payload: Payload, wait_for: Callable[[int], None] | None = None) -> list[Any]:
+def _one_by_one(payload: Payload, wait_for: Callable[[int], None] | None, moved: bool) -> list[Any]:
     values: list[Any] = []
     tell = teller(payload)
     for (args, kwargs), seed in zip(payload.tasks, payload.seeds, strict=True):
         if wait_for is not None:
             wait_for(len(values))
-        with Task(seed, guest=payload.moved):
+        with Task(seed, guest=moved):
             values.append(payload.function(*args, **kwargs))
         if tell is not None:
             tell(len(values))
     return values
 
 
-def _vectorized(payload: Payload) -> list[Any]:
+def _vectorized(payload: Payload, wait_for: Callable[[int], None] | None, moved: bool) -> list[Any]:
     """One ``vmap`` over the tensors that differ between the tasks; an argument that all tasks share is not mapped."""
     tasks: Any = payload.tasks
     flat = [flatten(task, is_leaf=_is_module, path="(args, kwargs)") for task in tasks]
@@ -71,7 +74,7 @@ def _vectorized(payload: Payload) -> list[Any]:
         index for index, column in enumerate(columns) if not all(_same(leaf, column[0]) for leaf in column)
     ]
     if not mapped:
-        return _one_by_one(payload)
+        return _one_by_one(payload, wait_for, moved)
     _check_mappable(columns, mapped, paths)
 
     def one_task(*tensors: torch.Tensor) -> Any:
@@ -82,7 +85,7 @@ def _vectorized(payload: Payload) -> list[Any]:
         return payload.function(*args, **kwargs)
 
     stacked = [torch.stack(columns[index]) for index in mapped]
-    with Task(payload.seeds[0], guest=payload.moved), normalization_by_formula():
+    with Task(payload.seeds[0], guest=moved), normalization_by_formula():
         batched = torch.func.vmap(one_task, randomness="different", chunk_size=payload.options.chunk_size)(
             *stacked
         )

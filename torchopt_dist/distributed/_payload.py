@@ -30,7 +30,6 @@ class Payload:
         options: how to run the tasks.
         ticket: the ticket of the caller's progress bar; ``None`` if there is none.
         samples: how many samples the tasks hold, if the worker is to measure how long one takes; else 0.
-        moved: whether they were first to run on another worker; this is not sent, but noted where they arrive.
     """
 
     function: Callable[..., Any]
@@ -40,10 +39,9 @@ class Payload:
     options: ExecutionOptions
     ticket: tuple[int, int] | None = None
     samples: int = 0
-    moved: bool = False
 
     def plain(self) -> tuple[Any, ...]:
-        """What is sent of it, with the fields of this package's objects instead of the objects."""
+        """Its fields, with the fields of this package's objects instead of the objects."""
         options = tuple(vars(self.options).values())
         return self.function, self.tasks, self.seeds, self.state.plain(), options, self.ticket, self.samples
 

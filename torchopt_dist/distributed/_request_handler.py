@@ -11,7 +11,6 @@ import functools
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -117,8 +116,9 @@ def answer(
     shared = False
     if isinstance(content, Call):
         run = _execute.timed if content.late is None else functools.partial(_timed_late, key, content.late)
-        payload = replace(content.payload, moved=True) if request.moved else content.payload
-        values, seconds = recorder.record("run", key, key[0], run, payload)
+        if request.moved:
+            run = functools.partial(run, moved=True)
+        values, seconds = recorder.record("run", key, key[0], run, content.payload)
         warning = _lost_gradients(content, values, request.tensors, kept_graphs)
         made = Reply(values, warning=warning, seconds=seconds)
         inputs = request.inputs() if request.tensors else []
@@ -140,10 +140,10 @@ def answer(
     return reply
 
 
-def _timed_late(key: Key, late: Late, payload: Payload) -> tuple[list[Any], float]:
+def _timed_late(key: Key, late: Late, payload: Payload, *, moved: bool = False) -> tuple[list[Any], float]:
     """The values of a call some of whose tensors come later, and the seconds of a sample."""
     with filled(key, late) as wait_for:
-        return _execute.timed(unmarked(payload), wait_for)
+        return _execute.timed(unmarked(payload), wait_for, moved=moved)
 
 
 def _differentiate(
