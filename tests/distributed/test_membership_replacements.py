@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import os
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,7 +15,7 @@ from tests.distributed.memberships import wait_until
 from torchopt_dist.distributed import _replacements
 from torchopt_dist.distributed._members import Member
 from torchopt_dist.distributed._membership import Membership
-from torchopt_dist.distributed._membership_link import GroupEndedError
+from torchopt_dist.distributed._membership_link import OVER, GroupEndedError
 
 
 class Newcomer:
@@ -163,3 +165,17 @@ def test_a_new_process_that_is_not_wanted_any_more_is_told(lines, newcomers):
         joined.end.announce(5.0)
     with pytest.raises(GroupEndedError):
         newcomers(line, 1, 2).join()
+
+
+def test_a_new_process_that_comes_when_all_end_is_announced_to_nobody():
+    """Otherwise it might hear that all know it before it has seen that they end."""
+    links = {rank: SimpleNamespace(heard=[]) for rank in (1, 2)}
+    for link in links.values():
+        link.put = link.heard.append
+    replacements = _replacements.Replacements(True, links, {}, lambda message: None)
+    replacements.incarnations[1] = 1
+    replacements.joining.add(1)
+    replacements.end()
+    announced = replacements.announce({"rank": 1, "incarnation": 1})
+    asyncio.run(asyncio.wait_for(announced, 1.0))
+    assert [link.heard for link in links.values()] == [[{OVER: True}], []]

@@ -113,7 +113,7 @@ class Replacements:
         """
         if self._is_joining(rank, incarnation):
             await self._tell({"back": rank}, rank)
-        if self._is_joining(rank, incarnation) and not self.over:
+        if self._is_joining(rank, incarnation):
             self.joining.discard(rank)
             del self._dead[rank]
             self._to_self({"back": rank})
@@ -140,6 +140,8 @@ class Replacements:
             self._links[rank].put({OVER: True})
 
     def _is_joining(self, rank: int, incarnation: int) -> bool:
+        if self.over:
+            return False
         return rank in self.joining and rank in self._links and self.incarnation(rank) == incarnation
 
     async def _tell(self, message: dict[str, Any], about: int) -> None:
