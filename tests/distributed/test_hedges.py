@@ -10,7 +10,7 @@ import torch
 import torchopt_dist as todist
 from tests.distributed.bare import say, watch
 from tests.distributed.programs import kept_on
-from tests.distributed.test_retries import survive
+from tests.distributed.test_retries import LateBackward, survive
 
 
 def later(folder, x):
@@ -40,22 +40,7 @@ def both_late(folder, x):
     """``x**3``; late on rank 1, and on the caller in its backward."""
     if todist.get_rank():
         assert watch(folder / "counted", 60)
-    return LateAtCaller.apply(x**3, folder)
-
-
-class LateAtCaller(torch.autograd.Function):
-    """The identity; its backward waits on the caller."""
-
-    @staticmethod
-    def forward(ctx, x, folder):
-        ctx.folder = folder
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        if todist.get_rank() == 0:
-            assert watch(ctx.folder / "grad", 60)
-        return grad, None
+    return LateBackward.apply(x**3, folder, 0, "grad")
 
 
 def test_a_share_of_a_worker_that_has_another_one_can_come_back_to_it(world, tmp_path):

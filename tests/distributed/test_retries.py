@@ -195,23 +195,23 @@ def test_the_first_answer_of_a_share_that_is_late_counts(world, tmp_path):
 
 
 class LateBackward(torch.autograd.Function):
-    """The identity; its backward is late on rank 1."""
+    """The identity; its backward waits on one rank until something is said."""
 
     @staticmethod
-    def forward(ctx, x, folder):
-        ctx.folder = folder
+    def forward(ctx, x, folder, rank, until):
+        ctx.folder, ctx.rank, ctx.until = folder, rank, until
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, grad):
         count(ctx.folder)
-        if todist.get_rank() == 1:
-            assert watch(ctx.folder / "counted", 60)
-        return grad, None
+        if todist.get_rank() == ctx.rank:
+            assert watch(ctx.folder / ctx.until, 60)
+        return grad, None, None, None
 
 
 def late_backward(folder, x):
-    return LateBackward.apply(x**3, folder)
+    return LateBackward.apply(x**3, folder, 1, "counted")
 
 
 def test_the_first_answer_of_a_backward_that_is_late_counts(world, tmp_path):
