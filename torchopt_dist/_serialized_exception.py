@@ -56,7 +56,7 @@ class SerializedException:
         if isinstance(error, Exception):  # `sys.exit()` in a function must not end its caller
             try:
                 return cls._of(error, text)
-            except Exception:  # this runs the exception's own code, which may raise anything
+            except (Exception, SystemExit):  # this runs the exception's own code, which may raise anything
                 pass
         words = (f"{type(error).__name__}: {safe_repr(error, str)}",)
         return cls(RemoteError, words, words, {}, text)
@@ -131,6 +131,6 @@ def _as_text(args: tuple[Any, ...]) -> tuple[Any, ...]:
 def _can_be_sent(value: Any) -> bool:
     try:
         cloudpickle.loads(cloudpickle.dumps(value))
-    except Exception:  # pickling runs the value's own code, which may raise anything
+    except (Exception, SystemExit):  # pickling runs the value's own code, which may raise anything
         return False
     return True

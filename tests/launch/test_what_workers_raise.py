@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
 
 import torchopt_dist as todist
@@ -9,7 +12,7 @@ from tests.launch import exceptions
 from tests.launch.exceptions import MoreSlots, Mute, NoArgs, NoDict, Own, Picked, WithMeta
 from torchopt_dist._serialized_exception import SerializedException
 from torchopt_dist.launch import launch
-from torchopt_dist.launch._pickling import pack, pack_failure, unpack_failure
+from torchopt_dist.launch._pickling import pack, pack_failure, unpack_failure, unpack_value
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -111,3 +114,59 @@ def test_what_can_neither_be_pickled_nor_told_is_a_serialization_error(launches)
         launch(print, (NoWords(),), nproc_per_host=1, **KINDS[launches])
     with pytest.raises(todist.SerializationError, match=f"rank 0 returned {told}"):
         launch(NoWords, nproc_per_host=1, handlers=[], log_dir=None, **KINDS[launches])
+
+
+class Ends:
+    """Raises an error that ends programs where it is pickled, or where it is rebuilt."""
+
+    def __init__(self, error, where):
+        self.error, self.where = error, where
+
+    def __reduce__(self):
+        if self.where == "pickled":
+            raise self.error
+        return _raise_it, (self.error,)
+
+
+def _raise_it(error):
+    raise error
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()], ids=["exit", "interrupt"])
+@pytest.mark.parametrize(
+    ("where", "told"), [("pickled", "rank 0 returned Ends"), ("rebuilt", "what rank 0 on localhost returned")]
+)
+def test_an_object_that_asks_to_end_the_program_is_one_that_cannot_be_sent(error, where, told):
+    with pytest.raises(
+        todist.SerializationError, match=rf"^{told}.* launcher: RuntimeError: {type(error).__name__}"
+    ):
+        launch(Ends, (error, where), nproc_per_host=1, handlers=[], log_dir=None)
+
+
+def test_an_argument_that_asks_to_end_the_program_is_one_that_cannot_be_sent():
+    with pytest.raises(
+        todist.SerializationError, match=r"`args\[0\]` must be .* RuntimeError: SystemExit 3$"
+    ):
+        launch(print, (Ends(SystemExit(3), "pickled"),), nproc_per_host=1)
+    with pytest.raises(
+        todist.SerializationError, match=r"cannot be read on the worker: RuntimeError: SystemExit 3"
+    ):
+        launch(print, (Ends(SystemExit(3), "rebuilt"),), nproc_per_host=1, handlers=[], log_dir=None)
+
+
+def test_an_exception_with_such_an_object_arrives():
+    error = ValueError("text")
+    error.attribute, error.__cause__ = Ends(SystemExit(3), "pickled"), None
+    got = there_and_back(error)
+    assert isinstance(got, ValueError)
+    assert got.args == ("text",)
+
+
+class Interrupted:
+    def __reduce__(self):
+        return os.kill, (os.getpid(), signal.SIGINT)
+
+
+def test_a_real_interrupt_while_a_value_is_rebuilt_is_one():
+    with pytest.raises(KeyboardInterrupt):
+        unpack_value(pack(Interrupted()), "rank 0")

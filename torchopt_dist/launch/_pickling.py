@@ -5,6 +5,8 @@ All of it by cloudpickle, so that functions and classes of a script or a noteboo
 
 from __future__ import annotations
 
+import contextlib
+import dis
 import functools
 import io
 import pickle
@@ -34,12 +36,35 @@ Task = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 def pack(value: object) -> bytes:
     """Pickle a value."""
-    return cloudpickle.dumps(value)
+    with _exits_are_errors():
+        return cloudpickle.dumps(value)
 
 
 def unpack(data: bytes) -> Any:
     """Unpickle what :func:`pack` has made. Classes that are here already are not overwritten."""
-    return _Unpickler(io.BytesIO(data)).load()
+    with _exits_are_errors():
+        return _Unpickler(io.BytesIO(data)).load()
+
+
+@contextlib.contextmanager
+def _exits_are_errors() -> Iterator[None]:
+    """Raise :class:`RuntimeError` where the objects' own code, which pickling runs, raises what ends a program."""
+    try:
+        yield
+    except (SystemExit, KeyboardInterrupt) as error:
+        if _is_of_a_signal(error):
+            raise
+        raise RuntimeError(f"{type(error).__name__} {safe_repr(error, str)}".rstrip()) from error
+
+
+def _is_of_a_signal(error: BaseException) -> bool:
+    """Whether a signal has raised it: SIGTERM raises the launcher's own class, and Ctrl-C interrupts without `raise`."""
+    if isinstance(error, SystemExit):
+        return type(error) is not SystemExit
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is None or dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]] != "RAISE_VARARGS"
 
 
 class _Unpickler(pickle.Unpickler):
