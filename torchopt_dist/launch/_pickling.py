@@ -58,7 +58,7 @@ def _exits_are_errors() -> Iterator[None]:
 
 
 def _is_of_a_signal(error: BaseException) -> bool:
-    """Whether a signal has raised it: SIGTERM raises the launcher's own class, and Ctrl-C interrupts without `raise`."""
+    """Whether a signal has raised it: SIGTERM raises the launcher's own class, and Ctrl-C needs no `raise`."""
     if isinstance(error, SystemExit):
         return type(error) is not SystemExit
     trace = error.__traceback__
