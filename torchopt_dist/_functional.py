@@ -17,8 +17,8 @@ ReplacementFn = Callable[..., Tensor]
 """The function that it replaces, then that one's arguments → what that one returns."""
 
 
-Place = tuple[ModuleType, str]
-"""A module of torch, and a function's name in it."""
+Place = tuple[ModuleType | type, str]
+"""A module or a class of torch, and a function's name in it."""
 
 
 class _Places:
@@ -42,11 +42,11 @@ _chosen = _Chosen()
 
 
 @contextmanager
-def replaced(module: ModuleType, functions: Mapping[str, ReplacementFn]) -> Iterator[None]:
+def replaced(module: ModuleType | type, functions: Mapping[str, ReplacementFn]) -> Iterator[None]:
     """A context in which this thread calls others wherever it asks a module by a name.
 
     Args:
-        module: ``torch`` or ``torch.nn.functional``.
+        module: ``torch``, ``torch.nn.functional``, or a class of torch, for ``__new__``.
         functions: name → what is called. Its first argument is the function that it replaces, torch's or that of a
             context around this one.
     """

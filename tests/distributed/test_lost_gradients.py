@@ -44,6 +44,31 @@ def makes_its_own(x):
     return slope.sum() * x.sum() + own(x).sum()
 
 
+def adapts_its_own(x):
+    """The graph of a replay holds the network, and the buffers and the closures of its loop."""
+    own, scale = nn.Sequential(nn.LazyLinear(2), nn.BatchNorm1d(2)), nn.Parameter(torch.ones(2))
+    own.scale, batch = scale, torch.randn(4, 2)
+    own(batch)
+    adapted = todist.inner_loop(
+        lambda net: (net(batch) * scale * x).square().sum(),
+        todist.sgd(lr=0.1),
+        own,
+        2,
+        meta=(x, scale),
+        adjoint=todist.Replayed(),
+    )
+    return adapted.params(batch).square().sum()
+
+
+@functools.cache
+def kept():
+    return nn.Linear(2, 1)
+
+
+def uses_what_it_keeps(x):
+    return kept()(x).sum()
+
+
 def returns_what_it_makes(x):
     own = nn.Linear(2, 1)
     return own, own(x).sum()
@@ -68,7 +93,7 @@ def test_nothing_is_made_on_the_default_device():
     x = torch.ones(1, 3, requires_grad=True)
     result = uses_what_it_cannot_be_named_by(x)
     with torch.device("xpu"):  # one that is not to be had
-        text = description_of_losses(uses_what_it_cannot_be_named_by, [result], [x])
+        text, _ = description_of_losses(uses_what_it_cannot_be_named_by, [result], [x])
     assert text is not None
     assert "a parameter of shape (1, 3) that the worker holds" in text
 
@@ -102,8 +127,14 @@ def test_leaves_of_the_function_s_own_and_arguments_are_not_told():
         x, net, (a, b) = torch.ones(2, requires_grad=True), mlp(), (torch.ones(4, 6), torch.ones(4, 3))
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            for function in (makes_its_own, returns_what_it_makes, lambda x: model(x).sum()):
-                todist.remote_sync_call(function, args=(x,), partitioner=0, strict=True)
+            for function in (
+                makes_its_own,
+                returns_what_it_makes,
+                adapts_its_own,
+                lambda x: model(x).sum(),
+            ):
+                for strict in (False, True):
+                    todist.remote_sync_call(function, args=(x,), partitioner=0, strict=strict)
             todist.remote_sync_call(mse, args=(net, a.double(), b.double()), partitioner=0, strict=True)
             todist.remote_sync_call(model, args=(x,), partitioner=0, strict=True)
             frozen = nn.Linear(2, 1).requires_grad_(False)
@@ -114,3 +145,15 @@ def test_leaves_of_the_function_s_own_and_arguments_are_not_told():
 
 def _thaws(module, x):
     return module.requires_grad_()(x).sum()
+
+
+def test_what_a_function_makes_and_keeps_is_told_when_it_is_used_again():
+    def body():
+        x = torch.ones(2, requires_grad=True)
+        calls = [functools.partial(todist.remote_sync_call, uses_what_it_keeps, args=(x,), partitioner=0)] * 3
+        (first, second, third) = (told(call) for call in calls)
+        assert first == third == []
+        assert "`uses_what_it_keeps` uses what is not among its arguments: a parameter of shape" in second[0]
+
+    todist.auto_init_rpc()(body)()
+    assert nn.Parameter.__new__.__qualname__ == "Parameter.__new__"  # which was watched only meanwhile

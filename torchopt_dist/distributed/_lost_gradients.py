@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -16,7 +17,9 @@ import optree
 import torch
 from torch import Tensor, nn
 
-__all__ = ["code_of", "description_of_losses"]
+from torchopt_dist._functional import replaced
+
+__all__ = ["code_of", "description_of_losses", "parameters_made"]
 
 
 def code_of(function: Callable[..., Any]) -> object:
@@ -31,20 +34,37 @@ def code_of(function: Callable[..., Any]) -> object:
     return getattr(function, "__code__", type(function))
 
 
+@contextmanager
+def parameters_made() -> Iterator[set[int]]:
+    """A context that yields the ids of the parameters that this thread makes in it, by which they can be told later."""
+    made: set[int] = set()
+
+    def note(torchs: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        parameter = torchs(*args, **kwargs)
+        made.add(id(parameter))
+        return parameter
+
+    with replaced(nn.Parameter, {"__new__": note}), replaced(nn.UninitializedParameter, {"__new__": note}):
+        yield made
+
+
 def description_of_losses(
-    function: Callable[..., Any], results: list[Any], inputs: Sequence[Tensor]
-) -> str | None:
+    function: Callable[..., Any], results: list[Any], inputs: Sequence[Tensor], made: Collection[int] = ()
+) -> tuple[str | None, bool]:
     """Describe the leaves on which the results depend and that the caller does not know.
 
-    Leaves that the function has made itself, and that nothing else holds, do not count.
+    Leaves that the function has made itself do not count, unless a global variable has them now.
 
     Args:
         function: the function that was called.
         results: what it has returned.
         inputs: the tensors among its arguments.
+        made: the ids of the parameters that were made meanwhile.
 
     Returns:
-        A sentence with what is lost and the remedy; ``None`` if nothing is lost.
+        A sentence with what is lost and the remedy, or ``None`` if nothing is lost; and whether that is all that can be
+        said. If not, a parameter that the function has made is held by something, such as the graph of an inner loop,
+        or a cache, from which the next call takes it.
     """
     tree: Any = results
     returned: list[Any] = optree.tree_leaves(tree)
@@ -52,25 +72,22 @@ def description_of_losses(
     parts = [tensor for leaf in returned if isinstance(leaf, nn.Module) for tensor in leaf.parameters()]
     leaves = _leaves_below(outputs, {id(tensor) for tensor in (*inputs, *outputs, *parts)})
     if not leaves:
-        return None
+        return None, True
     names: dict[int, str] = {}
     for name, tensor in _globals_of(function, set()):
         names.setdefault(id(tensor), name)
     lost = [names[id(leaf)] for leaf in leaves if id(leaf) in names]
     leaves = [leaf for leaf in leaves if id(leaf) not in names and isinstance(leaf, nn.Parameter)]
-    shapes = [tuple(leaf.shape) for leaf in leaves]
-    lost += [
-        f"a parameter of shape {shape} that the worker holds"
-        for shape, held in zip(shapes, _held(leaves), strict=True)
-        if held
-    ]
+    parts_held = [(tuple(leaf.shape), id(leaf) in made) for leaf in leaves]
+    held = [part for part, is_held in zip(parts_held, _held(leaves), strict=True) if is_held]
+    lost += [f"a parameter of shape {shape} that the worker holds" for shape, is_new in held if not is_new]
     if not lost:
-        return None
+        return None, not held
     listed = ", ".join(lost[:5]) + (f" and {len(lost) - 5} more" if len(lost) > 5 else "")
     return (
         f"`{getattr(function, '__qualname__', type(function).__qualname__)}` uses what is not among its arguments: "
         f"{listed}. The gradients of these do not come back from a worker: pass the module or the tensors as arguments"
-    )
+    ), True
 
 
 def _held(leaves: list[Tensor]) -> list[bool]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from torchopt_dist.distributed._gradient_sums import add_up
 from torchopt_dist.distributed._group import answering_group
 from torchopt_dist.distributed._kept_graphs import KeptGraph, KeptGraphs
 from torchopt_dist.distributed._late_tensors import filled, unmarked
-from torchopt_dist.distributed._lost_gradients import code_of, description_of_losses
+from torchopt_dist.distributed._lost_gradients import code_of, description_of_losses, parameters_made
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._payload import Payload
 from torchopt_dist.distributed._protocol import Backward, Call, Errand, Key, Late, Release, Reply
@@ -118,8 +118,11 @@ def answer(
         run = _execute.timed if content.late is None else functools.partial(_timed_late, key, content.late)
         if request.moved:
             run = functools.partial(run, moved=True)
-        values, seconds = recorder.record("run", key, key[0], run, content.payload)
-        warning = _lost_gradients(content, values, request.tensors, kept_graphs)
+        with parameters_made() if _looks_for_losses(content, kept_graphs) else nullcontext() as parameters:
+            values, seconds = recorder.record("run", key, key[0], run, content.payload)
+        warning = None
+        if parameters is not None:
+            warning = _lost_gradients(content, values, request.tensors, parameters, kept_graphs)
         made = Reply(values, warning=warning, seconds=seconds)
         inputs = request.inputs() if request.tensors else []
     elif isinstance(content, Errand):
@@ -200,20 +203,24 @@ def _differentiate(
     return keep_grads(content.key, graph.homes, all_grads), outputs
 
 
+def _looks_for_losses(call: Call, kept_graphs: KeptGraphs) -> bool:
+    """Whether to look for lost gradients: once for each function, since it takes time, unless the call is strict."""
+    payload = call.payload
+    return call.keep and (payload.options.strict or code_of(payload.function) not in kept_graphs.known)
+
+
 def _lost_gradients(
-    call: Call, values: list[Any], tensors: list[torch.Tensor], kept_graphs: KeptGraphs
+    call: Call, values: list[Any], tensors: list[torch.Tensor], made: set[int], kept_graphs: KeptGraphs
 ) -> str | None:
-    """The warning for the caller about lost gradients; checked once for each function, since it takes time.
+    """The warning for the caller about lost gradients.
 
     Raises:
         RuntimeError: a gradient is lost, and the call is strict.
     """
     payload = call.payload
-    code = code_of(payload.function)
-    if not call.keep or (code in kept_graphs.known and not payload.options.strict):
-        return None
-    kept_graphs.known.add(code)
-    lost = description_of_losses(payload.function, values, tensors)
+    lost, is_all = description_of_losses(payload.function, values, tensors, made)
+    if is_all:
+        kept_graphs.known.add(code_of(payload.function))
     if lost and payload.options.strict:
         raise RuntimeError(f"{lost}, or drop strict=True")
     return lost
