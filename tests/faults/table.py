@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 import torchopt_dist as todist
@@ -39,6 +40,17 @@ def die(how: str) -> None:
     if how == "exit":
         os._exit(0)
     os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[how])
+
+
+def die_before_a_child() -> None:
+    """Die while a process lives that was forked from this one, and that ends after the other ranks."""
+    notes = Path(tempfile.gettempdir()).glob("pid*")
+    others = {int(note.name.removeprefix("pid")) for note in notes} - {os.getpid()}
+    if os.fork():
+        die("kill")
+    while any(map(psutil.pid_exists, others)):
+        time.sleep(0.01)
+    os._exit(0)
 
 
 def spin(seconds: float = 60.0) -> None:
@@ -87,20 +99,24 @@ def share_with_all() -> Any:
     return None
 
 
-def go_on() -> Any:
-    """Survive the death of a worker in a call, and let the others do its work."""
-    todist.barrier()
-    total = None
-    if todist.get_rank() == 0:
-        x = torch.arange(12.0)
-        with contextlib.suppress(todist.WorkerLostError):
-            todist.remote_sync_call(die, args=("kill",), partitioner=1)
-        survivors = todist.dim_partitioner(0, workers=todist.alive())
-        total = todist.remote_sync_call(
-            torch.sum, args=(x,), partitioner=survivors, reducer=todist.sum_reducer
-        )
-    todist.barrier()
-    return None if total is None else total.item()
+def go_on(function: Callable[..., Any], *args: Any) -> Callable[[], Any]:
+    """Survive the death of a worker in a call of that function, and let the others do its work."""
+
+    def main() -> Any:
+        todist.barrier()
+        total = None
+        if todist.get_rank() == 0:
+            x = torch.arange(12.0)
+            with contextlib.suppress(todist.WorkerLostError):
+                todist.remote_sync_call(function, args=args, partitioner=1)
+            survivors = todist.dim_partitioner(0, workers=todist.alive())
+            total = todist.remote_sync_call(
+                torch.sum, args=(x,), partitioner=survivors, reducer=todist.sum_reducer
+            )
+        todist.barrier()
+        return None if total is None else total.item()
+
+    return main
 
 
 class _Dying(torch.autograd.Function):
@@ -276,7 +292,16 @@ FAULTS = (
     Fault(
         'a worker is killed in a call, `on_loss="continue"`',
         "`WorkerLostError` in the caller; the others do the work, and end with exit code 0",
-        go_on,
+        go_on(die, "kill"),
+        gone_on,
+        returned(66.0, lost=[1]),
+        1.0,
+        on_loss="continue",
+    ),
+    Fault(
+        "the same while a process lives that the worker has forked",
+        "the same",
+        go_on(die_before_a_child),
         gone_on,
         returned(66.0, lost=[1]),
         1.0,

@@ -177,6 +177,16 @@ def set_group(group: Group | None) -> None:
     _group = group
 
 
+def _leave_to_parent() -> None:
+    """In a process that was forked from a worker: it is not the group's, and does not hide the worker's death."""
+    if _group is not None:
+        _group.membership.drop_connections()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_to_parent)
+
+
 def find_group() -> Group | None:
     """The group in which calls can be made, if there is one."""
     return None if _group is None or _group.ending else _group

@@ -11,6 +11,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
+import selectors
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict, replace
@@ -72,7 +74,8 @@ class Membership(MembershipState):
         self._hub = Hub(world_size, me.on_loss, liveness, self._receive) if me.rank == HUB else None
         self._to_hub: ToHub | None = None
         self.links = DirectLinks(liveness)
-        self._loop = asyncio.new_event_loop()
+        self._selector = selectors.DefaultSelector()
+        self._loop = asyncio.SelectorEventLoop(self._selector)
         self._thread = threading.Thread(target=self._loop.run_forever, name="todist-membership", daemon=True)
         self._thread.start()
 
@@ -234,6 +237,16 @@ class Membership(MembershipState):
             self._thread.join(timeout=1.0)
             if not self._thread.is_alive():
                 self._loop.close()
+
+    def drop_connections(self) -> None:
+        """In a process that was forked from this worker: hold none of its connections, whose end tells its death.
+
+        Closing them in asyncio's way would take them from the selector of the kernel, which the worker goes on using.
+        """
+        nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        for key in tuple((self._selector.get_map() or {}).values()):  # none when this worker has left
+            os.dup2(nothing, key.fd, inheritable=False)
+        os.close(nothing)
 
     def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout=JOIN_SECONDS)
