@@ -17,7 +17,7 @@ from torch import nn
 from torch.autograd import gradcheck, gradgradcheck
 
 import torchopt_dist as todist
-from tests.distributed.programs import kept
+from tests.distributed.programs import kept, lie_right
 from torchopt_dist.distributed import _late_tensors, _multicast, _relay, _streams
 from torchopt_dist.distributed._gradient_streams import Deferred, GradientStreams
 from torchopt_dist.distributed._group import current_group
@@ -299,6 +299,7 @@ class Model(nn.Module):
         self.double()
 
     def forward(self, x, y):
+        assert lie_right(x, y, *self.state_dict().values())
         return F.mse_loss(F.dropout(self.net(x), 0.2), y) + (self.wide * x.mean()).square().sum()
 
     def nbytes(self):
@@ -318,6 +319,7 @@ def derivatives(fan_out, model):
         value = call(model, x, y)
         first = torch.autograd.grad(value, leaves, create_graph=True)
     second = torch.autograd.grad(sum(g.square().sum() for g in first), leaves)
+    assert lie_right(value, *first, *second)
     return [value.detach(), *(g.detach() for g in first), *second], profile
 
 
@@ -328,7 +330,9 @@ def plain_gradients(fan_out, model, **options):
     call = todist.parallelize(todist.batch_partitioner, todist.mean_reducer, fan_out=fan_out, **options)
     value = call(loss_of)(model, x, y)
     with todist.profile() as profile:
-        return torch.autograd.grad(value, [*model.parameters()]), profile
+        gradients = torch.autograd.grad(value, [*model.parameters()])
+    assert lie_right(*gradients)
+    return gradients, profile
 
 
 def bytes_to_the_caller(profile):

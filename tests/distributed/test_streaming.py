@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import torchopt_dist as todist
-from tests.distributed.programs import kept_on
+from tests.distributed.programs import kept_on, lie_right
 from torchopt_dist.distributed import _unicast
 from torchopt_dist.distributed._gradient_streams import Arriving
 from torchopt_dist.distributed._group import Group, current_group
@@ -93,6 +93,7 @@ def two_each(model, *tasks):
 
 
 def loss_of(model, x, scale):
+    assert lie_right(x, *model.parameters())
     return (model(x) * scale).tanh().square().mean() + x.sin().mean()
 
 
@@ -132,7 +133,9 @@ def same_bits():
         torch.testing.assert_close(whole[0], here)
         torch.testing.assert_close(whole[1 : 1 + len(leaves)], [*torch.autograd.grad(here, leaves)])
         assert not came
-        assert all(map(torch.equal, whole, derivatives(stream=True)))
+        streamed = derivatives(stream=True)
+        assert lie_right(*streamed, *whole)
+        assert all(map(torch.equal, whole, streamed))
     # One of each of six tasks, in the backwards that are not recorded: that of first and that of second order.
     assert len(came) == 2 * 6
 

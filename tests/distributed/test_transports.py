@@ -18,13 +18,14 @@ import psutil
 import pytest
 import torch
 import zmq
+from torch import nn
 from torch.autograd import gradcheck, gradgradcheck
 from torch.distributed import rpc
 from zmq.utils.monitor import recv_monitor_message
 
 import torchopt_dist as todist
 from tests.distributed.bare import Bare
-from tests.distributed.programs import mlp
+from tests.distributed.programs import lie_right, mlp
 from tests.worlds import World
 from torchopt_dist.distributed import _shutdown
 from torchopt_dist.distributed._caller_state import CallerState
@@ -33,6 +34,7 @@ from torchopt_dist.distributed._group import current_group
 from torchopt_dist.distributed._payload import ExecutionOptions, Payload
 from torchopt_dist.distributed._protocol import Call
 from torchopt_dist.distributed._serialization import pack, unpack
+from torchopt_dist.distributed._wire_format import SMALL
 from torchopt_dist.distributed.transport._contacts import Endpoint, configure
 from torchopt_dist.distributed.transport._mesh import Mesh
 
@@ -113,6 +115,43 @@ def tensors_come_back():
         back = ask(echo, (sent,)).values[0]
         assert torch.equal(back[0], sent[0])
         assert back[1][0] is back[1][1] is back[2]["x"]
+
+
+class Scaled(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.register_buffer("shift", torch.ones(size))
+
+    def forward(self, x):
+        return self.weight * x + self.shift
+
+
+def lies_right(grad):
+    assert lie_right(grad)
+
+
+def scaled(module, *factors):
+    tensors = *factors, *module.state_dict().values()
+    assert lie_right(*tensors)
+    out = module(sum(factors))
+    out.register_hook(lies_right)
+    return out
+
+
+def received_tensors_lie_at_64_bytes():
+    """As arguments, results and gradients, in modules, and where they are kept; the sender's may lie anywhere."""
+    for size in (3, 1000, SMALL // 4 + 1, 300_001):
+        x, value = torch.ones(size + 1)[1:].requires_grad_(), torch.ones(size + 1)[1:]
+        module = Scaled(size)
+        handle = todist.put(value)
+        replica = todist.replica(module, torch.optim.SGD(module.parameters(), lr=0.1))
+        for given in (module, replica):
+            out = todist.remote_call(1, scaled, given, x, value, handle)
+            gradients = torch.autograd.grad(
+                out.square().sum(), [x, *([module.weight] if given is module else [])]
+            )
+            assert lie_right(out, *gradients)
 
 
 def the_tasks_of_a_message_come_back_in_order():
@@ -307,6 +346,7 @@ def all_graphs_are_released():
 CHECKS = (
     objects_come_back,
     tensors_come_back,
+    received_tensors_lie_at_64_bytes,
     the_tasks_of_a_message_come_back_in_order,
     a_module_is_rebuilt_call_after_call,
     the_worker_s_changes_stay_there,

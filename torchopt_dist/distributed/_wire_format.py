@@ -3,6 +3,9 @@
 Each tensor costs a transport some microseconds however small it is, so small ones share a buffer. A tensor that is part
 of a larger storage is copied out of it, or the whole storage would travel. A tensor on a GPU travels by way of the CPU,
 unless the transport can send it directly, and arrives on the receiver's own GPU, if it has one.
+
+A received tensor lies at a multiple of 64 bytes, as those do that torch makes. Other places are slower, and with some
+processors the last bits of a product depend on them.
 """
 
 from __future__ import annotations
@@ -29,6 +32,9 @@ __all__ = [
 
 SMALL = 1 << 16
 """Bytes up to which a tensor shares a buffer."""
+
+ALIGNMENT = 64
+"""Torch's allocator gives memory at multiples of so many bytes."""
 
 
 class Place(NamedTuple):
@@ -208,6 +214,11 @@ def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
     return pinned.copy_(tensor)
 
 
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or its copy where torch's allocator would have put it; one on a GPU lies right."""
+    return tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor
+
+
 def from_wire(wire: WireMessage, seen: Structures) -> Message:
     """Rebuild a message.
 
@@ -237,9 +248,11 @@ def from_wire(wire: WireMessage, seen: Structures) -> Message:
     }
     received: list[torch.Tensor] = []
     for place in wire.places:
-        part = next(parts[place.buffer]) if place.buffer in parts else wire.buffers[place.buffer]
-        # A copy, so that whoever keeps one tensor of a buffer, or saves it, does not keep the others with it.
-        tensor = part.view(place.shape).clone() if place.buffer in parts else part
+        if place.buffer in parts:
+            # A copy, so that whoever keeps one tensor of a buffer, or saves it, does not keep the others with it.
+            tensor = next(parts[place.buffer]).view(place.shape).clone()
+        else:
+            tensor = _aligned(wire.buffers[place.buffer])
         staged = place.on_gpu and not tensor.is_cuda and torch.cuda.is_available()
         received.append(tensor.cuda() if staged else tensor)
     staying = {number for each in wire.staying for number in each.places}
