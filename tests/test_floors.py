@@ -31,6 +31,7 @@ GROUND = {
     "_serialized_exception",
     "_torch_private",
     "_tracebacks",
+    "_unconnected",
     "_vmap",
     "errors",
     "pytree",

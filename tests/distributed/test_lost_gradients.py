@@ -11,7 +11,7 @@ from torch import nn
 
 import torchopt_dist as todist
 from tests.distributed.programs import mlp, mse
-from torchopt_dist.distributed._lost_gradients import description_of_losses
+from torchopt_dist.distributed._lost_gradients import Seen, description_of_losses
 
 model = nn.Linear(2, 1)
 tables = {"scale": torch.ones(2, requires_grad=True)}
@@ -81,6 +81,22 @@ def told(call):
     return [str(warning.message) for warning in caught]
 
 
+def gives_none(x, adjoint):
+    adapted = todist.inner_loop(
+        lambda w: (w - x).square().sum(),
+        todist.sgd(lr=0.1),
+        torch.ones(2).requires_grad_(),
+        2,
+        meta=x,
+        adjoint=adjoint,
+    )
+    return adapted.params.sum()
+
+
+def gives_some(x, adjoint):
+    return gives_none(x, adjoint) + x.sum()
+
+
 LOSSES = {
     "model": (uses_a_global_model, "`uses_a_global_model` uses.*: model.weight, model.bias. The gradients"),
     "helper": (functools.partial(uses_it_further_down), ": model.weight, model.bias. "),
@@ -93,7 +109,7 @@ def test_nothing_is_made_on_the_default_device():
     x = torch.ones(1, 3, requires_grad=True)
     result = uses_what_it_cannot_be_named_by(x)
     with torch.device("xpu"):  # one that is not to be had
-        text, _ = description_of_losses(uses_what_it_cannot_be_named_by, [result], [x])
+        text, _ = description_of_losses(uses_what_it_cannot_be_named_by, [result], [x], Seen())
     assert text is not None
     assert "a parameter of shape (1, 3) that the worker holds" in text
 
@@ -117,6 +133,17 @@ def test_lost_gradients_are_told_once_by_name_and_are_errors_if_strict(world):
                             call(strict=True)
                     with pytest.raises(RuntimeError, match=text):
                         call(strict=True)
+
+            by_none = functools.partial(
+                todist.remote_sync_call, gives_none, args=(x, todist.FirstOrder()), partitioner=worker
+            )
+            text = r"`gives_none` returns what has no path to a tensor of shape \(2,\): `FirstOrder\(\)`.* Recorded"
+            with pytest.warns(UserWarning, match=text):
+                by_none()
+            with pytest.raises(RuntimeError, match=text):
+                by_none(strict=True)
+            for function, adjoint in ((gives_some, todist.FirstOrder()), (gives_none, todist.Recorded())):
+                todist.remote_sync_call(function, args=(x, adjoint), partitioner=worker, strict=True)
 
     todist.auto_init_rpc()(body)()
     world(2).on_zero(body)

@@ -1,15 +1,17 @@
-"""A call's results and inputs → other leaves on which the results depend, whose gradients the caller does not get.
+"""A call's results and inputs → gradients that the caller does not get: of other leaves, and of inputs without a path.
 
 A function that is sent by its name uses the worker's own global variables. The graph of a call ends at the tensors of
-its message, so a global model's parameters get no gradient from it.
+its message, so a global model's parameters get no gradient from it. An inner loop may have an adjoint that gives none
+to what its loss uses.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -18,8 +20,19 @@ import torch
 from torch import Tensor, nn
 
 from torchopt_dist._functional import replaced
+from torchopt_dist._unconnected import Unconnected, unconnected
 
-__all__ = ["code_of", "description_of_losses", "parameters_made"]
+__all__ = ["Seen", "code_of", "description_of_losses", "watched"]
+
+
+@dataclass
+class Seen:
+    """What was seen while a function ran."""
+
+    made: set[int] = field(default_factory=set)
+    """The ids of the parameters that were made, as long as they live."""
+    unconnected: list[Unconnected] = field(default_factory=list)
+    """Tensors to which the results of inner loops are not connected."""
 
 
 def code_of(function: Callable[..., Any]) -> object:
@@ -35,8 +48,8 @@ def code_of(function: Callable[..., Any]) -> object:
 
 
 @contextmanager
-def parameters_made() -> Iterator[set[int]]:
-    """A context that yields the ids of the parameters that this thread makes in it, by which they can be told later."""
+def watched() -> Iterator[Seen]:
+    """A context that yields what is seen of this thread in it."""
     made: set[int] = set()
 
     def note(torchs: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
@@ -44,14 +57,15 @@ def parameters_made() -> Iterator[set[int]]:
         made.add(id(parameter))
         return parameter
 
-    with replaced(nn.Parameter, {"__new__": note}), replaced(nn.UninitializedParameter, {"__new__": note}):
-        yield made
+    parameters = replaced(nn.Parameter, {"__new__": note})
+    with parameters, replaced(nn.UninitializedParameter, {"__new__": note}), unconnected() as noted:
+        yield Seen(made, noted)
 
 
 def description_of_losses(
-    function: Callable[..., Any], results: list[Any], inputs: Sequence[Tensor], made: Collection[int] = ()
+    function: Callable[..., Any], results: list[Any], inputs: Sequence[Tensor], seen: Seen
 ) -> tuple[str | None, bool]:
-    """Describe the leaves on which the results depend and that the caller does not know.
+    """Describe the leaves on which the results depend and that the caller does not know, and inputs that get nothing.
 
     Leaves that the function has made itself do not count, unless a global variable has them now.
 
@@ -59,7 +73,7 @@ def description_of_losses(
         function: the function that was called.
         results: what it has returned.
         inputs: the tensors among its arguments.
-        made: the ids of the parameters that were made meanwhile.
+        seen: what was seen meanwhile.
 
     Returns:
         A sentence with what is lost and the remedy, or ``None`` if nothing is lost; and whether that is all that can be
@@ -70,30 +84,46 @@ def description_of_losses(
     returned: list[Any] = optree.tree_leaves(tree)
     outputs = [leaf for leaf in returned if isinstance(leaf, Tensor)]
     parts = [tensor for leaf in returned if isinstance(leaf, nn.Module) for tensor in leaf.parameters()]
-    leaves = _leaves_below(outputs, {id(tensor) for tensor in (*inputs, *outputs, *parts)})
+    leaves = _leaves_below(outputs)
+    name = f"`{getattr(function, '__qualname__', type(function).__qualname__)}`"
+    silent = _silent(name, seen.unconnected, [*leaves, *outputs], inputs) if leaves else None
+    known = {id(tensor) for tensor in (*inputs, *outputs, *parts)}
+    leaves = [leaf for leaf in leaves if id(leaf) not in known]
     if not leaves:
-        return None, True
+        return silent, True
     names: dict[int, str] = {}
-    for name, tensor in _globals_of(function, set()):
-        names.setdefault(id(tensor), name)
+    for path, tensor in _globals_of(function, set()):
+        names.setdefault(id(tensor), path)
     lost = [names[id(leaf)] for leaf in leaves if id(leaf) in names]
     leaves = [leaf for leaf in leaves if id(leaf) not in names and isinstance(leaf, nn.Parameter)]
-    parts_held = [(tuple(leaf.shape), id(leaf) in made) for leaf in leaves]
+    parts_held = [(tuple(leaf.shape), id(leaf) in seen.made) for leaf in leaves]
     held = [part for part, is_held in zip(parts_held, _held(leaves), strict=True) if is_held]
     lost += [f"a parameter of shape {shape} that the worker holds" for shape, is_new in held if not is_new]
     if not lost:
-        return None, not held
+        return silent, not held
     listed = ", ".join(lost[:5]) + (f" and {len(lost) - 5} more" if len(lost) > 5 else "")
     return (
-        f"`{getattr(function, '__qualname__', type(function).__qualname__)}` uses what is not among its arguments: "
-        f"{listed}. The gradients of these do not come back from a worker: pass the module or the tensors as arguments"
+        f"{name} uses what is not among its arguments: {listed}. The gradients of these do not come back from a "
+        "worker: pass the module or the tensors as arguments"
     ), True
+
+
+def _silent(
+    name: str, noted: Sequence[Unconnected], reached: Sequence[Tensor], inputs: Sequence[Tensor]
+) -> str | None:
+    """A sentence about the first input that an inner loop uses, and that results with a graph do not depend on."""
+    for tensors, why in noted:
+        for tensor in tensors:
+            behind = {id(leaf) for leaf in ([tensor] if tensor.is_leaf else _leaves_below([tensor]))}
+            if not behind.isdisjoint(map(id, inputs)) and behind.isdisjoint(map(id, reached)):
+                return f"{name} returns what has no path to a tensor of shape {tuple(tensor.shape)}: {why}"
+    return None
 
 
 def _held(leaves: list[Tensor]) -> list[bool]:
     """For each leaf of the list, which is emptied, whether anything but its graph holds it."""
     made = nn.Parameter(torch.zeros((), device="cpu")) * 1
-    leaves.extend(_leaves_below([made], set()))
+    leaves.extend(_leaves_below([made]))
     counts = []
     while leaves:
         leaf = leaves.pop()
@@ -101,13 +131,13 @@ def _held(leaves: list[Tensor]) -> list[bool]:
     return [count > counts[0] for count in counts[:0:-1]]
 
 
-def _leaves_below(outputs: Sequence[Tensor], known: set[int]) -> list[Tensor]:
+def _leaves_below(outputs: Sequence[Tensor]) -> list[Tensor]:
     waiting = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     seen, leaves = set(waiting), []
     while waiting:
         node = waiting.pop()
         variable = getattr(node, "variable", None)
-        if isinstance(variable, Tensor) and id(variable) not in known:
+        if isinstance(variable, Tensor):
             leaves.append(variable)
         for below, _ in node.next_functions:
             if below is not None and below not in seen:

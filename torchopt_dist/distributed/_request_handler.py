@@ -30,7 +30,7 @@ from torchopt_dist.distributed._gradient_sums import add_up
 from torchopt_dist.distributed._group import answering_group
 from torchopt_dist.distributed._kept_graphs import KeptGraph, KeptGraphs
 from torchopt_dist.distributed._late_tensors import filled, unmarked
-from torchopt_dist.distributed._lost_gradients import code_of, description_of_losses, parameters_made
+from torchopt_dist.distributed._lost_gradients import Seen, code_of, description_of_losses, watched
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._payload import Payload
 from torchopt_dist.distributed._protocol import Backward, Call, Errand, Key, Late, Release, Reply
@@ -118,11 +118,11 @@ def answer(
         run = _execute.timed if content.late is None else functools.partial(_timed_late, key, content.late)
         if request.moved:
             run = functools.partial(run, moved=True)
-        with parameters_made() if _looks_for_losses(content, kept_graphs) else nullcontext() as parameters:
+        with watched() if _looks_for_losses(content, kept_graphs) else nullcontext() as seen:
             values, seconds = recorder.record("run", key, key[0], run, content.payload)
         warning = None
-        if parameters is not None:
-            warning = _lost_gradients(content, values, request.tensors, parameters, kept_graphs)
+        if seen is not None:
+            warning = _lost_gradients(content, values, request.tensors, seen, kept_graphs)
         made = Reply(values, warning=warning, seconds=seconds)
         inputs = request.inputs() if request.tensors else []
     elif isinstance(content, Errand):
@@ -210,7 +210,7 @@ def _looks_for_losses(call: Call, kept_graphs: KeptGraphs) -> bool:
 
 
 def _lost_gradients(
-    call: Call, values: list[Any], tensors: list[torch.Tensor], made: set[int], kept_graphs: KeptGraphs
+    call: Call, values: list[Any], tensors: list[torch.Tensor], seen: Seen, kept_graphs: KeptGraphs
 ) -> str | None:
     """The warning for the caller about lost gradients.
 
@@ -218,7 +218,7 @@ def _lost_gradients(
         RuntimeError: a gradient is lost, and the call is strict.
     """
     payload = call.payload
-    lost, is_all = description_of_losses(payload.function, values, tensors, made)
+    lost, is_all = description_of_losses(payload.function, values, tensors, seen)
     if is_all:
         kept_graphs.known.add(code_of(payload.function))
     if lost and payload.options.strict:

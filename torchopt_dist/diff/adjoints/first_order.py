@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torchopt_dist import pytree
 from torchopt_dist.diff.adjoints._loop import Loop, Outcome
+from torchopt_dist.diff.adjoints._silent import run_aloud
 from torchopt_dist.diff.adjoints.adjoint import Adjoint
 from torchopt_dist.transform.base import ChainedGradientTransformation
 from torchopt_dist.typing import OptionalTensor
@@ -22,15 +23,19 @@ class FirstOrder(Adjoint):
     """The inner gradients are taken as constants: first-order MAML (Finn et al., 2017), ANIL with masked parameters.
 
     There is no second-order graph. The initial parameters, the initial state and hyper-parameters get the gradient of
-    the optimizer's updates with the inner gradients held constant; meta tensors inside the loss get none. If
-    hyper-parameters are numbers, there is no weight decay, and the initial state has no history, nothing is kept beside
-    plain training. Losses are not connected.
+    the optimizer's updates with the inner gradients held constant; what the inner loss uses gets none. So a backward
+    pass raises a ``ValueError`` for what ``meta`` lists, and only the inner loss uses. If hyper-parameters are numbers,
+    there is no weight decay, and the initial state has no history, nothing is kept beside plain training. Losses are
+    not connected.
     """
 
     runs_again: ClassVar[bool] = False
 
     def run(self, loop: Loop) -> Outcome:
         """Run the loop; see :meth:`Adjoint.run`."""
+        return run_aloud("FirstOrder", self._run, loop)
+
+    def _run(self, loop: Loop) -> Outcome:
         if not _only_adds(loop):
             return loop.run(loop.first_order_step, loop.first)
         outcome = loop.run(loop.training_step, loop.own(loop.first))

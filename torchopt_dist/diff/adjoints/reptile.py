@@ -9,8 +9,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from torchopt_dist.diff.adjoints._declared import tensors_within
 from torchopt_dist.diff.adjoints._loop import Loop, Outcome
 from torchopt_dist.diff.adjoints._second_order import without_second_order
+from torchopt_dist.diff.adjoints._silent import run_aloud
 from torchopt_dist.diff.adjoints.adjoint import Adjoint
 
 __all__ = ["Reptile"]
@@ -22,13 +24,17 @@ class Reptile(Adjoint):
 
     It is the same for every outer loss that depends on the last parameters: a step of SGD with learning rate ``e``
     moves the initial parameters by the fraction ``e`` of the way to the last ones. The gradients of several tasks add
-    up; to average them, divide the learning rate. Nothing else has a gradient, and losses are not connected.
+    up; to average them, divide the learning rate. Nothing else has a gradient, and losses are not connected. A backward
+    pass raises a ``ValueError`` for what ``meta`` lists, or a hyper-parameter, if only the inner loop uses it.
     """
 
     runs_again: ClassVar[bool] = False
 
     def run(self, loop: Loop) -> Outcome:
         """Run the loop; see :meth:`Adjoint.run`."""
+        return run_aloud("Reptile", self._run, loop, tensors_within(loop.optimizer))
+
+    def _run(self, loop: Loop) -> Outcome:
         outcome = loop.run(loop.training_step, loop.own(loop.first))
         if not torch.is_grad_enabled():
             return outcome
