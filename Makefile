@@ -3,6 +3,7 @@
 #   make demo TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"   another build of torch
 #   make test ARGS="tests/ops -k fuzz"          some of the tests
 #   make test JOBS=4                            on more than two cores
+#   make portable AS=ATEN_CPU_CAPABILITY=default   as on one other processor
 #   make wheel TORCHES="2.13.0"                 the packages, tried with this torch only
 
 PYTHON ?= python3
@@ -21,13 +22,20 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 INSTALL := $(BIN)/python -m pip install -q --no-compile # each module is compiled at its first import, and most have none
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=20
+# What computes, and the tests of calls and launches that promise equal bits; and how torch, oneDNN and MKL are told to
+# compute as on another processor.
+COMPUTING = tests/diff tests/ops tests/optim tests/transform tests/linalg tests/linear_solve tests/nonlinear_solve tests/schedule \
+	tests/nn tests/checkpoint tests/docs/test_examples.py tests/test_normalization.py tests/test_random_turns.py \
+	$(shell grep -rlE "torch\.equal|bit for bit" tests/distributed tests/launch --include="test_*.py")
+AS ?= ATEN_CPU_CAPABILITY=default,ONEDNN_MAX_CPU_ISA=SSE41 ATEN_CPU_CAPABILITY=avx2,MKL_ENABLE_INSTRUCTIONS=AVX2 \
+	MKL_CBWR=COMPATIBLE MKL_CBWR=SSE4_2,MKL_ENABLE_INSTRUCTIONS=SSE4_2 MKL_CBWR=AVX2
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
 
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick fuzz losses examples lint types docs gallery bench wheel clean
+.PHONY: help demo test quick portable fuzz losses examples lint types docs gallery bench wheel clean
 
 help: ## show these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -49,6 +57,10 @@ test: $(STAMP) ## install, then all tests
 
 quick: $(STAMP) ## the tests that start no processes
 	$(PYTEST) -m "not processes" $(ARGS)
+
+portable: $(STAMP) ## the tests of what computes, as on other processors: AS="MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=default"
+	@for one in $(AS); do echo "as with $$one"; env $$(echo $$one | tr , ' ') $(PYTEST) $(COMPUTING) $(ARGS) || red="$$red $$one"; done; \
+		test -z "$$red" || { echo "failed with$$red"; exit 1; }
 
 fuzz: $(STAMP) ## random programs of calls, chains, inner loops and layers, against loops by hand: PROGRAMS=2000 of each
 	TODIST_FUZZ_PROGRAMS=$(PROGRAMS) TODIST_FUZZ_CHAINS=$(PROGRAMS) TODIST_FUZZ_LOOPS=$(PROGRAMS) $(BIN)/python -m pytest \
