@@ -9,6 +9,7 @@ import logging
 import pickle
 import socket
 import struct
+import subprocess
 import threading
 import time
 
@@ -22,6 +23,7 @@ from torchopt_dist.distributed import _membership_hub as membership_module
 from torchopt_dist.distributed._members import Failure, Member
 from torchopt_dist.distributed._membership_hub import START
 from torchopt_dist.distributed._membership_link import Link
+from torchopt_dist.distributed._stopped import process_table
 
 # Joining.
 
@@ -519,6 +521,22 @@ def test_leaving_is_no_death(lines):
         future.result()
     assert line.heard == [[], [], []]
     line.ends.pop()
+
+
+def test_a_process_that_ends_is_a_loss_though_its_connection_stays_open_unless_it_has_left(lines):
+    with subprocess.Popen(["sleep", "60"]) as process:
+        about = {"pid": process.pid, "process_table": process_table()}
+        line = lines("a", "b", "c", "d", joined=False, **about)
+        for end in line.ends:
+            end._liveness = todist.Liveness(interval=0.05, patience=60)
+        for future in line.join():
+            future.result()
+        line.ends.pop().close()
+        process.kill()
+    wait_until(lambda: line.ends[0].failures.keys() >= {1, 2})
+    wait_until(lambda: all(0 in end.failures for end in line.ends[1:]))
+    assert not any(3 in end.failures for end in line.ends)
+    assert "died" in str(line.ends[0].lost[1])
 
 
 def test_a_wait_for_a_thread_ends_with_the_thread_or_with_the_world(lines):

@@ -288,7 +288,7 @@ class Membership(MembershipState):
         return rank != self.me.rank and rank not in self.failures
 
     async def _watch_processes(self) -> None:
-        """Report the stopped workers of this machine; if there are no others, let a watchdog watch this one."""
+        """Report the stopped and ended workers of this machine; if there are no others, let a watchdog watch this one."""
         pids = {
             member.rank: member.pid
             for member in self.members
@@ -300,15 +300,15 @@ class Membership(MembershipState):
         self._stopped = stopped = StoppedProcesses(pids, self._liveness)
         while pids:
             await asyncio.sleep(self._liveness.interval)
-            for rank in stopped.look():
+            for rank, cause in stopped.look():
                 of = self.members[rank].incarnation
-                message = {"failed": rank, "report": "", "cause": STOPPED, "incarnation": of}
+                message = {"failed": rank, "report": "", "cause": cause, "incarnation": of}
                 if self._hub is not None:
                     await self._hub.handle(message)
                 elif rank != HUB and self._to_hub is not None:
                     await self._to_hub.send(message)
                 else:  # the others hear of rank 0 when it has been killed
-                    self._receive(message)
+                    self._hub_ended(cause)
 
     async def _shut(self) -> None:
         await self.links.close()

@@ -73,6 +73,7 @@ class Hub:
         self._groups: dict[str, Sequence[int]] = {}
         self._opened: dict[str, int] = {}
         self._dead: dict[int, dict[str, Any]] = {}
+        self._left: set[int] = set()
         self._replacements = Replacements(on_loss == "replace", self._links, self._dead, to_self)
 
     async def listen(self, host: str) -> int:
@@ -180,6 +181,7 @@ class Hub:
             await self._open_all([*self._arrived] if key.startswith(f"{END}:") else [key])
         elif "left" in message and message["left"] != HUB:
             self._links.pop(message["left"], None)
+            self._left.add(message["left"])
             self._replacements.lost(message["left"])
         elif "told" in message:
             self._replacements.told(message["told"], message["rank"])
@@ -221,6 +223,8 @@ class Hub:
         of = message.pop("incarnation", replacements.incarnation(rank))
         if of != replacements.incarnation(rank) or (rank in self._dead and rank not in replacements.joining):
             return
+        if rank in self._left:
+            return  # its process has ended, as it has said
         self._dead[rank] = message
         self._links.pop(rank, None)
         replacements.lost(rank)

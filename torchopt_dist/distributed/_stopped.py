@@ -1,7 +1,8 @@
-"""The workers of this machine → those whose processes have been stopped for too long, as by SIGSTOP.
+"""The workers of this machine → those whose processes have ended, or have been stopped for too long, as by SIGSTOP.
 
 The kernel answers for a stopped process, so its connections stay open. Its state in the process table shows that it is
-stopped; a process that computes never has that state, even if its Python threads do not run.
+stopped; a process that computes never has that state, even if its Python threads do not run. The connections of a
+process that has ended stay open, too, if a library has forked another one that Python knows nothing of.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 import psutil
 
 from torchopt_dist._liveness import Liveness
+from torchopt_dist.distributed._membership_link import DIED, STOPPED
 
 __all__ = ["StoppedProcesses", "is_running", "process_table"]
 
@@ -33,9 +35,18 @@ def process_table() -> str:
 def is_running(pid: int) -> bool:
     """Whether there is a process with that id that has not ended."""
     try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+        return _status(psutil.Process(pid)) is not None
     except psutil.Error:
         return False
+
+
+def _status(process: psutil.Process) -> str | None:
+    """The state of a process; ``None`` if it has ended."""
+    try:
+        status: str = process.status()
+    except psutil.Error:
+        return None
+    return None if status == psutil.STATUS_ZOMBIE else status
 
 
 class StoppedProcesses:
@@ -62,15 +73,23 @@ class StoppedProcesses:
         with contextlib.suppress(psutil.Error):  # it is gone already
             self._processes[rank] = psutil.Process(pid)
 
-    def look(self) -> list[int]:
-        """The ranks whose processes have been stopped for longer than the patience."""
-        for rank, process in self._processes.items():
-            try:
-                stopped = process.status() == psutil.STATUS_STOPPED
-            except psutil.Error:
-                stopped = False
-            self._counts[rank] = self._counts.get(rank, 0) + 1 if stopped else 0
-        return [rank for rank, count in self._counts.items() if count > self._looks]
+    def look(self) -> list[tuple[int, str]]:
+        """The ranks whose processes have ended, or have been stopped for longer than the patience, and which it is.
+
+        That a process has ended is told at the second look: it may have said before that it leaves.
+        """
+        found = []
+        for rank, process in tuple(self._processes.items()):
+            status = _status(process)
+            limit, cause = (1, DIED) if status is None else (self._looks, STOPPED)
+            self._counts[rank] = (
+                self._counts.get(rank, 0) + 1 if status in (None, psutil.STATUS_STOPPED) else 0
+            )
+            if self._counts[rank] > limit:
+                found.append((rank, cause))
+                if status is None:
+                    del self._processes[rank]
+        return found
 
     def kill(self, rank: int) -> None:
         """Kill the process of a rank, if it is one of these."""
