@@ -288,7 +288,7 @@ class Membership(MembershipState):
         return rank != self.me.rank and rank not in self.failures
 
     async def _watch_processes(self) -> None:
-        """Report the stopped and ended workers of this machine; if there are no others, let a watchdog watch this one."""
+        """Report stopped and ended workers of this machine; if there are no others, let a watchdog watch this one."""
         pids = {
             member.rank: member.pid
             for member in self.members
