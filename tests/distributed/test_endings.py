@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import os
 import pickle
@@ -553,6 +554,42 @@ def test_a_function_that_hangs_does_not_keep_the_world_alive(tmp_path, monkeypat
     assert len(told) == (0 if how == "after a time-out" else 2)
     assert all("calls to worker1 were not answered within 0.3 s" in each for each in told)
     assert (tmp_path / "told1").read_text() == ""
+
+
+class Endless(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, place):
+        ctx.place = place
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        say(ctx.place.with_suffix(f".{todist.get_rank()}"))
+        spin()
+
+
+def endless_gradient(x, place):
+    return torch.autograd.grad(Endless.apply(x, place).sum(), x)
+
+
+@pytest.mark.parametrize("transport", ["rpc", "zmq"])
+def test_ranks_whose_threads_run_python_in_a_backward_end_by_their_own_exit_codes(tmp_path, transport):
+    """Both the own share and another worker's run in threads, and the interpreter ends as that of a program does."""
+
+    def main():
+        if todist.get_rank() == 0:
+            x = torch.ones(2, requires_grad=True)
+            todist.remote_async_call(endless_gradient, args=(x, tmp_path / "in"))
+            assert all(watch(tmp_path / f"in.{rank}") for rank in range(2))
+            raise KeyError("the root of it")
+
+    def program():
+        try:
+            todist.auto_init_rpc(transport=transport)(main)()
+        except (KeyError, todist.PeerFailedError):
+            ctypes.pythonapi.Py_Exit(7)
+
+    assert [ending.exitcode for ending in Bare(2).endings(program, timeout=200)] == [7, 7]
 
 
 def test_a_call_that_nobody_waits_for_is_answered_before_the_end(world, tmp_path):

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 
 import torchopt_dist as todist
 from torchopt_dist.distributed import _interruption
 from torchopt_dist.distributed._cleanup_blocks import is_cleaning_up
-from torchopt_dist.distributed._interruption import Interruption
+from torchopt_dist.distributed._interruption import Interruption, end_threads, is_in_backward
 
 
 @pytest.fixture
@@ -173,3 +175,36 @@ def test_a_block_that_does_not_end_is_given_up(error, monkeypatch):
     assert not main.unwind(error)
     leave.set()
     assert main.raised() is None
+
+
+def test_threads_that_run_python_are_ended_and_those_in_c_are_named():
+    def until_ended(work):
+        with contextlib.suppress(SystemExit):  # which pytest would tell
+            work()
+
+    wake = threading.Lock()
+    wake.acquire()
+    threads = [
+        threading.Thread(target=until_ended, args=(work,), daemon=True) for work in (spin, wake.acquire, bool)
+    ]
+    for thread in threads:
+        thread.start()
+    assert end_threads([*threads, threading.current_thread()], 2) == [threads[1]]
+    wake.release()
+    threads[1].join(20)
+    assert not threads[1].is_alive()
+
+
+def test_a_thread_in_a_backward_is_known():
+    entered, wake = threading.Event(), threading.Event()
+    x = torch.ones(2, requires_grad=True)
+    y = x.clone()
+    y.register_hook(lambda _: (entered.set(), wake.wait(20))[0])
+    thread = threading.Thread(target=y.sum().backward, daemon=True)
+    assert not is_in_backward(thread)
+    thread.start()
+    assert entered.wait(20)
+    assert is_in_backward(thread)
+    assert not is_in_backward(threading.current_thread())
+    wake.set()
+    thread.join(20)

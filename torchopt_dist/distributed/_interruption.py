@@ -1,4 +1,7 @@
-"""Another rank's failure, and the thread that runs ``main`` → ``main`` runs its ``finally`` blocks, in bounded time."""
+"""Another rank's failure, and the thread that runs ``main`` → ``main`` runs its ``finally`` blocks, in bounded time.
+
+The end of the process, and threads that answer calls → these threads end, before they would abort the process.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,17 @@ import inspect
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from types import FrameType
+
+import torch
 
 from torchopt_dist._torch_private import exception_in, frame_of
 from torchopt_dist.distributed._cleanup_blocks import is_cleaning_up
 from torchopt_dist.distributed._shutdown import FINALLY_SECONDS, GRACE_SECONDS
 from torchopt_dist.errors import TodistError
 
-__all__ = ["Interruption"]
+__all__ = ["Interruption", "end_threads", "is_in_backward"]
 
 _POLL_SECONDS = 0.01
 
@@ -93,6 +99,38 @@ class Interruption:
                 _raise_in(self._thread, None)
                 self._sent = self._raised.is_set()
             return self._sent
+
+
+def end_threads(threads: Iterable[threading.Thread], seconds: float) -> list[threading.Thread]:
+    """End threads that run Python code, by a ``SystemExit`` between two instructions.
+
+    Where the interpreter ends first, Python ends a daemon thread by C's ``pthread_exit`` as soon as it takes the
+    interpreter lock. If the lock is taken in C++ code of torch, such as a backward that calls Python, that aborts the
+    process.
+
+    Args:
+        threads: the threads; those that have ended, and the calling one, are left alone.
+        seconds: how long to wait for them.
+
+    Returns:
+        The threads that are left, since they are in C code.
+    """
+    end = time.monotonic() + seconds
+    alive = [each for each in threads if each.is_alive() and each is not threading.current_thread()]
+    for thread in alive:
+        assert thread.ident is not None
+        _raise_in(thread.ident, SystemExit)
+    for thread in alive:
+        thread.join(max(0.0, end - time.monotonic()))
+    return [thread for thread in alive if thread.is_alive()]
+
+
+def is_in_backward(thread: threading.Thread) -> bool:
+    """Whether a thread runs torch's autograd engine, or waits for it."""
+    frame = None if thread.ident is None else frame_of(thread.ident)
+    while frame is not None and frame.f_globals.get("__name__") != torch.autograd.__name__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _class_of(error: TodistError, raised: threading.Event) -> type[BaseException]:

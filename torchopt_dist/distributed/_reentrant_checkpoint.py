@@ -65,7 +65,7 @@ def gradients_by_backward(
     try:
         for leaf in leaves:
             leaf.grad = None
-        thread = threading.Thread(target=work, name="todist-backward")
+        thread = threading.Thread(target=work, name="todist-backward", daemon=True)
         thread.start()
         thread.join()
         if errors:

@@ -6,6 +6,7 @@ that do not end by themselves are ended with that traceback.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
@@ -24,7 +25,7 @@ from torchopt_dist.distributed import _rendezvous, _shutdown
 from torchopt_dist.distributed._allocator import share_one_arena
 from torchopt_dist.distributed._descriptors import check_descriptors, too_many_files
 from torchopt_dist.distributed._group import Group, set_group
-from torchopt_dist.distributed._interruption import Interruption
+from torchopt_dist.distributed._interruption import Interruption, end_threads, is_in_backward
 from torchopt_dist.distributed._members import Failure, Member, OnLoss
 from torchopt_dist.distributed._membership import Membership
 from torchopt_dist.distributed._membership_link import GroupEndedError
@@ -67,6 +68,7 @@ class RunningGroup:
         self.interruption = Interruption()
         self._unwound = threading.Event()
         self._warnings = CppWarnings()
+        self._code: int | None = None
 
     def __enter__(self) -> Group:
         world, chosen = self.world, self.chosen
@@ -96,6 +98,7 @@ class RunningGroup:
             with open_store(plain, nonce, world.rank, all_on_one_machine()) as store:
                 self.membership.join(store, _network.local_address(host), _rendezvous.init_timeout())
             self.group = Group(self.membership, self.settings, chosen.call_timeout, chosen.make, ask)
+            atexit.register(self._end_threads)  # now, so that functions that `main` registers run before it
             set_group(self.group)  # before the transport has started, after which others may send requests
             self.group.transport.start(store, _rendezvous.init_timeout())
             setproctitle.setproctitle(f"{world.worker_name} of {world.world_size}: {' '.join(sys.argv)}")
@@ -157,6 +160,7 @@ class RunningGroup:
 
     def _abandon(self, error: BaseException) -> None:
         """End this rank, which has failed: report to the others, unless another rank has, and wait for none of them."""
+        self._code = _exit_code(error)
         self._stop_calls()
         self._warnings.silence()
         self._unwound.set()
@@ -168,7 +172,7 @@ class RunningGroup:
         except Exception:  # the hub is gone: there is nobody to tell
             log.debug("no connection left to report on", exc_info=True)
         if self.group is not None:
-            self.group.transport.stop(in_order=False, code=_exit_code(error))
+            self.group.transport.stop(in_order=False, code=self._code)
         if not isinstance(error, GroupEndedError):
             self._wait_for_rank_zero()
         with contextlib.suppress(Exception):  # the hub is gone
@@ -204,6 +208,15 @@ class RunningGroup:
         if self.group is not None:
             set_group(None)
             self.group.close(seconds)
+            if not self.group.threads.alive():
+                atexit.unregister(self._end_threads)
+
+    def _end_threads(self) -> None:
+        """At the end of the interpreter: end what still runs for other workers, or for calls that are given up."""
+        if self.group is not None and self.group.ending:
+            left = end_threads(self.group.threads.alive(), _shutdown.GRACE_SECONDS)
+            if self._code is not None and any(map(is_in_backward, left)):
+                _shutdown.exit_now(self._code)
 
     def _peer_failed(self, failure: Failure) -> None:
         """In the membership's thread: another rank has failed or was lost. This rank ends as well, or goes on."""

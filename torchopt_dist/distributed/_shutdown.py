@@ -12,7 +12,14 @@ from torch.distributed import rpc
 
 from torchopt_dist.distributed._membership import Membership
 
-__all__ = ["FINALLY_SECONDS", "GRACE_SECONDS", "SHUTDOWN_SECONDS", "shut_down_at_once", "shut_down_in_order"]
+__all__ = [
+    "FINALLY_SECONDS",
+    "GRACE_SECONDS",
+    "SHUTDOWN_SECONDS",
+    "exit_now",
+    "shut_down_at_once",
+    "shut_down_in_order",
+]
 
 SHUTDOWN_SECONDS = 30.0
 """How long a rank waits for replies when ``main`` has returned everywhere, and then for RPC's last handshake."""
@@ -55,11 +62,15 @@ def shut_down_at_once(code: int | None) -> None:
     shutdown.start()
     shutdown.join(GRACE_SECONDS)
     if shutdown.is_alive():
-        atexit.register(_exit_now, code)
+        atexit.register(exit_now, code)
 
 
-def _exit_now(code: int | None) -> None:
-    """End the process at once: the RPC agent's threads would keep the interpreter from ending."""
+def exit_now(code: int | None) -> None:
+    """End the process at once: threads in C++ code would keep the interpreter from ending, or abort it.
+
+    Args:
+        code: see :func:`shut_down_at_once`.
+    """
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -69,7 +69,7 @@ class ThreadPool:
         Args:
             seconds: how long to wait for them. Where the interpreter ends while a daemon thread is in C++ code of
                 torch, such as a future's ``set_result``, or code that frees what torch keeps for the thread, that
-                thread aborts the process.
+                thread aborts the process; see ``_interruption.py``.
         """
         end = time.monotonic() + seconds
         with self._lock:
@@ -79,11 +79,15 @@ class ThreadPool:
             each.put(None)
         with self._lock:
             self._changed.wait_for(lambda: not self._working, seconds)
-            threads = [*self._threads]
-        for thread in threads:
+        for thread in self.alive():
             left = end - time.monotonic()
             if left > 0 and thread is not threading.current_thread():
                 thread.join(left)
+
+    def alive(self) -> list[threading.Thread]:
+        """The threads that have not ended."""
+        with self._lock:
+            return [thread for thread in self._threads if thread.is_alive()]
 
     def _loop(self, own: queue.SimpleQueue[_Work | None]) -> None:
         work = own.get()
