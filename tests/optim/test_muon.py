@@ -64,6 +64,32 @@ def test_converging_coefficients_give_the_orthogonal_factor(shape):
     torch.testing.assert_close(impl.update(x, impl.init(x))[0], factor * left @ right)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, DOUBLE, torch.bfloat16])
+@pytest.mark.parametrize("eps", [1e-7, 1e-22, 1e-40, 0.0])
+def test_zeros_and_matrices_of_any_size_are_orthogonalized(eps, dtype):
+    impl, x = orthogonalize(eps=eps), matrix(3, 4, dtype=dtype)
+    for size in (0.0, 1e-30, 1e-12, 1e25):
+        scaled = x.double() * size
+        wanted = scaled / max(scaled.norm().item(), eps or 1e-300)
+        expected = impl.update(wanted, impl.init(x))[0] if wanted.norm() > 0.5 else None
+        found = impl.update(scaled.to(dtype), impl.init(x))[0].double()
+        if expected is None:  # divided by `eps`, and made at most 3.4445 times as large by each iteration
+            assert found.norm() <= 3.4445**5 * wanted.norm() * 1.01
+        else:
+            torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+
+
+def test_a_matrix_of_zeros_stays_as_torchs_muon_leaves_it():
+    for eps in (1e-7, 1e-22, 1e-40):
+        ends = []
+        for kind in (todist.Muon, torch.optim.Muon):
+            p = nn.Parameter(torch.ones(3, 4))
+            p.grad = torch.zeros(3, 4)
+            kind([p], lr=0.1, eps=eps).step()
+            ends.append(p.detach())
+        torch.testing.assert_close(*ends)
+
+
 def test_derivatives_through_two_steps():
     p, target = matrix(3, 2).requires_grad_(), matrix(3, 2, seed=9)
     numbers = [torch.tensor(x, dtype=DOUBLE, requires_grad=True) for x in (0.1, 0.2, 0.7)]

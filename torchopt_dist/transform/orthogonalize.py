@@ -120,15 +120,21 @@ def _orthogonal(matrix: Tensor, coefficients: tuple[float, float, float], steps:
     x = matrix.float() if matrix.dtype in (torch.float16, torch.bfloat16) else matrix
     tall = x.shape[0] > x.shape[1]
     x = x.T if tall else x
-    x = x / _norm(x, eps)
+    x = _normalized(x, eps)
     for _ in range(steps):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x.T if tall else x).to(matrix.dtype)
 
 
-def _norm(x: Tensor, least: float) -> Tensor:
-    """The Frobenius norm, at least so much; where it is less, it is a constant, and so is that of zeros."""
-    total = x.square().sum()
-    there = total > max(least**2, torch.finfo(x.dtype).tiny)
-    return torch.where(there, torch.where(there, total, 1.0).sqrt(), max(least, torch.finfo(x.dtype).tiny))
+def _normalized(x: Tensor, least: float) -> Tensor:
+    """``x / max(|x|, least)`` with the Frobenius norm, of any finite matrix; zeros stay zeros."""
+    if not x.numel():
+        return x
+    tiny = torch.finfo(x.dtype).tiny
+    # Divided by its largest entry, a matrix has squares that neither underflow nor overflow.
+    largest = x.detach().abs().amax().clamp(min=tiny)
+    scaled = x / largest
+    total = scaled.square().sum()
+    there = total > (least / largest).square()
+    return torch.where(there, scaled / torch.where(there, total, 1.0).sqrt(), x / max(least, tiny))
