@@ -18,6 +18,7 @@ __all__ = [
     "depend_on_each_other",
     "depends_on_others",
     "differentiable",
+    "edge_of",
     "leaf_of",
     "nodes_between",
     "tensors_of_meta",
@@ -109,21 +110,31 @@ def _is_filled(cell: Any) -> bool:
         return False
 
 
-def nodes_between(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> list[Any]:
-    """The nodes of the graph on which outputs depend other than through the inputs, those of leaves included."""
-    visited = {_edge(tensor) for tensor in inputs if tensor.requires_grad}
-    waiting = [_edge(output) for output in outputs if output.requires_grad]
+def nodes_between(outputs: Iterable[Tensor], inputs: Iterable[Tensor], since: int = 0) -> list[Any]:
+    """The nodes of the graph on which outputs depend other than through the inputs, those of leaves included.
+
+    Args:
+        outputs: tensors.
+        inputs: likewise.
+        since: the number of a node; what is behind older ones is left out.
+    """
+    visited = {edge_of(tensor) for tensor in inputs if tensor.requires_grad}
+    waiting = [edge_of(output) for output in outputs if output.requires_grad]
+    number = sequence_numbers(waiting[0][0]) if since and waiting else None
     found: list[Any] = []
     while waiting:
         edge = waiting.pop()
         if edge not in visited and edge[0] is not None:
             visited.add(edge)
+            if number is not None and number(edge[0]) < since:
+                continue
             found.append(edge[0])
             waiting += edge[0].next_functions
     return found
 
 
-def _edge(tensor: Tensor) -> tuple[Any, int]:
+def edge_of(tensor: Tensor) -> tuple[Any, int]:
+    """The node that made a tensor, or that accumulates a leaf's gradient, and which of its results the tensor is."""
     with torch.enable_grad():
         edge = torch.autograd.graph.get_gradient_edge(tensor)
     return edge.node, edge.output_nr

@@ -21,7 +21,7 @@ from torchopt_dist.diff.replay._duals import Pair, leaf_of_pair, pair_of
 from torchopt_dist.nn import _tensor_dicts
 from torchopt_dist.typing import OptionalTensor, TensorContainer
 
-__all__ = ["BlockCall", "inputs_of"]
+__all__ = ["BlockCall", "block_of", "inputs_of"]
 
 
 class _Input(NamedTuple):
@@ -111,8 +111,8 @@ class BlockCall:
         """What it returns and may have a gradient, without history; ``None`` in the places of all else."""
         self._dims: list[tuple[int | None, ...]] = []
         """Which dimensions of the outputs count samples."""
-        self._overwritten: set[int] = set()
-        """The places of inputs that the block changes in place."""
+        self.overwritten: set[int] = set()
+        """The places of inputs that the block changes in place, or may have changed."""
         self._made: list[Any] = []
         self._made_spec = self._spec
 
@@ -131,6 +131,7 @@ class BlockCall:
 
         Raises:
             TypeError: it returns something else than a tree of tensors and numbers.
+            ValueError: it changes a list or a dictionary that it is given, or a tensor without a gradient.
         """
         # Only buffers that the block overwrites are needed as they were; those of large constants are not kept twice.
         levels = vmaps()
@@ -139,18 +140,25 @@ class BlockCall:
             before = [(x, held, held.values.clone()) for x, held in buffers]
         # Forward mode would hold a graph of tangents until its level is left, by a circle of references.
         with torch.set_grad_enabled(not self._with_tangents):
+            standing = list(now)
             with _outside():
-                given = [leaf_of_pair(pair).clone() for pair in self.inputs]
-            versions = list(map(tensor_version, given))
-            args, kwargs = self._arguments(given, now)
-            made, self._made_spec = pytree.flatten(self._forward(*args, **kwargs))
-            after = zip(given, versions, strict=True)
-            self._overwritten = {
+                given = [self._marked(leaf_of_pair(pair).clone()) for pair in self.inputs]
+                for _, _, x in self._held_parameters:
+                    if isinstance(x, _Own) and standing[x.place] is now[x.place]:
+                        standing[x.place] = self._marked(now[x.place].view_as(now[x.place]))
+            arguments = self._arguments(given, standing)
+            leaves = pytree.flatten(arguments)[0]
+            versions = [*map(tensor_version, given)], [*map(_version, self._given)]
+            with _in_place(self._held(given, standing)):
+                made, self._made_spec = pytree.flatten(self._forward(*arguments[0], **arguments[1]))
+            after = zip(given, versions[0], strict=True)
+            self.overwritten = {
                 place
                 for place, (x, version) in enumerate(after)
                 if version is None or tensor_version(x) != version
             }
-            del args, kwargs, given
+            self._check_given(arguments, leaves, versions[1])
+            del arguments, leaves, given, standing
         with _outside():
             changed = [(x, held, copy) for x, held, copy in before if not torch.equal(held.values, copy)]
         kept = {id(x): held.tensor(copy) for x, held, copy in changed}
@@ -175,6 +183,25 @@ class BlockCall:
             self._dims.append(dims)
             self._made.append(leaf if output is None else None)
         return self.handed_on()
+
+    def _marked(self, x: Tensor) -> Tensor:
+        """The same tensor; :func:`block_of` finds the block by the node that made it."""
+        node: Any = x.grad_fn
+        if node is not None:
+            node.metadata[_MARK] = self.name
+        return x
+
+    def _check_given(self, arguments: Any, before: Sequence[Any], versions: Sequence[int | None]) -> None:
+        """Check that arguments are as they were, but for inputs, of which the block has copies."""
+        leaves, spec = pytree.flatten(arguments)
+        same = spec == self._spec and all(x is y for x, y in zip(leaves, before, strict=True))
+        if same and list(map(_version, self._given)) == versions:
+            return
+        what = "a tensor" if same else "a list or a dictionary"
+        raise ValueError(
+            f"`blocks` must return what they make: block {self.name!r} changes {what} that it is given; return the "
+            "changed one from its forward"
+        )
 
     def _may_have_gradient(self, made: Tensor) -> bool:
         floats = made.is_floating_point() or made.is_complex()
@@ -211,11 +238,11 @@ class BlockCall:
         leaves = [leaf_of_pair(pair) for pair in self.inputs]
 
         def held() -> Held:
-            return [(container, key, _put(x, leaves, now)) for container, key, x in self._held_parameters]
+            return self._held(leaves, now)
 
         def called() -> list[Any]:
             with _outside():
-                given = [x.clone() if place in self._overwritten else x for place, x in enumerate(leaves)]
+                given = [x.clone() if place in self.overwritten else x for place, x in enumerate(leaves)]
             args, kwargs = self._arguments(given, now)
             made = pytree.flatten(self._forward(*args, **kwargs))[0]
             return [values_of(x).values if isinstance(x, Tensor) else x for x in made]
@@ -226,8 +253,25 @@ class BlockCall:
                 made = inside(called)
             yield leaves, made
 
+    def _held(self, given: Sequence[Tensor], now: Sequence[Tensor]) -> Held:
+        return [(container, key, _put(x, given, now)) for container, key, x in self._held_parameters]
+
     def _arguments(self, given: Sequence[Tensor], now: Sequence[Tensor]) -> Any:
         return pytree.unflatten(self._spec, [_put(x, given, now) for x in self._given])
+
+
+_MARK = "torchopt_dist.block"
+"""The key in a node's own dictionary that says in which block's run a graph begins there."""
+_MARKED = ("CloneBackward0", "ViewBackward0")
+
+
+def block_of(node: Any) -> str | None:
+    """The block in whose first run a graph begins with this node; ``None`` for other nodes."""
+    return node.metadata.get(_MARK) if type(node).__name__ in _MARKED else None
+
+
+def _version(x: Any) -> int | None:
+    return tensor_version(x) if isinstance(x, Tensor) and not x.is_inference() else None
 
 
 def _put(x: Any, given: Sequence[Tensor], now: Sequence[Tensor]) -> Any:

@@ -20,11 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from torchopt_dist._free_memory import give_back
+from torchopt_dist._torch_private import next_sequence_number, sequence_numbers
 from torchopt_dist._vmap import Values
 from torchopt_dist.diff.adjoints._carry import Evaluation, LookFn
-from torchopt_dist.diff.adjoints._declared import leaf_of, nodes_between
+from torchopt_dist.diff.adjoints._declared import edge_of, leaf_of, nodes_between
 from torchopt_dist.diff.adjoints._loop import Loop
-from torchopt_dist.diff.replay._block_call import BlockCall, inputs_of
+from torchopt_dist.diff.replay._block_call import BlockCall, block_of, inputs_of
 from torchopt_dist.diff.replay._duals import Pair, dual, dual_level, pair_of, plus, plus_pair
 from torchopt_dist.diff.replay._short_formulas import short_formulas
 from torchopt_dist.typing import OptionalTensor
@@ -103,6 +104,9 @@ class _Sweep:
         """Gradients of the outputs of calls."""
         self._handed: list[list[Tensor]] = []
         """What each call has handed on and requires grad, where there are no tangents."""
+        self._overwritten: dict[Any, tuple[int, str]] = {}
+        """Edges of the graph: what a call has changed in place → the number of the next node, the block's name."""
+        self._since = next_sequence_number()
         self._totals: list[OptionalTensor] = [None] * len(wanted)
 
     def run(self) -> Evaluation:
@@ -115,6 +119,8 @@ class _Sweep:
             self._after = after
             if self._number == 0:
                 self._check_complete()
+            if self._tangents is None:  # every step is made so once, before any is gone back through
+                self._check_ways([loss], now)
             self._part([(loss, self._seed(loss))], now, [], list(handed.values()))
             loss, _ = pair_of(loss)
             del handed
@@ -175,9 +181,13 @@ class _Sweep:
         sources = [handed[id(x.values)][0] if id(x.values) in handed else None for x in inputs]
         if self._number == 0:
             self._check_order(name, block, sources)
+        if self._tangents is None:
+            self._check_ways([x.values for x in inputs], now)
         give_back()
         call = BlockCall(name, block, forward, arguments, own, with_tangents=self._tangents is not None)
         made, outputs = call.first(now)
+        number = next_sequence_number()
+        self._overwritten |= {edge_of(inputs[place].values): (number, name) for place in call.overwritten}
         at = len(self._calls)
         handed |= {id(x): ((at, place), x) for place, x in enumerate(outputs) if x is not None}
         self._calls.append(call)
@@ -231,7 +241,7 @@ class _Sweep:
             ),
         ):
             ends = [(x, dual(bar)) for x, bar in zip(made, bars, strict=True) if bar is not None]
-            if self._tangents is None:  # every step is made so once, before any is gone back through
+            if self._tangents is None:
                 self._check_closed(call, [x for x, _ in ends if x.requires_grad], leaves, now)
             found = self._part(ends, now, leaves, [])
             del leaves, made, ends
@@ -297,13 +307,39 @@ class _Sweep:
                 self._bars[source] = plus_pair(self._bars.get(source), pair)
         return pairs[:count]
 
+    def _check_ways(self, ends: Sequence[Tensor], now: Sequence[Tensor]) -> None:
+        """Check that what was made in blocks came here by their outputs, and that what they overwrote is not used.
+
+        What else came is a constant where a block is called without a graph, and has no gradient of the block's inputs.
+        """
+        nodes = nodes_between(ends, [*now, *(x for handed in self._handed for x in handed)], self._since)
+        for name in filter(None, map(block_of, nodes)):
+            raise ValueError(
+                "`blocks` must hand on what depends on their inputs or parameters by what they return: a tensor that "
+                f"was computed in block {name!r} came to the loss or to another block by an attribute, a list, a hook "
+                "or the like; return it from the block's forward, too"
+            )
+        if not self._overwritten:
+            return
+        used = [(edge_of(x), next_sequence_number()) for x in ends if x.requires_grad]
+        for node in nodes:
+            number = sequence_numbers(node)(node)
+            used += [(edge, number) for edge in node.next_functions]
+        for edge, number in used:
+            then, name = self._overwritten.get(edge, (0, ""))
+            if then and number >= then:
+                raise ValueError(
+                    f"`blocks` must not change in place what is used after them: block {name!r} changes an input, and "
+                    "the loss or another block uses this input later; let the block change a copy"
+                )
+
     def _check_closed(
         self, call: BlockCall, outputs: Sequence[Tensor], leaves: Sequence[Tensor], now: Sequence[Tensor]
     ) -> None:
         """Check that a block uses only its own parameters, and activations only through its arguments."""
         others = {id(x) for x in [*self._params, *(x for handed in self._handed for x in handed)]}
         nodes = nodes_between(outputs, [*leaves, *call.parameters(now)])
-        if any(id(leaf_of(node)) in others for node in nodes):
+        if any(id(leaf_of(node)) in others or block_of(node) for node in nodes):
             raise ValueError(
                 f"`blocks` must get what depends on parameters of the model by their arguments: block {call.name!r} "
                 "uses a parameter that is not its own, or a tensor that was computed before and that it holds"
