@@ -7,6 +7,7 @@ import re
 from collections import OrderedDict, UserDict
 from typing import Any, NamedTuple
 
+import numpy as np
 import optree
 import pytest
 import torch
@@ -167,6 +168,111 @@ def test_an_object_that_cannot_be_split_is_whole_unless_it_looks_like_a_batch(wo
     assert todist.batch_partitioner(optimizer, torch.arange(4))[0].args[0] is optimizer
 
 
+class Column:
+    """An array of another library, as pandas has them."""
+
+    def __init__(self, array):
+        self.shape, self.ndim, self.__array__ = array.shape, array.ndim, lambda *_: array
+
+
+def test_an_object_that_holds_an_array_of_the_batch_s_length_or_is_one_is_told():
+    opaque = Opaque(100)
+    opaque.labels = np.arange(4)
+    with pytest.raises(TypeError, match=r"args\[1\] is a Opaque.*`labels` has size 4"):
+        todist.batch_partitioner(torch.arange(4), opaque)
+    with pytest.raises(TypeError, match=r"args\[1\] is a Column.* it has size 4 along .* an array of numpy"):
+        todist.batch_partitioner(torch.arange(4), Column(np.arange(4)))
+    assert len(todist.batch_partitioner(torch.arange(3), opaque, Column(np.arange(4)))) == 3
+
+
+@pytest.mark.parametrize(
+    ("partitioner", "shape"),
+    [
+        (todist.batch_partitioner, (4,)),
+        (todist.batch_partitioner, (4, 2)),
+        (todist.tasks, (4,)),
+        (todist.tasks, (4, 2)),
+        (todist.exclusive_batch_partitioner, (4, 2)),
+        (todist.dim_partitioner(1), (2, 4, 3)),
+        (todist.dim_partitioner(-1, exclusive=True, keepdim=False), (2, 4)),
+    ],
+)
+def test_arrays_of_numpy_are_split_as_tensors_are(workers, partitioner, shape):
+    workers(2)
+    array = np.arange(np.prod(shape)).reshape(shape)
+    tensor = torch.from_numpy(array)
+    batch = {"array": array, "words": Words(mask=array)}
+    for part in partitioner(tensor, batch, scalar=np.array(2.0)):
+        given, got = part.args
+        assert got["array"].shape == got["words"]["mask"].shape == given.shape
+        assert got["array"].tolist() == got["words"]["mask"].tolist() == given.tolist()
+        assert np.isscalar(got["array"]) or np.shares_memory(got["array"], array)
+        assert part.kwargs["scalar"].shape == ()
+    assert batch["words"]["mask"] is array
+    assert [part.size for part in partitioner(array)] == [part.size for part in partitioner(tensor)]
+
+
+def test_arrays_of_objects_are_split_and_marked_ones_are_whole():
+    names = np.array(["a", None, [1, 2]], dtype=object)
+    parts = partition(todist.tasks, (names, todist.replicated(names)), {})
+    assert [part.args[0] for part in parts] == ["a", None, [1, 2]]
+    assert all(part.args[1] is names for part in parts)
+
+
+LISTS = [
+    [0, 1, 2, 3],
+    [0.5] * 4,
+    ["a", "b", "c", "d"],
+    [True, "a", 1j, np.float32(1)],
+    [("a", 1)] * 4,
+    [[1], [], [2], [3, 4]],
+]
+
+
+@pytest.mark.parametrize("labels", [*LISTS, [{"text": "a", "label": 1}] * 4])
+def test_a_list_as_long_as_the_batch_is_an_error_that_says_what_to_write(labels):
+    x = torch.arange(4)
+    told = (
+        r"\] is a list of 4 items, which is not split.*tensor or an array of numpy.*`todist.replicated\(x\)`"
+    )
+    for partitioner in (todist.batch_partitioner, todist.tasks):
+        with pytest.raises(TypeError, match=r"^args\[1" + told):
+            partitioner(x, labels)
+        with pytest.raises(TypeError, match=r"^kwargs\['y'" + told):
+            partitioner(x, y=labels)
+        for batch in ({"x": x, "y": labels}, Words(x=np.arange(4), y=labels)):
+            with pytest.raises(TypeError, match=r"^args\[0\]\['y'" + told):
+                partitioner(batch)
+    (first, *_) = partition(None, (x, todist.replicated(labels)), {})
+    assert first.args[1] is labels
+
+
+@pytest.mark.parametrize(
+    "whole",
+    [
+        [0, 1, 2],
+        [1],
+        (0, 1, 2, 3),
+        "text",
+        b"text",
+        range(4),
+        {0, 1, 2, 3},
+        {"layers": [64] * 4},
+        Words(layers=[64] * 4),
+        dict.fromkeys("abcd", 1.0),
+        [print] * 4,
+        [None] * 4,
+        [nn.Linear(1, 1)] * 4,
+        torch.Size([1, 2, 3, 4]),
+    ],
+    ids=repr,
+)
+def test_what_is_no_list_of_items_is_not_taken_for_a_batch(whole):
+    for part in todist.batch_partitioner(torch.arange(4), whole):
+        assert part.args[1] == whole
+    assert len(todist.dim_partitioner(1)(torch.zeros(2, 4), [0, 1, 2, 3])) == 3
+
+
 def test_modules_parameters_scalars_and_marked_tensors_are_whole():
     model = nn.Linear(3, 3)
     parameter = nn.Parameter(torch.zeros(3))
@@ -212,7 +318,15 @@ def test_parts_share_the_tensor_and_its_graph():
             ["no tensor to split", "partitioner="],
         ),
         (todist.batch_partitioner, (todist.replicated(torch.ones(3)),), ["no tensor to split"]),
+        (todist.batch_partitioner, ([1, 2], np.array(1.0)), ["no tensor to split", "nor an array", "lists"]),
         (todist.batch_partitioner, (torch.ones(0, 3),), ["empty batch", "args[0]", "size 0", "dim=0"]),
+        (todist.batch_partitioner, (np.ones((0, 3)),), ["empty batch", "args[0]", "size 0", "dim=0"]),
+        (
+            todist.batch_partitioner,
+            (torch.ones(3), np.ones(4)),
+            ["one size along dim=0", "args[0] has 3", "args[1] has 4", "todist.replicated"],
+        ),
+        (todist.dim_partitioner(1), (np.ones((3, 2)), np.ones(3)), ["args[1]", "dim=1", "(3,)"]),
         (todist.exclusive_batch_partitioner, (torch.ones(0, 3),), ["empty batch", "args[0]"]),
         (
             todist.batch_partitioner,

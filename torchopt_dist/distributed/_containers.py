@@ -11,10 +11,11 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSequence
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import optree
 from torch import Tensor, nn
 
-__all__ = ["Flat", "flatten", "tensors_hidden_in"]
+__all__ = ["Flat", "flatten", "lists_beside", "tensors_hidden_in"]
 
 _Rebuild: TypeAlias = Callable[[Iterator[Any]], Any]
 
@@ -103,11 +104,53 @@ def _set_field(instance: Any, name: str, value: Any) -> None:
     object.__setattr__(instance, name, value)  # also if it is frozen
 
 
-def tensors_hidden_in(leaf: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors, with their names, among the attributes of an object that is not a container, and in trees there."""
+def tensors_hidden_in(leaf: Any) -> Iterator[tuple[str, Any]]:
+    """The tensors and arrays, with their names, among the attributes of an object, and in trees there.
+
+    The object is one that is not a container. An array of another library, such as a column of pandas, has no name.
+    """
+    if hasattr(leaf, "__array__") and isinstance(getattr(leaf, "ndim", None), int):
+        yield "", leaf
     for name, value in getattr(leaf, "__dict__", {}).items():
         tree: Any = value
         accessors, parts, _ = optree.tree_flatten_with_accessor(tree, none_is_leaf=True)
         for accessor, part in zip(accessors, parts, strict=True):
-            if isinstance(part, Tensor) and not isinstance(part, nn.Parameter):
+            if isinstance(part, (Tensor, np.ndarray)) and not isinstance(part, nn.Parameter):
                 yield accessor.codify(f".{name}"), part
+
+
+def lists_beside(arguments: tuple[Any, Any], is_split: Callable[[Any], bool], size: int) -> list[str]:
+    """The paths of lists among arguments that may be a part of the batch.
+
+    Such a list holds numbers or texts, or containers of these, and is an argument itself or in one that is split. A
+    tuple, as of two rates, is not taken for a batch, and neither is a list among settings.
+
+    Args:
+        arguments: ``(args, kwargs)``.
+        is_split: whether a leaf is split.
+        size: the length of the lists.
+    """
+
+    def is_leaf(leaf: Any) -> bool:
+        return isinstance(leaf, nn.Module) or (type(leaf) is list and len(leaf) == size and _is_plain(leaf))
+
+    leaves, paths, _ = flatten(arguments, is_leaf=is_leaf)
+    found = [path for leaf, path in zip(leaves, paths, strict=True) if type(leaf) is list]
+    split = (
+        {_top(path) for leaf, path in zip(leaves, paths, strict=True) if is_split(leaf)} if found else set()
+    )
+    return [path for path in found if _top(path) in {path, *split}]
+
+
+def _top(path: str) -> str:
+    """``[0][1]`` of ``[0][1]['x']``, a path in ``(args, kwargs)``: that of the argument."""
+    return path[: path.index("]", 3) + 1]
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) is dict:
+        return all(map(_is_plain, value.values()))
+    return all(map(_is_plain, value)) if type(value) in (list, tuple) else isinstance(value, _ITEMS)
+
+
+_ITEMS = (str, bytes, int, float, complex, np.generic)

@@ -1,25 +1,26 @@
 """``args, kwargs`` → ``[Partition(worker, args, kwargs, size)]``: which worker gets which part of the arguments.
 
-A partitioner is a worker's rank or name, or a function ``(*args, **kwargs) -> [(worker, args, kwargs)]``. Tensors are
-split; modules, parameters, 0-dimensional tensors, what ``replicated`` marks, and everything that is no tensor go to
-every worker whole.
+A partitioner is a worker's rank or name, or a function ``(*args, **kwargs) -> [(worker, args, kwargs)]``. Tensors and
+arrays of numpy are split; modules, parameters, 0-dimensional tensors, what ``replicated`` marks, and everything else go
+to every worker whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, NamedTuple, Self, TypeAlias, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import nn
 
-from torchopt_dist.distributed._containers import flatten, tensors_hidden_in
+from torchopt_dist.distributed._containers import flatten, lists_beside, tensors_hidden_in
 from torchopt_dist.distributed._spread import check_workers, ranks_of
 from torchopt_dist.distributed.balance import Balance, check_balance, ranges
 from torchopt_dist.distributed.reduce import REDUCERS
-from torchopt_dist.distributed.resident import Resident, Shards
+from torchopt_dist.distributed.resident import Shards
 from torchopt_dist.distributed.world import get_worker_id
 from torchopt_dist.nn.module_state import StateHolder
 from torchopt_dist.typing import Args, KwArgs
@@ -91,7 +92,7 @@ def replicated(value: T) -> T:
     """Mark an argument that every worker gets whole, though it looks like a batch.
 
     Args:
-        value: a tensor or a tree of tensors.
+        value: any object, such as a tensor or a tree of tensors.
 
     Returns:
         The marked value, to be passed to a parallelized function, which receives ``value`` itself.
@@ -182,6 +183,7 @@ def _name(function: Any) -> str:
 
 
 _PLAIN = (torch.Tensor, nn.Module, str, bytes, int, float, type(None))
+_Array: TypeAlias = "torch.Tensor | np.ndarray[Any, Any]"
 
 
 def unwrap(tree: Any) -> Any:
@@ -191,7 +193,7 @@ def unwrap(tree: Any) -> Any:
             break
     else:
         return tree  # nothing to look into; to take a tree apart takes as long as to send it
-    flat = flatten(tree, is_leaf=_is_whole)
+    flat = flatten(tree, is_leaf=_is_leaf)
     if not any(isinstance(leaf, _Replicated) for leaf in flat.leaves):
         return tree
     return flat.rebuild(leaf.value if isinstance(leaf, _Replicated) else leaf for leaf in flat.leaves)
@@ -200,7 +202,8 @@ def unwrap(tree: Any) -> Any:
 class TensorDimensionPartitioner:
     """Split every tensor among the arguments along one dimension, evenly over the workers or by their speed.
 
-    Even sizes differ by at most one, and the parts keep their order. Tensors may sit anywhere in a tree of tuples,
+    Even sizes differ by at most one, and the parts keep their order. Arrays of numpy are split as tensors are, and an
+    exclusive task without the dimension gets ``array[index]``. Tensors and arrays may sit anywhere in a tree of tuples,
     dictionaries, named tuples and other nodes that ``optree`` knows, in dataclasses, and in mappings and sequences of
     other classes, such as ``UserDict``; parts are of the same classes.
 
@@ -214,7 +217,8 @@ class TensorDimensionPartitioner:
 
     Raises:
         TypeError: ``dim`` is no integer, ``balance`` no :class:`Balance`, or ``workers`` no sequence of ranks and
-            names; at the call: an object that cannot be split holds a tensor that looks like a part of the batch.
+            names; at the call: an object that cannot be split holds a tensor or an array that looks like a part of the
+            batch, or a list of numbers or texts is as long as the batch.
         ValueError: at the call: no tensor to split, too few dimensions, sizes that differ, a size of 0.
     """
 
@@ -243,10 +247,12 @@ class TensorDimensionPartitioner:
     def __call__(self, *args: Any, **kwargs: Any) -> list[Partition]:
         """Split ``args`` and ``kwargs``; the result is what ``partition`` makes a call of."""
         ranks = ranks_of(self.workers)
-        leaves, paths, rebuild = flatten((args, kwargs), is_leaf=_is_whole)
+        leaves, paths, rebuild = flatten((args, kwargs), is_leaf=_is_leaf)
         splittable = [index for index, leaf in enumerate(leaves) if _is_splittable(leaf)]
         size = self._common_size([(_argument(paths[index]), leaves[index]) for index in splittable])
-        self._check_whole(zip(paths, leaves, strict=True), size)
+        others = [(path, leaf) for path, leaf in zip(paths, leaves, strict=True) if not _is_known(leaf)]
+        if others and size > 1:
+            self._check_whole((args, kwargs), others, size)
         parts = []
         for worker, start, stop in ranges(size, ranks, self.balance, exclusive=self.exclusive):
             part = list(leaves)
@@ -256,28 +262,44 @@ class TensorDimensionPartitioner:
             parts.append(Partition(worker, part_args, part_kwargs, stop - start, self.workers is None))
         return parts
 
-    def _take(self, tensor: torch.Tensor | Shards, start: int, stop: int) -> torch.Tensor | Resident:
+    def _take(self, tensor: _Array | Shards, start: int, stop: int) -> Any:
         if isinstance(tensor, Shards):
             return tensor.part(start, stop, self.dim, self.exclusive and not self.keepdim)
+        if isinstance(tensor, np.ndarray):
+            front = (slice(None),) * (self.dim % tensor.ndim)
+            return tensor[(*front, start if self.exclusive and not self.keepdim else slice(start, stop))]
         if self.exclusive and not self.keepdim:
             return tensor.select(self.dim, start)
         return tensor.narrow(self.dim, start, stop - start)
 
-    def _check_whole(self, leaves: Iterable[tuple[str, Any]], size: int) -> None:
-        """Raise :class:`TypeError` if an object that goes to every worker whole holds what looks like a batch."""
-        for path, leaf in leaves:
-            if size == 1 or _is_whole(leaf) or callable(leaf) or isinstance(leaf, _STATEFUL):
+    def _check_whole(self, arguments: tuple[Args, KwArgs], others: list[tuple[str, Any]], size: int) -> None:
+        """Raise :class:`TypeError` if what goes to every worker whole looks like a batch.
+
+        Args:
+            arguments: of the call.
+            others: those of their leaves that are not split, with their paths.
+            size: of the batch.
+        """
+        for path, leaf in others:
+            if callable(leaf):
                 continue
             for name, tensor in tensors_hidden_in(leaf):
                 if -tensor.ndim <= self.dim < tensor.ndim and tensor.shape[self.dim] == size:
+                    it = f"its `{name[1:]}`" if name else "it"
                     raise TypeError(
-                        f"{_argument(path)} is a {type(leaf).__qualname__}, which cannot be split, but its "
-                        f"`{name[1:]}` has size {size} along dim={self.dim}, as the batch has: "
-                        "`todist.replicated(x)` marks an object that every worker gets whole; a dataclass, a mapping, "
-                        "a list and a class that is registered with optree are split"
+                        f"{_argument(path)} is a {type(leaf).__qualname__}, which cannot be split, but {it} has size "
+                        f"{size} along dim={self.dim}, as the batch has: `todist.replicated(x)` marks an object that "
+                        "every worker gets whole; an array of numpy, a dataclass, a mapping, a list and a class that "
+                        "is registered with optree are split"
                     )
+        for path in lists_beside(arguments, _is_splittable, size) if self.dim == 0 else ():
+            raise TypeError(
+                f"{_argument(path)} is a list of {size} items, which is not split, and the batch has size {size} along "
+                "dim=0: pass a tensor or an array of numpy, which are split; `todist.replicated(x)` marks a list that "
+                "every worker gets whole"
+            )
 
-    def _common_size(self, splittable: list[tuple[str, torch.Tensor | Shards]]) -> int:
+    def _common_size(self, splittable: list[tuple[str, _Array | Shards]]) -> int:
         sizes: dict[str, int] = {}
         for where, tensor in splittable:
             if isinstance(tensor, Shards):
@@ -291,8 +313,9 @@ class TensorDimensionPartitioner:
             sizes[where] = tensor.shape[self.dim]
         if not sizes:
             raise ValueError(
-                "no tensor to split among the arguments (modules, parameters and 0-dimensional tensors go to every "
-                "worker whole): give `partitioner=` a worker's rank or name, or a function returning triplets"
+                "no tensor to split among the arguments, nor an array of numpy (modules, parameters, 0-dimensional "
+                "tensors and lists of numbers go to every worker whole): give `partitioner=` a worker's rank or name, "
+                "or a function returning triplets"
             )
         if len(set(sizes.values())) > 1:
             listed = ", ".join(f"{where} has {size}" for where, size in sizes.items())
@@ -315,14 +338,19 @@ class TensorDimensionPartitioner:
 _STATEFUL = (torch.Tensor, StateHolder, torch.optim.Optimizer)
 
 
-def _is_whole(leaf: Any) -> bool:
-    return isinstance(leaf, (_Replicated, nn.Module))
+def _is_leaf(leaf: Any) -> bool:
+    return isinstance(leaf, (_Replicated, nn.Module, np.ndarray))
 
 
 def _is_splittable(leaf: Any) -> bool:
-    if isinstance(leaf, Shards):
-        return True
-    return isinstance(leaf, torch.Tensor) and not isinstance(leaf, nn.Parameter) and leaf.ndim > 0
+    if isinstance(leaf, (torch.Tensor, np.ndarray)):
+        return leaf.ndim > 0 and not isinstance(leaf, nn.Parameter)
+    return isinstance(leaf, Shards)
+
+
+def _is_known(leaf: Any) -> bool:
+    """Whether it is split, or nobody takes it for a batch."""
+    return isinstance(leaf, (_Replicated, np.ndarray, nn.Module, Shards, *_STATEFUL))
 
 
 def _argument(path: str) -> str:
