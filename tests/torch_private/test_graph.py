@@ -24,6 +24,18 @@ def test_results_of_nodes_have_a_size_unless_it_is_hidden() -> None:
     assert private.bytes_of_results(SimpleNamespace()) == 0
 
 
+def test_a_graph_is_used_up_after_a_backward_unless_that_is_hidden() -> None:
+    x = torch.ones(3, 4, requires_grad=True)
+    for make in (lambda: x.exp().sum() * 2 - 1, lambda: x.sum() + 1, lambda: x.tanh().mean().view(1)):
+        loss = make()
+        assert not private.is_used_up(loss.grad_fn)
+        loss.sum().backward(retain_graph=True)
+        assert not private.is_used_up(loss.grad_fn)
+        loss.sum().backward()
+        assert private.is_used_up(loss.grad_fn) == ("Sum" not in str(loss.grad_fn.next_functions[0]))
+    assert not private.is_used_up(SimpleNamespace())
+
+
 def test_changes_in_place_go_unnoticed_without_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.zeros(2)
     before = private.tensor_version(x)

@@ -41,6 +41,26 @@ def bytes_of_results(node: Any) -> int:
     return sum(math.prod(one.shape) * one.dtype.itemsize for one in found)
 
 
+def is_used_up(node: Any) -> bool:
+    """Whether a backward has freed what the graph of a node has saved; looks down to the first node that saves tensors.
+
+    Without the names the answer is always no: a task that returns a loss whose gradients it has left on its worker is
+    not told so.
+    """
+    while node is not None:
+        for name in dir(node):
+            if name.startswith("_saved_"):
+                try:
+                    saved = getattr(node, name)
+                except RuntimeError:
+                    return True
+                if isinstance(saved, Tensor):
+                    return False
+        below = getattr(node, "next_functions", ())
+        node = next((one for one, _ in below if one is not None), None)
+    return False
+
+
 def memory_is_shared(tensor: Tensor) -> bool:
     """Whether anything else holds a tensor's memory: a view or an alias of it, a graph that has saved one, an array.
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torchopt_dist._functional import replaced
 from torchopt_dist._unconnected import Unconnected, unconnected
 
-__all__ = ["Seen", "code_of", "description_of_losses", "watched"]
+__all__ = ["Seen", "code_of", "description_of_losses", "tensors_in", "watched"]
 
 
 @dataclass
@@ -157,7 +157,7 @@ def _globals_of(function: Any, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
     for name in dict.fromkeys(_names_in(function.__code__)):
         if name in function.__globals__:
             value = function.__globals__[name]
-            yield from _tensors_in(name, value)
+            yield from tensors_in(name, value)
             yield from _globals_of(value, seen)
 
 
@@ -172,7 +172,8 @@ def _names_in(code: CodeType) -> Iterator[str]:
             yield from _names_in(constant)
 
 
-def _tensors_in(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+def tensors_in(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of a module, or the tensors in a tree, each with its expression."""
     if isinstance(value, nn.Module):
         yield from ((f"{name}.{inner}", parameter) for inner, parameter in value.named_parameters())
     elif isinstance(value, (Tensor, dict, list, tuple)):
@@ -182,4 +183,4 @@ def _tensors_in(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
             if isinstance(leaf, Tensor):
                 yield accessor.codify(name), leaf
             elif isinstance(leaf, nn.Module):
-                yield from _tensors_in(accessor.codify(name), leaf)
+                yield from tensors_in(accessor.codify(name), leaf)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from torchopt_dist.distributed._gradient_sums import add_up
 from torchopt_dist.distributed._group import answering_group
 from torchopt_dist.distributed._kept_graphs import KeptGraph, KeptGraphs
 from torchopt_dist.distributed._late_tensors import filled, unmarked
+from torchopt_dist.distributed._left_gradients import description_of_left_gradients
 from torchopt_dist.distributed._lost_gradients import Seen, code_of, description_of_losses, watched
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._payload import Payload
@@ -38,6 +39,7 @@ from torchopt_dist.distributed._reentrant_checkpoint import gradients_by_backwar
 from torchopt_dist.distributed._replicas import Home, keep_grads
 from torchopt_dist.distributed._serialization import pack, unpack
 from torchopt_dist.distributed._spans import Recorder
+from torchopt_dist.distributed._versions import Versioned, versioned
 from torchopt_dist.errors import SerializationError
 
 __all__ = ["answer", "error_reply", "handle_request"]
@@ -118,11 +120,18 @@ def answer(
         run = _execute.timed if content.late is None else functools.partial(_timed_late, key, content.late)
         if request.moved:
             run = functools.partial(run, moved=True)
-        with watched() if _looks_for_losses(content, kept_graphs) else nullcontext() as seen:
+        given = versioned(request.inputs()) if content.keep and request.tensors else []
+        seen: Seen | None = None
+        if _looks_for_losses(content, kept_graphs):
+            with watched() as seen:
+                values, seconds = recorder.record("run", key, key[0], run, content.payload)
+        else:  # a context that does nothing would be three more calls of Python code
             values, seconds = recorder.record("run", key, key[0], run, content.payload)
         warning = None
         if seen is not None:
             warning = _lost_gradients(content, values, request.tensors, seen, kept_graphs)
+        if given and warning is None and any(each.tensor.grad is not None for each in given):
+            warning = _left_gradients(content, values, given, kept_graphs)
         made = Reply(values, warning=warning, seconds=seconds)
         inputs = request.inputs() if request.tensors else []
     elif isinstance(content, Errand):
@@ -224,6 +233,25 @@ def _lost_gradients(
     if lost and payload.options.strict:
         raise RuntimeError(f"{lost}, or drop strict=True")
     return lost
+
+
+def _left_gradients(
+    call: Call, values: list[Any], given: list[Versioned], kept_graphs: KeptGraphs
+) -> str | None:
+    """The warning for the caller about gradients that a function has left here; given once for each function.
+
+    Raises:
+        RuntimeError: there are such gradients, and the call is strict.
+    """
+    payload, known = call.payload, ("left", code_of(call.payload.function))
+    if known in kept_graphs.known and not payload.options.strict:
+        return None
+    left = description_of_left_gradients(payload.function, payload.tasks, values, given)
+    if left and payload.options.strict:
+        raise RuntimeError(f"{left}, or drop strict=True")
+    if left:
+        kept_graphs.known.add(known)
+    return left
 
 
 def _reply(
