@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import itertools
 import json
 import logging
@@ -19,7 +20,7 @@ import torchopt_dist as todist
 from tests.distributed.bare import soon
 from tests.distributed.memberships import wait_until
 from torchopt_dist import _out_of_memory
-from torchopt_dist.distributed import _membership_hub as membership_module
+from torchopt_dist.distributed import _listener, _membership_hub
 from torchopt_dist.distributed._members import Failure, Member
 from torchopt_dist.distributed._membership_hub import START
 from torchopt_dist.distributed._membership_link import Link
@@ -85,31 +86,66 @@ STRANGERS = {
     "nothing": b"",
     "a line without an end": b"GET / HTTP/1.1",
     "bytes that are no text": bytes(range(128, 256)) * 100 + b"\n",
-    "an endless line": b"x" * (membership_module.MAX_LINE + 100_000),
+    "an endless line": b"x" * (_listener.MAX_LINE + 100_000),
 }
 
 
 @pytest.mark.parametrize("data", STRANGERS.values(), ids=STRANGERS.keys())
 def test_a_connection_without_the_token_is_refused_and_logged_and_does_no_harm(lines, caplog, data):
     line = lines("a", "b")
-    with caplog.at_level(logging.WARNING, membership_module.__name__):
+    with caplog.at_level(logging.WARNING, _listener.__name__):
         assert talk(line.hub(), data) == b""
         wait_until(lambda: "refused a connection without the token" in caplog.text)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert line.ends[0]._hub.token not in caplog.text
+    assert line.ends[0]._hub._listener.token not in caplog.text
     for future in [line.barrier(rank, [0, 1]) for rank in range(2)]:
         future.result()
     assert line.heard == [[], []]
 
 
 def test_a_silent_connection_is_refused_after_a_while(lines, caplog, monkeypatch):
-    monkeypatch.setattr(membership_module, "JOIN_SECONDS", 0.2)
+    monkeypatch.setattr(_listener, "TOKEN_SECONDS", 0.2)
     line = lines("a", "b")
-    with caplog.at_level(logging.WARNING, membership_module.__name__):
+    with caplog.at_level(logging.WARNING, _listener.__name__):
         assert talk(line.hub(), b"", shut=False) == b""
         wait_until(lambda: "refused a connection without the token" in caplog.text)
     for future in [line.barrier(rank, [0, 1]) for rank in range(2)]:
         future.result()
+
+
+def test_many_connections_without_a_token_keep_nobody_out_and_fill_no_log(lines, caplog):
+    line = lines("a", "b")
+    most = 2 + _listener.MORE_STRANGERS
+    with contextlib.ExitStack() as opened:
+        address = (line.hub()["host"], line.hub()["port"])
+        strangers = [opened.enter_context(socket.create_connection(address, 5)) for _ in range(3 * most)]
+        for oldest in strangers[: 2 * most]:
+            with contextlib.suppress(ConnectionError):
+                assert oldest.recv(1) == b""  # ended, long before the time for the token is over
+        line.cut(1)
+        wait_until(lambda: line.ends[0].failures)
+        assert len(line.ends[0]._hub._listener._strangers) == most
+    assert 1 <= len(caplog.records) <= 3
+    assert {record.levelname for record in caplog.records} == {"WARNING"}
+
+
+def test_a_moment_without_free_descriptors_delays_who_connects(lines, caplog, monkeypatch):
+    monkeypatch.setattr(_listener, "RETRY_SECONDS", 0.02)
+    line = lines("a", "b", joined=False)
+    loop, errors = line.ends[0]._loop, itertools.repeat(OSError(errno.EMFILE, "Too many open files"), 5)
+    accept = loop.sock_accept
+
+    async def sock_accept(listening):
+        for error in errors:
+            raise error
+        return await accept(listening)
+
+    monkeypatch.setattr(loop, "sock_accept", sock_accept)
+    for future in line.join():
+        future.result()
+    assert [record.message for record in caplog.records] == [
+        "the membership hub cannot accept a connection: [Errno 24] Too many open files"
+    ]
 
 
 def test_refused_connections_do_not_take_the_place_of_workers_still_to_come(lines, caplog):
@@ -131,7 +167,7 @@ def test_the_hub_listens_at_the_given_address_only(lines):
 
 
 def test_every_run_has_a_token_of_its_own(lines):
-    tokens = {lines("a").ends[0]._hub.token for _ in range(3)}
+    tokens = {lines("a").ends[0]._hub._listener.token for _ in range(3)}
     assert len(tokens) == 3
     assert all(len(token) == 32 for token in tokens)
 
@@ -414,7 +450,7 @@ def behind_a_middlebox(lines):
 
 
 def test_a_connection_that_is_reset_is_made_again_and_loses_nothing(behind_a_middlebox, monkeypatch):
-    monkeypatch.setattr(membership_module, "AGAIN_SECONDS", 20.0)
+    monkeypatch.setattr(_membership_hub, "AGAIN_SECONDS", 20.0)
     line, box = behind_a_middlebox("a", "b", "c")
 
     def work(rank):
@@ -470,7 +506,7 @@ def test_what_comes_again_over_a_new_connection_counts_once():
 
 
 def test_a_connection_that_is_reset_and_not_made_again_is_a_loss(behind_a_middlebox, monkeypatch):
-    monkeypatch.setattr(membership_module, "AGAIN_SECONDS", 0.1)
+    monkeypatch.setattr(_membership_hub, "AGAIN_SECONDS", 0.1)
     line, box = behind_a_middlebox("a", "b")
     line.ends[1]._to_hub._liveness = todist.Liveness(0.1, 0.3)
     box.closed = True

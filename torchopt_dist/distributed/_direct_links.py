@@ -8,21 +8,18 @@ of the two machines probe it, whatever the processes do.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import hmac
 import ipaddress
 import secrets
 import time
 from collections.abc import Callable, Sequence
 
 from torchopt_dist._liveness import Liveness
+from torchopt_dist.distributed._listener import Listener
 from torchopt_dist.distributed._members import Member
 from torchopt_dist.distributed._membership_link import AGAIN_SECONDS, NO_ANSWER, keep_alive
 from torchopt_dist.errors import WorkerLostError
 
 __all__ = ["DirectLinks"]
-
-TOKEN_SECONDS = 10.0
 
 
 class DirectLinks:
@@ -38,31 +35,20 @@ class DirectLinks:
     def __init__(self, liveness: Liveness) -> None:
         self.on_cut: Callable[[int, WorkerLostError], None] = lambda rank, error: None
         self._liveness = liveness
-        self._token = secrets.token_hex(16)
-        self._server: asyncio.Server | None = None
-        self._tasks: dict[object, asyncio.Task[None]] = {}
+        self._listener = Listener("the watch over the network", self._hold)
+        self._listener.token = secrets.token_hex(16)
+        self._tasks: dict[int, asyncio.Task[None]] = {}
 
-    async def listen(self, host: str) -> str:
-        """Accept connections; returns the address as text, empty if ``host`` is a loopback address."""
+    async def listen(self, host: str, workers: int) -> str:
+        """Accept connections of so many workers; returns the address as text, empty if ``host`` is a loopback one."""
         if ipaddress.ip_address(host.partition("%")[0]).is_loopback:
             return ""
-        self._server = await asyncio.start_server(self._accept, host, 0)
-        return f"{host} {self._server.sockets[0].getsockname()[1]} {self._token}"
+        return f"{host} {await self._listener.listen(host, workers)} {self._listener.token}"
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _hold(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Hold a connection until the other end, which says no more than the token, is gone."""
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks[writer] = task
-        try:
-            with contextlib.suppress(OSError, ValueError, TimeoutError, asyncio.CancelledError):
-                line = await asyncio.wait_for(reader.readline(), TOKEN_SECONDS)
-                if hmac.compare_digest(line.strip(), self._token.encode()):
-                    keep_alive(writer, self._liveness)
-                    await reader.read(1)
-        finally:
-            writer.close()
-            self._tasks.pop(writer, None)
+        keep_alive(writer, self._liveness)
+        await reader.read(1)
 
     def watch(self, members: Sequence[Member], here: int, there: int) -> None:
         """Watch the network between two workers, unless that is done already, or rank 0's connections tell."""
@@ -126,9 +112,7 @@ class DirectLinks:
 
     async def close(self) -> None:
         """Close the connections."""
-        if self._server is not None:
-            self._server.close()
         tasks = tuple(self._tasks.values())
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(self._listener.close(), *tasks, return_exceptions=True)

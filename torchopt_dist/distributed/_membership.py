@@ -96,10 +96,9 @@ class Membership(MembershipState):
             GroupEndedError: this worker replaces a lost one, and the others are ending already.
         """
         if self.world_size > 2:
-            self.me = replace(self.me, link=self._run(self.links.listen(host)))
+            self.me = replace(self.me, link=self._run(self.links.listen(host, self.world_size)))
         if self._hub is not None:
-            port = self._run(self._hub.listen(host))
-            self._hub.token = store.make_token("membership")
+            port = self._run(self._hub.listen(host, store.make_token("membership")))
             store.tell("membership", json.dumps({"host": host, "port": port}))
             self._run(self._hub.handle({"join": asdict(self.me)}))
         else:

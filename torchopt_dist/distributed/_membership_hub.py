@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import hmac
 import json
-import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from torchopt_dist._liveness import Liveness
+from torchopt_dist.distributed._listener import Listener
 from torchopt_dist.distributed._membership_link import (
     DIED,
-    MAX_LINE,
     RESET,
     STOPPED,
     Link,
@@ -26,8 +23,6 @@ from torchopt_dist.distributed._stopped import is_running, process_table
 from torchopt_dist.distributed._watchdog import is_heard
 
 __all__ = ["END", "HUB", "JOIN_SECONDS", "START", "Hub"]
-
-log = logging.getLogger(__name__)
 
 HUB = 0
 START, END = "start", "end"
@@ -48,12 +43,7 @@ class Hub:
             died.
         liveness: after how long a connection without an answer ends.
         to_self: takes the messages to rank 0.
-
-    Attributes:
-        token: what a connection must begin with; set before the hub listens.
     """
-
-    token: str
 
     def __init__(
         self,
@@ -68,7 +58,8 @@ class Hub:
         self._to_self = to_self
         self._members: dict[int, dict[str, Any]] = {}
         self._links: dict[int, Link] = {}
-        self._connections: set[asyncio.Task[None]] = set()
+        self._listener = Listener("the membership hub", self._serve)
+        self._tellings: set[asyncio.Task[None]] = set()
         self._arrived: dict[str, set[int]] = {}
         self._groups: dict[str, Sequence[int]] = {}
         self._opened: dict[str, int] = {}
@@ -76,38 +67,10 @@ class Hub:
         self._left: set[int] = set()
         self._replacements = Replacements(on_loss == "replace", self._links, self._dead, to_self)
 
-    async def listen(self, host: str) -> int:
-        """Accept connections at that address; returns the port."""
-        self._server = await asyncio.start_server(self._accept, host, 0, limit=MAX_LINE, backlog=1024)
-        return int(self._server.sockets[0].getsockname()[1])
-
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._connections.add(task)
-        try:
-            if await self._knows_token(reader):
-                with contextlib.suppress(OSError):  # it has broken before it began
-                    await self._serve(reader, writer)
-            else:
-                log.warning(
-                    "the membership hub refused a connection without the token from %s",
-                    writer.get_extra_info("peername"),
-                )
-        except asyncio.CancelledError:
-            pass  # this rank is leaving
-        finally:
-            writer.close()
-            with contextlib.suppress(OSError, asyncio.CancelledError):  # nothing is left to be cancelled
-                await writer.wait_closed()
-            self._connections.discard(task)
-
-    async def _knows_token(self, reader: asyncio.StreamReader) -> bool:
-        try:
-            token = await asyncio.wait_for(reader.readline(), JOIN_SECONDS)
-        except (TimeoutError, ValueError, OSError):  # silence, an endless line, a hang-up
-            return False
-        return hmac.compare_digest(token.strip(), self.token.encode())
+    async def listen(self, host: str, token: str) -> int:
+        """Accept connections that begin with the token at that address; returns the port."""
+        self._listener.token = token
+        return await self._listener.listen(host, self.world_size)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve a worker that connects, for the first time or again, until the connection ends."""
@@ -201,8 +164,8 @@ class Hub:
     def _go_on_with(self, telling: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine that waits for answers, while other messages are handled."""
         task = asyncio.ensure_future(telling)
-        self._connections.add(task)
-        task.add_done_callback(self._connections.discard)
+        self._tellings.add(task)
+        task.add_done_callback(self._tellings.discard)
 
     async def _join(self, member: dict[str, Any]) -> None:
         rank = member["rank"]
@@ -268,13 +231,12 @@ class Hub:
 
     async def close(self) -> None:
         """End the connections."""
-        self._server.close()
         for link in self._links.values():
             if link.writer is not None:
                 link.writer.close()
-        for task in self._connections:
+        for task in self._tellings:
             task.cancel()
-        await asyncio.gather(*self._connections, return_exceptions=True)
+        await asyncio.gather(self._listener.close(), *self._tellings, return_exceptions=True)
 
 
 def _is_start(key: str) -> bool:

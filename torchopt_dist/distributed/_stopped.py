@@ -46,6 +46,8 @@ def _status(process: psutil.Process) -> str | None:
         status: str = process.status()
     except psutil.Error:
         return None
+    except OSError:  # no file can be opened, so nothing is known
+        return ""
     return None if status == psutil.STATUS_ZOMBIE else status
 
 
