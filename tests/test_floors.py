@@ -19,6 +19,7 @@ PACKAGE = ROOT / "torchopt_dist"
 GROUND = {
     "_deep_graphs",
     "_evaluation",
+    "_fast_path",
     "_functional",
     "_generators",
     "_free_memory",

@@ -9,11 +9,9 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-from torch import Tensor
-
 __all__ = ["ReplacementFn", "replaced"]
 
-ReplacementFn = Callable[..., Tensor]
+ReplacementFn = Callable[..., Any]
 """The function that it replaces, then that one's arguments → what that one returns."""
 
 
@@ -27,7 +25,7 @@ class _Places:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.counts: dict[Place, int] = {}
-        self.torchs: dict[Place, Callable[..., Tensor]] = {}
+        self.torchs: dict[Place, Callable[..., Any]] = {}
 
 
 class _Chosen(threading.local):
@@ -46,7 +44,7 @@ def replaced(module: ModuleType | type, functions: Mapping[str, ReplacementFn]) 
     """A context in which this thread calls others wherever it asks a module by a name.
 
     Args:
-        module: ``torch``, ``torch.nn.functional``, or a class of torch, for ``__new__``.
+        module: ``torch``, another module of torch, or a class of torch, for ``__new__``.
         functions: name → what is called. Its first argument is the function that it replaces, torch's or that of a
             context around this one.
     """
@@ -71,7 +69,7 @@ def replaced(module: ModuleType | type, functions: Mapping[str, ReplacementFn]) 
                     setattr(*place, _places.torchs[place])
 
 
-def _call(place: Place, torchs: Callable[..., Tensor], /, *args: Any, **kwargs: Any) -> Tensor:
+def _call(place: Place, torchs: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     function = torchs
     for replacement in _chosen.at.get(place, ()):
         function = partial(replacement, function)

@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from torchopt_dist._fast_path import without_fast_path
 from torchopt_dist._torch_private import (
     batch_of,
     batched,
@@ -144,7 +145,8 @@ class Vmaps(NamedTuple):
     def call(self, function: Callable[[], T]) -> T:
         """Called outside all transforms: call a function inside these levels, with their tensors as they were."""
         made: list[T] = []
-        self._enter(lambda: made.append(function()), 0, torch.empty(0, device="cpu"))
+        with without_fast_path():
+            self._enter(lambda: made.append(function()), 0, torch.empty(0, device="cpu"))
         return made[0]
 
     def _enter(self, function: Callable[[], None], depth: int, sample: Tensor) -> Tensor:

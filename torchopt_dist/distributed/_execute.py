@@ -11,6 +11,7 @@ import optree
 import torch
 
 from torchopt_dist._evaluation import evaluate
+from torchopt_dist._fast_path import without_fast_path
 from torchopt_dist._normalization import normalization_by_formula
 from torchopt_dist._random_turns import Task
 from torchopt_dist.distributed._containers import flatten
@@ -85,7 +86,7 @@ def _vectorized(payload: Payload, wait_for: Callable[[int], None] | None, moved:
         return payload.function(*args, **kwargs)
 
     stacked = [torch.stack(columns[index]) for index in mapped]
-    with Task(payload.seeds[0], guest=moved), normalization_by_formula():
+    with Task(payload.seeds[0], guest=moved), normalization_by_formula(), without_fast_path():
         batched = torch.func.vmap(one_task, randomness="different", chunk_size=payload.options.chunk_size)(
             *stacked
         )

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from torchopt_dist import pytree
 from torchopt_dist._evaluation import NormalTensors, is_evaluating, need_gradients, with_gradients
+from torchopt_dist._fast_path import without_fast_path
 from torchopt_dist._torch_private import vmaps
 from torchopt_dist._vmap import for_each_sample, has_history, leaf, values_of
 from torchopt_dist.diff.adjoints import Adjoint, Recorded
@@ -267,6 +268,7 @@ class MetaOptimizer:
             if second_order:
                 stack.enter_context(attention_by_formula())
             stack.enter_context(with_gradients())
+            stack.enter_context(without_fast_path())
             yield
 
     def _move(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
+from torchopt_dist._fast_path import without_fast_path
 from torchopt_dist._normalization import normalization_by_formula
 from torchopt_dist._random_turns import Draws, Turn
 from torchopt_dist._torch_private import grad_of_loss, grads_inside_transforms, transforms_are_active
@@ -261,7 +262,7 @@ class Loop:
             return loss.reshape(()), [*buffers, *tensors]
 
         given = [carry.params[place] for place in self.model.moved_places]
-        with normalization_by_formula():
+        with normalization_by_formula(), without_fast_path():
             found, loss, others = grads_inside_transforms(objective, given)
         if all(grad is None for grad in found):
             raise gradients_missing(len(given), len(given))
