@@ -269,5 +269,9 @@ def _flat_sizes(columns: Sequence[list[Tensor]]) -> list[int] | None:
     sizes = [x.numel() for x in first]
     if len(first) < 2 or sum(sizes) > SMALL * len(sizes):
         return None
+    if (
+        not {type(x) for column in columns for x in column} <= PLAIN
+    ):  # DTensors, which lie on several processes
+        return None
     kinds = {(x.dtype, x.device) for column in columns for x in column}
     return sizes if len(kinds) == 1 else None

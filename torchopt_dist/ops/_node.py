@@ -18,6 +18,7 @@ from torchopt_dist import _torch_private
 from torchopt_dist.ops import _dispatch as dispatch
 from torchopt_dist.ops import _foreach as foreach
 from torchopt_dist.ops._columns import (
+    PLAIN,
     Bars,
     Columns,
     flatten,
@@ -258,7 +259,10 @@ def _with_zeros(columns: Sequence[Sequence[OptionalTensor]]) -> list[list[Tensor
 def _zeros(columns: Columns) -> list[Tensor]:
     """Zeros of the shapes of the first given column."""
     like = next(column for column in columns if column is not None)
-    return [torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in like]
+    return [
+        torch.zeros(x.shape, dtype=x.dtype, device=x.device) if type(x) in PLAIN else torch.zeros_like(x)
+        for x in like
+    ]
 
 
 def _pulled_back(map: Map, columns: Columns, grad_outputs: Columns) -> list[list[Tensor]]:
