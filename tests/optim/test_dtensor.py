@@ -61,9 +61,13 @@ class Program:
 def test_dtensors_are_moved_as_plain_tensors(mesh, name, setting):
     row = ROWS[name]
     options = row.options[setting]
-    for adjoint in (todist.Recorded(), todist.Replayed(), todist.FirstOrder()):
+    is_first = setting == next(iter(row.options))
+    others = (todist.Replayed(), todist.FirstOrder()) if is_first else ()
+    for adjoint in (todist.Recorded(), *others):
         found, expected = (Program(on).adapted(row.function(**options), adjoint) for on in (mesh, None))
         torch.testing.assert_close(found, expected)
+    if not is_first:
+        return
     programs = [Program(on) for on in (mesh, None)]
     found, expected = (p.trained(row.plain(list(p.params.values()), **options)) for p in programs)
     torch.testing.assert_close(found, expected)
