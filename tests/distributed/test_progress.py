@@ -124,8 +124,14 @@ def fails(x):
     raise ValueError("no")
 
 
-def test_a_bar_is_drawn_and_goes_also_after_an_error(monkeypatch):
-    terminal = io.StringIO()
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("stream", [Terminal, io.StringIO], ids=["terminal", "file"])
+def test_a_bar_is_drawn_on_a_terminal_only_and_goes_also_after_an_error(monkeypatch, stream):
+    terminal = stream()
     monkeypatch.setattr(sys, "stderr", terminal)
 
     @todist.auto_init_rpc()
@@ -136,8 +142,11 @@ def test_a_bar_is_drawn_and_goes_also_after_an_error(monkeypatch):
         return values, len(current_group().bars)
 
     assert main() == ([0.0, 1.0, 2.0, 3.0, 4.0], 0)
-    assert "float" in terminal.getvalue()
-    assert "/5" in terminal.getvalue()
+    if stream is Terminal:
+        assert "float" in terminal.getvalue()
+        assert "/5" in terminal.getvalue()
+    else:
+        assert terminal.getvalue() == ""
 
 
 def test_wrong_arguments_and_no_tqdm(monkeypatch):

@@ -23,7 +23,7 @@ TELL_SECONDS = 0.2
 
 
 class Bar:
-    """A bar of a call. It is shown until the context is left.
+    """A bar of a call. It is shown until the context is left, on a terminal or in a notebook, and nowhere else.
 
     Args:
         title: the text before the bar.
@@ -45,7 +45,8 @@ class Bar:
         self._done = dict.fromkeys(shares, 0)
         self._shares = shares
         self._lock = threading.Lock()
-        self._bar = tqdm(total=sum(shares.values()), desc=title, unit="task", leave=False)
+        # None: shown unless standard error is a file or a pipe, as that of a worker of `launch` is.
+        self._bar = tqdm(total=sum(shares.values()), desc=title, unit="task", leave=False, disable=None)
         self.ticket = group.rank, next(group.numbers)
         group.bars[self.ticket[1]] = self.told
 
