@@ -71,7 +71,7 @@ def test_a_word_that_is_searched_for_is_in_the_heading_of_one_page(word: str, pa
 def test_each_page_is_linked_from_the_readme_and_the_index() -> None:
     pages = {page.name for page in DOCS.glob("*.md")} - {"index.md"}
     links = re.findall(r"\]\(([^)#:]+)[^)]*\)", (DOCS.parent / "README.md").read_text("utf-8"))
-    assert pages == {Path(link).name for link in links if link.startswith("docs/")}
+    assert pages == {Path(link).name for link in links if link.startswith("docs/") and link.endswith(".md")}
     assert not [link for link in links if not (DOCS.parent / link).exists()]
     assert pages == {
         f"{line}.md" for line in re.findall(r"^(\w+)$", (DOCS / "index.md").read_text("utf-8"), re.M)
