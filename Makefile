@@ -55,8 +55,8 @@ demo: $(STAMP) ## install, then MAML on handwritten digits on two worker process
 test: $(STAMP) ## install, then all tests
 	$(PYTEST) $(ARGS)
 
-quick: $(STAMP) ## the tests that start no processes
-	$(PYTEST) -m "not processes" $(ARGS)
+quick: $(STAMP) ## the tests that start no processes and compile nothing
+	TODIST_FUZZ_SEED=0 TODIST_FUZZ_LOOPS=5 $(PYTEST) -m "not processes and not compiles" $(ARGS)
 
 portable: $(STAMP) ## the tests of what computes, as on other processors: AS="MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=default"
 	@for one in $(AS); do echo "as with $$one"; env $$(echo $$one | tr , ' ') $(PYTEST) $(COMPUTING) $(ARGS) || red="$$red $$one"; done; \

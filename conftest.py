@@ -1,4 +1,4 @@
-"""All tests → which of them start processes, which files go first, and which tests run alone, if workers share them.
+"""All tests → which of them start processes or compile; which files go first, and which run alone, among workers.
 
 ``make test`` has two workers of pytest-xdist, which take one file after the other.
 """
@@ -45,7 +45,7 @@ LONGEST_FIRST = (
 )
 """Files and folders in the order in which workers take them; the others come last, and are short."""
 
-STARTS_PROCESSES = re.compile(r"\b(subprocess|multiprocessing|torchrun|warm_python|World|Bare)\b")
+STARTS_PROCESSES = re.compile(r"\b(subprocess|multiprocessing|torchrun|warm_python|World|Bare|Hosts)\b")
 """Names in the text of a test file that starts processes; so does a test with the fixture `world`."""
 
 
@@ -71,10 +71,19 @@ def starts_processes(path: Path) -> bool:
     return STARTS_PROCESSES.search(path.read_text("utf-8")) is not None
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not even import the files that ``make quick`` leaves out."""
+    if config.option.markexpr.startswith("not processes") and collection_path.match("test_*.py"):
+        return starts_processes(collection_path) or None
+    return None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if "world" in getattr(item, "fixturenames", ()) or starts_processes(item.path):
             item.add_marker(pytest.mark.processes)
+        if "compile" in item.function.__code__.co_names:
+            item.add_marker(pytest.mark.compiles)
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: place(item.path))
 

@@ -22,7 +22,10 @@ def examples_of(name: str) -> list[doctest.DocTest]:
     return [test for test in doctest.DocTestFinder().find(module, name) if test.examples]
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.processes) if ".launch." in name else name for name in MODULES],
+)
 def test_examples(name: str) -> None:
     for test in examples_of(name):
         runner = doctest.DocTestRunner()

@@ -37,7 +37,7 @@ SCHEDULERS = {
     "SWALR": lambda o: SWALR(o, 0.05, 3),
     "ScheduleLR": lambda o: ScheduleLR(o, linear_schedule(0.1, 0.0, 2)),
 }
-pytestmark = pytest.mark.filterwarnings("ignore:Detected call of:UserWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore:Detected call of:UserWarning"), pytest.mark.compiles]
 WITH_A_KERNEL = [
     name
     for name, row in ROWS.items()

@@ -1,7 +1,7 @@
 """``WireMessage`` ⇄ frames of bytes: a pickle with the small buffers in it, then each large buffer.
 
-A large buffer is not copied: its frame is the tensor's memory at the sender, and a tensor on the frame's memory at the
-receiver.
+A large buffer is not copied here: its frame is the tensor's memory at the sender, and a tensor on the frame's memory at
+the receiver, which ``from_wire`` copies if that memory does not begin where a tensor's does.
 """
 
 from __future__ import annotations
