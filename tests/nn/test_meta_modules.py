@@ -69,7 +69,7 @@ def test_names_can_be_reassigned_registered_and_deleted():
         _ = module.net
     module.register_meta_parameter("again", scale)
     module.register_meta_module("other", net)
-    module.register_meta_module("nothing", None)
+    module.add_meta_module("nothing", None)
     assert dict(module.named_meta_parameters()).keys() == {"again", "other.weight", "other.bias"}
     for register in (module.register_meta_parameter, module.register_meta_module):
         with pytest.raises(KeyError, match="there is an attribute 'own' already"):
@@ -80,6 +80,27 @@ def test_names_can_be_reassigned_registered_and_deleted():
         module.register_meta_parameter("x", torch.ones(1))
     with pytest.raises(TypeError, match="'x' must be a module, got int"):
         module.register_meta_module("x", 3)
+
+
+@pytest.mark.parametrize(
+    "assign",
+    [
+        lambda self, scale, net: setattr(self, "scale", scale),
+        lambda self, scale, net: setattr(self, "net", net),
+        lambda self, scale, net: self.register_meta_parameter("scale", scale),
+        lambda self, scale, net: self.register_meta_module("net", net),
+        lambda self, scale, net: self.add_meta_module("net", net),
+        lambda self, scale, net: setattr(self, "own", nn.Linear(1, 1)),
+    ],
+)
+def test_what_is_assigned_before_init_is_an_error_as_torch_s_is(assign):
+    class Early(MetaGradientModule):
+        def __init__(self, scale, net):
+            assign(self, scale, net)
+            super().__init__()
+
+    with pytest.raises(AttributeError, match=r"cannot assign [\w-]+ before Module.__init__\(\) call"):
+        Early(torch.ones(1, requires_grad=True), nn.Linear(1, 1))
 
 
 def test_a_module_that_is_half_given_is_refused():

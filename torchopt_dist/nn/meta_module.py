@@ -59,10 +59,12 @@ class MetaGradientModule(nn.Module):
 
         Raises:
             TypeError: ``param`` is neither a tensor that requires grad nor ``None``.
+            AttributeError: ``super().__init__()`` has not been called.
             KeyError: there is something else of that name, or the name is empty or has a dot in it.
         """
         if param is not None and not (isinstance(param, Tensor) and param.requires_grad):
             raise TypeError(f"meta-parameter {name!r} must be a tensor that requires grad, got {param!r:.80}")
+        self._check_initialized("meta-parameter", name)
         self._check_name(name, self._meta_parameters)
         self._meta_parameters[name] = param
 
@@ -71,12 +73,18 @@ class MetaGradientModule(nn.Module):
 
         Raises:
             TypeError: ``module`` is neither a module nor ``None``.
+            AttributeError: ``super().__init__()`` has not been called.
             KeyError: there is something else of that name, or the name is empty or has a dot in it.
         """
         if module is not None and not isinstance(module, nn.Module):
             raise TypeError(f"meta-module {name!r} must be a module, got {type(module).__name__}")
+        self._check_initialized("meta-module", name)
         self._check_name(name, self._meta_modules)
         self._meta_modules[name] = module
+
+    def add_meta_module(self, name: str, module: nn.Module | None) -> None:
+        """The same as :meth:`register_meta_module`, as ``add_module`` is ``register_module``."""
+        self.register_meta_module(name, module)
 
     def meta_parameters(self, recurse: bool = True) -> Iterator[Tensor]:
         """Every meta-parameter once, those of meta-modules included."""
@@ -137,8 +145,7 @@ class MetaGradientModule(nn.Module):
         if not is_meta:
             super().__setattr__(name, value)
             return
-        if "_parameters" not in vars(self):
-            raise AttributeError(f"call `super().__init__()` before you assign {name!r}")
+        self._check_initialized("meta-module" if isinstance(value, nn.Module) else "meta-parameter", name)
         if name in parameters_of(self) or name in children_of(self) or name in buffers_of(self):
             super().__delattr__(name)
         if isinstance(value, nn.Module):
@@ -174,6 +181,13 @@ class MetaGradientModule(nn.Module):
                 )
             return id(value) in self._given or any(own)
         return isinstance(value, Tensor) and id(value) in self._given
+
+    def _check_initialized(self, what: str, name: str) -> None:
+        if "_parameters" not in vars(self):
+            raise AttributeError(
+                f"cannot assign {what} before Module.__init__() call: call `super().__init__()` before you assign "
+                f"{name!r}"
+            )
 
     def _check_name(self, name: str, mine: dict[str, Any]) -> None:
         if not name or "." in name:
