@@ -76,11 +76,74 @@ assert torchopt.optim.func.FuncOptimizer is torchopt.FuncOptimizer
 assert torchopt.combine.chain.flat(torchopt.sgd(0.1)).init
 assert torchopt.linear_solve.solve_cg and torchopt.diff.implicit.custom_root and torchopt.diff.zero_order.zero_order
 assert torchopt.nn.stateless.reparameterize is torchopt.nn.reparametrize
+assert torchopt.diff.zero_order.nn.module.ZeroOrderGradientModule is torchopt.nn.ZeroOrderGradientModule
+assert torchopt.diff.implicit.nn.module.ImplicitMetaGradientModule is torchopt.nn.ImplicitMetaGradientModule
+assert torchopt.diff.zero_order.decorator.zero_order is torchopt.diff.zero_order.zero_order
+assert torchopt.diff.implicit.decorator.custom_root is torchopt.diff.implicit.custom_root
+
+import torch.distributed.rpc
+from torchopt.distributed import rpc
+
+assert torchopt.distributed.rpc is rpc is torch.distributed.rpc
 """
 
 
 def test_modules_are_attributes() -> None:
     ended = python("-c", ATTRIBUTES)
+    assert ended.returncode == 0, ended.stderr
+
+
+DECORATOR = """
+from torchopt_dist import compat
+
+compat.install()
+import torch
+import torchopt
+import torchopt.diff.zero_order as zero_order
+
+
+@torchopt.diff.zero_order(torch.randn, method="antithetic", argnums=0, num_samples=2000, sigma=0.1)
+def f(x):
+    return (x * torch.tensor([1.0, -2.0])).sum()
+
+
+torch.manual_seed(0)
+x = torch.zeros(2, requires_grad=True)
+f(x).backward()
+torch.testing.assert_close(x.grad, torch.tensor([1.0, -2.0]), rtol=0, atol=0.5)
+assert zero_order is torchopt.diff.zero_order and callable(zero_order.zero_order)
+"""
+
+
+def test_the_module_zero_order_is_a_decorator() -> None:
+    ended = python("-c", DECORATOR)
+    assert ended.returncode == 0, ended.stderr
+
+
+IMPORTED = """
+import sys
+
+import torchopt_dist as ours
+import torchopt_dist.compat as torchopt
+from torchopt_dist.compat import AdaDelta, distributed as todist
+
+assert AdaDelta is ours.Adadelta and issubclass(torchopt.MetaSGD, ours.MetaSGD)
+assert todist is torchopt.distributed and todist.module_clone is ours.module_clone and todist.rpc.RRef
+assert torchopt.optim.meta.MetaSGD is torchopt.MetaSGD and callable(torchopt.diff.zero_order)
+try:
+    torchopt.Nothing
+except AttributeError as error:
+    assert "there is no `torchopt.Nothing`" in str(error)
+assert "torchopt" not in sys.modules, "the name stays TorchOpt's own"
+try:
+    import torchopt
+except ModuleNotFoundError:
+    pass
+"""
+
+
+def test_compat_itself_can_be_imported_as_torchopt() -> None:
+    ended = python("-c", IMPORTED)
     assert ended.returncode == 0, ended.stderr
 
 

@@ -3,7 +3,7 @@
 ``python -m torchopt_dist.compat train.py --lr 0.1`` runs a script in which ``import torchopt`` and everything below it
 (``torchopt.distributed as todist``, ``from torchopt.nn import …``) mean torchopt_dist; so does
 ``torchrun --nproc_per_node=2 -m torchopt_dist.compat train.py --lr 0.1``. A program that may be changed calls
-:func:`install` before its first ``import torchopt`` instead.
+:func:`install` before its first ``import torchopt`` instead, or imports this module as ``torchopt``.
 
 ``torchopt.x`` offers TorchOpt's own spellings (``_names.py``), then what ``torchopt_dist.x`` offers, the same objects,
 and after that torchopt_dist's flat names: so ``todist.module_clone`` works in a program that only imports
@@ -25,12 +25,13 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from torchopt_dist.compat._names import FLAT, NAMES
+from torchopt_dist.compat._names import CALLS, FLAT, NAMES
 
 __all__ = ["install", "main", "run_script"]
 
 FOREIGN, OURS = "torchopt", "torchopt_dist"
 OPTIMIZERS = ("adadelta", "adagrad", "adam", "adamax", "adamw", "radam", "rmsprop", "sgd")
+KINDS = ("implicit", "zero_order")
 FLAT_ONLY = frozenset(
     f"{FOREIGN}.{name}"
     for name in (
@@ -39,6 +40,7 @@ FLAT_ONLY = frozenset(
         *("alias", *(f"alias.{name}" for name in OPTIMIZERS)),
         *("optim.base", "optim.func", "optim.func.base", "optim.meta", "optim.meta.base"),
         *(f"optim.meta.{name}" for name in OPTIMIZERS),
+        *(f"diff.{kind}.{name}" for kind in KINDS for name in ("decorator", "nn", "nn.module")),
     )
 )
 """Modules of TorchOpt that have no module of ours beside them: their names are among our flat ones."""
@@ -50,7 +52,7 @@ def install() -> None:
     Raises:
         ImportError: TorchOpt itself has been imported already.
     """
-    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+    if _is_installed():
         return
     if FOREIGN in sys.modules:
         where = getattr(sys.modules[FOREIGN], "__file__", None)
@@ -124,6 +126,9 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
     def exec_module(self, module: ModuleType) -> None:
+        of_calls = CALLS.get(module.__name__.removeprefix(FOREIGN).removeprefix("."))
+        if of_calls is not None:
+            module.__class__ = type("CallableModule", (ModuleType,), {"__call__": staticmethod(of_calls)})
         twin = _twin(module.__name__)
         ours = [importlib.import_module(name) for name in (twin, OURS) if _exists(name)]
         module.__doc__ = ours[0].__doc__
@@ -138,15 +143,36 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 def _look_up(module: str, spellings: dict[str, Any], ours: list[ModuleType], name: str) -> Any:
     if name in spellings:
         return spellings[name]
+    if f"{module}.{name}" in FLAT_ONLY:
+        return _stand_in(f"{module}.{name}")
     for place in ours[:1] if name.startswith("_") else ours:
         if hasattr(place, name):
             value = getattr(place, name)
             if isinstance(value, ModuleType) and value.__name__.startswith(f"{OURS}."):
-                return importlib.import_module(FOREIGN + value.__name__.removeprefix(OURS))
+                return _stand_in(FOREIGN + value.__name__.removeprefix(OURS))
             return value
-    if f"{module}.{name}" in FLAT_ONLY:
-        return importlib.import_module(f"{module}.{name}")
     raise AttributeError(_no_such(f"{module}.{name}"))
+
+
+def _is_installed() -> bool:
+    return any(isinstance(finder, _Finder) for finder in sys.meta_path)
+
+
+def _stand_in(fullname: str) -> ModuleType:
+    """The module ``torchopt.x``, imported only where ``import torchopt`` means torchopt_dist."""
+    return importlib.import_module(fullname) if _is_installed() else _made(fullname)
+
+
+@functools.cache
+def _made(fullname: str) -> ModuleType:
+    module = ModuleType(fullname)
+    _Finder().exec_module(module)
+    return module
+
+
+def __getattr__(name: str) -> Any:
+    """For ``import torchopt_dist.compat as torchopt``: TorchOpt's names."""
+    return _look_up(FOREIGN, FLAT, [importlib.import_module(OURS)], name)
 
 
 def _twin(fullname: str) -> str:

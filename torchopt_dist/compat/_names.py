@@ -8,15 +8,17 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor
+from torch.distributed import rpc
 from torch.distributions import Distribution
 from torch.futures import Future
 
 import torchopt_dist as todist
 from torchopt_dist import transform
 from torchopt_dist.compat import _accelerated_op, _orders
+from torchopt_dist.diff import implicit, zero_order
 from torchopt_dist.typing import OptionalTensor, TensorTree
 
-__all__ = ["FLAT", "NAMES"]
+__all__ = ["CALLS", "FLAT", "NAMES"]
 
 
 def tree_flatten_as_tuple(
@@ -86,10 +88,15 @@ FLAT: dict[str, Any] = {
 }
 """Names that any of TorchOpt's modules may offer."""
 
+IMPLICIT: dict[str, Any] = {"ImplicitMetaGradientModule": todist.nn.ImplicitMetaGradientModule}
+ZERO_ORDER: dict[str, Any] = {"ZeroOrderGradientModule": todist.nn.ZeroOrderGradientModule}
 NAMES: dict[str, dict[str, Any]] = {
     "": FLAT,
-    "diff.implicit": {"ImplicitMetaGradientModule": todist.nn.ImplicitMetaGradientModule},
-    "diff.zero_order": {"ZeroOrderGradientModule": todist.nn.ZeroOrderGradientModule},
+    **dict.fromkeys(("diff.implicit", "diff.implicit.nn", "diff.implicit.nn.module"), IMPLICIT),
+    "diff.implicit.decorator": {"custom_root": implicit.custom_root},
+    **dict.fromkeys(("diff.zero_order", "diff.zero_order.nn", "diff.zero_order.nn.module"), ZERO_ORDER),
+    "diff.zero_order.decorator": {"zero_order": zero_order.zero_order},
+    "distributed": {"rpc": rpc},
     "linear_solve": {"solve_inv": _orders.solve_inv},
     "nn": {"reparameterize": todist.nn.reparametrize},
     "nn.stateless": {"reparameterize": todist.nn.reparametrize},
@@ -114,3 +121,6 @@ NAMES: dict[str, dict[str, Any]] = {
     },
 }
 """Module of TorchOpt, without ``torchopt.`` → its names."""
+
+CALLS: dict[str, Callable[..., Any]] = {"diff.zero_order": zero_order.zero_order}
+"""Module of TorchOpt that can be called → what it then does."""
