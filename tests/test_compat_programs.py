@@ -1,4 +1,4 @@
-"""Two programs that use TorchOpt's API widely, run by compat → the numbers of plain torch and of the native names."""
+"""Programs that use TorchOpt's API widely, run by compat → the numbers of plain torch and of the native names."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
 import torchopt_dist as todist
 from tests.seeds import torchrun
 from tests.seeds.one_process import data, loss_of, model
+from tests.seeds.programs import digits
 from tests.warm_python import warm_python
 
 EPOCHS, INNER_STEPS, LR = 2, 2, 0.1
@@ -165,3 +167,31 @@ def test_maml_over_workers(tmp_path: Path) -> None:
     for rank, counts in enumerate(([1, 0], [0, 1])):
         path = tmp_path / f"maml_distributed-counts-float64-{rank}.json"
         assert json.loads(path.read_text())["counts"] == counts
+
+
+@pytest.mark.usefixtures("double")
+def test_few_shot_learning_of_a_network_that_is_sent_by_reference(tmp_path: Path) -> None:
+    """As TorchOpt's own distributed programs do it, with tasks that are split, or loaded on the workers."""
+    torchrun.run(
+        *("--standalone", "--nproc_per_node=2"),
+        torchrun.ROOT / "torchopt_dist" / "compat" / "__main__.py",
+        torchrun.PROGRAMS / "few_shot_by_rref.py",
+        *("--out", tmp_path, "--dtype", "float64"),
+    )
+    net = digits.build_net()
+    outer = torch.optim.Adam(net.parameters(), lr=LR)
+    for epoch in range(EPOCHS):
+        losses = []
+        for number in range(6 * epoch, 6 * epoch + 6):
+            x, y, x_query, y_query = digits.task(number)
+            inner = todist.module_clone(net)
+            steps = todist.MetaSGD(inner, lr=LR)
+            for _ in range(INNER_STEPS):
+                steps.step(F.cross_entropy(inner(x), y))
+            losses.append(F.cross_entropy(inner(x_query), y_query))
+        loss = torch.stack(losses).mean()
+        outer.zero_grad()
+        loss.backward()
+        outer.step()
+    for tasks in ("split", "loaded"):
+        check(tmp_path / f"few_shot_by_rref-{tasks}-float64-0.json", loss.detach(), net)

@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+from collections import UserDict
 from dataclasses import dataclass
 
 import numpy as np
@@ -228,7 +229,9 @@ def test_changes_and_ends_are_errors():
             todist.remote_call(0, np.sum, checked)
 
         with pytest.raises(ValueError, match=r"shape \(2,\) that requires grad"):
-            todist.put({"w": torch.ones(2, requires_grad=True)})
+            todist.put(torch.ones(2, requires_grad=True), todist.batch_partitioner)
+        with pytest.raises(ValueError, match=r"shape \(2,\) that requires grad"):
+            todist.put(UserDict(w=torch.ones(2, requires_grad=True)))
         with pytest.raises(TypeError, match=r"cannot pickle .*lock"):
             todist.put(threading.Lock())
         with pytest.raises(TypeError, match=r"check must be True or False, got 'no'"):

@@ -48,7 +48,8 @@ def _calls():
     (far, at), *_ = todist.remote_sync_call(_make, args=(5.0,), partitioner=1)
     assert (far.owner().id, far.is_owner(), at) == (1, False, 1)
     torch.testing.assert_close(far.to_here(), torch.full((2,), 5.0))
-    for reference, value, owner in ((own, [1.0, 2.0], 0), (far, [5.0, 5.0], 1)):
+    connected = rpc.RRef(torch.tensor([3.0], requires_grad=True))
+    for reference, value, owner in ((own, [1.0, 2.0], 0), (far, [5.0, 5.0], 1), (connected, [3.0], 0)):
         for worker in range(3):
             for function in (_open, lambda held: _open(held)):  # the second is pickled by its code
                 argument = {"reference": (reference,), "again": [reference]}

@@ -27,6 +27,7 @@ from torchopt_dist.distributed.partition import (
 from torchopt_dist.distributed.profile import Profile, profile
 from torchopt_dist.distributed.put import put
 from torchopt_dist.distributed.reduce import concatenate_reducer, mean_reducer, stack_reducer, sum_reducer
+from torchopt_dist.distributed.reference import Reference
 from torchopt_dist.distributed.remote_call import remote_call
 from torchopt_dist.distributed.replica import Replica, replica
 from torchopt_dist.distributed.resident import Resident, Shards
@@ -55,6 +56,7 @@ __all__ = [
     "PartitionFunction",
     "Partitioner",
     "Profile",
+    "Reference",
     "Replica",
     "Resident",
     "Shards",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from torchopt_dist.distributed._staying import Handle, Staying
+from torchopt_dist.distributed.reference import ConnectedRRef
 
 __all__ = ["Message"]
 
@@ -34,6 +35,7 @@ class Message:
         staying: the tensors that a transport leaves out, since the receiver has them.
         handles: at the sender, the handles that the skeleton mentions, whose values are there while the message is.
         moved: of a request, whether another worker was to answer it first, so that this one has work of its own.
+        arrived: of a call that has been rebuilt, what its tasks get for RRefs that are connected to it.
         rebuild: for a message that stays in this process, a function that makes the content from the tensors, instead
             of the skeleton.
     """
@@ -52,6 +54,7 @@ class Message:
     staying: tuple[Staying, ...] = ()
     handles: list[Handle] = field(default_factory=list)
     moved: bool = False
+    arrived: Sequence[ConnectedRRef] = ()
     rebuild: Callable[[list[torch.Tensor]], Any] | None = None
 
     def detached(self) -> Message:

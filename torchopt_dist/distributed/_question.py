@@ -1,7 +1,7 @@
 """A worker, a function, its arguments → a future of its value there, without effects on the program.
 
 Such a question is a call that belongs to the package, not to the program: no random number is drawn for it, no graph is
-recorded, and it is not retried if the worker is lost.
+recorded unless it asks, and it is not retried if the worker is lost.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from torchopt_dist.distributed._unicast import call
 __all__ = ["ask"]
 
 
-def ask(worker: int, function: Callable[..., Any], *args: Any, seconds: float = 0.0) -> Future[list[Any]]:
+def ask(
+    worker: int, function: Callable[..., Any], *args: Any, seconds: float = 0.0, recorded: bool = False
+) -> Future[list[Any]]:
     """Call ``function(*args)`` on another worker.
 
     Args:
@@ -27,9 +29,10 @@ def ask(worker: int, function: Callable[..., Any], *args: Any, seconds: float = 
         args: plain values.
         seconds: the time after which the future fails with :class:`~torchopt_dist.errors.CallTimeoutError`; 0 means
             never.
+        recorded: whether the value is connected to the tensors among ``args``.
 
     Returns:
         A future of a list with the function's value.
     """
-    state = replace(CallerState.capture(), grad_enabled=False, autocast=())
+    state = replace(CallerState.capture(), grad_enabled=recorded, autocast=())
     return call(worker, Payload(function, ((args, {}),), (0,), state, ExecutionOptions()), seconds)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -40,6 +40,7 @@ from torchopt_dist.distributed._replicas import Home, keep_grads
 from torchopt_dist.distributed._serialization import pack, unpack
 from torchopt_dist.distributed._spans import Recorder
 from torchopt_dist.distributed._versions import Versioned, versioned
+from torchopt_dist.distributed.reference import ConnectedRRef
 from torchopt_dist.errors import SerializationError
 
 __all__ = ["answer", "error_reply", "handle_request"]
@@ -120,6 +121,8 @@ def answer(
         run = _execute.timed if content.late is None else functools.partial(_timed_late, key, content.late)
         if request.moved:
             run = functools.partial(run, moved=True)
+        if request.arrived:
+            run = functools.partial(_with_references, request.arrived, run)
         given = versioned(request.inputs()) if content.keep and request.tensors else []
         seen: Seen | None = None
         if _looks_for_losses(content, kept_graphs):
@@ -150,6 +153,19 @@ def answer(
     )
     reply.used_up = used_up
     return reply
+
+
+def _with_references(
+    arrived: Sequence[ConnectedRRef], run: Callable[[Payload], tuple[list[Any], float]], payload: Payload
+) -> tuple[list[Any], float]:
+    """What ``run`` returns, with references that are connected while it runs."""
+    for reference in arrived:
+        reference.begin(answering_group().ask, outlives=payload.options.outlives_workers)
+    try:
+        return run(payload)
+    finally:
+        for reference in arrived:
+            reference.end()
 
 
 def _timed_late(key: Key, late: Late, payload: Payload, *, moved: bool = False) -> tuple[list[Any], float]:

@@ -42,10 +42,16 @@ def check_sendable(tensor: torch.Tensor, main_by_name: bool) -> None:
 
 
 class Tensors:
-    """Tensors by number, each once; references of RPC; and handles, which live as long as the message."""
+    """Tensors by number, each once; references of RPC; and handles, which live as long as the message.
 
-    def __init__(self, main_by_name: bool) -> None:
+    Args:
+        main_by_name: as of ``pack``.
+        connects: whether the values of references of RPC, or what these are to be connected to, are sent, too.
+    """
+
+    def __init__(self, main_by_name: bool, *, connects: bool = False) -> None:
         self._main_by_name = main_by_name
+        self.connects = connects
         self.all: list[torch.Tensor] = []
         self.buffers: set[int] = set()
         self.references: list[Any] = []

@@ -9,6 +9,7 @@ object that can change with the rest, such as a list that its hook fills, everyt
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import pickle
@@ -28,9 +29,11 @@ from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._names import find, name_of
 from torchopt_dist.distributed._parametrized_modules import is_parametrized, reduced
 from torchopt_dist.distributed._plain_messages import MARK, plain_skeleton, rebuilt
+from torchopt_dist.distributed._protocol import Call
 from torchopt_dist.distributed._sendable_tensors import Tensors
 from torchopt_dist.distributed._shared_objects import rebinds, some_can_change
 from torchopt_dist.distributed._staying import Handle, StayingModule
+from torchopt_dist.distributed.reference import ConnectedRRef, carried_by
 from torchopt_dist.errors import SerializationError, TodistError
 
 __all__ = ["PackedModules", "message_of", "pack", "unpack"]
@@ -38,7 +41,7 @@ __all__ = ["PackedModules", "message_of", "pack", "unpack"]
 IN_THE_PICKLE = 1 << 16
 """Bytes up to which a numpy array is copied into the pickle; a larger one travels like a tensor."""
 
-_REFERENCES: tuple[type, ...] = (rpc.PyRRef,) if rpc.is_available() else ()
+_REFERENCES: tuple[type, ...] = (rpc.PyRRef, ConnectedRRef) if rpc.is_available() else ()
 """RPC pickles its references itself, since it counts who has one."""
 
 _ModuleId: TypeAlias = tuple[int, bytes, tuple[int, ...]]
@@ -61,19 +64,20 @@ def pack(value: Any, *, main_by_name: bool, modules: PackedModules | None = None
         SerializationError: a part of it cannot be pickled.
         ResidentError: a handle in it belongs to a value that has been changed in place or freed.
     """
+    connects = type(value) is Call
     tensors: Tensors = Tensors(main_by_name)
     structures: dict[bytes, bytes] = {}
     packed: PackedModules = {} if modules is None else modules
     plain = plain_skeleton(value, tensors, main_by_name)
     if plain is not None:
         return message_of(plain, tensors)
-    tensors = Tensors(main_by_name)
+    tensors = Tensors(main_by_name, connects=connects)
     try:
         try:
             skeleton, holes, pickler = _dump(value, main_by_name, tensors, structures, packed)
             pickler.check_disjoint()
         except _OverlapError:  # only one pickle keeps what is shared one
-            tensors, structures = Tensors(main_by_name), {}
+            tensors, structures = Tensors(main_by_name, connects=connects), {}
             skeleton, holes, _ = _dump(value, main_by_name, tensors, None, packed)
             tensors.mark_buffers(tensors.all)
     except TodistError:
@@ -116,7 +120,10 @@ def unpack(message: Message) -> Any:
         if message.skeleton[:1] == MARK:
             return rebuilt(message.skeleton, message.tensors)
         file = reader(message.skeleton, message.holes, message.tensors)
-        return _Unpickler(file, message.tensors, message.structures, message.references).load()
+        unpickler = _Unpickler(file, message.tensors, message.structures, message.references)
+        value = unpickler.load()
+        message.arrived = unpickler.arrived
+        return value
     except (Exception, SystemExit) as error:  # the objects' own code is run, which raises what it likes
         raise SerializationError(f"{type(error).__name__}: {error}") from error
 
@@ -194,8 +201,9 @@ class _OutOfBandPickler(pickle.Pickler):
         if is_parametrized(obj):
             return reduced(obj)
         if isinstance(obj, _REFERENCES):
-            self._tensors.references.append(obj)
-            return _reference, (len(self._tensors.references) - 1,)
+            carried = carried_by(obj) if self._tensors.connects else ()
+            self._tensors.references.append(obj.rref if isinstance(obj, ConnectedRRef) else obj)
+            return _reference, (len(self._tensors.references) - 1, *carried)
         if isinstance(obj, Handle):
             self._tensors.handles.append(obj)
         if type(obj) is OrderedDict and not obj and not vars(obj):
@@ -305,12 +313,13 @@ class _Unpickler(pickle.Unpickler):
         references: Sequence[Any] = (),
     ) -> None:
         super().__init__(file)
+        self.arrived: list[ConnectedRRef] = []
         # What is found is kept in the memo. Nothing there may refer to the unpickler: all that it has rebuilt would be
         # part of a cycle, and its tensors would stay until the garbage collector comes.
         self._found = {
             "_tensor": tensors.__getitem__,
             "_module": _Modules(tensors, structures).load,
-            "_reference": references.__getitem__,
+            "_reference": functools.partial(_referred, references, self.arrived),
         }
 
     def find_class(self, module: str, name: str, /) -> Any:
@@ -344,9 +353,16 @@ def _tensor(number: int) -> torch.Tensor:
     raise NotImplementedError(number)
 
 
-def _reference(number: int) -> Any:
-    """In a pickle: the reference with this number, which an :class:`_Unpickler` finds."""
-    raise NotImplementedError(number)
+def _reference(number: int, *carried: Any) -> Any:
+    """In a pickle: the reference with this number, and what travels with it, which an :class:`_Unpickler` finds."""
+    raise NotImplementedError(number, carried)
+
+
+def _referred(references: Sequence[Any], arrived: list[ConnectedRRef], number: int, *carried: Any) -> Any:
+    if not carried:
+        return references[number]
+    arrived.append(ConnectedRRef(references[number], *carried))
+    return arrived[-1]
 
 
 def _numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:

@@ -1,10 +1,15 @@
-"""A value, perhaps a partitioner → a handle that calls take in the value's place; the value stays on the workers."""
+"""A value, perhaps a partitioner → a handle that calls take in the value's place; the value stays on the workers.
+
+Of what requires grad, the handle is a reference, and the value travels with each call.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+from torchopt_dist.distributed._group import current_group
 from torchopt_dist.distributed.partition import PartitionFunction, TensorDimensionPartitioner
+from torchopt_dist.distributed.reference import Reference, requires_grad
 from torchopt_dist.distributed.resident import Resident, Shards
 
 __all__ = ["put"]
@@ -17,8 +22,12 @@ def put(value: Any, partitioner: PartitionFunction | None = None, *, check: bool
     A worker fetches the value when it first gets the handle, and frees it when the handle is closed or
     garbage-collected. In the caller's own share the function gets the caller's own value.
 
+    A module, a tensor, or a tree of these in which something requires grad is no constant. ``put`` then returns a
+    :class:`Reference`, for programs that send a module as an ``RRef``: the function gets the reference, and
+    ``reference.to_here()`` is the module, connected to the call.
+
     Args:
-        value: a tensor, a module, a tree or any other object that can be sent; nothing in it may require grad.
+        value: a tensor, a module, a tree or any other object that can be sent.
         partitioner: what ``dim_partitioner`` returns, ``batch_partitioner`` or ``tasks``: ``value`` is split, each part
             has a handle of its own, and calls with the same partitioner use the parts. A call splits its other
             arguments as usual.
@@ -26,12 +35,12 @@ def put(value: Any, partitioner: PartitionFunction | None = None, *, check: bool
             also where torch does not count changes, as in numpy arrays.
 
     Returns:
-        A :class:`Resident`; with a partitioner :class:`Shards`. The static type is ``Any``, since it takes the place of
-        ``value``.
+        A :class:`Resident`; with a partitioner :class:`Shards`; for what requires grad a :class:`Reference`. The static
+        type is ``Any``, since it takes the place of ``value``.
 
     Raises:
-        ValueError: something in ``value`` requires grad, or it cannot be split, or the partitioner has a ``balance``
-            and is not exclusive.
+        ValueError: something requires grad in a value that is split, or in an object other than modules, tensors and
+            trees; or the value cannot be split, or the partitioner has a ``balance`` and is not exclusive.
         TypeError: ``partitioner`` is anything else.
         SerializationError: ``value`` cannot be sent.
         NotInitializedError: there is no RPC group.
@@ -46,6 +55,9 @@ def put(value: Any, partitioner: PartitionFunction | None = None, *, check: bool
     if not isinstance(check, bool):
         raise TypeError(f"check must be True or False, got {check!r}")
     if partitioner is None:
+        if requires_grad(value):
+            current_group()
+            return Reference(value)
         return Resident.of(value, check=check)
     if not isinstance(partitioner, TensorDimensionPartitioner):
         raise TypeError(

@@ -26,7 +26,8 @@ class Resident(Handle):
     """The handle of a value that workers keep; made by :func:`put`.
 
     As an argument of a call, alone or inside a tree or a container, the handle is replaced by the value. Elsewhere,
-    such as in a closure, it stays a handle on the worker, too, and ``handle.value`` is the value. A function may pass
+    such as in a closure, it stays a handle on the worker, too, and ``handle.value`` is the value, as ``to_here()`` and
+    ``local_value()`` are, the methods of an RRef. A function may pass
     the handle on in nested calls.
 
     The workers free the value when the handle is closed or garbage-collected, or when the worker that has put it is
@@ -60,6 +61,15 @@ class Resident(Handle):
             WorkerLostError: the worker that has put it died.
         """
         return self.on(None)
+
+    def local_value(self) -> Any:
+        """What :attr:`value` is."""
+        return self.value
+
+    def to_here(self, timeout: float = -1.0) -> Any:
+        """What :attr:`value` is, however long it takes to come."""
+        del timeout
+        return self.value
 
     def on(self, device: torch.device | None) -> Any:
         """The value on a device; ``None`` leaves its tensors where they are. Errors as for ``value``."""
