@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchopt_dist.launch._settings import Settings
+
 __all__ = [
     "Alive",
     "Exited",
@@ -77,6 +79,8 @@ class Header:
     """``sys.argv``."""
     folder: str
     """The working directory."""
+    settings: Settings
+    """The settings of the launcher's process."""
     sources: dict[str, Any] = field(default_factory=dict)
     """Code that is in no file, such as a notebook's cells: name → its entry in ``linecache``."""
 

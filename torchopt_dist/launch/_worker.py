@@ -79,9 +79,11 @@ def work(rank: int, start: StartWorkers, task: bytes, *, stdout: int, stderr: in
     _take_over_output(stdout, stderr)
     code = 1
     try:
-        _take_over(unpack(start.header), start.env[rank])
+        header: Header = unpack(start.header)
+        _take_over(header, start.env[rank])
         _become_fresh(rank)
         function, args, kwargs = unpack_task(task)
+        header.settings.apply()  # now, since filters of warnings are of classes that have been imported
         _report(report, Running())
         value = function(*args, **kwargs)
         if os.getpid() == pid:  # and not a process that the function has forked
@@ -138,6 +140,7 @@ def _become_fresh(rank: int) -> None:
     asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     torch.set_num_threads(int(asked) if asked.isdecimal() and int(asked) else len(os.sched_getaffinity(0)))
     np.random.seed()
+    torch.seed()
 
 
 def _report(pipe: int, message: Running | Returned | Raised, payload: bytes = b"") -> None:

@@ -35,6 +35,7 @@ from torchopt_dist.launch._pickling import pack_task
 from torchopt_dist.launch._plan import Plan
 from torchopt_dist.launch._processes import allow_many_files
 from torchopt_dist.launch._remote import SshOptions, connect
+from torchopt_dist.launch._settings import Settings
 from torchopt_dist.launch._worker import in_groups
 from torchopt_dist.launch.logs import TerminalHandler, WorkerLogs, log_folder
 from torchopt_dist.launch.options import LaunchOptions, args_section
@@ -155,12 +156,12 @@ class Launcher(LaunchOptions):
             )
             stack.callback(logs.close)
             own = {VARIABLE: str(liveness), "TODIST_SECRET": added.get("TODIST_SECRET", secrets.token_hex())}
-            setup = functools.partial(self._setup, folder, {**added, **own})
+            setup = functools.partial(self._setup, folder, Settings.capture(), {**added, **own})
             plan = Plan(self, begun, liveness, hosts, setup, task, logs, uuid.uuid4().hex)
             membership = stack.enter_context(contextlib.closing(Membership(plan, reach))) if elastic else None
             return run_attempts(plan, membership)
 
-    def _setup(self, folder: str, added: Mapping[str, str], machine: Machine) -> Header:
+    def _setup(self, folder: str, settings: Settings, added: Mapping[str, str], machine: Machine) -> Header:
         """What the workers on a machine get from the launcher."""
         if machine.here:
             env, path = {**os.environ, **added}, import_path()
@@ -173,7 +174,7 @@ class Launcher(LaunchOptions):
         sources = {
             name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None
         }
-        return Header(env, path, list(sys.argv), folder, sources)
+        return Header(env, path, list(sys.argv), folder, settings, sources)
 
 
 Launcher.__doc__ = re.sub(r"OPTIONS: .*", args_section, Launcher.__doc__ or "")
