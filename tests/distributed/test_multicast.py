@@ -346,7 +346,7 @@ def values_are_those_of_a_star():
     for fan_out in (1, 2, 3):
         found, profile = derivatives(fan_out, model)
         for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-10)  # some are 0
         again, _ = derivatives(fan_out, model)
         assert all(map(torch.equal, found, again)), "two runs of one tree differ"
         sent = [span.size for span in profile.spans if 0 == span.worker != span.peer and span.phase == "pack"]
@@ -501,7 +501,7 @@ def test_trees_over_rpc(world):
         for fan_out in (1, 2):
             found, _ = derivatives(fan_out, model)
             for one, other in zip(found, expected, strict=True):
-                torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+                torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-10)  # some are 0
 
     world(4, env=RPC).on_zero(body)
 
