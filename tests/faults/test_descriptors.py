@@ -1,22 +1,46 @@
-"""Too few descriptors → an error of each worker that names the limit, before libraries fail for it."""
+"""Too few descriptors → an error of each worker that names the limit, before libraries fail for it.
+
+A moment without descriptors → an error of the call that needs one, and nothing else.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import resource
+import threading
+import time
 
 import pytest
+import torch
+import zmq
 
 import torchopt_dist as todist
 from tests.distributed.bare import Bare
 from torchopt_dist.distributed import _descriptors
+from torchopt_dist.distributed._group import current_group
+from torchopt_dist.distributed._stopped import StoppedProcesses, is_running
 
 
 def leave(number: int) -> None:
     """Let this process open so many files more."""
     limit = len(os.listdir("/proc/self/fd")) - 1 + number
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+
+
+@contextlib.contextmanager
+def none_left():
+    """Let this process open no file meanwhile."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.ExitStack() as opened:
+        opened.callback(resource.setrlimit, resource.RLIMIT_NOFILE, before)
+        highest = max(map(int, os.listdir("/proc/self/fd")))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, before[1]))
+        with contextlib.suppress(OSError):
+            while True:
+                opened.callback(os.close, os.dup(1))
+        yield
 
 
 @pytest.mark.parametrize(("transport", "enough"), [("rpc", 256), ("zmq", 64)])
@@ -49,3 +73,55 @@ def test_the_files_that_are_opened_to_see_are_closed():
     before = os.listdir("/proc/self/fd")
     _descriptors.check_descriptors(50)
     assert os.listdir("/proc/self/fd") == before
+
+
+def hangs_in_backward(x):
+    y = x.clone()
+    y.register_hook(lambda _: threading.Event().wait())
+    return y.sum()
+
+
+def test_time_outs_and_releases_outlive_a_moment_without_descriptors():
+    def main():
+        if todist.get_rank() != 0:
+            return
+        transport, releaser = current_group().transport, current_group().releaser
+        usual, probed = transport._mesh.probe, threading.Event()
+
+        def probe():
+            try:
+                usual()
+            except zmq.ZMQError:
+                probed.set()
+                raise
+
+        transport._mesh.probe = probe
+        with none_left():
+            with pytest.raises(todist.WorkerLostError, match="Too many open files"):
+                todist.remote_sync_call(os.getpid, partitioner=1)  # which opens a connection
+            assert probed.wait(60)
+        x = torch.ones(2, requires_grad=True)
+        (out,) = todist.remote_sync_call(hangs_in_backward, args=(x,), partitioner=1, timeout=60)
+        out.grad_fn.graph.timeout = 0.05  # from now on
+        with pytest.raises(todist.CallTimeoutError):
+            out.backward()
+        releaser.release(None, 1, "not sent")  # there is no such transport
+        releaser.release(transport, 1, (0, 0))
+        deadline = time.monotonic() + 60
+        while not releaser._requests.empty():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert releaser._thread.is_alive()
+
+    def program():
+        todist.auto_init_rpc(transport="zmq")(main)()
+
+    for ending in Bare(2).endings(program, timeout=200):
+        assert ending.error is None, ending.trace
+
+
+def test_a_process_that_cannot_be_seen_for_lack_of_descriptors_has_not_ended():
+    this = StoppedProcesses({0: os.getpid()}, todist.Liveness())
+    with none_left():
+        assert [this.look() for _ in range(3)] == [[], [], []]
+        assert is_running(os.getpid())

@@ -8,6 +8,7 @@ of the two machines probe it, whatever the processes do.
 from __future__ import annotations
 
 import asyncio
+import errno
 import ipaddress
 import secrets
 import time
@@ -90,7 +91,9 @@ class DirectLinks:
             except TimeoutError:
                 break
             except OSError as error:
-                if error.errno not in NO_ANSWER:
+                if error.errno in (errno.EMFILE, errno.ENFILE):  # which says nothing about the network
+                    until = time.monotonic() + self._liveness.patience
+                elif error.errno not in NO_ANSWER:
                     raise
                 await asyncio.sleep(AGAIN_SECONDS)
                 continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 
@@ -10,6 +11,8 @@ from torchopt_dist.distributed._serialization import pack
 from torchopt_dist.distributed.transport.base import Sender
 
 __all__ = ["GraphReleaser"]
+
+log = logging.getLogger(__name__)
 
 
 class GraphReleaser:
@@ -46,4 +49,7 @@ class GraphReleaser:
     def _work(self) -> None:
         while (entry := self._requests.get()) is not None and not self._closed:
             transport, worker, request = entry
-            transport.send(worker, pack(request, main_by_name=True), 0)
+            try:
+                transport.send(worker, pack(request, main_by_name=True), 0)
+            except Exception:  # such as a lack of memory, or of descriptors: the next ones may be sent
+                log.exception("worker %d keeps a graph or a value that is not needed any more", worker)

@@ -33,20 +33,22 @@ def process_table() -> str:
 
 
 def is_running(pid: int) -> bool:
-    """Whether there is a process with that id that has not ended."""
+    """Whether there is a process with that id that has not ended, as far as this one can see."""
     try:
         return _status(psutil.Process(pid)) is not None
-    except psutil.Error:
+    except psutil.NoSuchProcess:
         return False
+    except (psutil.Error, OSError):
+        return True
 
 
 def _status(process: psutil.Process) -> str | None:
-    """The state of a process; ``None`` if it has ended."""
+    """The state of a process; ``None`` if it has ended, empty if this one cannot see it, as for lack of descriptors."""
     try:
         status: str = process.status()
-    except psutil.Error:
+    except psutil.NoSuchProcess:
         return None
-    except OSError:  # no file can be opened, so nothing is known
+    except (psutil.Error, OSError):
         return ""
     return None if status == psutil.STATUS_ZOMBIE else status
 
@@ -72,7 +74,7 @@ class StoppedProcesses:
         """Check this process of a rank from now on, instead of the one before."""
         self._counts.pop(rank, None)
         self._processes.pop(rank, None)
-        with contextlib.suppress(psutil.Error):  # it is gone already
+        with contextlib.suppress(psutil.Error, OSError):  # it is gone already, or cannot be seen
             self._processes[rank] = psutil.Process(pid)
 
     def look(self) -> list[tuple[int, str]]:

@@ -11,6 +11,7 @@ number 6. A sender that gets no confirmation for a second asks which messages th
 from __future__ import annotations
 
 import contextlib
+import logging
 import struct
 import threading
 from collections import deque
@@ -23,6 +24,8 @@ from torchopt_dist.distributed.transport._contacts import Contact, Endpoint, con
 from torchopt_dist.distributed.transport._frames import Frame
 
 __all__ = ["Mesh", "Received"]
+
+log = logging.getLogger(__name__)
 
 DATA, PROBE, TOLD, AGAIN = range(4)
 _HEADER = struct.Struct("<BIHQQ")
@@ -110,7 +113,14 @@ class Mesh:
             if rank >= len(self._links):
                 continue
             link = self._links[rank]
-            if link.incarnation == incarnation and self._take(link, kind, number, told):
+            if link.incarnation != incarnation:
+                continue
+            try:
+                is_next = self._take(link, kind, number, told)
+            except (OSError, zmq.ZMQError):  # no descriptor for an answer, say: the other end probes again
+                log.debug("worker %d gets no answer now", rank, exc_info=True)
+                continue
+            if is_next:
                 return rank, head[_HEADER.size :], [frame.buffer for frame in rest]
 
     def probe(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import heapq
 import itertools
+import logging
 import threading
 import time
 from collections import defaultdict, deque
@@ -17,6 +18,8 @@ from torchopt_dist.distributed.transport.base import settle
 from torchopt_dist.errors import WorkerLostError
 
 __all__ = ["Alarms", "Pending", "disconnected"]
+
+log = logging.getLogger(__name__)
 
 PURGE_AT = 1000
 """How many alarms there are before those that are over are forgotten."""
@@ -75,6 +78,8 @@ def disconnected(member: Member, reason: object) -> WorkerLostError:
 class Alarms:
     """Calls functions at their times, in a thread that is started for the first of them.
 
+    What a function raises is logged, and the others are called all the same.
+
     Args:
         is_over: whether the alarm of a number is not needed any more; called from time to time, to drop such alarms.
     """
@@ -122,4 +127,7 @@ class Alarms:
                     self._changed.wait(self._alarms[0][0] - now if self._alarms else None)
                     continue
                 ring = heapq.heappop(self._alarms)[3]
-            ring()
+            try:
+                ring()
+            except Exception:  # such as one moment without free descriptors
+                log.exception("an alarm has raised")

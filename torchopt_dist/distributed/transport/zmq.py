@@ -288,8 +288,8 @@ class ZMQTransport:
             log.debug("%s is gone, and gets no answer", self._group.names[worker], exc_info=True)
 
     def _probe_again(self) -> None:
+        self._alarms.set(PROBE_SECONDS, None, self._probe_again)  # first, since there may be no descriptor
         self._mesh.probe()
-        self._alarms.set(PROBE_SECONDS, None, self._probe_again)
 
 
 def _skeleton_alone(message: Message) -> list[Frame]:
