@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import collections
+import functools
 import gc
 import importlib
-import multiprocessing
 import os
 import pkgutil
 import queue
+import sys
 import threading
 import time
 import weakref
@@ -166,22 +167,38 @@ def test_a_world_of_one_leaves_nothing_either():
     assert Bare(1).run(program) == ["worker0"]
 
 
-def _call_in_a_fork(sender):
+def error_of(function, *args, **options):
     try:
-        todist.remote_sync_call(len, args=([],), partitioner=1)
-    except Exception as error:
-        sender.send(repr(error))
+        function(*args, **options)
+    except todist.NotInitializedError as error:
+        return str(error)
 
 
-def test_a_call_in_a_fork_is_an_error(world):
-    def body():
-        receiver, sender = multiprocessing.get_context("fork").Pipe(duplex=False)
+@pytest.mark.parametrize("transport", ["rpc", "zmq"])
+def test_a_fork_of_a_worker_is_not_in_the_group_and_leaves_main_without_ending_it(transport):
+    def main():
+        if todist.get_rank() == 1:
+            return None
+        x = torch.ones(2, requires_grad=True)
+        call = functools.partial(todist.remote_sync_call, torch.dot, args=(x, x), partitioner=1)
+        (out,) = call()
+        receiver, sender = os.pipe()
         child = os.fork()
         if child == 0:
-            _call_in_a_fork(sender)
-            os._exit(0)
-        assert receiver.poll(30)
-        os.waitpid(child, 0)
-        return receiver.recv()
+            errors = [error_of(each) for each in (call, out.backward, todist.barrier, todist.status)]
+            os.write(sender, repr(errors).encode())
+            sys.exit(3)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+        out.backward()
+        call()
+        return os.read(receiver, 10_000).decode()
 
-    assert "NotInitializedError('this process is a fork of worker0" in world(2).on_zero(body)
+    def program():
+        try:
+            return todist.auto_init_rpc(transport=transport)(main)()
+        except SystemExit as end:  # the child, which has no more to do with the test
+            os._exit(end.code)
+
+    endings = Bare(2).endings(program, timeout=200)
+    assert [ending.error for ending in endings] == [None, None], endings
+    assert endings[0].value.count("this process is a fork of worker0, and does not have its connections") == 4

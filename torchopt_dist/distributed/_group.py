@@ -140,12 +140,16 @@ class Group:
         here = members[self.rank].program
         return bool(here) and members[rank].program == here
 
+    def is_forked(self) -> bool:
+        """Whether this process is a fork of the worker, and so not in the group."""
+        return self.process != os.getpid()
+
     def check_process(self) -> None:
         """Raise :class:`NotInitializedError` in a fork of this worker, which would wait for a reply for ever."""
-        if self.process != os.getpid():
+        if self.is_forked():
             raise NotInitializedError(
-                f"this process is a fork of {self.names[self.rank]}, and does not have its connections: "
-                "make remote calls in the worker itself"
+                f"this process is a fork of {self.names[self.rank]}, and does not have its connections: make remote "
+                "calls, their backwards and barriers in the worker itself, which has called `auto_init_rpc`"
             )
 
     def close(self, seconds: float = 0.0) -> None:

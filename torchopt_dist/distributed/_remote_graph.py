@@ -284,8 +284,9 @@ class RemoteGraph:
 
         Raises:
             RuntimeError: a backward has used up one of the results. The other results can still be used, as in torch.
-            NotInitializedError: the RPC group of the call has ended.
+            NotInitializedError: the RPC group of the call has ended, or this process was forked from the caller.
         """
+        self.group.check_process()
         retain_graph, recorded = engine_keeps_graph(), torch.is_grad_enabled()
         reached = {number for number, grad in enumerate(output_grads) if grad is not None}
         if not reached <= self.unused:

@@ -111,6 +111,8 @@ class RunningGroup:
         return self.group
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if self.group is not None and self.group.is_forked():
+            return  # the group is the worker's, which goes on
         if error is None or (isinstance(error, SystemExit) and not error.code):
             try:
                 self.membership.final_barrier()  # until then this worker answers calls

@@ -17,12 +17,13 @@ def barrier(worker_names: Iterable[str] | None = None) -> None:
         worker_names: the workers to wait for, by name or rank, this one among them; ``None`` means all.
 
     Raises:
-        NotInitializedError: there is no RPC group.
+        NotInitializedError: there is no RPC group, or this process was forked from a worker of it.
         ValueError: a name is unknown, or this worker is not among them.
         PeerFailedError: another rank failed meanwhile.
         WorkerLostError: a worker that is waited for died.
     """
     group = current_group()
+    group.check_process()
     if isinstance(worker_names, str):
         raise TypeError(
             f"worker_names must be a collection of names, got one string: write [{worker_names!r}]"

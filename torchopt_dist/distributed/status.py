@@ -95,7 +95,7 @@ def status(timeout: float = 5.0) -> Status:
         The status of each worker, by rank.
 
     Raises:
-        NotInitializedError: there is no RPC group.
+        NotInitializedError: there is no RPC group, or this process was forked from a worker of it.
         ValueError: ``timeout`` is not positive.
 
     Example::
@@ -105,6 +105,7 @@ def status(timeout: float = 5.0) -> Status:
     if not timeout > 0:
         raise ValueError(f"timeout must be above 0 seconds, got {timeout!r}")
     group = current_group()
+    group.check_process()
     own = _own(group)
     asked: dict[int, Future[list[Any]]] = {}
     for rank in range(len(group.names)):
