@@ -35,7 +35,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick portable fuzz losses examples lint types docs gallery bench wheel clean
+.PHONY: help demo test quick portable fuzz losses examples lint types docs pictures gallery bench wheel clean
 
 help: ## show these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -83,6 +83,9 @@ types: $(STAMP) ## static types
 
 docs: $(STAMP) ## the documentation, into docs/_build
 	$(BIN)/sphinx-build -W --keep-going -n docs docs/_build
+
+pictures: $(STAMP) ## draw README's pictures in docs/images anew
+	$(BIN)/python docs/pictures.py
 
 gallery: $(STAMP) ## run every example on one worker and on two, for the documentation's pictures; then that: EXAMPLES="lola adjoints"
 	$(BIN)/python docs/pages.py $(EXAMPLES)

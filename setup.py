@@ -256,6 +256,7 @@ class CompileCuda(Command):
 def readme() -> str:
     """README.md, to be read where its neighbours are not: a link into this tree becomes the path of the file."""
     text = (HERE / "README.md").read_text(encoding="utf-8")
+    text = re.sub(r"^!\[.*\n\n", "", text, flags=re.MULTILINE)  # pictures of this tree
     text = re.sub(r"\[([^]]+)\]\((?!\w+:)([^)#]+)(#[^)]*)?\)", r"\1 (`\2`)", text)
     return text + "\nThe files that are named here are in the source distribution.\n"
 

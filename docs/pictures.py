@@ -1,14 +1,19 @@
-"""Programs and tables of these pages → the pictures in ``docs/_pictures``, made when the pages are built.
+"""Programs and tables of these pages → the pictures in ``docs/_pictures``, made when the pages are built; and README's.
 
-``python docs/pictures.py`` makes all of them. Nothing of it is committed. A picture is made anew when what it is made
-of has changed.
+Those of README are in ``docs/images`` and committed, since a code host shows them, too: ``make pictures`` draws them
+anew. Each ends with a digest of what it was drawn from, which ``tests/docs/test_site.py`` compares.
 """
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import matplotlib as mpl
 import torch
 import torch.nn.functional as F
 from matplotlib.figure import Figure
@@ -18,7 +23,7 @@ import torchopt_dist as todist
 from torchopt_dist.visual import make_dot
 
 DOCS = Path(__file__).resolve().parent
-FOLDER = DOCS / "_pictures"
+FOLDER, COMMITTED = DOCS / "_pictures", DOCS / "images"
 OURS, OTHERS = "#3776c8", "#b9bec6"
 
 
@@ -53,11 +58,10 @@ def timeline_of_a_step(path: Path) -> None:
     profile.plot(path)
 
 
-def of_a_call(path: Path) -> str | None:
-    """On each of two workers: draw the timeline, and return the graph."""
+def timeline(path: Path) -> None:
+    """On each of two workers: draw it."""
     torch.set_num_threads(1)
     timeline_of_a_step(path)
-    return graph_of_a_call()
 
 
 def graph_of_two_steps() -> str:
@@ -74,14 +78,16 @@ def graph_of_two_steps() -> str:
     return make_dot(loss, params=[*steps, {"lr": lr, "loss": loss}]).source
 
 
-def draw_graph(source: str, name: str, direction: str = "TB") -> None:
+def draw_graph(source: str, path: Path, direction: str = "TB") -> None:
     """Graphviz's text → an SVG, drawn downwards or to the right (``"LR"``); pygraphviz's wheel has graphviz."""
     import pygraphviz
 
     graph = pygraphviz.AGraph(string=source)
-    graph.graph_attr.update(bgcolor="transparent", rankdir=direction, size="", nodesep="0.25", ranksep="0.35")
+    graph.graph_attr.update(
+        bgcolor="transparent", rankdir=direction, size="", nodesep="0.25", ranksep="0.35", pad="0.15"
+    )
     graph.node_attr.update(fontname="sans-serif", fontsize="11")
-    graph.draw(FOLDER / f"{name}.svg", format="svg", prog="dot")
+    graph.draw(path, format="svg", prog="dot")
 
 
 # --- Figures that were measured -------------------------------------------------------------------------------
@@ -103,14 +109,20 @@ def number(cell: str) -> float:
     return float(cell.replace(",", "").split()[0])
 
 
-def draw_costs() -> None:
-    """Speed and memory against the peers, from the tables of two pages."""
+def costs() -> list[dict[Any, Any]]:
+    """Milliseconds of a step, the cells on the bytes sent by tasks, and peak memory, from the tables of two pages."""
     step = {name: number(cells[0]) for name, cells in table("benchmarks.md", "A MAML step").items()}
     step.pop("half the tasks, one process", None)  # the bound, no way to do it
     sent = {number(n): cells for n, cells in table("benchmarks.md", "How many bytes travel").items()}
     peaks = {name: number(cells[0]) for name, cells in table("inner_loops.md", "What they cost").items()}
+    return [step, sent, peaks]
 
-    figure = Figure(figsize=(11, 3.3), layout="constrained")
+
+def draw_costs(figures: list[dict[Any, Any]], path: Path) -> None:
+    """Speed, bytes and memory against the peers."""
+    step, sent, peaks = figures
+    figure = Figure(figsize=(11, 3.5), layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12, wspace=0.05)
     speed, traffic, memory = figure.subplots(1, 3, width_ratios=[1, 0.8, 1])
     for axes, rows, title in (
         (speed, step, "A MAML step on two workers, ms"),
@@ -139,7 +151,8 @@ def draw_costs() -> None:
     traffic.set_title("MB sent to two workers", fontsize=10, loc="left")
     traffic.margins(y=0.12)
     traffic.spines[["top", "right"]].set_visible(False)
-    figure.savefig(FOLDER / "costs.svg", metadata={"Date": None})
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": path.name}):
+        figure.savefig(path, metadata={"Date": None}, transparent=True)
 
 
 def draw_growth() -> None:
@@ -182,16 +195,46 @@ def draw_efficiency() -> None:
     figure.savefig(FOLDER / "efficiency.svg", metadata={"Date": None})
 
 
+# --- Pictures of README ---------------------------------------------------------------------------------------
+
+
+def digest(drawn_from: object, *draw: Callable[..., None]) -> str:
+    """Of a graph's text or a table's numbers, and of the functions that draw them."""
+    text = repr(drawn_from) + "".join(map(inspect.getsource, draw))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def digests(call: str) -> dict[str, str]:
+    """Name of a committed picture → the digest that it should end with; ``call``: what ``graph_of_a_call`` returns."""
+    return {"call": digest(call, draw_graph, on_a_card), "costs": digest(costs(), draw_costs, on_a_card)}
+
+
+def on_a_card(path: Path, ending: str) -> None:
+    """Put a picture on white with round corners, as the page behind it may be dark, and a digest at its end."""
+    svg = re.sub(r"^ +| +$", "", path.read_text("utf-8"), flags=re.MULTILINE)
+    card = '<rect width="100%" height="100%" rx="8" fill="white"/>'
+    svg = re.sub(r"<svg\b[^>]*>", lambda start: f"{start[0]}\n{card}", svg, count=1)
+    path.write_text(svg.replace("</svg>", f"<!-- {ending} -->\n</svg>"), "utf-8")
+
+
+def make_committed() -> None:
+    """Make the pictures of README."""
+    COMMITTED.mkdir(exist_ok=True)
+    call = todist.launch(graph_of_a_call, nproc_per_host=2, rpc=True).rank(0)
+    draw_graph(call, COMMITTED / "call.svg", "LR")
+    draw_costs(costs(), COMMITTED / "costs.svg")
+    for name, ending in digests(call).items():
+        on_a_card(COMMITTED / f"{name}.svg", ending)
+
+
 def make() -> None:
-    """Make all pictures."""
+    """Make the pictures that are not committed."""
     FOLDER.mkdir(exist_ok=True)
-    draw_costs()
     draw_growth()
     draw_efficiency()
-    draw_graph(graph_of_two_steps(), "two_steps")
-    source = todist.launch(of_a_call, (FOLDER / "timeline.svg",), nproc_per_host=2, rpc=True).rank(0)
-    draw_graph(source, "call", "LR")
+    draw_graph(graph_of_two_steps(), FOLDER / "two_steps.svg")
+    todist.launch(timeline, (FOLDER / "timeline.svg",), nproc_per_host=2, rpc=True)
 
 
 if __name__ == "__main__":
-    make()
+    make_committed()

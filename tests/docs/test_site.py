@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -52,6 +55,19 @@ def test_costs_are_drawn_from_tables_that_are_there() -> None:
     assert pictures.number("4,269,981 bytes") == 4269981
     with pytest.raises(ValueError, match=r"docs/benchmarks\.md has no table below '## Gone'"):
         pictures.table("benchmarks.md", "Gone")
+
+
+def test_the_pictures_of_the_readme_are_drawn_from_what_is_there(world: Callable[..., Any]) -> None:
+    """By a digest, since the last digits of a drawing depend on the machine."""
+
+    def graph_of_a_call() -> str | None:
+        return imported("pictures").graph_of_a_call()
+
+    shown = re.findall(r"!\[.+\]\((.+)\)", (DOCS.parent / "README.md").read_text("utf-8"))
+    assert shown == [f"docs/images/{name}.svg" for name in ("call", "costs")]
+    for name, digest in imported("pictures").digests(world(2).run(graph_of_a_call)[0]).items():
+        svg = (DOCS / "images" / f"{name}.svg").read_text("utf-8")
+        assert svg.rstrip().endswith(f"<!-- {digest} -->\n</svg>"), "run `make pictures`, and look at it"
 
 
 def test_examples_are_run_as_they_say_and_those_that_fail_are_named(
