@@ -133,6 +133,71 @@ def test_large_tensors_are_not_copied():
     alone(body)
 
 
+HELD = {elements: torch.ones(elements) for elements in (8, LARGE)}
+"""What a module of this process holds."""
+
+
+def held(elements):
+    return HELD[elements]
+
+
+@pytest.mark.parametrize("elements", [8, LARGE])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_result_is_no_memory_of_the_callers_or_of_another_result(elements, is_async):
+    def body():
+        leaf, array = torch.ones(elements, requires_grad=True), np.ones(elements)
+        kept, module = torch.ones(elements), nn.Linear(elements, 1)
+        mirrored = nn.Linear(elements, 1)
+        optimizer = torch.optim.SGD(mirrored.parameters(), 0.1)
+
+        def result(function, *args):
+            if is_async:
+                return todist.remote_async_call(function, args=args, partitioner=0).wait()[0]
+            return todist.remote_call(0, function, *args)
+
+        results = [
+            result(lambda x: x, leaf),
+            result(lambda x: x[:3], leaf),
+            result(lambda x: x.detach().numpy(), leaf),
+            result(lambda x: {"tensor": torch.from_numpy(x)}, array)["tensor"],
+            result(lambda x: x, array),
+            result(lambda x: x, module).weight,
+            result(lambda x: x.weight.view(-1), module),
+            result(lambda x: x, todist.put(kept)),
+            result(lambda x: x[1:], todist.put(kept)),
+            result(lambda x: x.weight, todist.replica(mirrored, optimizer)),
+            result(held, elements),
+            *result(lambda x: (x * 2, (x * 2).view(-1)), leaf),
+            *result(lambda x: (lambda y: (y, y.view(-1), y[:1]))(x * 2), leaf),
+        ]
+        expected = [each.copy() if isinstance(each, np.ndarray) else each.clone() for each in results]
+        for number, each in enumerate(results):
+            with torch.no_grad():
+                each *= 7
+            for other, value in zip(results[number + 1 :], expected[number + 1 :], strict=True):
+                np.testing.assert_array_equal(np.asarray(other.tolist()), np.asarray(value.tolist()))
+        for own in (leaf, array, kept, HELD[elements]):
+            assert (own == 1).all()
+        for layer in (module, mirrored):
+            assert layer.weight.abs().max() <= 1 / elements**0.5
+
+    alone(body)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_result_can_be_changed_in_place_before_backward(world, rank):
+    def body():
+        x = torch.full((LARGE,), 2.0, requires_grad=True)
+        for function, slope in ((lambda x: x, 3.0), (torch.exp, 3 * np.exp(2.0)), (lambda x: x * 2, 6.0)):
+            result = todist.remote_call(rank, function, x)
+            result.mul_(3)
+            (gradient,) = torch.autograd.grad(result.sum(), x)
+            torch.testing.assert_close(gradient, torch.full_like(x, slope))
+        assert (x == 2).all()
+
+    (world(2).on_zero if rank else alone)(body)
+
+
 def test_a_large_argument_that_is_changed_in_place_is_named():
     def changes(x, model):
         with torch.no_grad():

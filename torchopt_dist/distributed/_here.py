@@ -106,4 +106,6 @@ class _Answer(Future[Message]):
 
 
 def _sent(message: Message) -> Message:
-    return from_wire(to_wire(message, Structures.none()), Structures())
+    """The message with tensors in memory of their own, as it would arrive at another process."""
+    wire = to_wire(message, Structures.none())
+    return from_wire(wire._replace(buffers=[buffer.clone() for buffer in wire.buffers]), Structures())

@@ -19,6 +19,7 @@ from torchopt_dist._serialized_exception import SerializedException
 from torchopt_dist._torch_private import (
     advance_sequence_numbers,
     forget_failed_runs,
+    memory_is_shared,
     next_sequence_number,
 )
 from torchopt_dist.distributed import _execute
@@ -303,7 +304,13 @@ def _reply(
         wanted and (tensor.grad_fn is None or number in reply.connected)
         for number, (wanted, tensor) in enumerate(zip(reply.requires_grad, reply.tensors, strict=True))
     ]
+    # What a call returns is the caller's own, and not the memory of its arguments, of a `put` value or of a global.
+    held: list[int] = []
+    if here and isinstance(request, Call):
+        held = [n for n, each in enumerate(reply.tensors) if each.grad_fn is None or memory_is_shared(each)]
     sent = reply.detached()
+    for number in held:
+        sent.tensors[number] = sent.tensors[number].clone()
     if isinstance(request, Backward) and request.keep and request.streamed:
         came = {id(content.values[place]) for place in request.streamed}
         sent.tensors = [
