@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from tests.distributed.programs import Net, mlp
+from torchopt_dist.distributed._caller_state import CallerState
 from torchopt_dist.distributed._direct_copy import packed_directly
 from torchopt_dist.distributed._protocol import Backward, Reply
 from torchopt_dist.distributed._serialization import pack, unpack
@@ -113,7 +114,9 @@ def test_all_is_what_a_pickle_makes_of_it():
 
 
 def test_a_backward_is_what_it_was():
-    request = Backward((0, 1), (torch.ones(2), None), (True, False), True, (0, 2), False)
+    request = Backward(
+        (0, 1), (torch.ones(2), None), (True, False), True, (0, 2), False, CallerState.capture()
+    )
     message = packed_directly(request, main_by_name=True)
     again = unpack(message.detached().received())
     assert torch.equal(again.output_grads[0], torch.ones(2))

@@ -594,7 +594,7 @@ def noisy(wide, small, doom, rank):
 
 
 class _DiesToo(torch.autograd.Function):
-    """The identity; its backward, and the backward of that, may kill."""
+    """The identity; its backward, and the backward of that, may kill. Autocast triples a gradient."""
 
     @staticmethod
     def forward(ctx, x, dies, moment):
@@ -606,6 +606,7 @@ class _DiesToo(torch.autograd.Function):
         if ctx.dies and ctx.moment == ("recorded" if torch.is_grad_enabled() else "backward"):
             os.kill(os.getpid(), signal.SIGKILL)
         again = "backward" if ctx.moment == "second order" else ""
+        grad = grad * (3 if torch.is_autocast_enabled("cpu") else 1)
         return _DiesToo.apply(grad, ctx.dies, again), None, None
 
 
@@ -613,9 +614,11 @@ def all_derivatives(call, wide, small, doom):
     """The value, and the gradients, once not recorded and once recorded, and those of their squares."""
     torch.manual_seed(3)
     value = call(wide, small * wide[0], doom).square()  # arguments that depend on each other
-    plain = torch.autograd.grad(value, (wide, small), retain_graph=True)
+    with torch.autocast("cpu"):
+        plain = torch.autograd.grad(value, (wide, small), retain_graph=True)
     again = torch.autograd.grad(value, (wide, small), retain_graph=True)
-    first = torch.autograd.grad(value, (wide, small), create_graph=True)
+    with torch.autocast("cpu"):
+        first = torch.autograd.grad(value, (wide, small), create_graph=True)
     second = torch.autograd.grad(sum(g.square().sum() for g in first), (wide, small))
     return [value.detach(), *plain, *again, *(g.detach() for g in first), *second]
 

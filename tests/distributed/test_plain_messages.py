@@ -42,7 +42,15 @@ PLAIN = {
     "constants": call_of(None, True, 3, 2.5, 1j, "text", b"bytes"),
     "tensors": call_of(X, (WEIGHT, (X, 2)), scale=X, name="x"),
     "backward": Backward(
-        (1, 5), (X, None), (True, False), retain_graph=True, key=(1, 6), keep=False, streamed=(0,), early=True
+        (1, 5),
+        (X, None),
+        (True, False),
+        retain_graph=True,
+        key=(1, 6),
+        keep=False,
+        state=CallerState(False, (("cpu", torch.bfloat16),), torch.float64),
+        streamed=(0,),
+        early=True,
     ),
     "reply": Reply([X, (WEIGHT, None), "done"], warning="take care", seconds=0.25),
     "empty reply": Reply(),

@@ -181,6 +181,53 @@ def test_results_can_be_changed_in_place(world):
     world(2).on_zero(body)
 
 
+class ShowsState(torch.autograd.Function):
+    """The identity, whose backward adds what of its thread's state decides how it computes."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        wide = torch.get_default_dtype() is torch.float64
+        return grad + 10 * torch.is_autocast_enabled("cpu") + 100 * wide + 1000 * torch.is_grad_enabled()
+
+
+def test_a_backward_runs_under_the_state_of_the_thread_that_calls_it(world):
+    """As in one process, so the autocast of a call is not that of its backward. In bfloat16 514 becomes 512."""
+
+    def loss(w, x):
+        return (ShowsState.apply(x) @ ShowsState.apply(w)).square().sum()
+
+    def derivatives(call):
+        w, x = torch.tensor([[257.0]], requires_grad=True), torch.ones(1, 1, requires_grad=True)
+        found = []
+        for before, after in ((False, True), (True, False)):
+            with torch.autocast("cpu", torch.bfloat16, enabled=before):
+                value = call(w, x)
+            with torch.autocast("cpu", torch.bfloat16, enabled=after):
+                found += torch.autograd.grad(value, (w, x), retain_graph=True)
+                first = torch.autograd.grad(value, (w, x), create_graph=True)
+            found += [*first, *torch.autograd.grad(sum(first), (w, x), retain_graph=True)]
+            torch.set_default_dtype(torch.float64)
+            try:
+                found += torch.autograd.grad(value, (w, x))
+            finally:
+                torch.set_default_dtype(torch.float32)
+        return [each.item() for each in found]
+
+    def body():
+        expected = derivatives(loss)
+        assert expected[0] == 512 + 10
+        for rank in range(3):
+            assert derivatives(lambda w, x, rank=rank: todist.remote_call(rank, loss, w, x)) == expected
+        nested = lambda w, x: todist.remote_call(2, loss, w, x)  # noqa: E731
+        assert derivatives(lambda w, x: todist.remote_call(1, nested, w, x)) == expected
+
+    world(3).on_zero(body)
+
+
 def test_returned_parameters_are_parameters(world):
     def body():
         model = remote(lambda: nn.Linear(2, 2))()

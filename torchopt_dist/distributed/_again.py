@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from torchopt_dist.distributed._ask import ANOTHER_GRAPH
+from torchopt_dist.distributed._caller_state import CallerState
 from torchopt_dist.distributed._future import Future
 from torchopt_dist.distributed._gradient_streams import Arriving
 from torchopt_dist.distributed._group import Group
@@ -65,7 +66,7 @@ class GradientsAgain:
         output_grads: the gradient of each of its outputs that takes part.
         wanted: for each of its inputs, whether the gradient is wanted.
         inputs: its inputs.
-        recorded: whether the gradients are to be differentiated in turn.
+        state: of the thread of the backward; with grad mode, the gradients are to be differentiated in turn.
     """
 
     def __init__(
@@ -74,14 +75,13 @@ class GradientsAgain:
         output_grads: Sequence[Tensor | None],
         wanted: Sequence[bool],
         inputs: Sequence[Versioned],
-        *,
-        recorded: bool,
+        state: CallerState,
     ) -> None:
         self._graph = graph
         self._output_grads = output_grads
         self._wanted = wanted
         self._inputs = [tensor for tensor, _ in inputs]
-        self._recorded = recorded
+        self._state = state
         self._places: list[int] = []
         self._made: list[Tensor | None] | None = None
         self.workers = graph.workers
@@ -154,15 +154,16 @@ class GradientsAgain:
             views = [tensor.view_as(tensor) for tensor in inputs]
             connected = {id(tensor): view for tensor, view in zip(self._inputs, views, strict=True)}
             outputs = self._graph.outputs(numbers, connected)
-        found = iter(
-            torch.autograd.grad(
-                outputs,
-                [view for view, wanted in zip(views, self._wanted, strict=True) if wanted],
-                output_grads,
-                create_graph=self._recorded,
-                allow_unused=True,
+        with self._state.applied():
+            found = iter(
+                torch.autograd.grad(
+                    outputs,
+                    [view for view, wanted in zip(views, self._wanted, strict=True) if wanted],
+                    output_grads,
+                    create_graph=self._state.grad_enabled,
+                    allow_unused=True,
+                )
             )
-        )
         return [next(found) if wanted else None for wanted in self._wanted]
 
 

@@ -58,8 +58,7 @@ def plain_skeleton(content: object, tensors: Tensors, main_by_name: bool) -> byt
         if isinstance(content, Call):
             fields = _call_fields(content, tensors, main_by_name)
         elif isinstance(content, Backward):
-            graph, grads, *rest = vars(content).values()
-            fields = _BACKWARD, graph, _plain(grads, tensors), *rest
+            fields = _BACKWARD, _plain(content.output_grads, tensors), *content.plain()
         elif isinstance(content, Reply) and content.exception is None:
             values, *rest = vars(content).values()
             fields = _REPLY, _plain(values, tensors), *rest
@@ -77,8 +76,8 @@ def rebuilt(skeleton: bytes, tensors: Sequence[torch.Tensor]) -> Call | Backward
         values, *rest = fields
         return Reply(_whole(values, tensors), *rest)
     if kind == _BACKWARD:
-        graph, grads, *rest = fields
-        return Backward(graph, tuple(_whole(grads, tensors)), *rest)
+        grads, *rest = fields
+        return Backward.of_plain(tuple(_whole(grads, tensors)), *rest)
     common, plain, seeds, more, *rest = fields
     name, state, options = _common_fields(common)
     tasks: list[tuple[Args, KwArgs]] = []

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from torchopt_dist._serialized_exception import SerializedException
+from torchopt_dist.distributed._caller_state import CallerState
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._payload import Payload
 
@@ -102,6 +103,7 @@ class Backward:
         retain_graph: whether the outputs that take part are kept for another backward; all others are kept anyway.
         key: names this backward, and its own graph, if that is kept.
         keep: whether to keep its graph, for a higher order.
+        state: of the thread that runs the caller's backward, such as autocast, which holds for nodes of the graph, too.
         streamed: the places of inputs whose gradients, and those of the workers below in a tree, are added up and sent
             in chunks, before the reply.
         early: whether large gradients are sent in chunks as soon as they are there.
@@ -113,12 +115,29 @@ class Backward:
     retain_graph: bool
     key: Key
     keep: bool
+    state: CallerState
     streamed: tuple[int, ...] = ()
     early: bool = False
 
-    def __reduce__(self) -> tuple[type[Backward], tuple[Any, ...]]:
-        """Its fields, without their names."""
-        return Backward, tuple(vars(self).values())
+    def plain(self) -> tuple[Any, ...]:
+        """Its fields but the gradients, with the fields of the caller's state instead of the state."""
+        graph, _, wanted, retain_graph, key, keep, state, *rest = vars(self).values()
+        return graph, wanted, retain_graph, key, keep, state.plain(), *rest
+
+    @classmethod
+    def of_plain(
+        cls,
+        output_grads: tuple[torch.Tensor | None, ...],
+        graph: Key,
+        wanted: tuple[bool, ...],
+        retain_graph: bool,
+        key: Key,
+        keep: bool,
+        state: tuple[Any, ...],
+        *rest: Any,
+    ) -> Backward:
+        """The inverse of :meth:`plain`."""
+        return cls(graph, output_grads, wanted, retain_graph, key, keep, CallerState.of_plain(*state), *rest)
 
 
 @dataclass(frozen=True)
