@@ -7,8 +7,8 @@ import torch
 import torchopt_dist as todist
 from torchopt_dist.distributed._group import current_group
 from torchopt_dist.distributed._here import Beside
-from torchopt_dist.distributed._protocol import Call
 from torchopt_dist.distributed._payload import ExecutionOptions, group_by_worker
+from torchopt_dist.distributed._protocol import Call
 from torchopt_dist.distributed._serialization import pack, unpack
 
 

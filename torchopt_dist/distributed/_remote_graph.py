@@ -33,6 +33,7 @@ from torchopt_dist._torch_private import (
 )
 from torchopt_dist.distributed._again import Again, GradientsAgain, UnderWay
 from torchopt_dist.distributed._ask import Ask, Sent
+from torchopt_dist.distributed._caller_state import CallerState
 from torchopt_dist.distributed._device_placement import receiving_device
 from torchopt_dist.distributed._direct_copy import packed_directly
 from torchopt_dist.distributed._future import Future
@@ -47,6 +48,7 @@ from torchopt_dist.distributed._protocol import BACKWARD_TWICE, Backward, Call, 
 from torchopt_dist.distributed._serialization import PackedModules, pack, unpack
 from torchopt_dist.distributed._siblings import Siblings
 from torchopt_dist.distributed._spans import Phase, Spanned
+from torchopt_dist.distributed._unsendable import place_in_payload
 from torchopt_dist.distributed._versions import Versioned, check_versions
 from torchopt_dist.distributed.transport.base import Sender
 from torchopt_dist.errors import NotInitializedError, SerializationError
@@ -184,9 +186,9 @@ class RemoteGraph:
         try:
             message = self.pack(request, modules)
         except SerializationError as error:
-            function = _name(payload)
+            function, place = _name(payload), place_in_payload(payload, main_by_name=self._main_by_name)
             raise SerializationError(
-                f"`{function}` and its arguments cannot be sent to {self.worker_name}: {error}"
+                f"`{function}` and its arguments cannot be sent to {self.worker_name}: {place}{error}"
             ) from error
         if message.staying and self.options.outlives_workers:
             raise ValueError(
@@ -287,7 +289,8 @@ class RemoteGraph:
             NotInitializedError: the RPC group of the call has ended, or this process was forked from the caller.
         """
         self.group.check_process()
-        retain_graph, recorded = engine_keeps_graph(), torch.is_grad_enabled()
+        retain_graph, state = engine_keeps_graph(), CallerState.capture()
+        recorded = state.grad_enabled
         reached = {number for number, grad in enumerate(output_grads) if grad is not None}
         if not reached <= self.unused:
             raise RuntimeError(BACKWARD_TWICE)
@@ -312,8 +315,9 @@ class RemoteGraph:
         if streamed or early:
             arriving = self.group.gradient_streams.opened(graph.key, keeps=recorded)
         with graph.span("pack") as span:
+            key = graph.key
             message = graph.pack(
-                Backward(self.key, output_grads, wanted, retain_graph, graph.key, recorded, streamed, early)
+                Backward(self.key, output_grads, wanted, retain_graph, key, recorded, state, streamed, early)
             )
             span.made(message)
         sent = message.detached()
@@ -330,7 +334,7 @@ class RemoteGraph:
             arriving.ends_with(reply)
         again = None
         if self.again is not None:
-            again = GradientsAgain(self.again, output_grads, wanted, inputs, recorded=recorded)
+            again = GradientsAgain(self.again, output_grads, wanted, inputs, state)
             reply = again.instead_of(reply, self.group, self.worker)
             graph.again = again if recorded else None
         if self.used_up:

@@ -40,6 +40,7 @@ from torchopt_dist.distributed._reentrant_checkpoint import gradients_by_backwar
 from torchopt_dist.distributed._replicas import Home, keep_grads
 from torchopt_dist.distributed._serialization import pack, unpack
 from torchopt_dist.distributed._spans import Recorder
+from torchopt_dist.distributed._unsendable import place_in_values
 from torchopt_dist.distributed._versions import Versioned, versioned
 from torchopt_dist.distributed.reference import ConnectedRRef
 from torchopt_dist.errors import SerializationError
@@ -192,7 +193,7 @@ def _differentiate(
         advance_sequence_numbers(graph.end)
     retain_graph = content.retain_graph or graph.shared
     found: Sequence[torch.Tensor | None]
-    with ExitStack() as stack:
+    with content.state.applied(), torch.enable_grad(), ExitStack() as stack:
         deferred: list[Deferred] = []
         if content.streamed:
             streams = answering_group().gradient_streams
@@ -285,7 +286,8 @@ def _reply(
         reply = packed_directly(content, main_by_name=True) if here else None
         reply = reply or pack(content, main_by_name=True)
     except SerializationError as error:
-        raise SerializationError(f"the result cannot be sent: {error}") from error
+        place = place_in_values(content.values) if isinstance(request, Call) else ""
+        raise SerializationError(f"the result cannot be sent: {place}{error}") from error
     if request.keep and inputs:
         leaves = {id(tensor) for tensor in inputs}
         outputs = {

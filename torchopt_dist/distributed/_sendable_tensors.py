@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -18,8 +19,20 @@ __all__ = ["Tensors", "check_sendable"]
 
 def check_sendable(tensor: torch.Tensor, main_by_name: bool) -> None:
     """Raise :class:`SerializationError` unless the tensor and its part of the graph can be sent."""
-    shape = tuple(tensor.shape)
-    if type(tensor) not in (torch.Tensor, nn.Parameter):
+    if tensor.is_nested:
+        raise SerializationError("a nested tensor cannot be sent: send the list that its `unbind()` returns")
+    kind = type(tensor)
+    if kind not in (torch.Tensor, nn.Parameter):
+        if nn.parameter.is_lazy(tensor):
+            raise SerializationError(
+                f"an {kind.__qualname__}, as a lazy module has before its first call, cannot be sent: call the module "
+                "once before"
+            )
+        if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            raise SerializationError(
+                f"a tensor of class {kind.__qualname__} cannot be sent, since its elements are elsewhere, where its "
+                "`__torch_dispatch__` looks for them: send the tensors that it is made of"
+            )
         kind = type(tensor.detach())  # detached, as it is sent
         if name_of(kind, main_by_name) is None:
             raise SerializationError(
@@ -32,13 +45,30 @@ def check_sendable(tensor: torch.Tensor, main_by_name: bool) -> None:
             "many gradients at a time, which is_grads_batched=True and vectorize=True of torch.autograd make, cannot "
             "be sent to another process: ask for one after another"
         )
+    shape = tuple(tensor.shape)
     if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
         sort = "meta" if tensor.is_meta else "quantized" if tensor.is_quantized else str(tensor.layout)
         raise SerializationError(f"a {sort} tensor of shape {shape} cannot be sent: only dense tensors can")
+    if not _can_be_copied(tensor.dtype):
+        raise SerializationError(
+            f"a tensor of shape {shape} and of {tensor.dtype} cannot be sent, since torch does not copy that dtype: "
+            f"send its bytes, `x.view(torch.uint8)`, and let the receiver call `view({tensor.dtype})`"
+        )
     if forward_mode_is_active() and forward_ad.unpack_dual(tensor).tangent is not None:
         raise SerializationError(
             f"a tensor of shape {shape} has a forward-mode tangent, which a remote call would lose"
         )
+
+
+@functools.cache
+def _can_be_copied(dtype: torch.dtype) -> bool:
+    if dtype.is_floating_point or dtype.is_complex:
+        return True
+    try:
+        torch.empty(1, dtype=dtype, device="cpu").clone()
+    except NotImplementedError:
+        return False
+    return True
 
 
 class Tensors:
