@@ -18,6 +18,7 @@ from torchopt_dist.distributed._graph_releaser import GraphReleaser
 from torchopt_dist.distributed._kept_graphs import KeptGraphs
 from torchopt_dist.distributed._members import Member, OnLoss
 from torchopt_dist.distributed._membership import Membership
+from torchopt_dist.distributed._outstanding import Outstanding
 from torchopt_dist.distributed._protocol import Key
 from torchopt_dist.distributed._replicas import Replicas
 from torchopt_dist.distributed._residents import Residents
@@ -62,6 +63,7 @@ class Group:
         bars: for calls with a progress bar, by number, a function of a worker and its number of finished tasks.
         recorder: records what this worker does for calls while a profile is on.
         retries: assigns the shares of lost workers to others.
+        outstanding: bounds the requests that a thread sends before it waits for replies.
         numbers: unique numbers for the calls and backward passes of this worker.
         ending: whether no new calls may be made; those of other workers are still answered.
     """
@@ -98,6 +100,7 @@ class Group:
         self.transport = transport(self)
         membership.links.on_cut = self._cut
         self.retries = Retries(membership, self.threads, self.releaser, self.transport)
+        self.outstanding = Outstanding(len(self.names), self.retries.waiting)
 
     @property
     def members(self) -> tuple[Member, ...]:

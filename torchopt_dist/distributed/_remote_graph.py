@@ -328,8 +328,11 @@ class RemoteGraph:
             self.inputs = inputs if self.kept else []
             self.used_up = not self.kept
         graph.kept = recorded
+        answered = self.group.outstanding.wait_for_slot(self.timeout) if self.turn == LAST else None
         with graph.span("send") if self.turn == LAST else nullcontext():
             reply = self.ask(sent, graph if recorded else None)
+        if answered is not None:
+            reply.add_done_callback(answered)
         if arriving is not None:
             arriving.ends_with(reply)
         again = None

@@ -124,17 +124,27 @@ def remote_async_call(
     Tensors are copied first, so the arguments may be changed in place at once, unless this worker has a share that is
     not isolated.
 
+    At most 256 calls of ``main``, or of a task, are under way at a time, or 8 for each worker where that is more. One
+    more waits for the end of one of these before it is sent.
+
     Returns:
         A future whose ``wait()`` returns the result or raises what the call raised.
     """
-    call = _Call(
-        func, args, kwargs, partitioner, reducer, timeout, ExecutionOptions(**options), snapshot=True
-    )
+    group = current_group()
+    answered = group.outstanding.wait_for_slot(seconds_of(timeout, default=group.call_timeout))
+    try:
+        call = _Call(
+            func, args, kwargs, partitioner, reducer, timeout, ExecutionOptions(**options), snapshot=True
+        )
+    except BaseException:
+        answered()
+        raise
     state = CallerState.capture()
     future: Future[Any] = Awaited(call.group)
     unsettled = [future]  # which an exception's frames so do not refer to
 
     def work() -> None:
+        group.outstanding.slots = None  # those that this thread has used up before are not this call's
         try:
             with call.shown:
                 call.run_own_share()
@@ -148,6 +158,8 @@ def remote_async_call(
             unsettled.pop().set_exception(SerializedException.of(error).to_error(name))
         else:
             unsettled.pop().set_result(result)
+        finally:
+            answered()
 
     call.group.threads.run(work)
     return future

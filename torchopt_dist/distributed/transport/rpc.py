@@ -249,6 +249,7 @@ class RPCTransport:
         """The answer, and what is to be freed when it has been sent."""
         began = time.perf_counter()
         used_up = None
+        self._group.outstanding.slots = None  # what this thread has run before has requests of its own
         try:
             request = self._message(fields)
             reply = handle_request(request, self._group.kept_graphs, self._group.recorder)

@@ -271,6 +271,7 @@ class ZMQTransport:
 
     def _answer(self, worker: int, number: int, content: bytes, rest: Sequence[Frame]) -> None:
         kind: int = REPLY
+        self._group.outstanding.slots = None  # what this thread has run before has requests of its own
         try:
             request = self._message(content, rest)
             reply = handle_request(request, self._group.kept_graphs, self._group.recorder)
