@@ -8,6 +8,8 @@ import json
 import os
 import socket
 import sys
+import threading
+import time
 import weakref
 from pathlib import Path
 
@@ -119,6 +121,34 @@ def test_a_backend_makes_the_process_group(rpc):
     assert launcher.run(total).results == {"localhost": [(3.0, "gloo", 2)] * 2}
     # One that the function has ended itself, too.
     assert launcher.run(end_it).results == {"localhost": [None] * 2}
+
+
+def test_calls_use_the_process_group_of_a_worker_whose_main_has_returned():
+    def total(x):
+        dist.all_reduce(x)
+        return x.item()
+
+    def runs_main():
+        frame = sys._current_frames()[threading.main_thread().ident]
+        while frame is not None and not frame.f_code.co_qualname.endswith("has_returned.<locals>.main"):
+            frame = frame.f_back
+        return frame is not None
+
+    def total_after_main():
+        deadline = time.monotonic() + 30
+        while runs_main():
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        return total(torch.ones(1))
+
+    def main():
+        if todist.get_rank() == 1:
+            return None
+        there = todist.remote_async_call(total_after_main, partitioner=1)
+        return total(torch.ones(1)), there.wait()
+
+    launcher = Launcher(nproc_per_host=2, backend="gloo", rpc=True, handlers=[])
+    assert launcher.run(main).results == {"localhost": [(2.0, [2.0]), None]}
 
 
 def test_rpc_connects_the_workers():

@@ -41,10 +41,10 @@ def in_groups(func: Callable[P, T], backend: str | None, rpc: bool, on_loss: str
         rpc: whether to connect the workers for remote calls.
         on_loss: what the connected workers do when one of them dies.
     """
-    if backend is not None:
-        func = functools.partial(_in_process_group, func, backend)
     if rpc:
         func = functools.partial(_in_rpc_group, func, on_loss)
+    if backend is not None:  # outside: a worker whose main has returned answers calls that use it
+        func = functools.partial(_in_process_group, func, backend)
     return func
 
 
