@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import torchopt_dist as todist
 from tests.diff.adjoint_table import ALL, ESTIMATORS, FINITE, SAMPLED, Regression
@@ -430,3 +431,87 @@ def test_a_second_derivative_is_refused(name, outer):
 def test_bad_settings(call, kind, message):
     with pytest.raises(kind, match=message):
         call()
+
+
+class Product(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(a: Tensor, b: Tensor) -> Tensor:
+        return a * b
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = ctx.saved_tensors
+        return grad * b, grad * a
+
+
+class OldProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return a * b
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = ctx.saved_tensors
+        return grad * b, grad * a
+
+
+@torch.library.custom_op("todist_tests::product", mutates_args=())
+def op_product(a: Tensor, b: Tensor) -> Tensor:
+    return a * b
+
+
+op_product.register_autograd(
+    lambda ctx, grad: (op_product(grad, ctx.saved_tensors[1]), op_product(grad, ctx.saved_tensors[0])),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+PRODUCTS: dict[str, Any] = {
+    "a function": OldProduct.apply,  # as a program keeps it, made before any loop
+    "a function with a context": Product.apply,
+    "an operator": op_product,
+    "a checkpoint": lambda w, m: checkpoint(OldProduct.apply, w, m, use_reentrant=False),
+    "func.grad": lambda w, m: torch.func.grad(lambda a, b: (a * b * a).sum() / 2)(w, m),
+    "func.vmap": lambda w, m: torch.func.vmap(lambda a, b: a * b)(w, m),
+    "func.vjp": lambda w, m: torch.func.vjp(lambda a, b: Product.apply(a, b) * a / 2, w, m)[1](w / w)[0],
+}
+
+
+@pytest.mark.parametrize(
+    "adjoint",
+    [
+        todist.Implicit(),
+        todist.EvolutionStrategies(2, 0.01),
+        todist.PersistentEvolutionStrategies(2, 0.01, unroll=2),
+        todist.FiniteDifference(),
+        todist.Replayed(),
+    ],
+    ids=lambda adjoint: type(adjoint).__name__,
+)
+@pytest.mark.parametrize("way", PRODUCTS)
+def test_meta_tensors_are_followed_wherever_a_loss_uses_them(way, adjoint):
+    m = torch.tensor([0.5, 0.8, 1.1], dtype=torch.float64, requires_grad=True)
+    first = torch.ones(3, dtype=torch.float64, requires_grad=True)
+
+    def found(product: Any) -> list[Tensor]:
+        torch.manual_seed(1)  # of the directions
+        moved = todist.inner_loop(
+            lambda w: ((product(w, m) - 2) ** 2).sum() + (w**4).sum(),
+            todist.sgd(lr=0.05),
+            first,
+            4,
+            meta=m,
+            adjoint=adjoint,
+            seed=0,
+        ).params
+        of_second_order = isinstance(adjoint, todist.Implicit | todist.Replayed)
+        (grad,) = torch.autograd.grad((moved**3).sum(), m, create_graph=of_second_order)
+        return [grad, *(torch.autograd.grad(grad.sum(), m) if of_second_order else [])]
+
+    torch.testing.assert_close(found(PRODUCTS[way]), found(torch.mul), rtol=1e-6, atol=1e-8)

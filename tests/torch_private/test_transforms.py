@@ -210,3 +210,8 @@ def test_a_gradient_inside_transforms_is_none_where_the_loss_does_not_depend_on_
     assert private.transform_level() == 0
     with pytest.raises(RuntimeError, match="inside of a function being transformed"):
         torch.vmap(lambda x: x.requires_grad_())(xs)
+
+
+def test_without_an_entrance_a_loss_that_uses_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch._functorch.vmap, "_add_batch_dim", raising=True)
+    assert [name for _, name in private.entrances_for_tensors()] == ["unwrap_dead_wrappers", "_wrap_for_grad"]

@@ -63,6 +63,7 @@ from torchopt_dist._torch_private.runs import forget_failed_runs, held_by_run
 from torchopt_dist._torch_private.transforms import (
     batch_of,
     batched,
+    entrances_for_tensors,
     grads_inside_transforms,
     is_functorch_tensor,
     outside_of_transforms,
@@ -88,6 +89,7 @@ __all__ = [
     "engine_keeps_graph",
     "engine_needs_node",
     "engine_run",
+    "entrances_for_tensors",
     "evaluating_node",
     "exception_in",
     "finish_interpreter",

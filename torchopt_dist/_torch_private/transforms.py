@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -14,6 +15,22 @@ from torchopt_dist._torch_private.lookup import find
 from torchopt_dist.typing import OptionalTensor
 
 LossAndOthersFn = Callable[[list[Tensor]], tuple[Tensor, list[Tensor]]]
+
+
+def entrances_for_tensors() -> list[tuple[ModuleType, str]]:
+    """Functions of torch that take a user's tensors, and that modes of ``__torch_function__`` do not see.
+
+    They are given by their module and name, and called with positional arguments: a tuple with the arguments of an
+    autograd function, and each tensor that a function is mapped over or differentiated with respect to. Without a name
+    a loop whose loss uses a tensor in this way is refused by adjoints that replace the tensor.
+    """
+    names = [
+        ("torch._functorch.utils", "unwrap_dead_wrappers"),
+        ("torch._functorch.eager_transforms", "_wrap_for_grad"),
+        ("torch._functorch.vmap", "_add_batch_dim"),
+    ]
+    found = [(sys.modules.get(module), name) for module, name in names]
+    return [(module, name) for module, name in found if module is not None and hasattr(module, name)]
 
 
 def is_functorch_tensor(tensor: Tensor) -> bool:

@@ -12,7 +12,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import optree
 import torch
@@ -20,7 +20,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from torchopt_dist import pytree
+from torchopt_dist._functional import replaced
 from torchopt_dist._torch_private import (
+    entrances_for_tensors,
     forward_mode_is_active,
     is_functorch_tensor,
     tensor_at_level,
@@ -237,11 +239,27 @@ _LEAVES = (bool, int, float, str, torch.dtype, torch.device)
 
 
 class Substitute(TorchFunctionMode):
-    """Replaces the tensors found by others."""
+    """Replaces the tensors found by others, also in arguments of autograd functions and of what ``torch.func`` maps."""
 
     def __init__(self, found: Sequence[Tensor], others: Sequence[Tensor]) -> None:
         super().__init__()
         self.others = {id(old): new for old, new in zip(found, others, strict=True)}
+        self.entrances = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        for module, name in entrances_for_tensors():
+            self.entrances.enter_context(replaced(module, {name: self._enter}))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.entrances.close()
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+
+    def _enter(self, torchs: Callable[..., Any], given: Any, *rest: Any) -> Any:
+        if isinstance(given, tuple):  # what is deeper within has no gradient there
+            return torchs(tuple(self.others.get(id(arg), arg) for arg in given), *rest)
+        return torchs(self.others.get(id(given), given), *rest)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args = [self._replaced(arg) for arg in args]

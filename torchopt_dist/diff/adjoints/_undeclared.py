@@ -125,5 +125,6 @@ def refuse(undeclared: Sequence[Tensor]) -> None:
         shapes = ", ".join(str(tuple(leaf.shape)) for leaf in undeclared)
         raise ValueError(
             "`meta` must list every tensor that requires grad and that the loss or the optimizer uses from outside; "
-            f"it lacks {len(undeclared)}, of shape {shapes}: list them, or detach what is to have no gradient"
+            f"it lacks {len(undeclared)}, of shape {shapes}: list them, or detach what is to have no gradient (what it "
+            "lists is not followed into TorchScript)"
         )
