@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchopt_dist._torch_private import evaluating_node, forward_mode_is_active
+from torchopt_dist._torch_private import evaluating_node, forward_mode_is_active, transforms_are_active
 from torchopt_dist.typing import OptionalTensor
 
 __all__ = ["is_normalization", "mend"]
@@ -90,7 +90,9 @@ def _mended(
 
 
 def _alias(x: OptionalTensor) -> OptionalTensor:
-    return None if x is None else x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
+    if x is None or x.requires_grad:
+        return None if x is None else x.view_as(x)
+    return x.detach() if transforms_are_active() else x.detach().requires_grad_()
 
 
 def _backward(

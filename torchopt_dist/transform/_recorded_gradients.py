@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
-from torchopt_dist._torch_private import grad_of_loss
+from torchopt_dist._torch_private import grad_of_loss, vmaps
+from torchopt_dist._vmap import values_of
 from torchopt_dist.transform._attention import explain, is_attention
 from torchopt_dist.transform._normalization_graphs import is_normalization, mend
 from torchopt_dist.typing import OptionalTensor
 
-__all__ = ["recorded_gradients"]
+__all__ = ["mend_recorded", "recorded_gradients"]
 
 _NODES = 20_000
 """So many nodes of a graph are looked at, at most."""
@@ -40,6 +42,33 @@ def recorded_gradients(
         if attends:
             explain(nodes)
     return found
+
+
+def mend_recorded(grads: Sequence[Any], begins: Sequence[Any]) -> None:
+    """As :func:`recorded_gradients` does it, for gradients that ``torch.func.grad``, for example, has taken.
+
+    Inside ``vmap`` these gradients may depend on means and variances that torch takes for constants, and no hook can
+    connect them again; a warning says so.
+
+    Args:
+        grads: the gradients; those without a graph cost nothing.
+        begins: the tensors that they were taken with respect to.
+    """
+    levels = vmaps()
+    ends, begun = (
+        [values_of(x, levels).values for x in tensors if isinstance(x, Tensor)] for tensors in (grads, begins)
+    )
+    if all(x.grad_fn is None for x in ends):
+        return
+    nodes = _nodes(ends, begun)
+    mend(nodes)
+    if levels and any(is_normalization(kind.__name__) for kind in {*map(type, nodes)}):
+        warnings.warn(
+            "inside `vmap`, torch takes mean and variance of `layer_norm` and `batch_norm` for constants in gradients "
+            "by `torch.func.grad`, so what is behind this step of an optimizer may have a wrong derivative: take the "
+            "steps by `todist.inner_loop` or a MetaOptimizer inside `vmap`, or normalize by `group_norm` or `rms_norm`",
+            stacklevel=2,
+        )
 
 
 def _nodes(ends: Sequence[Tensor], begins: Sequence[Tensor]) -> list[Any]:

@@ -16,7 +16,11 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
+import torch
+
+from torchopt_dist import pytree
 from torchopt_dist.transform._fused_step import FusedStep
+from torchopt_dist.transform._recorded_gradients import mend_recorded
 from torchopt_dist.typing import OptState, Params, Updates
 
 if TYPE_CHECKING:
@@ -200,6 +204,8 @@ def _chain_update(
         raise ValueError(
             f"`state` must be a tuple of {len(links)} states, one for each link of the chain, got {state!r}"
         )
+    if params is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        mend_recorded(pytree.flatten(updates)[0], pytree.flatten(params)[0])
     states = []
     for link, link_state in zip(links, state, strict=True):
         updates, link_state = link.update(updates, link_state, params=params, inplace=inplace)
