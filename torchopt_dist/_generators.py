@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import TypeAlias
 
 import torch
 
-__all__ = ["States", "draw", "generators", "have_changed", "never_drawn", "restore", "states"]
+__all__ = [
+    "States",
+    "draw",
+    "draw_returnable",
+    "generators",
+    "have_changed",
+    "never_drawn",
+    "restore",
+    "states",
+]
 
 States: TypeAlias = list[tuple[torch.Generator, torch.Tensor]]
 """Each generator and its state."""
@@ -57,3 +67,20 @@ def draw() -> int:
         _drawn.random_(0, 2**62)
         number: int = _drawn_number[0]
         return number
+
+
+def draw_returnable() -> tuple[int, Callable[[], None]]:
+    """What :func:`draw` returns, and a function that lets the generator be as before, unless more was drawn since."""
+    generator = torch.default_generator
+    with _one_at_a_time:
+        before = generator.get_state()
+        _drawn.random_(0, 2**62)
+        number: int = _drawn_number[0]
+        after = generator.get_state()
+
+    def give_back() -> None:
+        with _one_at_a_time:
+            if torch.equal(generator.get_state(), after):
+                generator.set_state(before)
+
+    return number, give_back

@@ -11,6 +11,7 @@ was to run in another process, computes only while the others here wait, and the
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 import warnings
@@ -18,7 +19,16 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import ParamSpec, TypeVar
 
-from torchopt_dist._generators import States, draw, have_changed, never_drawn, restore, states
+from torchopt_dist._generators import (
+    States,
+    draw,
+    draw_returnable,
+    generators,
+    have_changed,
+    never_drawn,
+    restore,
+    states,
+)
 from torchopt_dist._room import Room
 from torchopt_dist._torch_private import asking_thread, outside_of_transforms, transforms_are_active
 
@@ -28,6 +38,7 @@ __all__ = [
     "Turn",
     "change_generators",
     "draw_seed",
+    "draw_seed_returnable",
     "lent",
     "wait_for_guests",
 ]
@@ -136,14 +147,16 @@ class Task:
     Args:
         seed: of the task.
         guest: whether it computes only while no other task does.
+        draws: is told if the task draws random numbers; ``None``: nobody asks.
     """
 
     mixed = False
     """Numbers were drawn while another thread computed a task."""
 
-    def __init__(self, seed: int, *, guest: bool = False) -> None:
+    def __init__(self, seed: int, *, guest: bool = False, draws: Draws | None = None) -> None:
         self._seed = seed
         self.guest = guest
+        self.draws = draws
 
     def __enter__(self) -> None:
         self.thread = asking_thread()
@@ -174,11 +187,17 @@ class Task:
         self._before = states()
         for generator, _ in self._before:
             generator.manual_seed(self._seed)
+        if self.draws is not None:
+            self._seeded = states()
         if self._outer is not None:
             _tasks.remove(self._outer)
         _tasks.append(self)
 
     def _end(self) -> None:
+        if self.draws is not None and (
+            have_changed(self._seeded) or len(generators()) > len(self._seeded)  # a GPU came into use
+        ):
+            self.draws.known = True
         restore(self._before)
         if self in _tasks:  # unless it was interrupted when it was to go on
             _tasks.remove(self)
@@ -245,12 +264,21 @@ def change_generators(change: Callable[P, T], *args: P.args, **kwargs: P.kwargs)
         return made
 
 
-def draw_seed() -> int:
-    """A number below ``2**62`` from the default generator, to derive seeds from; not while another thread draws."""
+def _drawn_by(take: Callable[[], T]) -> T:
     with outside_of_transforms() if transforms_are_active() else _ALONE:  # `vmap` refuses random numbers
         if not _running or _turn_of(asking_thread()) is None:
-            return change_generators(draw)
-        return draw()
+            return change_generators(take)
+        return take()
+
+
+draw_seed = functools.partial(_drawn_by, draw)  # a function would be one more call of Python code
+"""A number below ``2**62`` from the default generator, to derive seeds from; not while another thread draws."""
+
+
+def draw_seed_returnable() -> tuple[int, Callable[[], None]]:
+    """What :func:`draw_seed` returns, and a function that gives the draw back, unless more was drawn since."""
+    number, give_back = _drawn_by(draw_returnable)
+    return number, functools.partial(_drawn_by, give_back)
 
 
 def lent() -> AbstractContextManager[None]:

@@ -259,6 +259,57 @@ def test_a_small_call_runs_little_python_code_on_both_sides(world):
     assert 0 < worker <= 58
 
 
+def drops_out(x):
+    return torch.dropout(x.sum() + 1, 0.5, train=True)
+
+
+def asks_another(function, x):
+    return todist.remote_call(0, function, x)
+
+
+def asks_another_with_gradients(function, x):
+    with torch.enable_grad():
+        return asks_another(function, x)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_evaluations_that_draw_nothing_do_not_move_the_callers_random_numbers(world, mode):
+    def moves(call):
+        before = torch.get_rng_state()
+        with mode():
+            call()
+        return not torch.equal(before, torch.get_rng_state())
+
+    def body():
+        x, spread = torch.arange(4.0), functools.partial(todist.parallelize, todist.tasks)
+        for options in (
+            {},
+            {"vectorize": True},
+            {"isolate_own_share": False},
+            {"timeout": 60},
+            {"fan_out": 1},
+        ):
+            assert not moves(lambda options=options: spread(**options)(torch.sum)(x))
+            assert moves(lambda options=options: spread(**options)(drops_out)(x))
+            if "vectorize" not in options:
+                nested = spread(**options)(asks_another)
+                assert not moves(lambda nested=nested: nested(torch.sum, x))
+                assert moves(
+                    lambda nested=nested: nested(drops_out, x[:1])
+                )  # two at once on worker 0 would mix
+        assert not moves(lambda: todist.map(torch.sum, list(x)))
+        assert moves(lambda: spread()(asks_another_with_gradients)(torch.sum, x))
+        assert moves(lambda: torch.enable_grad()(spread()(torch.sum))(x))
+        assert moves(lambda: todist.parallelize_async(todist.tasks)(torch.sum)(x).wait())
+        assert moves(lambda: spread(lambda results: torch.rand(()))(torch.sum)(x))
+        with mode():
+            first, second = (spread(todist.stack_reducer)(drops_out)(torch.ones(64)) for _ in range(2))
+        assert not torch.equal(first, second)
+
+    todist.auto_init_rpc()(body)()
+    world(3).on_zero(body)
+
+
 @pytest.mark.parametrize("inference", [False, True])
 def test_the_seed_of_a_call_is_the_next_number_of_the_callers_generator(inference):
     with torch.inference_mode(inference):

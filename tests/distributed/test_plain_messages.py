@@ -52,7 +52,7 @@ PLAIN = {
         streamed=(0,),
         early=True,
     ),
-    "reply": Reply([X, (WEIGHT, None), "done"], warning="take care", seconds=0.25),
+    "reply": Reply([X, (WEIGHT, None), "done"], warning="take care", seconds=0.25, drew=False),
     "empty reply": Reply(),
 }
 SHARED = [1]

@@ -13,7 +13,7 @@ import torch
 from torchopt_dist._evaluation import evaluate
 from torchopt_dist._fast_path import without_fast_path
 from torchopt_dist._normalization import normalization_by_formula
-from torchopt_dist._random_turns import Task
+from torchopt_dist._random_turns import Draws, Task
 from torchopt_dist.distributed._containers import flatten
 from torchopt_dist.distributed._device_placement import receiving_device
 from torchopt_dist.distributed._payload import Payload
@@ -24,58 +24,77 @@ __all__ = ["run", "timed"]
 
 
 def timed(
-    payload: Payload, wait_for: Callable[[int], None] | None = None, *, moved: bool = False
+    payload: Payload,
+    wait_for: Callable[[int], None] | None = None,
+    *,
+    moved: bool = False,
+    draws: Draws | None = None,
 ) -> tuple[list[Any], float]:
     """What :func:`run` returns, and how many seconds a sample took; 0 if the payload does not ask."""
     if not payload.samples:
-        return run(payload, wait_for, moved=moved), 0.0
+        return run(payload, wait_for, moved=moved, draws=draws), 0.0
     started = time.perf_counter()
-    values = run(payload, wait_for, moved=moved)
+    values = run(payload, wait_for, moved=moved, draws=draws)
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return values, (time.perf_counter() - started) / payload.samples
 
 
-def run(payload: Payload, wait_for: Callable[[int], None] | None = None, *, moved: bool = False) -> list[Any]:
+def run(
+    payload: Payload,
+    wait_for: Callable[[int], None] | None = None,
+    *,
+    moved: bool = False,
+    draws: Draws | None = None,
+) -> list[Any]:
     """The values of the payload's tasks. If a task raises, its exception is raised and later tasks do not run.
 
     Args:
         payload: the work of this worker.
         wait_for: waits for the arguments of a task, by its index, if they may come later.
         moved: whether another worker was to run them first, so that this one has work of its own.
+        draws: is told if a task draws random numbers; ``None``: nobody asks.
     """
     payload = resolved(payload, receiving_device(payload.options.device))
-    tasks = partial(_vectorized if payload.options.vectorize else _one_by_one, wait_for=wait_for, moved=moved)
+    tasks = partial(
+        _vectorized if payload.options.vectorize else _one_by_one,
+        wait_for=wait_for,
+        task=partial(Task, guest=moved, draws=draws),
+    )
     with payload.state.applied():
         if payload.state.grad_enabled:
             return tasks(payload)
         return evaluate(lambda: tasks(payload))
 
 
-def _one_by_one(payload: Payload, wait_for: Callable[[int], None] | None, moved: bool) -> list[Any]:
+def _one_by_one(
+    payload: Payload, wait_for: Callable[[int], None] | None, task: Callable[[int], Task]
+) -> list[Any]:
     values: list[Any] = []
     tell = teller(payload)
     for (args, kwargs), seed in zip(payload.tasks, payload.seeds, strict=True):
         if wait_for is not None:
             wait_for(len(values))
-        with Task(seed, guest=moved):
+        with task(seed):
             values.append(payload.function(*args, **kwargs))
         if tell is not None:
             tell(len(values))
     return values
 
 
-def _vectorized(payload: Payload, wait_for: Callable[[int], None] | None, moved: bool) -> list[Any]:
+def _vectorized(
+    payload: Payload, wait_for: Callable[[int], None] | None, task: Callable[[int], Task]
+) -> list[Any]:
     """One ``vmap`` over the tensors that differ between the tasks; an argument that all tasks share is not mapped."""
     tasks: Any = payload.tasks
-    flat = [flatten(task, is_leaf=_is_module, path="(args, kwargs)") for task in tasks]
+    flat = [flatten(each, is_leaf=_is_module, path="(args, kwargs)") for each in tasks]
     _, paths, rebuild = flat[0]
-    columns = list(zip(*(task.leaves for task in flat), strict=True))
+    columns = list(zip(*(each.leaves for each in flat), strict=True))
     mapped = [
         index for index, column in enumerate(columns) if not all(_same(leaf, column[0]) for leaf in column)
     ]
     if not mapped:
-        return _one_by_one(payload, wait_for, moved)
+        return _one_by_one(payload, wait_for, task)
     _check_mappable(columns, mapped, paths)
 
     def one_task(*tensors: torch.Tensor) -> Any:
@@ -86,12 +105,12 @@ def _vectorized(payload: Payload, wait_for: Callable[[int], None] | None, moved:
         return payload.function(*args, **kwargs)
 
     stacked = [torch.stack(columns[index]) for index in mapped]
-    with Task(payload.seeds[0], guest=moved), normalization_by_formula(), without_fast_path():
+    with task(payload.seeds[0]), normalization_by_formula(), without_fast_path():
         batched = torch.func.vmap(one_task, randomness="different", chunk_size=payload.options.chunk_size)(
             *stacked
         )
     leaves, out = optree.tree_flatten(batched, none_is_leaf=True)
-    return [optree.tree_unflatten(out, [leaf[task] for leaf in leaves]) for task in range(len(tasks))]
+    return [optree.tree_unflatten(out, [leaf[index] for leaf in leaves]) for index in range(len(tasks))]
 
 
 def _is_module(leaf: Any) -> bool:

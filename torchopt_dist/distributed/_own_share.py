@@ -14,6 +14,7 @@ from typing import Any
 import optree
 from torch import Tensor, nn
 
+from torchopt_dist._random_turns import Draws
 from torchopt_dist._serialized_exception import SerializedException
 from torchopt_dist._torch_private import tensor_version
 from torchopt_dist.distributed import _execute
@@ -119,7 +120,10 @@ def _plain(payload: Payload, siblings: Siblings | None, *, in_a_thread: bool) ->
         group = current_group()
         try:
             with group.recorder.span("run"):
-                values, seconds = _execute.timed(placed(payload))
+                draws = None if payload.state.grad_enabled else Draws(False)
+                values, seconds = _execute.timed(placed(payload), draws=draws)
+            if siblings is not None and draws is not None and draws.known:
+                siblings.drew = True
             if siblings is not None and siblings.balance is not None:
                 siblings.balance.took(group.rank, seconds)
             return values

@@ -184,6 +184,7 @@ def group_by_worker(
     options: ExecutionOptions,
     *,
     timed: bool = False,
+    seed: int | None = None,
 ) -> dict[int, tuple[Payload, list[int]]]:
     """Collect the partitions of each worker.
 
@@ -192,11 +193,14 @@ def group_by_worker(
         partitions: a worker and arguments each; those of a call that is timed have a size.
         options: how to run them.
         timed: whether each worker is to measure how long its samples take.
+        seed: the number from which the tasks' seeds are made; ``None`` draws it.
 
     Returns:
         For each worker's rank its payload, and the indices of its tasks among ``partitions``.
     """
-    state, seed = CallerState.capture(), draw_seed()
+    state = CallerState.capture()
+    if seed is None:
+        seed = draw_seed()
     shares: dict[int, tuple[list[int], list[tuple[Args, KwArgs]], list[int]]] = {}
     for index, (worker, args, kwargs) in enumerate(partitions):
         indices, tasks, seeds = shares.setdefault(int(worker), ([], [], []))

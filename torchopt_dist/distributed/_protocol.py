@@ -162,13 +162,15 @@ class Reply:
         exception: the exception that ended the request, if one did.
         warning: the text of a warning for the caller.
         seconds: how long a sample of a call took, if the call asks.
+        drew: whether tasks of a call drew random numbers; true also for a call with gradients, which nobody asks.
     """
 
     values: list[Any] = field(default_factory=list)
     exception: SerializedException | None = None
     warning: str | None = None
     seconds: float = 0.0
+    drew: bool = True
 
     def __reduce__(self) -> tuple[type[Reply], tuple[Any, ...]]:
         """Its fields, without their names."""
-        return Reply, (self.values, self.exception, self.warning, self.seconds)
+        return Reply, (self.values, self.exception, self.warning, self.seconds, self.drew)

@@ -255,6 +255,7 @@ class RemoteGraph:
             raise self.siblings.error_of(reply.exception, self.worker_name)
         if reply.warning is not None:
             warnings.warn(f"{reply.warning}; strict=True makes this an error", stacklevel=1)
+        self.siblings.drew |= reply.drew
         if self.siblings.balance is not None:
             self.siblings.balance.took(self.worker, reply.seconds)
         return reply.values

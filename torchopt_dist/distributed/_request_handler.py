@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from torchopt_dist._random_turns import Draws
 from torchopt_dist._serialized_exception import SerializedException
 from torchopt_dist._torch_private import (
     advance_sequence_numbers,
@@ -123,6 +124,9 @@ def answer(
         run = _execute.timed if content.late is None else functools.partial(_timed_late, key, content.late)
         if request.moved:
             run = functools.partial(run, moved=True)
+        draws = None if content.payload.state.grad_enabled else Draws(False)
+        if draws is not None:
+            run = functools.partial(run, draws=draws)
         if request.arrived:
             run = functools.partial(_with_references, request.arrived, run)
         given = versioned(request.inputs()) if content.keep and request.tensors else []
@@ -137,10 +141,10 @@ def answer(
             warning = _lost_gradients(content, values, request.tensors, seen, kept_graphs)
         if given and warning is None and any(each.tensor.grad is not None for each in given):
             warning = _left_gradients(content, values, given, kept_graphs)
-        made = Reply(values, warning=warning, seconds=seconds)
+        made = Reply(values, warning=warning, seconds=seconds, drew=draws is None or draws.known is True)
         inputs = request.inputs() if request.tensors else []
     elif isinstance(content, Errand):
-        made, inputs, here = Reply(content.run(request)), request.inputs(), False
+        made, inputs, here = Reply(content.run(request), drew=False), request.inputs(), False
     else:
         graph = kept_graphs.find(content.graph)
         input_grads, outputs = recorder.record(
@@ -170,10 +174,10 @@ def _with_references(
             reference.end()
 
 
-def _timed_late(key: Key, late: Late, payload: Payload, *, moved: bool = False) -> tuple[list[Any], float]:
+def _timed_late(key: Key, late: Late, payload: Payload, **options: Any) -> tuple[list[Any], float]:
     """The values of a call some of whose tensors come later, and the seconds of a sample."""
     with filled(key, late) as wait_for:
-        return _execute.timed(unmarked(payload), wait_for, moved=moved)
+        return _execute.timed(unmarked(payload), wait_for, **options)
 
 
 def _differentiate(

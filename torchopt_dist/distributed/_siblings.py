@@ -33,6 +33,7 @@ class Siblings:
         log: the log of the call, while the call is logged.
         balance: gets the time that each worker took for a sample.
         error_of: as given.
+        drew: whether tasks of the call drew random numbers, as far as is known.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Siblings:
         self.log = log
         self.balance = balance
         self.error_of = error_of
+        self.drew = False
         # Weak ones: who waits for a reply holds it, and one that is an error refers to frames, and these to the graph.
         self._replies: list[tuple[int, weakref.ref[Future[Message]], str]] = []
         self._lock = threading.Lock()

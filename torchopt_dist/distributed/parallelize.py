@@ -9,8 +9,10 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, replace
 from typing import Any, ParamSpec, TypeVar, Unpack, overload
 
+import torch
 from torch.futures import Future
 
+from torchopt_dist._random_turns import draw_seed_returnable
 from torchopt_dist._serialized_exception import SerializedException
 from torchopt_dist.distributed import _future, _multicast, _own_share
 from torchopt_dist.distributed._awaited import Awaited
@@ -203,7 +205,13 @@ class _Call:
                 "worker ends all others here"
             )
         self.balance = balance_of(partitioner)
-        self.payloads = group_by_worker(func, self.partitions, options, timed=self.balance is not None)
+        # As in one process, an evaluation that draws nothing does not move the caller's random numbers.
+        seed: int | None = None
+        self.give_back: Callable[[], None] | None = None
+        if not (snapshot or torch.is_grad_enabled()):
+            seed, self.give_back = draw_seed_returnable()
+        timed = self.balance is not None
+        self.payloads = group_by_worker(func, self.partitions, options, timed=timed, seed=seed)
         self.me = self.group.rank
         self.bar = self.show_progress(func) if options.progress else None
         log = call_log(func, self.payloads, self.group)
@@ -280,6 +288,8 @@ class _Call:
             gathered = group.recorder.record(
                 "wait", None, None, gather, self.values, group.names, self.seconds, self.started
             )
+        if self.give_back is not None and not self.siblings.drew:
+            self.give_back()
         for worker, values in gathered.items():
             for index, value in zip(self.payloads[worker][1], values, strict=True):
                 results[index] = value
