@@ -28,6 +28,8 @@ from torchopt_dist.distributed._tree import tree
 from torchopt_dist.distributed._wire_format import SMALL
 from torchopt_dist.errors import CallTimeoutError, WorkerLostError
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*has changed buffers of its arguments:UserWarning")
+
 RPC, ZMQ = {"TODIST_TRANSPORT": "rpc"}, {"TODIST_TRANSPORT": "zmq"}
 
 

@@ -84,6 +84,7 @@ class Remembers(nn.Module):
         return self.norm(x), self.queue.sum(), len(self.calls)
 
 
+@pytest.mark.filterwarnings("ignore:.*has changed buffers of its arguments:UserWarning")
 def test_what_the_function_does_to_its_objects_stays_there(world):
     def body():
         model, x, seen = Remembers(), torch.arange(12.0, dtype=torch.float64).reshape(3, 4), []

@@ -27,6 +27,8 @@ from tests.distributed.programs import (
     vectors,
 )
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*has changed buffers of its arguments:UserWarning")
+
 
 def test_first_and_second_order_pass_gradcheck(world):
     def body():

@@ -16,6 +16,8 @@ from torch import nn
 import torchopt_dist as todist
 from torchopt_dist.errors import ResidentError, WorkerLostError
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*has changed buffers of its arguments:UserWarning")
+
 OPTIMIZERS = {
     "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),

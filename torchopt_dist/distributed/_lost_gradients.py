@@ -40,7 +40,8 @@ def code_of(function: Callable[..., Any]) -> object:
     if type(function) is FunctionType:
         return function.__code__
     if isinstance(function, functools.partial):
-        return code_of(function.func)
+        code = code_of(function.func)
+        return code if type(function) is functools.partial else (type(function), code)
     if isinstance(function, nn.Module):
         return type(function)
     function = getattr(function, "__func__", function)

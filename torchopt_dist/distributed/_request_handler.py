@@ -24,6 +24,7 @@ from torchopt_dist._torch_private import (
     next_sequence_number,
 )
 from torchopt_dist.distributed import _execute
+from torchopt_dist.distributed._buffers import description_of_changes, held_by
 from torchopt_dist.distributed._device_placement import receiving_device
 from torchopt_dist.distributed._direct_copy import packed_directly
 from torchopt_dist.distributed._early_gradients import gradients_sent_early
@@ -133,12 +134,14 @@ def answer(
         seen: Seen | None = None
         if _looks_for_losses(content, kept_graphs):
             with watched() as seen:
+                held = held_by(content.payload)
                 values, seconds = recorder.record("run", key, key[0], run, content.payload)
         else:  # a context that does nothing would be three more calls of Python code
             values, seconds = recorder.record("run", key, key[0], run, content.payload)
         warning = None
         if seen is not None:
-            warning = _lost_gradients(content, values, request.tensors, seen, kept_graphs)
+            changes = description_of_changes(content.payload.function, held)
+            warning = _lost_gradients(content, values, request.tensors, seen, changes, kept_graphs)
         if given and warning is None and any(each.tensor.grad is not None for each in given):
             warning = _left_gradients(content, values, given, kept_graphs)
         made = Reply(values, warning=warning, seconds=seconds, drew=draws is None or draws.known is True)
@@ -241,20 +244,26 @@ def _looks_for_losses(call: Call, kept_graphs: KeptGraphs) -> bool:
 
 
 def _lost_gradients(
-    call: Call, values: list[Any], tensors: list[torch.Tensor], seen: Seen, kept_graphs: KeptGraphs
+    call: Call,
+    values: list[Any],
+    tensors: list[torch.Tensor],
+    seen: Seen,
+    changes: str | None,
+    kept_graphs: KeptGraphs,
 ) -> str | None:
-    """The warning for the caller about lost gradients.
+    """The warning for the caller about lost gradients, and about buffers that have changed.
 
     Raises:
-        RuntimeError: a gradient is lost, and the call is strict.
+        RuntimeError: something is lost, and the call is strict.
     """
     payload = call.payload
     lost, is_all = description_of_losses(payload.function, values, tensors, seen)
     if is_all:
         kept_graphs.known.add(code_of(payload.function))
+    lost = ". ".join(text for text in (lost, changes) if text)
     if lost and payload.options.strict:
         raise RuntimeError(f"{lost}, or drop strict=True")
-    return lost
+    return lost or None
 
 
 def _left_gradients(

@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Concatenate, TypeVar, Unpack, overload
 
-from torchopt_dist.distributed._payload import ExecutionKwargs
 from torchopt_dist.distributed._spread import check_workers, ranks_of
 from torchopt_dist.distributed._timeout import UNSET_TIMEOUT
 from torchopt_dist.distributed.balance import Balance, check_balance, ranges
-from torchopt_dist.distributed.parallelize import remote_sync_call
+from torchopt_dist.distributed.parallelize import CallKwargs, remote_sync_call
 from torchopt_dist.distributed.partition import Partition
 from torchopt_dist.distributed.reduce import ReducerOfSizes, check_reducer
 from torchopt_dist.typing import Args, KwArgs
@@ -33,7 +32,7 @@ def map(
     workers: Sequence[int | str] | None = None,
     balance: Balance | None = None,
     timeout: float | None = UNSET_TIMEOUT,
-    **options: Unpack[ExecutionKwargs],
+    **options: Unpack[CallKwargs],
 ) -> list[Result]: ...
 @overload
 def map(
@@ -46,7 +45,7 @@ def map(
     workers: Sequence[int | str] | None = None,
     balance: Balance | None = None,
     timeout: float | None = UNSET_TIMEOUT,
-    **options: Unpack[ExecutionKwargs],
+    **options: Unpack[CallKwargs],
 ) -> Reduced: ...
 @overload
 def map(
@@ -59,7 +58,7 @@ def map(
     workers: Sequence[int | str] | None = None,
     balance: Balance | None = None,
     timeout: float | None = UNSET_TIMEOUT,
-    **options: Unpack[ExecutionKwargs],
+    **options: Unpack[CallKwargs],
 ) -> Reduced: ...
 def map(
     func: Callable[..., Any],
@@ -71,7 +70,7 @@ def map(
     workers: Sequence[int | str] | None = None,
     balance: Balance | None = None,
     timeout: float | None = UNSET_TIMEOUT,
-    **options: Unpack[ExecutionKwargs],
+    **options: Unpack[CallKwargs],
 ) -> Any:
     """Call ``func(item, *args, **kwargs)`` for each item, each call a task, on all workers; wait for the results.
 
@@ -100,6 +99,7 @@ def map(
         progress: whether to show a progress bar of the tasks; needs tqdm.
         fan_out: to how many workers each worker forwards the data that all share; see :func:`remote_sync_call`.
         stream: whether a worker starts its first item while the others still travel; see :func:`remote_sync_call`.
+        buffers: what becomes of buffers of modules that tasks have changed; see :func:`remote_sync_call`.
 
     Returns:
         The list of results in the items' order, ``[]`` if there is no item; or what the reducer makes of the list.

@@ -16,6 +16,7 @@ from torchopt_dist._random_turns import draw_seed_returnable
 from torchopt_dist._serialized_exception import SerializedException
 from torchopt_dist.distributed import _future, _multicast, _own_share
 from torchopt_dist.distributed._awaited import Awaited
+from torchopt_dist.distributed._buffers import Buffers, Returning, check_buffers, take
 from torchopt_dist.distributed._call_log import call_log
 from torchopt_dist.distributed._caller_state import CallerState
 from torchopt_dist.distributed._gather import gather
@@ -38,6 +39,12 @@ Result = TypeVar("Result")
 Reduced = TypeVar("Reduced")
 
 
+class CallKwargs(ExecutionKwargs, total=False):
+    """The options of a call: those of its tasks' execution, and what the caller does with what they have changed."""
+
+    buffers: Buffers
+
+
 def remote_sync_call(
     func: Callable[..., Any],
     *,
@@ -46,7 +53,7 @@ def remote_sync_call(
     partitioner: Partitioner | None = None,
     reducer: Callable[..., Any] | None = None,
     timeout: float | None = UNSET_TIMEOUT,
-    **options: Unpack[ExecutionKwargs],
+    **options: Unpack[CallKwargs],
 ) -> Any:
     """Call ``func`` on one or several workers, and wait for what they return.
 
@@ -89,6 +96,11 @@ def remote_sync_call(
             still travel, and in backward sends each large gradient while it computes the next. It pays if the tensors
             of a task take about as long to send as the task takes to run. With ``vectorize``, ``retries``,
             ``hedge_after`` or a number as ``fan_out`` it is an error.
+        buffers: what becomes of the buffers that tasks change in modules among the arguments, such as the running
+            statistics of a ``BatchNorm``. Each task starts from the caller's. ``"mean"`` sets these to the mean over
+            the tasks, weighted by their sizes (integers: to the largest), ``"first"`` to those of the first task, both
+            before the reducer is called. By default nothing comes back, and a worker warns when it first runs the
+            function; with ``strict`` it raises.
 
     Returns:
         What the reducer returns, or the list of results.
@@ -103,7 +115,11 @@ def remote_sync_call(
         TypeError: an argument is of the wrong kind.
         ValueError: the arguments cannot be split, or a worker is unknown.
     """
-    call = _Call(func, args, kwargs, partitioner, reducer, timeout, ExecutionOptions.of(options))
+    execution: Any = options
+    buffers = execution.pop("buffers", None)
+    call = _Call(
+        func, args, kwargs, partitioner, reducer, timeout, ExecutionOptions.of(execution), buffers=buffers
+    )
     with call.shown:
         call.run_own_share()
         return call.finish()
@@ -117,7 +133,7 @@ def remote_async_call(
     partitioner: Partitioner | None = None,
     reducer: Callable[..., Any] | None = None,
     timeout: float | None = UNSET_TIMEOUT,
-    **options: Unpack[ExecutionKwargs],
+    **options: Unpack[CallKwargs],
 ) -> Future[Any]:
     """Like :func:`remote_sync_call`, but returns at once with a future of the result.
 
@@ -132,11 +148,14 @@ def remote_async_call(
     Returns:
         A future whose ``wait()`` returns the result or raises what the call raised.
     """
+    execution: Any = options
+    buffers = execution.pop("buffers", None)
+    settings = ExecutionOptions.of(execution)
     group = current_group()
     answered = group.outstanding.wait_for_slot(seconds_of(timeout, default=group.call_timeout))
     try:
         call = _Call(
-            func, args, kwargs, partitioner, reducer, timeout, ExecutionOptions(**options), snapshot=True
+            func, args, kwargs, partitioner, reducer, timeout, settings, buffers=buffers, snapshot=True
         )
     except BaseException:
         answered()
@@ -183,6 +202,7 @@ class _Call:
         timeout: float | None,
         options: ExecutionOptions,
         *,
+        buffers: Buffers = None,
         snapshot: bool = False,
     ) -> None:
         self.group = current_group()
@@ -205,13 +225,17 @@ class _Call:
                 "worker ends all others here"
             )
         self.balance = balance_of(partitioner)
+        if buffers is not None:
+            check_buffers(buffers)
+        self.take = None if buffers is None else functools.partial(take, func, buffers=buffers)
+        sent = func if buffers is None else Returning(func)
         # As in one process, an evaluation that draws nothing does not move the caller's random numbers.
         seed: int | None = None
         self.give_back: Callable[[], None] | None = None
         if not (snapshot or torch.is_grad_enabled()):
             seed, self.give_back = draw_seed_returnable()
         timed = self.balance is not None
-        self.payloads = group_by_worker(func, self.partitions, options, timed=timed, seed=seed)
+        self.payloads = group_by_worker(sent, self.partitions, options, timed=timed, seed=seed)
         self.me = self.group.rank
         self.bar = self.show_progress(func) if options.progress else None
         log = call_log(func, self.payloads, self.group)
@@ -293,6 +317,8 @@ class _Call:
         for worker, values in gathered.items():
             for index, value in zip(self.payloads[worker][1], values, strict=True):
                 results[index] = value
+        if self.take is not None:
+            results = self.take(self.partitions, results)
         if self.reduce is None:
             return results
         return self.reduce(results, [part.size for part in self.partitions])
@@ -303,27 +329,27 @@ def parallelize(
     partitioner: Partitioner | None = None,
     reducer: None = None,
     timeout: float | None = ...,
-    **options: Unpack[ExecutionKwargs],
+    **options: Unpack[CallKwargs],
 ) -> Callable[[Callable[P, Result]], Callable[P, list[Result]]]: ...
 @overload
 def parallelize(
     partitioner: Partitioner | None = None,
     reducer: Callable[[list[Result]], Reduced] = ...,
     timeout: float | None = ...,
-    **options: Unpack[ExecutionKwargs],
+    **options: Unpack[CallKwargs],
 ) -> Callable[[Callable[P, Result]], Callable[P, Reduced]]: ...
 @overload
 def parallelize(
     partitioner: Partitioner | None = None,
     reducer: ReducerOfSizes[Result, Reduced] = ...,
     timeout: float | None = ...,
-    **options: Unpack[ExecutionKwargs],
+    **options: Unpack[CallKwargs],
 ) -> Callable[[Callable[P, Result]], Callable[P, Reduced]]: ...
 def parallelize(
     partitioner: Partitioner | None = None,
     reducer: Callable[..., Any] | None = None,
     timeout: float | None = UNSET_TIMEOUT,
-    **options: Unpack[ExecutionKwargs],
+    **options: Unpack[CallKwargs],
 ) -> Callable[[Callable[P, Any]], Callable[P, Any]]:
     """Decorate a function so that its calls run on the workers; the arguments are those of :func:`remote_sync_call`.
 
@@ -342,7 +368,7 @@ def parallelize(
         loss.backward()
     """
     check_parentheses("todist.parallelize", partitioner)
-    settings = _checked(partitioner, reducer, timeout, ExecutionOptions(**options))
+    settings = _checked(partitioner, reducer, timeout, options)
     return functools.partial(_decorate, remote_sync_call, settings)
 
 
@@ -354,31 +380,31 @@ def parallelize_async(
     partitioner: Partitioner | None = None,
     reducer: None = None,
     timeout: float | None = ...,
-    **options: Unpack[ExecutionKwargs],
+    **options: Unpack[CallKwargs],
 ) -> Callable[[Callable[P, Result]], Callable[P, Future[list[Result]]]]: ...
 @overload
 def parallelize_async(
     partitioner: Partitioner | None = None,
     reducer: Callable[[list[Result]], Reduced] = ...,
     timeout: float | None = ...,
-    **options: Unpack[ExecutionKwargs],
+    **options: Unpack[CallKwargs],
 ) -> Callable[[Callable[P, Result]], Callable[P, Future[Reduced]]]: ...
 @overload
 def parallelize_async(
     partitioner: Partitioner | None = None,
     reducer: ReducerOfSizes[Result, Reduced] = ...,
     timeout: float | None = ...,
-    **options: Unpack[ExecutionKwargs],
+    **options: Unpack[CallKwargs],
 ) -> Callable[[Callable[P, Result]], Callable[P, Future[Reduced]]]: ...
 def parallelize_async(
     partitioner: Partitioner | None = None,
     reducer: Callable[..., Any] | None = None,
     timeout: float | None = UNSET_TIMEOUT,
-    **options: Unpack[ExecutionKwargs],
+    **options: Unpack[CallKwargs],
 ) -> Callable[[Callable[P, Any]], Callable[P, Future[Any]]]:
     """Like :func:`parallelize`, but a call returns a future at once; see :func:`remote_async_call`."""
     check_parentheses("todist.parallelize_async", partitioner)
-    settings = _checked(partitioner, reducer, timeout, ExecutionOptions(**options))
+    settings = _checked(partitioner, reducer, timeout, options)
     return functools.partial(_decorate, remote_async_call, settings)
 
 
@@ -399,10 +425,14 @@ def _checked(
     partitioner: Partitioner | None,
     reducer: Callable[..., Any] | None,
     timeout: float | None,
-    options: ExecutionOptions,
+    options: CallKwargs,
 ) -> dict[str, Any]:
     """The settings of a decorator, checked as far as they can be before there is an RPC group."""
     check_partitioner(partitioner)
     check_reducer(reducer)
     seconds_of(timeout)
-    return {"partitioner": partitioner, "reducer": reducer, "timeout": timeout, **asdict(options)}
+    execution: Any = dict(options)
+    buffers = execution.pop("buffers", None)
+    check_buffers(buffers)
+    settings = {**asdict(ExecutionOptions(**execution)), "buffers": buffers}
+    return {"partitioner": partitioner, "reducer": reducer, "timeout": timeout, **settings}
