@@ -27,22 +27,25 @@ class Writer:
 
     Args:
         number: gives a tensor that travels beside the pickle its number; ``None`` leaves all in the pickle.
+
+    Attributes:
+        length: how many bytes have been written, without the long ones.
     """
 
     def __init__(self, number: Callable[[torch.Tensor], int] | None) -> None:
         self._number = number
         self._parts: list[bytes] = []
-        self._length = 0
+        self.length = 0
         self._holes: list[tuple[int, int]] = []
 
     def write(self, data: bytes | bytearray) -> int:
         """Take what the pickler writes."""
         part = bytes(data)  # no copy, unless these can change
         if self._number is not None and len(part) >= LONG:
-            self._holes.append((self._length, self._number(_tensor_on(part))))
+            self._holes.append((self.length, self._number(_tensor_on(part))))
         else:
             self._parts.append(part)
-            self._length += len(part)
+            self.length += len(part)
         return len(part)
 
     def pickle(self) -> tuple[bytes, Holes]:

@@ -1,7 +1,8 @@
 """A call's results and inputs → gradients that the caller does not get: of other leaves, and of inputs without a path.
 
-A function that is sent by its name uses the worker's own global variables. The graph of a call ends at the tensors of
-its message, so a global model's parameters get no gradient from it. An inner loop may have an adjoint that gives none
+A function that is sent by its name uses the worker's own global variables, and those that go with the code of a
+function are the worker's own, too. The graph of a call ends at the other tensors of its message, so a global model's
+parameters get no gradient from it. An inner loop may have an adjoint that gives none
 to what its loss uses.
 """
 
@@ -64,7 +65,11 @@ def watched() -> Iterator[Seen]:
 
 
 def description_of_losses(
-    function: Callable[..., Any], results: list[Any], inputs: Sequence[Tensor], seen: Seen
+    function: Callable[..., Any],
+    results: list[Any],
+    inputs: Sequence[Tensor],
+    seen: Seen,
+    apart: Sequence[Tensor] = (),
 ) -> tuple[str | None, bool]:
     """Describe the leaves on which the results depend and that the caller does not know, and inputs that get nothing.
 
@@ -75,6 +80,7 @@ def description_of_losses(
         results: what it has returned.
         inputs: the tensors among its arguments.
         seen: what was seen meanwhile.
+        apart: leaves that global variables hold that came with the code of functions.
 
     Returns:
         A sentence with what is lost and the remedy, or ``None`` if nothing is lost; and whether that is all that can be
@@ -96,7 +102,14 @@ def description_of_losses(
     for path, tensor in _globals_of(function, set()):
         names.setdefault(id(tensor), path)
     lost = [names[id(leaf)] for leaf in leaves if id(leaf) in names]
-    leaves = [leaf for leaf in leaves if id(leaf) not in names and isinstance(leaf, nn.Parameter)]
+    brought = {id(leaf) for leaf in apart}
+    lost += [
+        f"a tensor of shape {tuple(leaf.shape)} in a global variable"
+        for leaf in leaves
+        if id(leaf) in brought - names.keys()
+    ]
+    brought |= names.keys()
+    leaves = [leaf for leaf in leaves if id(leaf) not in brought and isinstance(leaf, nn.Parameter)]
     parts_held = [(tuple(leaf.shape), id(leaf) in seen.made) for leaf in leaves]
     held = [part for part, is_held in zip(parts_held, _held(leaves), strict=True) if is_held]
     lost += [f"a parameter of shape {shape} that the worker holds" for shape, is_new in held if not is_new]
@@ -151,6 +164,8 @@ def _globals_of(function: Any, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
     """The tensors, with their names, in global variables that a function and the functions that it calls mention."""
     if isinstance(function, functools.partial):
         function = function.func
+    if isinstance(function, nn.Module):
+        function = type(function).forward
     function = getattr(function, "__func__", function)
     if not isinstance(function, FunctionType) or id(function) in seen or _is_torchs(function):
         return

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchopt_dist.distributed._globals_of_code import GlobalsOfCode
 from torchopt_dist.distributed._staying import Handle, Staying
 from torchopt_dist.distributed.reference import ConnectedRRef
 
@@ -36,6 +37,9 @@ class Message:
         handles: at the sender, the handles that the skeleton mentions, whose values are there while the message is.
         moved: of a request, whether another worker was to answer it first, so that this one has work of its own.
         arrived: of a call that has been rebuilt, what its tasks get for RRefs that are connected to it.
+        code: at the sender, the global variables that functions bring that are sent as code.
+        apart: of a call that has been rebuilt, its tensors that only such variables hold. They are the receiver's own:
+            they require grad, but no gradient goes back to the sender.
         rebuild: for a message that stays in this process, a function that makes the content from the tensors, instead
             of the skeleton.
     """
@@ -55,6 +59,8 @@ class Message:
     handles: list[Handle] = field(default_factory=list)
     moved: bool = False
     arrived: Sequence[ConnectedRRef] = ()
+    code: GlobalsOfCode | None = None
+    apart: Sequence[torch.Tensor] = ()
     rebuild: Callable[[list[torch.Tensor]], Any] | None = None
 
     def detached(self) -> Message:

@@ -37,10 +37,12 @@ from torchopt_dist.distributed._caller_state import CallerState
 from torchopt_dist.distributed._device_placement import receiving_device
 from torchopt_dist.distributed._direct_copy import packed_directly
 from torchopt_dist.distributed._future import Future
+from torchopt_dist.distributed._globals_of_code import MUCH_CODE, GlobalsOfCode, description_of_much
 from torchopt_dist.distributed._grad_accumulators import apart_from
 from torchopt_dist.distributed._gradient_sums import with_gradients
 from torchopt_dist.distributed._group import Group, find_group
 from torchopt_dist.distributed._here import Beside, Here
+from torchopt_dist.distributed._lost_gradients import code_of
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._nodes import HERE, LAST, collect, dispatch
 from torchopt_dist.distributed._payload import ExecutionOptions, Payload
@@ -196,6 +198,8 @@ class RemoteGraph:
                 "leave out retries and hedge_after"
             )
         message.device = payload.options.device
+        if message.code is not None and not isinstance(self.transport, Here):
+            self._warn_of_much(payload, message.code, message.code.nbytes(message.tensors))
         if message.tensors and request.keep and transforms_are_active() and message.inputs():
             raise SerializationError(
                 f"`{_name(payload)}` takes tensors that require grad, such as a module's parameters, and is called "
@@ -203,6 +207,19 @@ class RemoteGraph:
                 "of: detach them, or call it outside of `grad` and `vmap`"
             )
         return message
+
+    def _warn_of_much(self, payload: Payload, code: GlobalsOfCode, nbytes: int) -> None:
+        """Warn once of a function that takes large global variables with it."""
+        known, key = self.group.kept_graphs.known, ("much", code_of(payload.function))
+        if nbytes > MUCH_CODE and key not in known:
+            known.add(key)
+            text = description_of_much(
+                _name(payload),
+                code,
+                nbytes,
+                lambda value: pack(value, main_by_name=self._main_by_name).nbytes(),
+            )
+            warnings.warn(text, stacklevel=2)
 
     def connect(self, message: Message, *, keep: bool) -> Tensor | None:
         """The anchor, if gradients are wanted."""

@@ -141,7 +141,7 @@ def answer(
         warning = None
         if seen is not None:
             changes = description_of_changes(content.payload.function, held)
-            warning = _lost_gradients(content, values, request.tensors, seen, changes, kept_graphs)
+            warning = _lost_gradients(content, values, request, seen, changes, kept_graphs)
         if given and warning is None and any(each.tensor.grad is not None for each in given):
             warning = _left_gradients(content, values, given, kept_graphs)
         made = Reply(values, warning=warning, seconds=seconds, drew=draws is None or draws.known is True)
@@ -246,7 +246,7 @@ def _looks_for_losses(call: Call, kept_graphs: KeptGraphs) -> bool:
 def _lost_gradients(
     call: Call,
     values: list[Any],
-    tensors: list[torch.Tensor],
+    request: Message,
     seen: Seen,
     changes: str | None,
     kept_graphs: KeptGraphs,
@@ -257,7 +257,7 @@ def _lost_gradients(
         RuntimeError: something is lost, and the call is strict.
     """
     payload = call.payload
-    lost, is_all = description_of_losses(payload.function, values, tensors, seen)
+    lost, is_all = description_of_losses(payload.function, values, request.tensors, seen, request.apart)
     if is_all:
         kept_graphs.known.add(code_of(payload.function))
     lost = ". ".join(text for text in (lost, changes) if text)

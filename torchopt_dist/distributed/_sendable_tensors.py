@@ -10,6 +10,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from torchopt_dist._torch_private import forward_mode_is_active, is_batched_gradient, is_functorch_tensor
+from torchopt_dist.distributed._globals_of_code import GlobalsOfCode
 from torchopt_dist.distributed._names import name_of
 from torchopt_dist.distributed._staying import Handle, Staying, StayingModule
 from torchopt_dist.errors import SerializationError
@@ -87,14 +88,49 @@ class Tensors:
         self.references: list[Any] = []
         self.handles: list[Handle] = []
         self.staying: list[Staying] = []
+        self.of_globals: GlobalsOfCode | None = None
         self._numbers: dict[int, int] = {}
 
     def number(self, tensor: torch.Tensor) -> int:
         number = self._numbers.setdefault(id(tensor), len(self.all))
-        if number == len(self.all):
+        is_new = number == len(self.all)
+        if is_new:
             check_sendable(tensor, self._main_by_name)
             self.all.append(tensor)
+        if self.of_globals is not None:
+            self.of_globals.met(number, is_new=is_new, elsewhere=not self.of_globals.depth)
         return number
+
+    def numbers_of(self, tensors: list[torch.Tensor], of_globals: GlobalsOfCode | None) -> tuple[int, ...]:
+        """The numbers of a module's tensors, some of which its code may have brought."""
+        if of_globals is None:
+            return tuple(self.number(tensor) for tensor in tensors)
+        mine = self.globals_of_code()
+        mine.variables.update(of_globals.variables)
+        numbers = []
+        for place, tensor in enumerate(tensors):
+            inside = place in of_globals.numbers
+            mine.depth += inside
+            numbers.append(self.number(tensor))
+            mine.depth -= inside
+        return tuple(numbers)
+
+    def globals_of_code(self) -> GlobalsOfCode:
+        """What is met in the global variables of functions that are sent as code."""
+        if self.of_globals is None:
+            self.of_globals = GlobalsOfCode()
+        return self.of_globals
+
+    def keep_apart(self) -> tuple[int, ...]:
+        """Cut the tensors that only such variables hold off from their graph; returns the numbers of these."""
+        if self.of_globals is None:
+            return ()
+        apart = [number for number in sorted(self.of_globals.numbers) if self.all[number].requires_grad]
+        for number in apart:
+            cut = self.all[number].detach()
+            is_parameter = isinstance(self.all[number], nn.Parameter)
+            self.all[number] = nn.Parameter(cut, requires_grad=False) if is_parameter else cut
+        return tuple(apart)
 
     def mark_buffers(self, held: list[torch.Tensor]) -> None:
         """Record which of a module's tensors the module may change."""
@@ -106,6 +142,8 @@ class Tensors:
         """Record the tensors that the receiver has."""
         key, version, tensors = module.staying()
         places = {self.number(tensor): place for place, tensor in enumerate(tensors)}
+        if self.of_globals is not None:  # a replica is the same on all workers, however it is sent
+            self.of_globals.numbers -= places.keys()
         self.staying.append(Staying(key, version, places))
 
     def mark(self) -> tuple[int, int, int]:
@@ -117,3 +155,4 @@ class Tensors:
             del self._numbers[id(tensor)]
         del self.all[mark:], self.references[references:], self.staying[staying:]
         self.buffers = {number for number in self.buffers if number < mark}
+        self.of_globals = None  # of modules among what is forgotten

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.distributed import rpc
 
+from torchopt_dist.distributed._globals_of_code import Beginning, End, GlobalsOfCode, enclosed
 from torchopt_dist.distributed._long_bytes import Holes, Writer, reader
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._names import find, name_of
@@ -43,6 +44,9 @@ IN_THE_PICKLE = 1 << 16
 
 _REFERENCES: tuple[type, ...] = (rpc.PyRRef, ConnectedRRef) if rpc.is_available() else ()
 """RPC pickles its references itself, since it counts who has one."""
+
+_APART = b"\1"
+"""Begins a skeleton before which the numbers of the tensors are pickled that the receiver keeps apart."""
 
 _ModuleId: TypeAlias = tuple[int, bytes, tuple[int, ...]]
 """Which module of the message, the digest of its structure, the numbers of its tensors."""
@@ -84,7 +88,12 @@ def pack(value: Any, *, main_by_name: bool, modules: PackedModules | None = None
         raise
     except (Exception, SystemExit) as error:  # the objects' own code is run, which raises what it likes
         raise SerializationError(f"{type(error).__name__}: {error}") from error
-    return message_of(skeleton, tensors, structures, holes)
+    apart = tensors.keep_apart() if connects else ()
+    if apart:
+        skeleton = _APART + pickle.dumps(apart) + skeleton
+    message = message_of(skeleton, tensors, structures, holes)
+    message.code = tensors.of_globals
+    return message
 
 
 def message_of(
@@ -119,13 +128,30 @@ def unpack(message: Message) -> Any:
             return message.rebuild(message.tensors)
         if message.skeleton[:1] == MARK:
             return rebuilt(message.skeleton, message.tensors)
-        file = reader(message.skeleton, message.holes, message.tensors)
-        unpickler = _Unpickler(file, message.tensors, message.structures, message.references)
+        skeleton, tensors = message.skeleton, message.tensors
+        if skeleton[:1] == _APART:
+            skeleton, tensors, message.apart = _kept_apart(skeleton, tensors)
+        file = reader(skeleton, message.holes, tensors)
+        unpickler = _Unpickler(file, tensors, message.structures, message.references)
         value = unpickler.load()
         message.arrived = unpickler.arrived
         return value
     except (Exception, SystemExit) as error:  # the objects' own code is run, which raises what it likes
         raise SerializationError(f"{type(error).__name__}: {error}") from error
+
+
+def _kept_apart(
+    skeleton: bytes, tensors: list[torch.Tensor]
+) -> tuple[bytes, list[torch.Tensor], list[torch.Tensor]]:
+    """The skeleton alone, the tensors with leaves in the places of those to be kept apart, and these leaves."""
+    file = io.BytesIO(skeleton[1:])
+    numbers: tuple[int, ...] = pickle.load(file)
+    tensors = list(tensors)
+    for number in numbers:
+        leaf = tensors[number].detach()
+        is_parameter = isinstance(tensors[number], nn.Parameter)
+        tensors[number] = nn.Parameter(leaf) if is_parameter else leaf.requires_grad_()
+    return file.read(), tensors, [tensors[number] for number in numbers]
 
 
 class _NeedsCodeError(Exception):
@@ -156,6 +182,15 @@ def _dump(
         file = Writer(number)
         pickler = _CodePickler(file, main_by_name, tensors, structures, packed)
         pickler.dump(value)
+        of_globals = tensors.of_globals
+        if of_globals is not None and of_globals.matter(tensors.all):
+            # What was met in them first may be met elsewhere again, unseen, since the pickler knows it by then.
+            others = Tensors(main_by_name, connects=tensors.connects)
+            again = None if structures is None else dict[bytes, bytes]()
+            _CodePickler(Writer(None), main_by_name, others, again, packed, with_globals=False).dump(value)
+            apart = others.of_globals.numbers if others.of_globals else ()
+            elsewhere = {id(tensor) for number, tensor in enumerate(others.all) if number not in apart}
+            of_globals.numbers -= {n for n in of_globals.numbers if id(tensors.all[n]) in elsewhere}
     return *file.pickle(), pickler
 
 
@@ -233,12 +268,12 @@ class _OutOfBandPickler(pickle.Pickler):
             if own.references:  # a structure may be sent once, and a reference must be sent with each message
                 raise _OverlapError
             digest = hashlib.blake2b(structure, digest_size=16).digest()
-            packed = _PackedModule(module, structure, digest, own.all, own.handles, pickler)
+            packed = _PackedModule(module, structure, digest, own.all, own.handles, pickler, own.of_globals)
             self._packed[id(module), self._main_by_name] = packed
         digest = packed.digest
         self._parts.append(packed.pickler)
         structures[digest] = packed.structure
-        numbers = tuple(self._tensors.number(tensor) for tensor in packed.tensors)
+        numbers = self._tensors.numbers_of(packed.tensors, packed.of_globals)
         self._tensors.mark_buffers(packed.tensors)
         self._tensors.handles += packed.handles
         self._modules[id(module)] = (len(self._modules), digest, numbers)
@@ -269,6 +304,7 @@ class _PackedModule(NamedTuple):
     tensors: list[torch.Tensor]
     handles: list[Handle]
     pickler: _OutOfBandPickler
+    of_globals: GlobalsOfCode | None
 
 
 PackedModules: TypeAlias = dict[tuple[int, bool], _PackedModule]
@@ -295,13 +331,33 @@ class _NamePickler(_OutOfBandPickler):
 class _CodePickler(_OutOfBandPickler, cloudpickle.Pickler):
     """Sends the code of functions and classes that have no name on the receiver."""
 
+    def __init__(self, file: Writer, *args: Any, with_globals: bool = True) -> None:
+        super().__init__(file, *args)
+        self._file = file
+        self._with_globals = with_globals
+
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, (FunctionType, type)):
             name = name_of(obj, self._main_by_name)
             if name is not None and (name[2] or name[0] == "__main__"):
                 return find, name
+        elif type(obj) is Beginning:
+            self._tensors.globals_of_code().begin(obj.variables, self._file.length)
+            return enclosed, (obj.variables, End())
+        elif type(obj) is End:
+            self._tensors.globals_of_code().end(self._file.length)
+            return _nothing, ()
         taken_out = _OutOfBandPickler.reducer_override(self, obj)
-        return cloudpickle.Pickler.reducer_override(self, obj) if taken_out is NotImplemented else taken_out
+        if taken_out is not NotImplemented:
+            return taken_out
+        reduced = cloudpickle.Pickler.reducer_override(self, obj)
+        if isinstance(obj, FunctionType) and reduced is not NotImplemented:
+            slots = reduced[2][1]
+            if not self._with_globals:
+                slots["__globals__"] = {}
+            elif slots["__globals__"]:
+                slots["__globals__"] = Beginning(slots["__globals__"])
+        return reduced
 
 
 class _Unpickler(pickle.Unpickler):
@@ -341,6 +397,10 @@ class _Modules:
             tensors = [self._tensors[number] for number in numbers]
             self._modules[which] = _Unpickler(io.BytesIO(self._structures[digest]), tensors, {}).load()
         return self._modules[which]
+
+
+def _nothing() -> None:
+    """In a pickle: nothing."""
 
 
 def _itself(module: nn.Module) -> nn.Module:
