@@ -81,7 +81,7 @@ def test_a_cut_between_two_workers_that_rank_zero_reaches_is_told_by_their_call(
         hosts.delay, hosts.loss = 0.002, 0.01
         world = hosts.world(TODIST_LIVENESS=LIVENESS)
         with when(tmp_path / "asleep", lambda: hosts.cut.add(frozenset((1, 2)))):
-            endings = world.endings(main, transport=transport, timeout=60)
+            endings = world.endings(main, transport=transport, timeout=100)  # it starts slowly
         assert hosts.lost > 0
     assert endings[1].error is None, endings[1].trace
     gradients, error, took, answers = endings[1].value

@@ -19,6 +19,8 @@ from tests.seeds import torchrun
 from tests.warm_python import warm_python
 from torchopt_dist.launch import _forkserver as forkserver
 
+STARTED = []
+
 
 def start_a_family(folder):
     """A child, a grandchild and an orphan that leads a session of its own; their pids in files."""
@@ -41,6 +43,7 @@ def start_a_family(folder):
     family = subprocess.Popen(
         [sys.executable, "-S", "-c", script, str(path)], stdout=subprocess.PIPE, text=True
     )
+    STARTED.append(family)  # one that is running and forgotten is a ResourceWarning
     pids = family.stdout.readline().split()
     assert len(pids) == 3
     say(path, " ".join([*pids, str(os.getpid()), str(os.getppid())]))

@@ -15,7 +15,7 @@ import pytest
 
 import torchopt_dist as todist
 from tests.distributed.bare import say, soon, watch
-from tests.launch.families import assert_gone
+from tests.launch.families import STARTED, assert_gone
 from tests.launch.sshd import NEEDS_SSHD
 from tests.launch.two import ON_TWO
 from torchopt_dist.launch._handles import WorkerHandle
@@ -37,6 +37,7 @@ def leave_a_writer(folder, die):
     if os.environ["RANK"] != "0":
         time.sleep(60)
     writer = subprocess.Popen(["yes"])
+    STARTED.append(writer)
     time.sleep(0.2)
     say(folder / "died", f"{writer.pid} {time.monotonic()}")
     die()
@@ -65,7 +66,7 @@ def test_all_that_was_written_before_the_end_is_read_though_more_follows():
     def work():
         for number in range(20000):
             print("line", number)
-        subprocess.Popen(["yes"])
+        STARTED.append(subprocess.Popen(["yes"]))
         os._exit(3)
 
     with pytest.raises(todist.WorkerFailedError):

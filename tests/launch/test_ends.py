@@ -18,6 +18,7 @@ from tests.distributed.bare import say, soon, watch
 from tests.launch.families import alive, assert_gone, family_of, start_a_family, start_program
 from tests.launch.two import ON_TWO
 from torchopt_dist.launch import Launcher
+from torchopt_dist.launch import _agent as agent
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -60,7 +61,9 @@ def test_what_a_worker_raises_is_raised_at_once_and_the_others_are_stopped(tmp_p
     with pytest.raises(MyError, match="code 3") as caught:
         Launcher(nproc_per_host=2, handlers=[], rpc=rpc).run(raise_while, BUSY[busy], tmp_path)
     took = time.monotonic() - float((tmp_path / "raised").read_text())
-    assert took < soon(0.5)
+    assert took < soon(
+        0.5 + agent.INTERRUPT_SECONDS * (busy == "in one C++ call")
+    )  # which does not notice an interrupt
     error = caught.value
     assert isinstance(error, todist.RemoteError)
     assert error.code == 3
@@ -180,6 +183,44 @@ def test_a_data_loader_with_processes_of_its_own_works():
         return torch.cat(list(loader)).tolist()
 
     assert ON_TWO.run(main).results == {"localhost": [list(range(10))] * 2}
+
+
+def fail():
+    raise ValueError("my own")
+
+
+class ClosedSlowly:
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __enter__(self):
+        say(self.folder / "entered")
+
+    def __exit__(self, kind, *_):
+        say(self.folder / "leaves")
+        time.sleep(2 * agent.INTERRUPT_SECONDS)  # SIGTERM does not follow
+        say(self.folder / "closed", kind.__name__)
+
+
+@pytest.mark.parametrize(
+    ("busy", "when", "by"),
+    [
+        (BUSY["in pure Python"], "entered", "KeyboardInterrupt"),
+        (BUSY["asleep"], "entered", "KeyboardInterrupt"),
+        (fail, "leaves", "ValueError"),
+    ],
+)
+def test_a_worker_that_is_ended_leaves_its_with_blocks(tmp_path, busy, when, by):
+    def main():
+        if os.environ["RANK"] == "1":
+            assert watch(tmp_path / when)
+            raise MyError(code=1)
+        with ClosedSlowly(tmp_path):
+            busy()
+
+    with pytest.raises(MyError):
+        Launcher(nproc_per_host=2, handlers=[], log_dir=None, stop_timeout=30).run(main)
+    assert (tmp_path / "closed").read_text() == by
 
 
 def test_a_worker_that_handles_sigterm_has_time_to(tmp_path):

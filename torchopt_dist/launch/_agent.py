@@ -37,15 +37,12 @@ __all__ = ["Agent"]
 CHUNK = 1 << 16
 ALIVE_SECONDS = 1.0
 """Between two signs of life, until the launcher has said otherwise."""
-KILL_SECONDS = 3.0
-"""For killed processes to end; one that the kernel holds, in a broken file system say, may not."""
-KILL_AGAIN_SECONDS = 0.002
-JANITOR_SECONDS = 0.5
-"""For programs that unlink shared memory to end by themselves."""
+INTERRUPT_SECONDS = 0.4
+"""For workers to notice an interrupt; one that runs Python code notices it at once."""
 LAST_WORDS_SECONDS = 5.0
 """For the launcher to take what workers have written before they ended."""
 ORPHANED_GRACE = 1.0
-"""Seconds that workers have after SIGTERM when the launcher has ended and not waited for them, at most."""
+"""Seconds that workers have when the launcher has ended and not waited for them, at most."""
 
 
 @dataclass(frozen=True)
@@ -243,7 +240,6 @@ class Agent:
         processes.end_with_parent(agent)  # should the agent be killed
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
         os.setsid()
         of_others = [pipe for forked in self._workers for pipe in forked.pipes]
         for descriptor in (*not_for_it, *of_others, self._woken, self._wake, *self._watched):
@@ -312,27 +308,35 @@ class Agent:
                 self._tell(messages.Exited(changed.rank, os.waitstatus_to_exitcode(status), oom))
 
     def _end(self, grace: float) -> None:
-        """End the workers by SIGTERM, and then kill all descendants of this process that are left.
+        """End the workers, and then kill all descendants of this process that are left.
+
+        An interrupt lets ``finally`` blocks of a worker run. A worker in C code does not notice it, and is ended by
+        SIGTERM. A worker that handles SIGTERM itself gets that alone.
 
         Args:
-            grace: seconds that workers have after SIGTERM.
+            grace: seconds that workers have before they are killed.
         """
-        for pid in self._running if grace > 0 else ():
-            processes.kill(pid, signal.SIGTERM)
+        own = {pid: processes.handles(pid, signal.SIGTERM) for pid in self._running} if grace > 0 else {}
+        for pid, handles in own.items():
+            processes.kill(pid, signal.SIGTERM if handles else worker.INTERRUPT)
             processes.kill(pid, signal.SIGCONT)  # should it have been stopped
-        begun = time.monotonic()
-        while self._running and time.monotonic() < begun + grace:
-            launcher_waits = not self._launcher_has_ended
-            self._turn(min(self._between_signs, begun + grace - time.monotonic()))
-            if launcher_waits and self._launcher_has_ended:
-                grace = min(grace, time.monotonic() - begun + ORPHANED_GRACE)
-        begun = time.monotonic()
-        while not processes.end_descendants(and_janitors=time.monotonic() > begun + JANITOR_SECONDS):
-            if time.monotonic() > begun + KILL_SECONDS:
-                break
-            time.sleep(KILL_AGAIN_SECONDS)
+        until = self._wait_for_ends(INTERRUPT_SECONDS, time.monotonic() + grace)
+        for pid in self._running:
+            if own.get(pid) is False and processes.handles(pid, worker.INTERRUPT):  # it has not noticed
+                processes.kill(pid, signal.SIGTERM)
+        self._wait_for_ends(grace, until)
+        processes.end_descendants()
         for writer in self._workers:
             self._drain(writer)
         with contextlib.suppress(OSError):
             if not self._launcher_has_ended:
                 self._stream.send_all(LAST_WORDS_SECONDS)
+
+    def _wait_for_ends(self, seconds: float, until: float) -> float:
+        """Wait for workers to end, so many seconds, and not after ``until``; that is earlier if the launcher ends."""
+        launcher_waits, end = not self._launcher_has_ended, time.monotonic() + seconds
+        while self._running and (left := min(end, until) - time.monotonic()) > 0:
+            self._turn(min(self._between_signs, left))
+            if launcher_waits and self._launcher_has_ended:
+                until, launcher_waits = min(until, time.monotonic() + ORPHANED_GRACE), False
+        return until

@@ -117,7 +117,7 @@ class Agents:
 
         Args:
             agent: the agent.
-            grace: seconds that its workers have after SIGTERM.
+            grace: seconds that its workers have before they are killed.
         """
         agent.told_to_stop = True
         if agent.stream.waits_to_send:  # its task, so it has no workers; it ends with the stream
@@ -130,7 +130,7 @@ class Agents:
         """Have all agents end, and kill those that do not; returns these.
 
         Args:
-            grace: seconds that workers have after SIGTERM.
+            grace: seconds that workers have before they are killed.
         """
         for agent in self._agents:
             if not agent.ended:

@@ -187,4 +187,4 @@ class Stop:
     """Launcher → agent: end every worker and everything that they have started, then end."""
 
     grace: float
-    """Seconds that workers have after SIGTERM, before they are killed."""
+    """Seconds that workers have before they are killed."""

@@ -8,6 +8,7 @@ import os
 import re
 import resource
 import signal
+import time
 from pathlib import Path
 
 import psutil
@@ -18,6 +19,7 @@ __all__ = [
     "end_descendants",
     "end_tree",
     "end_with_parent",
+    "handles",
     "kill",
     "open_process",
     "reap",
@@ -29,6 +31,13 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 JANITORS = ("multiprocessing.resource_tracker", "torch_shm_manager")
 """Programs that unlink shared memory when those who used it have ended, and then end themselves."""
 
+KILL_SECONDS = 3.0
+"""For killed processes to end; one that the kernel holds, in a broken file system say, may not."""
+KILL_AGAIN_SECONDS = 0.002
+JANITOR_SECONDS = 0.5
+"""For these programs to end by themselves."""
+
+HANDLED = re.compile(r"^Sig(?:Ign|Cgt):\s*([0-9a-f]+)$", re.MULTILINE)
 UMASK = re.compile(r"^Umask:\s*([0-7]+)$", re.MULTILINE)
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -93,6 +102,15 @@ def kill(pid: int, number: int = signal.SIGKILL) -> None:
         os.kill(pid, number)
 
 
+def handles(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal, or ignores it."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text("utf-8", "replace")
+    except OSError:  # it has ended
+        return False
+    return any(int(mask, 16) >> (number - 1) & 1 for mask in HANDLED.findall(status))
+
+
 def umask() -> int | None:
     """This process's file mode mask (``umask``), which can only be read by setting it."""
     found = UMASK.search(Path("/proc/self/status").read_text("utf-8", "replace"))
@@ -112,15 +130,17 @@ def end_tree(root: psutil.Process, and_janitors: bool) -> None:
                 kill(process.pid)
 
 
-def end_descendants(and_janitors: bool) -> bool:
-    """Kill all descendants of this process, and reap those that have ended; returns whether none is left."""
-    try:
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-    except ChildProcessError:
-        return True  # no children, and so no descendants
-    end_tree(psutil.Process(), and_janitors)
-    return False
+def end_descendants() -> None:
+    """Kill all descendants of this process, and reap those that have ended, until none is left."""
+    begun = time.monotonic()
+    while (took := time.monotonic() - begun) <= KILL_SECONDS:
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return  # no children, and so no descendants
+        end_tree(psutil.Process(), and_janitors=took > JANITOR_SECONDS)
+        time.sleep(KILL_AGAIN_SECONDS)
 
 
 def is_janitor(process: psutil.Process) -> bool:

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import numpy as np
@@ -23,7 +24,10 @@ from torchopt_dist.launch._pickling import pack_failure, pack_value, unpack, unp
 from torchopt_dist.launch._store import LOOPBACK
 from torchopt_dist.launch._stream import frame
 
-__all__ = ["asked_to_exit", "in_groups", "work"]
+__all__ = ["INTERRUPT", "asked_to_exit", "in_groups", "work"]
+
+INTERRUPT = signal.SIGRTMAX - 1
+"""The signal by which an agent interrupts a worker: SIGINT is left to the worker's function."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -77,6 +81,8 @@ def work(rank: int, start: StartWorkers, task: bytes, *, stdout: int, stderr: in
     """
     pid = os.getpid()
     _take_over_output(stdout, stderr)
+    signal.signal(INTERRUPT, _interrupt)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     code = 1
     try:
         header: Header = unpack(start.header)
@@ -97,6 +103,13 @@ def work(rank: int, start: StartWorkers, task: bytes, *, stdout: int, stderr: in
             text, failure = pack_failure(error)
             _report(report, Raised(text, asked), pack_value(None, rank) if asked == 0 else failure)
     _leave(code)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Raise :class:`KeyboardInterrupt`, unless the function handles an exception, as in a ``finally`` block."""
+    signal.signal(number, signal.SIG_DFL)  # the agent sees that the interrupt has been noticed
+    if sys.exception() is None:
+        signal.default_int_handler(number, frame)
 
 
 def _take_over_output(stdout: int, stderr: int) -> None:

@@ -129,8 +129,8 @@ class LaunchOptions:
     stop_timeout: Annotated[
         float,
         kinds.SECONDS_OR_ZERO,
-        "seconds for workers to end after SIGTERM, when another has failed or the launch is interrupted or "
-        "terminated, before they are killed.",
+        "seconds for workers to end, and to run their ``finally`` blocks, when another has failed or the launch is "
+        "interrupted or terminated, before they are killed.",
     ] = 3.0
     exit_timeout: Annotated[
         float,
