@@ -140,3 +140,20 @@ def test_many_gradients_at_a_time_are_told_apart() -> None:
     torch.autograd.grad(y, x, torch.eye(2), is_grads_batched=True, retain_graph=True)
     torch.autograd.grad(y, x, torch.ones(2))
     assert seen == [True, False]
+
+
+def test_a_product_that_follows_a_graph_to_results_is_refused_where_they_cannot_be_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    w = torch.tensor([0.3, 0.8], dtype=torch.float64, requires_grad=True)
+
+    def solve() -> Tensor:
+        (gradient,) = torch.autograd.grad(w.exp().sum(), w, create_graph=True)
+        return todist.linear_solve.solve_cg(rtol=1e-12)(
+            lambda v: torch.autograd.grad(gradient, w, v, create_graph=True)[0], torch.ones_like(w)
+        )
+
+    torch.testing.assert_close(torch.autograd.grad(solve().sum(), w)[0], -(-w).exp())
+    monkeypatch.delattr("torch.utils._python_dispatch.TorchDispatchMode")
+    with pytest.raises(ValueError, match="result of ExpBackward0 that is no argument of its operations"):
+        solve()

@@ -30,6 +30,7 @@ from torchopt_dist._torch_private.graph import (
     memory_is_shared,
     saved_tensors_are_packed,
     tensor_version,
+    tensors_entering,
 )
 from torchopt_dist._torch_private.interpreter import (
     exception_in,
@@ -125,6 +126,7 @@ __all__ = [
     "tensor_at_level",
     "tensor_version",
     "tensorpipe_options_with_sockets",
+    "tensors_entering",
     "transform_level",
     "transforms_are_active",
     "transforms_are_only",

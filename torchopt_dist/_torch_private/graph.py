@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -39,6 +41,36 @@ def bytes_of_results(node: Any) -> int:
     """
     found = getattr(node, "_input_metadata", ())
     return sum(math.prod(one.shape) * one.dtype.itemsize for one in found)
+
+
+@contextmanager
+def tensors_entering() -> Iterator[dict[tuple[Any, int], Tensor]]:
+    """A context in which each tensor that a node has made is kept when it enters an operation, also in a backward pass.
+
+    Without the name none is: a linear solver then refuses a product that differentiates a graph from outside, unless
+    only leaves enter it.
+
+    Yields:
+        The tensors; the key is the node, and which of its results a tensor is.
+    """
+    kept: dict[tuple[Any, int], Tensor] = {}
+    mode = find("utils._python_dispatch.TorchDispatchMode")
+    if mode is None:
+        yield kept
+        return
+
+    def enter(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        arguments: Any = [args, kwargs]
+        for tensor in optree.tree_leaves(arguments):
+            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+                kept.setdefault((tensor.grad_fn, tensor.output_nr), tensor)
+        return func(*args, **(kwargs or {}))
+
+    with (
+        torch.autograd.set_multithreading_enabled(False),
+        type("_Entering", (mode,), {"__torch_dispatch__": enter})(),
+    ):
+        yield kept
 
 
 def is_used_up(node: Any) -> bool:

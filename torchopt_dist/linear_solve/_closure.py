@@ -1,38 +1,36 @@
 """A function of a vector, perhaps with tensors inside → an operator, and these tensors as its parameters.
 
-Outside ``torch.func`` the parameters are the leaves of torch's graph on which a product depends, however the function
-gets them. Inside a transform there is no such graph: there one product is traced, and the tensors that the function
-takes from outside are replaced in later products. A function that applies a transform of its own to such a tensor must
-be a ``functools.partial`` that gives the tensors as arguments.
+One product is traced, and the tensors that it takes from outside are replaced in later products, so that they are
+arguments of the solve, however the function gets them. A function that differentiates a graph from outside cannot be
+given other tensors: it is called as it is, and the parameters are the tensors at which a product's graph leaves off.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from functools import partial
+from typing import Any, ClassVar
 
-import optree
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from torchopt_dist import pytree
-from torchopt_dist._functional import replaced
 from torchopt_dist._torch_private import (
-    entrances_for_tensors,
+    engine_run,
     forward_mode_is_active,
-    is_functorch_tensor,
-    tensor_at_level,
-    transform_level,
+    next_sequence_number,
+    sequence_numbers,
+    tensors_entering,
     transforms_are_active,
 )
+from torchopt_dist.linear_solve._kept import closed_over, kept, modules_as_now
 from torchopt_dist.linear_solve._operator import LinearOperator, Product
+from torchopt_dist.linear_solve._substitute import Edge, OnlyThese, StandIns, Substitute, Watch, edge_of
 from torchopt_dist.linear_solve._vjp import Tensors, pull, refuse_forward_mode, takes_duals
 
-__all__ = ["Substitute", "convert"]
+__all__ = ["convert"]
 
 
 def convert(
@@ -58,26 +56,40 @@ def convert(
     function: Callable[..., Any] = matvec
     given: list[Any] = []
     given_spec: pytree.PyTreeSpec | None = None
-    if isinstance(matvec, functools.partial):
+    if isinstance(matvec, partial):
         arguments: Any = [matvec.args, matvec.keywords]
         given, given_spec = pytree.flatten(arguments)
         function = matvec.func
-    fixed = _Function(function, spec, given_spec, tuple(given))
+    function = kept(function)
+    tensors, modules = closed_over(function)
+    fixed = _Function(function, spec, given_spec, tuple(given), as_now=modules_as_now(modules))
     explicit = [leaf for leaf in given if _counts(leaf)]
     if transforms_are_active():
-        seen = _Watch(leaves + explicit, _closed_over(function))
+        seen = Watch(leaves + explicit, tensors)
         with seen:
             fixed.call(explicit, leaves)
         return _Substituting(fixed, tuple(seen.found)), explicit + seen.found
     if not torch.is_grad_enabled():
         return _Substituting(fixed, ()), explicit
     params = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in explicit]
-    product = fixed.call(params, [leaf.detach() for leaf in leaves])
-    hidden = _leaves_of(product)
-    if all(any(leaf is param for param in params) for leaf in hidden):
-        return _Substituting(fixed, ()), explicit
-    hidden = _leaves_of(fixed.call(explicit, [leaf.detach() for leaf in leaves]))
-    return _OfLeaves(fixed, tuple(explicit), tuple(hidden)), hidden
+    vector = [leaf.detach() for leaf in leaves]
+    trial = StandIns(params + vector, tensors)
+    with trial:
+        product = fixed.call(params, vector)
+    if not trial.follows_graph:
+        reached = {id(leaf) for leaf in _leaves_of(product)}
+        found = [
+            tensor for tensor, leaf in zip(trial.found, trial.leaves, strict=True) if id(leaf) in reached
+        ]
+        if reached <= {id(leaf) for leaf in params + trial.leaves}:
+            unused = [tensor for tensor in trial.found if all(tensor is not one for one in found)]
+            return _Substituting(fixed, tuple(found), tuple(unused)), explicit + found
+    since = next_sequence_number()
+    with tensors_entering() as entering:
+        product = fixed.call(explicit, vector)
+    known = {edge_of(t): t for t in explicit + tensors + trial.found if t.requires_grad}
+    hidden = _borders(product, since, known, entering)
+    return _AsItIs(fixed, tuple(explicit), tuple(hidden)), hidden
 
 
 def _counts(leaf: Any) -> bool:
@@ -113,7 +125,47 @@ def _leaves_of(outputs: Iterable[Tensor]) -> Tensors:
 
 
 def _node(tensor: Tensor) -> Any:
-    return torch.autograd.graph.get_gradient_edge(tensor).node if tensor.requires_grad else None
+    return edge_of(tensor)[0] if tensor.requires_grad else None
+
+
+def _borders(
+    outputs: Iterable[Tensor], since: int, known: dict[Edge, Tensor], entering: dict[Edge, Tensor]
+) -> Tensors:
+    """The tensors at which the graph of the outputs leaves the nodes of a product.
+
+    Args:
+        outputs: the product.
+        since: the number of its first node.
+        known: tensors that are certainly from outside.
+        entering: tensors that enter the product's operations.
+
+    Raises:
+        ValueError: such a tensor is not a leaf, nor among those given.
+    """
+    found: dict[Edge, Tensor] = {}
+    visited: set[Edge] = set()
+    waiting = [edge_of(output) for output in outputs if output.requires_grad]
+    while waiting:
+        edge = waiting.pop()
+        node = edge[0]
+        if edge in visited or node is None:
+            continue
+        visited.add(edge)
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, Tensor):
+            found[edge] = leaf
+        elif edge in known or sequence_numbers(node)(node) < since:
+            tensor = known.get(edge, entering.get(edge))
+            if tensor is None:
+                raise ValueError(
+                    f"`matvec` depends on a result of {node.name()} that is no argument of its operations, so the "
+                    "solution would have no gradient for it: pass `functools.partial(matvec, tensor)` instead, and "
+                    "compute with this tensor in it"
+                )
+            found[edge] = tensor
+        else:
+            waiting += node.next_functions
+    return list(found.values())
 
 
 @dataclass(frozen=True)
@@ -124,6 +176,8 @@ class _Function:
     spec: pytree.PyTreeSpec
     given_spec: pytree.PyTreeSpec | None
     given: tuple[Any, ...] = field(repr=False)
+    as_now: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    """Makes a context in which modules have the parameters with which the solver was called."""
     needs_graph: bool = field(default_factory=torch.is_grad_enabled)
     """Grad mode was on where the solver was called: a product may be a gradient of what it computes itself."""
 
@@ -133,7 +187,7 @@ class _Function:
             values = iter(explicit)
             filled = [next(values) if _counts(leaf) else leaf for leaf in self.given]
             args, kwargs = pytree.unflatten(self.given_spec, filled)
-        with torch.set_grad_enabled(self.needs_graph or torch.is_grad_enabled()):
+        with torch.set_grad_enabled(self.needs_graph or torch.is_grad_enabled()), self.as_now():
             value = self.function(*args, pytree.unflatten(self.spec, vector), **kwargs)
         product = pytree.flatten_like(self.spec, value, "matvec(b)", "b")
         _check(product, vector)
@@ -141,35 +195,37 @@ class _Function:
 
 
 @dataclass(frozen=True)
-class _OfLeaves(LinearOperator):
+class _AsItIs(LinearOperator):
+    """A function that is called with its own tensors; the parameters are ``borders``."""
+
     fixed: _Function
     explicit: tuple[Tensor, ...]
-    leaves: tuple[Tensor, ...]
+    borders: tuple[Tensor, ...]
 
     def product(self, vector: Tensors) -> Tensors:
         return self.fixed.call(self.explicit, vector)
 
     def apply(self, params: Tensors, vector: Tensors) -> Tensors:
-        return list(_Closed.apply(self.product, self.leaves, len(vector), *vector, *params))
+        return list(_Closed.apply(self.product, self.borders, len(vector), *vector, *params))
 
     def prepared(self, params: Tensors, like: Tensors) -> Product:
         return self.product
 
 
 class _Closed(torch.autograd.Function):
-    """A function of tensors that closes over leaves of the graph, which are arguments here.
+    """A function of tensors whose graph leaves off at other tensors, which are arguments here.
 
     Its backward is such a function, too, so there are derivatives of every order. The function itself must use the
-    leaves: the arguments only connect the graph.
+    other tensors: the arguments only connect the graph.
     """
 
     apply: ClassVar[Any]
 
     @staticmethod
     def forward(
-        ctx: Any, function: Product, leaves: Tensors, count: int, *tensors: Tensor
+        ctx: Any, function: Product, borders: Tensors, count: int, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.function, ctx.leaves, ctx.count = function, leaves, count
+        ctx.function, ctx.borders, ctx.count = function, borders, count
         ctx.save_for_backward(*tensors)
         with torch.enable_grad():
             values = function([tensor.detach() for tensor in tensors[:count]])
@@ -179,117 +235,58 @@ class _Closed(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # once: a checkpoint gives them up then
         given, stand_ins = saved[: ctx.count], saved[ctx.count :]
-        pulled = functools.partial(_pulled, ctx.function, ctx.leaves, ctx.count)
+        pulled = partial(_pulled, ctx.function, ctx.borders, ctx.count)
         count = ctx.count + len(grads)
-        return (None, None, None, *_Closed.apply(pulled, ctx.leaves, count, *given, *grads, *stand_ins))
+        return (None, None, None, *_Closed.apply(pulled, ctx.borders, count, *given, *grads, *stand_ins))
 
 
-def _pulled(function: Product, leaves: Tensors, count: int, tensors: Tensors) -> Tensors:
-    """The gradients of a function that closes over leaves, with regard to its arguments and to the leaves."""
+def _pulled(function: Product, borders: Tensors, count: int, tensors: Tensors) -> Tensors:
+    """The gradients of a function whose graph leaves off at borders, with regard to its arguments and to these."""
     differentiable = any(tensor.requires_grad for tensor in tensors)
     points = [t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in tensors[:count]]
-    return pull(function(points), [*points, *leaves], tensors[count:], differentiable)
+    values = function(points)
+    with _ending_at(borders, values) as values:
+        return pull(values, [*points, *borders], tensors[count:], differentiable)
+
+
+@contextlib.contextmanager
+def _ending_at(borders: Tensors, values: Tensors) -> Iterator[Tensors]:
+    """The same values; a gradient of them does not go on beyond a border, to borders from which it was computed."""
+    values = [value.view_as(value) if value.requires_grad else value for value in values]
+    runs: set[int] = set()  # others may differentiate the graph beyond, in other threads
+
+    def end(grads: tuple[Any, ...]) -> Any:
+        return (None,) * len(grads) if engine_run() in runs else None
+
+    nodes = {border.grad_fn for border in borders} - {None}
+    hooks = [node.register_prehook(end) for node in nodes if node is not None]
+    first = [value.grad_fn for value in values]
+    hooks += [node.register_prehook(lambda _: runs.add(engine_run())) for node in first if node is not None]
+    try:
+        yield values
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @dataclass(frozen=True)
 class _Substituting(LinearOperator):
     fixed: _Function
     found: tuple[Tensor, ...]
+    unused: tuple[Tensor, ...] = ()
+    """Tensors that a product takes from outside, but does not depend on."""
 
     def apply(self, params: Tensors, vector: Tensors) -> Tensors:
+        if transforms_are_active():
+            return self._product(Substitute, params, vector)
+        return self._product(partial(OnlyThese, params + vector + [*self.unused]), params, vector)
+
+    def prepared(self, params: Tensors, like: Tensors) -> Product:
+        return partial(self._product, Substitute, params)
+
+    def _product(self, kind: Callable[..., Substitute], params: Tensors, vector: Tensors) -> Tensors:
         first = len(params) - len(self.found)
         if not self.found:
             return self.fixed.call(params, vector)
-        with Substitute(self.found, params[first:]):
+        with kind(self.found, params[first:]):
             return self.fixed.call(params[:first], vector)
-
-
-class _Watch(TorchFunctionMode):
-    """Records the tensors of a transform that come from outside."""
-
-    def __init__(self, known: Sequence[Tensor], closed_over: Sequence[Tensor]) -> None:
-        super().__init__()
-        self.closed_over = {id(tensor) for tensor in closed_over}
-        self.level = transform_level()
-        self.known = {id(tensor): tensor for tensor in known}
-        self.found: Tensors = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for tensor in _tensors((args, kwargs)):
-            self._note(tensor)
-        result = func(*args, **(kwargs or {}))
-        self.known.update((id(tensor), tensor) for tensor in _tensors(result))
-        return result
-
-    def _note(self, tensor: Tensor) -> None:
-        if id(tensor) in self.known:
-            return
-        inner = tensor_at_level(tensor, self.level)
-        if inner is not tensor and id(inner) in self.closed_over - self.known.keys():
-            raise ValueError(
-                "inside a `torch.func` transform, `matvec` must not apply another one to a tensor that it closes "
-                "over: pass `functools.partial(matvec, tensor)` instead"
-            )
-        if inner is tensor and (is_functorch_tensor(tensor) or tensor.requires_grad):
-            self.found.append(tensor)
-        self.known[id(tensor)] = tensor
-
-
-_LEAVES = (bool, int, float, str, torch.dtype, torch.device)
-
-
-class Substitute(TorchFunctionMode):
-    """Replaces the tensors found by others, also in arguments of autograd functions and of what ``torch.func`` maps."""
-
-    def __init__(self, found: Sequence[Tensor], others: Sequence[Tensor]) -> None:
-        super().__init__()
-        self.others = {id(old): new for old, new in zip(found, others, strict=True)}
-        self.entrances = contextlib.ExitStack()
-
-    def __enter__(self) -> Self:
-        for module, name in entrances_for_tensors():
-            self.entrances.enter_context(replaced(module, {name: self._enter}))
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self.entrances.close()
-        super().__exit__(*raised)  # type: ignore[no-untyped-call]
-
-    def _enter(self, torchs: Callable[..., Any], given: Any, *rest: Any) -> Any:
-        if isinstance(given, tuple):  # what is deeper within has no gradient there
-            return torchs(tuple(self.others.get(id(arg), arg) for arg in given), *rest)
-        return torchs(self.others.get(id(given), given), *rest)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args = [self._replaced(arg) for arg in args]
-        if kwargs:
-            return func(*args, **{name: self._replaced(arg) for name, arg in kwargs.items()})
-        return func(*args)
-
-    def _replaced(self, arg: Any) -> Any:
-        if isinstance(arg, Tensor):
-            return self.others.get(id(arg), arg)
-        if arg is None or isinstance(arg, _LEAVES):
-            return arg
-        return pytree.tree_map(lambda leaf: self.others.get(id(leaf), leaf), arg)
-
-
-def _closed_over(function: Any) -> Tensors:
-    """The tensors in the cells of a function, and of the functions in its cells."""
-    found: Tensors = []
-    waiting, visited = [function], set()
-    while waiting:
-        one = waiting.pop()
-        if id(one) in visited:
-            continue
-        visited.add(id(one))
-        for cell in getattr(one, "__closure__", None) or ():
-            with contextlib.suppress(ValueError):  # an empty cell
-                found += _tensors(cell.cell_contents)
-                waiting.append(cell.cell_contents)
-    return found
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in optree.tree_leaves(tree) if isinstance(leaf, Tensor)]

@@ -110,9 +110,8 @@ class Solver(ABC):
 
         Args:
             matvec: the product with a square matrix: a tree → a tree of the same structure and shapes. It may close
-                over tensors, and those that are leaves of the graph get gradients. For gradients of other tensors, and
-                if the function applies a ``torch.func`` transform to a tensor inside another transform, pass
-                ``functools.partial(f, tensor)``.
+                over tensors and modules, and those that it depends on get gradients. It is called again in
+                backward, and must then take the same tensors.
             b: a tree of tensors.
 
         Returns:
@@ -122,7 +121,8 @@ class Solver(ABC):
             torch.linalg.LinAlgError: the method broke down, or its result is worse than zeros.
             TypeError: ``b`` has a leaf that is not a floating-point tensor, or both real and complex ones, or
                 ``matvec`` is not a function.
-            ValueError: ``matvec`` returns another structure or other shapes.
+            ValueError: ``matvec`` returns another structure or other shapes; or, in backward, it takes a tensor with a
+                graph that it did not take before: pass ``functools.partial(f, tensor)``.
             NotImplementedError: it is called under ``torch.func.jvp`` or another forward-mode derivative.
         """
         # A compiler goes on after the solve, as it does after an inner loop.

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from torchopt_dist import pytree
 from torchopt_dist._torch_private import is_functorch_tensor, sequence_numbers, transforms_are_active
+from torchopt_dist.linear_solve._substitute import edge_of
 from torchopt_dist.transform.base import ChainedGradientTransformation
 
 __all__ = [
@@ -131,13 +132,6 @@ def nodes_between(outputs: Iterable[Tensor], inputs: Iterable[Tensor], since: in
             found.append(edge[0])
             waiting += edge[0].next_functions
     return found
-
-
-def edge_of(tensor: Tensor) -> tuple[Any, int]:
-    """The node that made a tensor, or that accumulates a leaf's gradient, and which of its results the tensor is."""
-    with torch.enable_grad():
-        edge = torch.autograd.graph.get_gradient_edge(tensor)
-    return edge.node, edge.output_nr
 
 
 def leaf_of(node: Any) -> Tensor | None:

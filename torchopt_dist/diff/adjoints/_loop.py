@@ -36,7 +36,7 @@ from torchopt_dist.diff.adjoints._declared import differentiable
 from torchopt_dist.diff.adjoints._in_place import moved_in_place, owned
 from torchopt_dist.diff.adjoints._model import Model
 from torchopt_dist.diff.adjoints._randomness import kept_generators, seed_step
-from torchopt_dist.linear_solve._closure import Substitute
+from torchopt_dist.linear_solve._substitute import Substitute
 from torchopt_dist.transform._gradients import gradients, gradients_missing
 from torchopt_dist.transform.apply_updates import apply_updates, differentiable_step
 from torchopt_dist.transform.base import GradientTransformation
