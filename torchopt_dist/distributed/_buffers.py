@@ -167,7 +167,7 @@ Held: TypeAlias = list[tuple[str, _Place, Tensor]]
 def held_by(payload: Payload) -> Held:
     """The buffers of the modules among the arguments of a payload's tasks, each once, to see which change."""
     found: dict[int, tuple[str, _Place, Tensor]] = {}
-    for args, kwargs in payload.tasks:
+    for args, kwargs, *_ in payload.tasks:  # with a mark, where tensors of later tasks are still on their way
         for place in _places(payload.function, args, kwargs):
             if id(place.tensor) not in found:
                 name = _described(payload.function, place.key)
