@@ -286,6 +286,40 @@ def test_a_block_that_hands_on_more_than_what_it_returns_is_named(way, text, tas
             at_once(todist.Replayed(blocks=net.layers))
 
 
+@pytest.mark.parametrize("way", ["to the loss", "to the next block", "not"])
+def test_what_a_block_makes_of_meta_tensors_alone_and_hands_on_is_named(way):
+    scale, told = torch.tensor(0.5, dtype=D, requires_grad=True), []
+
+    class Scaled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if not told:
+                told.append((scale * 2).sin())
+            return super().forward(x) * (told[0] if way == "to the next block" else scale)
+
+    net = nn.Sequential(Scaled(3, 3), Scaled(3, 3)).double()
+    x = torch.randn(4, 3, dtype=D)
+
+    def loss(net: nn.Module) -> Tensor:
+        told.clear()
+        made = net(x).square().mean()
+        return made + told[0] * made if way == "to the loss" else made
+
+    def adapted(adjoint: todist.Adjoint) -> Tensor:
+        moved = todist.inner_loop(loss, todist.sgd(lr=0.1), net, 3, meta=(scale,), adjoint=adjoint).params
+        return sum(p.square().sum() for p in moved.parameters())
+
+    adjoint = todist.Replayed(blocks=net)
+    if way == "not":
+        [expected] = torch.autograd.grad(adapted(RECORDED), scale)
+        [found] = torch.autograd.grad(adapted(adjoint), scale)
+        torch.testing.assert_close(found, expected)
+    else:
+        with pytest.raises(
+            ValueError, match=r"computed in block '0' came to the loss|their arguments: block '1' uses"
+        ):
+            torch.autograd.grad(adapted(adjoint), scale)
+
+
 def test_an_input_that_only_a_block_uses_may_be_changed_in_place():
     net = nn.Sequential(*(m for _ in range(3) for m in (nn.Linear(3, 3), nn.ELU(inplace=True)))).double()
     x = torch.randn(4, 3, dtype=D)

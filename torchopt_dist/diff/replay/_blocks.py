@@ -106,6 +106,8 @@ class _Sweep:
         """What each call has handed on and requires grad, where there are no tangents."""
         self._overwritten: dict[Any, tuple[int, str]] = {}
         """Edges of the graph: what a call has changed in place → the number of the next node, the block's name."""
+        self._runs: list[tuple[int, int, str]] = []
+        """Of each call the numbers of the first node of its run and of the first one after it, the block's name."""
         self._since = next_sequence_number()
         self._totals: list[OptionalTensor] = [None] * len(wanted)
 
@@ -185,8 +187,10 @@ class _Sweep:
             self._check_ways([x.values for x in inputs], now)
         give_back()
         call = BlockCall(name, block, forward, arguments, own, with_tangents=self._tangents is not None)
+        began = next_sequence_number()
         made, outputs = call.first(now)
         number = next_sequence_number()
+        self._runs.append((began, number, name))
         self._overwritten |= {edge_of(inputs[place].values): (number, name) for place in call.overwritten}
         at = len(self._calls)
         handed |= {id(x): ((at, place), x) for place, x in enumerate(outputs) if x is not None}
@@ -313,9 +317,9 @@ class _Sweep:
         What else came is a constant where a block is called without a graph, and has no gradient of the block's inputs.
         """
         nodes = nodes_between(ends, [*now, *(x for handed in self._handed for x in handed)], self._since)
-        for name in filter(None, map(block_of, nodes)):
+        for name in filter(None, map(self._made_in, nodes)):
             raise ValueError(
-                "`blocks` must hand on what depends on their inputs or parameters by what they return: a tensor that "
+                "`blocks` must hand on what depends on inputs, parameters or `meta` by what they return: a tensor that "
                 f"was computed in block {name!r} came to the loss or to another block by an attribute, a list, a hook "
                 "or the like; return it from the block's forward, too"
             )
@@ -333,13 +337,20 @@ class _Sweep:
                     "the loss or another block uses this input later; let the block change a copy"
                 )
 
+    def _made_in(self, node: Any) -> str | None:
+        """The block in whose first run a node was made: at the beginning of its graph, or of ``meta`` tensors alone."""
+        number = sequence_numbers(node)(node)
+        return block_of(node) or next(
+            (name for began, end, name in self._runs if began <= number < end), None
+        )
+
     def _check_closed(
         self, call: BlockCall, outputs: Sequence[Tensor], leaves: Sequence[Tensor], now: Sequence[Tensor]
     ) -> None:
         """Check that a block uses only its own parameters, and activations only through its arguments."""
         others = {id(x) for x in [*self._params, *(x for handed in self._handed for x in handed)]}
         nodes = nodes_between(outputs, [*leaves, *call.parameters(now)])
-        if any(id(leaf_of(node)) in others or block_of(node) for node in nodes):
+        if any(id(leaf_of(node)) in others or self._made_in(node) for node in nodes):
             raise ValueError(
                 f"`blocks` must get what depends on parameters of the model by their arguments: block {call.name!r} "
                 "uses a parameter that is not its own, or a tensor that was computed before and that it holds"
