@@ -91,7 +91,11 @@ def work(rank: int, start: StartWorkers, task: bytes, *, stdout: int, stderr: in
         function, args, kwargs = unpack_task(task)
         header.settings.apply()  # now, since filters of warnings are of classes that have been imported
         _report(report, Running())
-        value = function(*args, **kwargs)
+        try:
+            value = function(*args, **kwargs)
+        finally:  # what comes now ends by itself, and is not to be interrupted
+            if signal.getsignal(INTERRUPT) is _interrupt:
+                signal.signal(INTERRUPT, _notice)
         if os.getpid() == pid:  # and not a process that the function has forked
             _report(report, Returned(), pack_value(value, rank))
         code = 0
@@ -105,9 +109,14 @@ def work(rank: int, start: StartWorkers, task: bytes, *, stdout: int, stderr: in
     _leave(code)
 
 
+def _notice(number: int, frame: FrameType | None) -> None:
+    """Let the agent see that the interrupt has been noticed."""
+    signal.signal(number, signal.SIG_DFL)
+
+
 def _interrupt(number: int, frame: FrameType | None) -> None:
     """Raise :class:`KeyboardInterrupt`, unless the function handles an exception, as in a ``finally`` block."""
-    signal.signal(number, signal.SIG_DFL)  # the agent sees that the interrupt has been noticed
+    _notice(number, frame)
     if sys.exception() is None:
         signal.default_int_handler(number, frame)
 
