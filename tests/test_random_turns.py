@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
@@ -16,6 +17,7 @@ from torch import Tensor
 
 import torchopt_dist as todist
 from torchopt_dist import _random_turns, _room
+from torchopt_dist._random_turns import Draws, Task
 from torchopt_dist.distributed._gather import gather
 
 SECONDS = 30.0
@@ -294,3 +296,20 @@ def test_a_guest_waits_for_a_task_that_computes_and_not_for_one_that_waits_unsee
         while time.monotonic() < until:
             sum(range(1000))
         assert not begun.done()
+
+
+@pytest.mark.parametrize("drawing", [None, "first", "second"])
+def test_tasks_that_overlap_in_two_threads_know_whether_anything_was_drawn(drawing):
+    """Whether an evaluation moves the caller's random numbers must not depend on what else its workers compute."""
+    draws = {"first": Draws(False), "second": Draws(False)}
+    tasks = {name: Task(seed, draws=draws[name]) for seed, name in enumerate(draws)}
+    with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        threads = {"first": first, "second": second}
+        for name in tasks:
+            threads[name].submit(tasks[name].__enter__).result(60)
+        if drawing is not None:
+            threads[drawing].submit(torch.rand, ()).result(60)
+        for name in tasks:
+            threads[name].submit(tasks[name].__exit__, None, None, None).result(60)
+    assert draws["first"].known is draws["second"].known is (drawing is not None)

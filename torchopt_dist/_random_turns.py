@@ -157,6 +157,7 @@ class Task:
         self._seed = seed
         self.guest = guest
         self.draws = draws
+        self._changed: States = []
 
     def __enter__(self) -> None:
         self.thread = asking_thread()
@@ -187,22 +188,27 @@ class Task:
         self._before = states()
         for generator, _ in self._before:
             generator.manual_seed(self._seed)
-        if self.draws is not None:
-            self._seeded = states()
         if self._outer is not None:
             _tasks.remove(self._outer)
         _tasks.append(self)
 
     def _end(self) -> None:
-        if self.draws is not None and (
-            have_changed(self._seeded) or len(generators()) > len(self._seeded)  # a GPU came into use
-        ):
-            self.draws.known = True
         restore(self._before)
         if self in _tasks:  # unless it was interrupted when it was to go on
             _tasks.remove(self)
         if self._outer is not None:
             _tasks.append(self._outer)
+
+    def look(self, draws: Draws) -> None:
+        """Find out whether anything was drawn since the generators were changed, by this task or by others."""
+        if have_changed(self._changed) or len(generators()) > len(self._changed):  # a GPU came into use
+            draws.known = True
+
+    def see(self, draws: Draws, drawn: bool) -> None:
+        """Note how the generators have been changed, and whether by a draw of this task's thread."""
+        self._changed = states()
+        if drawn and self.thread is asking_thread():
+            draws.known = True
 
     def pause(self) -> None:
         """Wait for other workers, so that other tasks may compute here."""
@@ -239,6 +245,9 @@ def change_generators(change: Callable[P, T], *args: P.args, **kwargs: P.kwargs)
     Within a turn, what it does is not taken for a draw.
     """
     with _lock:
+        for task in _tasks:
+            if task.draws is not None:
+                task.look(task.draws)
         mine = _running[0] if _running else None
         if (
             _left_by_tasks is None
@@ -250,17 +259,20 @@ def change_generators(change: Callable[P, T], *args: P.args, **kwargs: P.kwargs)
             made = change(*args, **kwargs)
             if len(_tasks) > 1:
                 _see()
-            return made
-        own = _turn_of(asking_thread()) if _running else None
-        if own is not None:
-            own.seeded = True
-        elif _running:
-            _wait(_NOTHING)
-            for other in _running:
-                other.beside = True
-        _look()
-        made = change(*args, **kwargs)
-        _see()
+        else:
+            own = _turn_of(asking_thread()) if _running else None
+            if own is not None:
+                own.seeded = True
+            elif _running:
+                _wait(_NOTHING)
+                for other in _running:
+                    other.beside = True
+            _look()
+            made = change(*args, **kwargs)
+            _see()
+        for task in _tasks:
+            if task.draws is not None:
+                task.see(task.draws, change is draw)
         return made
 
 
@@ -275,10 +287,20 @@ draw_seed = functools.partial(_drawn_by, draw)  # a function would be one more c
 """A number below ``2**62`` from the default generator, to derive seeds from; not while another thread draws."""
 
 
-def draw_seed_returnable() -> tuple[int, Callable[[], None]]:
-    """What :func:`draw_seed` returns, and a function that gives the draw back, unless more was drawn since."""
+def draw_seed_returnable() -> tuple[int, Callable[[bool], None]]:
+    """What :func:`draw_seed` returns, and a function of whether the seed was needed, to be called once that is known.
+
+    If the seed was not needed, the draw is given back, unless more was drawn since.
+    """
     number, give_back = _drawn_by(draw_returnable)
-    return number, functools.partial(_drawn_by, give_back)
+
+    def settle(needed: bool) -> None:
+        if not needed:
+            _drawn_by(give_back)
+        elif (task := _task_of(asking_thread())) is not None and task.draws is not None:
+            task.draws.known = True
+
+    return number, settle
 
 
 def lent() -> AbstractContextManager[None]:
