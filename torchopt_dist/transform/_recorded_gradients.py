@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from torchopt_dist.transform._attention import explain, is_attention
 from torchopt_dist.transform._normalization_graphs import is_normalization, mend
 from torchopt_dist.typing import OptionalTensor
 
-__all__ = ["mend_recorded", "recorded_gradients"]
+__all__ = ["mend_recorded", "recorded_gradients", "update_by_own"]
 
 _NODES = 20_000
 """So many nodes of a graph are looked at, at most."""
@@ -54,6 +55,8 @@ def mend_recorded(grads: Sequence[Any], begins: Sequence[Any]) -> None:
         grads: the gradients; those without a graph cost nothing.
         begins: the tensors that they were taken with respect to.
     """
+    if getattr(_own, "step", False):
+        return
     levels = vmaps()
     ends, begun = (
         [values_of(x, levels).values for x in tensors if isinstance(x, Tensor)] for tensors in (grads, begins)
@@ -69,6 +72,21 @@ def mend_recorded(grads: Sequence[Any], begins: Sequence[Any]) -> None:
             "steps by `todist.inner_loop` or a MetaOptimizer inside `vmap`, or normalize by `group_norm` or `rms_norm`",
             stacklevel=2,
         )
+
+
+_own = threading.local()
+"""Whether this thread makes a step by gradients that :func:`recorded_gradients` has taken."""
+
+
+def update_by_own(impl: Any, grads: Any, state: Any, *, params: Any, inplace: bool) -> tuple[Any, Any]:
+    """``impl.update`` of gradients that :func:`recorded_gradients` has taken, which are right as they are."""
+    outer = getattr(_own, "step", False)
+    _own.step = True
+    try:
+        made: tuple[Any, Any] = impl.update(grads, state, params=params, inplace=inplace)
+        return made
+    finally:
+        _own.step = outer
 
 
 def _nodes(ends: Sequence[Tensor], begins: Sequence[Tensor]) -> list[Any]:

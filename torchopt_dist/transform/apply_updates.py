@@ -11,6 +11,7 @@ from torchopt_dist import pytree
 from torchopt_dist.ops import _foreach as foreach
 from torchopt_dist.ops._columns import PLAIN, are_alike, pick, present, put
 from torchopt_dist.transform._pulled_step import PulledStep, Room, StepBars
+from torchopt_dist.transform._recorded_gradients import update_by_own
 from torchopt_dist.transform.base import ChainedGradientTransformation, GradientTransformation
 from torchopt_dist.transform.scale import learning_rate_of
 from torchopt_dist.typing import OptionalTensor, OptState, Params, Updates
@@ -124,9 +125,9 @@ def differentiable_step(
         if made is not None:
             return made[0], (*before, *made[1])
         links = ChainedGradientTransformation(*impl.transformations[len(before) :])
-        updates, rest = links.update(updates, rest, params=params, inplace=False)
+        updates, rest = update_by_own(links, updates, rest, params=params, inplace=False)
         return apply_updates(params, updates, inplace=False), (*before, *rest)
-    updates, state = impl.update(grads, state, params=params, inplace=False)
+    updates, state = update_by_own(impl, grads, state, params=params, inplace=False)
     return apply_updates(params, updates, inplace=False), state
 
 
@@ -208,7 +209,7 @@ def step_pulled_back(
         if found.of_lr is not None:
             return found, found.of_lr.to(found.lr)
         links_before = ChainedGradientTransformation(*links[:-1])
-        directions, _ = links_before.update(grads, state[:-1], params=params, inplace=False)
+        directions, _ = update_by_own(links_before, grads, state[:-1], params=params, inplace=False)
         steps = pytree.flatten_like(spec, directions, "updates", "params")
         pairs = [
             (x, bar) for x, bar in zip(steps, bars.params, strict=True) if x is not None and bar is not None
@@ -261,7 +262,7 @@ def training_step(
     fused_step = impl.fused_step if isinstance(impl, ChainedGradientTransformation) else None
     with torch.no_grad():
         if fused_step is None or fused_step.in_place is None:
-            updates, state = impl.update(tree(grads), state, params=tree(params), inplace=False)
+            updates, state = update_by_own(impl, tree(grads), state, params=tree(params), inplace=False)
             move_(list(params), _leaves(tree(params), updates))
             return state
         if fused_step.first_link == 0:
@@ -324,7 +325,7 @@ def _before_fused_step(
     if first == 0:
         return grads, (), state
     links = ChainedGradientTransformation(*impl.transformations[:first])
-    updates, before = links.update(grads, state[:first], params=params, inplace=inplace)
+    updates, before = update_by_own(links, grads, state[:first], params=params, inplace=inplace)
     return updates, before, state[first:]
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torchopt_dist import pytree
 from torchopt_dist.diff.adjoints._loop import Carry, Loop
 from torchopt_dist.diff.replay._reverse_mode import leaf_like, leaves_at, pulled_back
+from torchopt_dist.transform._recorded_gradients import update_by_own
 from torchopt_dist.transform.base import ChainedGradientTransformation
 from torchopt_dist.typing import OptionalTensor
 
@@ -73,7 +74,7 @@ def through_links(
     leaves = [None if grad is None else leaf_like(grad) for grad in grads]
     tree = model.tree([params[place] for place in model.first_places])
     with torch.enable_grad(), loop.substituted():
-        updates, _state = links.update(model.tree(leaves), state, params=tree, inplace=False)
+        updates, _state = update_by_own(links, model.tree(leaves), state, params=tree, inplace=False)
     made = pytree.flatten_like(pytree.flatten(tree)[1], updates, "updates", "params")
     return ThroughLinks(
         [params[place] for place in places],
