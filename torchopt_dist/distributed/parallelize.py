@@ -172,15 +172,16 @@ def remote_async_call(
                 with state.applied():
                     result = call.finish()
         except Exception as error:
+            answered()  # before anybody can wait for this thread's frames to be gone
             unsettled.pop().set_exception(error)
         except BaseException as error:
             # `sys.exit` in an own share ends this thread only, and the caller waits for a result.
             name = call.group.names[call.me]
+            answered()
             unsettled.pop().set_exception(SerializedException.of(error).to_error(name))
         else:
-            unsettled.pop().set_result(result)
-        finally:
             answered()
+            unsettled.pop().set_result(result)
 
     call.group.threads.run(work)
     return future
@@ -231,9 +232,9 @@ class _Call:
         sent = func if buffers is None else Returning(func)
         # As in one process, an evaluation that draws nothing does not move the caller's random numbers.
         seed: int | None = None
-        self.give_back: Callable[[], None] | None = None
+        self.settle_seed: Callable[[bool], None] | None = None
         if not (snapshot or torch.is_grad_enabled()):
-            seed, self.give_back = draw_seed_returnable()
+            seed, self.settle_seed = draw_seed_returnable()
         timed = self.balance is not None
         self.payloads = group_by_worker(sent, self.partitions, options, timed=timed, seed=seed)
         self.me = self.group.rank
@@ -312,8 +313,8 @@ class _Call:
             gathered = group.recorder.record(
                 "wait", None, None, gather, self.values, group.names, self.seconds, self.started
             )
-        if self.give_back is not None and not self.siblings.drew:
-            self.give_back()
+        if self.settle_seed is not None:
+            self.settle_seed(self.siblings.drew)
         for worker, values in gathered.items():
             for index, value in zip(self.payloads[worker][1], values, strict=True):
                 results[index] = value
