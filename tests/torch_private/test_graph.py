@@ -154,6 +154,8 @@ def test_a_product_that_follows_a_graph_to_results_is_refused_where_they_cannot_
         )
 
     torch.testing.assert_close(torch.autograd.grad(solve().sum(), w)[0], -(-w).exp())
-    monkeypatch.delattr("torch.utils._python_dispatch.TorchDispatchMode")
+    monkeypatch.delattr(
+        "torch.utils._python_dispatch.TorchDispatchMode"
+    )  # "tensors_entering" then finds nothing
     with pytest.raises(ValueError, match="result of ExpBackward0 that is no argument of its operations"):
         solve()
