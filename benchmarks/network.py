@@ -26,6 +26,7 @@ from typing import Any
 
 import psutil
 import torch
+from page import ratio
 from torch import Tensor, nn
 from torch.distributed import rpc
 
@@ -207,8 +208,15 @@ def measure(rounds: int, recorded: bool) -> None:
     print("|---|---|---|---|---|---|---|---|")
     for name, row in rows.items():
         print(f"| {name} | {row.text(nbytes)} |")
-    for name, row in [*rows.items()][1:]:
-        print(f"star takes {rows['star'].seconds() / row.seconds():.2f} times as long as {name}")
+    print()
+    if not recorded:
+        tree = f"tree, fan_out={FAN_OUTS[0]}"
+        part = {name: row.seconds() / rows["star"].seconds() for name, row in rows.items()}
+        ratio(
+            f"forward and backward of {nbytes / 1e6:.0f} MB on {todist.get_world_size()} hosts with slow lines",
+            "the model to each worker",
+            f"a tree of {FAN_OUTS[0]}: {part[tree]:.2f} of its time; `replica`: {part['replica']:.2f}",
+        )
 
 
 def main() -> None:
