@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from unittest import mock
 
 import psutil
 import pytest
@@ -116,6 +117,23 @@ def test_a_worker_that_dies_is_named_with_its_last_lines(tmp_path, death):
     assert "line 199" in str(error)
     assert "to stderr" in str(error)
     assert len(str(error).splitlines()) == 11
+
+
+def test_the_last_words_on_standard_error_come_after_what_was_printed(monkeypatch):
+    """So the cause is among the last lines, whatever the pipes' numbers are: here those of stderr sort first."""
+    told = []
+    pipes = {}
+    for name, number in (("stdout", 801), ("stderr", 800)):
+        reading, writing = os.pipe()
+        os.write(writing, name.encode())
+        os.close(writing)
+        pipes[os.dup2(reading, number)] = name
+        os.close(reading)
+    dying = object.__new__(agent.Agent)
+    monkeypatch.setattr(dying, "_pipes", mock.Mock(), raising=False)
+    monkeypatch.setattr(dying, "_tell", lambda message, data: told.append((message.into, data)))
+    dying._drain(agent._Worker(0, pipes))
+    assert told == [("stdout", b"stdout"), ("stderr", b"stderr")]
 
 
 def test_the_cause_is_raised_and_not_what_follows_from_it():

@@ -273,7 +273,7 @@ class Agent:
         return False
 
     def _drain(self, writer: _Worker, but: int | None = None) -> None:
-        """Forward all that a worker has written up to now.
+        """Forward all that a worker has written up to now, its last words to standard error after the rest.
 
         Its child processes may go on writing, so no more is read than the pipe can hold.
 
@@ -281,7 +281,7 @@ class Agent:
             writer: the worker.
             but: the descriptor of a pipe to leave out.
         """
-        for pipe in writer.pipes.keys() - {but}:
+        for pipe in [each for each in writer.pipes if each != but]:
             for _ in range(fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ) // CHUNK + 1):
                 if not self._read(pipe, writer):
                     break
