@@ -26,6 +26,8 @@ from tests.distributed.programs import (
     remote,
     vectors,
 )
+from torchopt_dist._torch_private import advance_sequence_numbers
+from torchopt_dist.distributed._remote_graph import RemoteGraph
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has changed buffers of its arguments:UserWarning")
 
@@ -55,6 +57,50 @@ def test_third_order_equals_the_local_one(world):
         ]
 
     assert max(world(2).on_zero(body)) < 1e-12
+
+
+def scaled_square(x, rank):
+    return (x * (0.1 + rank)).exp().sum().square()
+
+
+@pytest.mark.parametrize("fan_out", [None, 3])
+def test_gradients_are_added_up_by_rank_whatever_is_in_front_of_the_arguments(world, fan_out):
+    """The own share's first; so sums have the same bits also where a share gets a view."""
+
+    def body():
+        came, finish, size = [], RemoteGraph.finish_backward, 6
+
+        def noting(graph, under_way):
+            came.append(graph.worker)
+            return finish(graph, under_way)
+
+        def derivatives(viewed):
+            def shares(x):
+                return [(rank, (x.view_as(x) if rank in viewed else x, rank), {}) for rank in range(size)]
+
+            call = todist.parallelize(shares, todist.sum_reducer, fan_out=fan_out)(scaled_square)
+            x = torch.linspace(-1, 1, 7, requires_grad=True)
+            came.clear()
+            value = call(x).sqrt()
+            (first,) = torch.autograd.grad(value, x, create_graph=True)
+            first.square().sum().backward()
+            each = sorted({*came})
+            assert came == 3 * each
+            assert each == [*range(size)] if fan_out is None else 0 < len(each) < size
+            return first
+
+        RemoteGraph.finish_backward = noting
+        advance_sequence_numbers(
+            100
+        )  # as in a program that has computed before, whose views have higher numbers
+        try:
+            expected = derivatives(())
+            for viewed in [(2,), (1, 4), (0, 3, 5)] if fan_out is None else ():
+                assert torch.equal(derivatives(viewed), expected)
+        finally:
+            RemoteGraph.finish_backward = finish
+
+    world(6, env={"TODIST_TRANSPORT": "zmq"}).on_zero(body)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

@@ -18,25 +18,24 @@ from torchopt_dist._torch_private import (
 from torchopt_dist.distributed._grad_accumulators import hold_grad_accumulators
 from torchopt_dist.distributed._versions import Versioned, versioned
 
-__all__ = ["FIRST", "HERE", "LAST", "Graph", "collect", "dispatch"]
+__all__ = ["FIRST", "Graph", "collect", "dispatch"]
 
-FIRST, HERE, LAST = 2**62, 1, 0
-"""Sequence numbers: of the nodes that are ready, the autograd engine runs the one with the highest.
-
-The own share's *dispatch* computes, and the others' wait.
-"""
+FIRST = 2**62
+"""Sequence number of *collect*: of the nodes that are ready, the autograd engine runs the one with the highest."""
 
 
 class Graph(Protocol):
     """The part of a call between its two nodes.
 
     Attributes:
-        turn: the sequence number of *dispatch*, ``HERE`` or ``LAST``.
+        number: the sequence number of *dispatch*: low, since it waits for a worker. Each share of a call has a number of
+            its own, since in this order the gradients of an input are added up; among equal ones the engine goes by
+            the order of a heap, which changes with every other node.
         inputs: the inputs of *dispatch*, set by it.
         staying: the indices of inputs whose gradients stay on the worker.
     """
 
-    turn: int
+    number: int
     inputs: list[Versioned]
     staying: Collection[int]
 
@@ -54,7 +53,7 @@ def dispatch(graph: Graph, inputs: list[Tensor]) -> Tensor:
         held = hold_grad_accumulators(inputs)
         anchor = apply(graph, *inputs)
         held.clear()  # from now on the anchor's node keeps the accumulators alive
-    set_sequence_number(anchor, graph.turn)
+    set_sequence_number(anchor, graph.number)
     return anchor
 
 

@@ -23,7 +23,6 @@ from torchopt_dist.distributed._future import Future
 from torchopt_dist.distributed._grad_accumulators import hold_grad_accumulators
 from torchopt_dist.distributed._group import current_group
 from torchopt_dist.distributed._here import Here
-from torchopt_dist.distributed._nodes import HERE
 from torchopt_dist.distributed._payload import Payload
 from torchopt_dist.distributed._remote_graph import RemoteGraph
 from torchopt_dist.distributed._serialization import PackedModules
@@ -60,7 +59,7 @@ def prepare(
         return _plain(payload, siblings, in_a_thread=snapshot)
     group = current_group()
     here = Here(receiving_device(payload.options.device), group)
-    graph = RemoteGraph(group, group.rank, here, 0, turn=HERE, siblings=siblings)
+    graph = RemoteGraph(group, group.rank, here, 0, own=True, siblings=siblings)
     try:
         message, anchor = graph.start(payload, modules)
     except SerializationError as error:

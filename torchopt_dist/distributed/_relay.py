@@ -24,7 +24,6 @@ from torchopt_dist.distributed._future import Future, as_completed
 from torchopt_dist.distributed._group import Group, answering_group
 from torchopt_dist.distributed._here import Inside
 from torchopt_dist.distributed._message import Message
-from torchopt_dist.distributed._nodes import HERE
 from torchopt_dist.distributed._payload import ExecutionOptions
 from torchopt_dist.distributed._protocol import Errand, Key
 from torchopt_dist.distributed._remote_graph import RemoteGraph
@@ -332,7 +331,7 @@ class Relay(Errand):
         parcel = self.branch.parcel
         message = parcel.message(structures)
         here = Inside(receiving_device(message.device), group)
-        graph = RemoteGraph(group, group.rank, here, 0, turn=HERE)
+        graph = RemoteGraph(group, group.rank, here, 0, own=True)
         graph.key = parcel.key
         anchor = graph.connect(message, keep=self.keep)
         sent = message.detached()

@@ -44,7 +44,7 @@ from torchopt_dist.distributed._group import Group, find_group
 from torchopt_dist.distributed._here import Beside, Here
 from torchopt_dist.distributed._lost_gradients import code_of
 from torchopt_dist.distributed._message import Message
-from torchopt_dist.distributed._nodes import HERE, LAST, collect, dispatch
+from torchopt_dist.distributed._nodes import collect, dispatch
 from torchopt_dist.distributed._payload import ExecutionOptions, Payload
 from torchopt_dist.distributed._protocol import BACKWARD_TWICE, Backward, Call, Key, Late, Reply
 from torchopt_dist.distributed._serialization import PackedModules, pack, unpack
@@ -69,13 +69,14 @@ class RemoteGraph:
         timeout: float,
         *,
         options: ExecutionOptions | None = None,
-        turn: int = LAST,
+        own: bool = False,
         siblings: Siblings | None = None,
     ) -> None:
         self.kept = False  # set first, since `__del__` reads it
         self.options = options or ExecutionOptions()
         self.siblings = siblings or Siblings()
-        self.turn = turn  # the sequence number of its *dispatch*
+        self.own = own  # the graph of this worker's own share
+        self.number = len(group.names) + 1 if own else len(group.names) - worker  # of its *dispatch*
         self.requests: list[Sent] = []  # those that make it, if it is to outlive its worker
         self.tried: set[int] = set()
         self.before: list[
@@ -282,12 +283,12 @@ class RemoteGraph:
 
         Until it is there, ``take_up`` takes up what comes before it, if anything does.
         """
-        if own := self.turn == HERE:  # computes the reply, which is no waiting
+        if self.own:  # computes the reply, which is no waiting
             with self.group.retries.own_share():
                 arrived = reply.result()
-        with nullcontext() if own else self.span("wait back"), self.group.retries.waiting():
+        with nullcontext() if self.own else self.span("wait back"), self.group.retries.waiting():
             take_up()
-            if not own:
+            if not self.own:
                 with lent():
                     arrived = reply.result()
             self.siblings.check()
@@ -322,9 +323,10 @@ class RemoteGraph:
             self.transport,
             self.timeout,
             options=self.options,
-            turn=self.turn,
+            own=self.own,
             siblings=self.siblings,
         )
+        graph.number = self.number
         graph.before = [*self.before, (self.key, weakref.ref(self))]
         graph.tried, graph.has_moved, graph.has_sent = self.tried, self.has_moved, True
         streamed = tuple(place for place in self.streamed if wanted[place])
@@ -346,8 +348,8 @@ class RemoteGraph:
             self.inputs = inputs if self.kept else []
             self.used_up = not self.kept
         graph.kept = recorded
-        answered = self.group.outstanding.wait_for_slot(self.timeout) if self.turn == LAST else None
-        with graph.span("send") if self.turn == LAST else nullcontext():
+        answered = None if self.own else self.group.outstanding.wait_for_slot(self.timeout)
+        with nullcontext() if self.own else graph.span("send"):
             reply = self.ask(sent, graph if recorded else None)
         if answered is not None:
             reply.add_done_callback(answered)
@@ -361,7 +363,7 @@ class RemoteGraph:
         if self.used_up:
             self.requests = []
             self.again = None
-        if self.turn == LAST:
+        if not self.own:
             self.siblings.add(reply, self.worker_name)
         places = range(len(wanted)) if early else streamed
         return UnderWay(message, reply, graph, inputs, arriving, places, again)
