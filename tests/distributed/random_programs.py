@@ -21,7 +21,7 @@ import torchopt_dist as todist
 from tests.distributed.random_calls import HEDGES, OF_ROWS, WHOLE, Call, Here, There, formed
 from torchopt_dist.distributed import _multicast
 from torchopt_dist.distributed._group import Group, current_group
-from torchopt_dist.distributed._streams import CHUNK, LARGE
+from torchopt_dist.distributed._streams import CHUNK
 from torchopt_dist.distributed._wire_format import SMALL
 
 Instruction = Any
@@ -61,13 +61,11 @@ class Thresholds:
     Attributes:
         small: bytes up to which tensors share a buffer, and are copied.
         chunk: bytes of a chunk.
-        large: bytes of a chunk that nobody passes on.
         far: whether all workers are on machines of their own.
     """
 
     small: int = SMALL
     chunk: int = CHUNK
-    large: int = LARGE
     far: bool = False
 
 
@@ -113,10 +111,8 @@ def draw(seed: int, workers: int) -> Program:
     registers = leaves
     thresholds = Thresholds()
     if r.random() < 0.7:  # so that the smallest tensors go the ways of large ones
-        thresholds = Thresholds(
-            r.choice([16, 40, 1 << 10]), r.choice([8, 50, CHUNK]), r.choice([8, 100, LARGE]), r.random() < 0.8
-        )
-        r.wide = (thresholds.chunk, thresholds.large) == (CHUNK, LARGE)
+        thresholds = Thresholds(r.choice([16, 40, 1 << 10]), r.choice([8, 50, CHUNK]), r.random() < 0.8)
+        r.wide = thresholds.chunk == CHUNK
     for _ in range(r.randint(2, 6)):
         instruction = (
             _call(r, registers, workers, 0) if r.random() < 0.7 else _plain(r, registers, module=True)
@@ -193,7 +189,7 @@ def _call(r: _Random, registers: int, workers: int, depth: int) -> Call:
 def _call_of_rows(r: _Random, kind: str, registers: int, workers: int, depth: int, *, graded: bool) -> Call:
     """One whose rows have nothing to do with one another, but for what they share."""
     options = _options(r, depth, several=True)
-    if kind != "split" and not options.get("stream") and r.random() < 0.3:
+    if kind != "split" and r.random() < 0.3:
         options["vectorize"] = True
         if r.random() < 0.3:
             options["chunk_size"] = r.randint(1, 3)
@@ -230,10 +226,8 @@ def _failure(r: _Random, workers: int) -> Call:
 def _options(r: _Random, depth: int, *, several: bool) -> dict[str, Any]:
     """The options of a call, which change no result."""
     options: dict[str, Any] = {}
-    kind = r.choice(["plain", "stream", "tree", "tree", "hedge" if r.random() < 0.3 else "retries"])
-    if kind == "stream":
-        options["stream"] = True
-    elif kind == "tree" and several:
+    kind = r.choice(["plain", "tree", "tree", "hedge" if r.random() < 0.3 else "retries"])
+    if kind == "tree" and several:
         options["fan_out"] = r.choice([1, 2, 3, "auto", None])
     elif kind == "hedge":
         options["hedge_after"] = r.choice(HEDGE_SECONDS)
@@ -382,7 +376,7 @@ def check(program: Program, seed: int, found: list[Tensor | None]) -> None:
 
 def set_thresholds(thresholds: Thresholds) -> None:
     """On a worker: from now on, this is large."""
-    values = {"SMALL": thresholds.small, "CHUNK": thresholds.chunk, "LARGE": thresholds.large}
+    values = {"SMALL": thresholds.small, "CHUNK": thresholds.chunk}
     for name, module in list(sys.modules.items()):
         if name.startswith("torchopt_dist.distributed."):
             for constant in values.keys() & vars(module).keys():

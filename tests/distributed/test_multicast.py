@@ -18,12 +18,12 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import torchopt_dist as todist
 from tests.distributed.programs import kept, lie_right
-from torchopt_dist.distributed import _late_tensors, _multicast, _relay, _streams
+from torchopt_dist.distributed import _multicast, _relay, _streams
 from torchopt_dist.distributed._gradient_streams import Deferred, GradientStreams
 from torchopt_dist.distributed._group import current_group
 from torchopt_dist.distributed._kept_graphs import GIVEN_UP, KeptGraph, KeptGraphs
 from torchopt_dist.distributed._payload import ExecutionOptions, group_by_worker
-from torchopt_dist.distributed._streams import CHUNK, LARGE, Streams, chunks_of
+from torchopt_dist.distributed._streams import CHUNK, Streams, chunks_of
 from torchopt_dist.distributed._tree import tree
 from torchopt_dist.distributed._wire_format import SMALL
 from torchopt_dist.errors import CallTimeoutError, WorkerLostError
@@ -69,26 +69,18 @@ def test_a_tree_is_done_after_as_many_rounds_as_its_workers_allow():
     assert rounds(tree(0, range(1, 1024), ["host"] * 1024, 1024)) == 10
 
 
-@pytest.mark.parametrize("large", [False, True])
-def test_chunks_put_together_are_the_tensors(large):
+def test_chunks_put_together_are_the_tensors():
     tensors = [
         torch.arange(CHUNK // 8 + 5, dtype=torch.float64),
         torch.randn(3, 7),
         torch.zeros(0),
         torch.arange(CHUNK, dtype=torch.int16).reshape(2, -1),
         torch.arange(CHUNK - 8, dtype=torch.uint8),
-        torch.arange(LARGE + 1, dtype=torch.uint8),
+        torch.arange(3 * CHUNK + 1, dtype=torch.uint8),
     ]
-    chunks = chunks_of(tensors, large=large)
-    if large:  # two of the small ones go with the one after them, and the fifth with a part of the last
-        assert [[piece[:2] for piece in chunk] for chunk in chunks] == [
-            [(0, 0)],
-            [(1, 0), (3, 0)],
-            [(4, 0), (5, 0)],
-            [(5, LARGE - CHUNK + 8)],
-        ]
+    chunks = chunks_of(tensors)
     sizes = [sum(piece.values.nbytes for piece in chunk) for chunk in chunks]
-    assert all(size <= LARGE if large else CHUNK - 8 < size <= CHUNK for size in sizes[:-1])
+    assert all(CHUNK - 8 < size <= CHUNK for size in sizes[:-1])
     again = [torch.full_like(tensor, -1) for tensor in tensors]
     for chunk in reversed(chunks):
         for number, start, values in chunk:
@@ -228,8 +220,6 @@ def test_a_fan_out_that_is_no_number_of_workers_is_an_error(fan_out):
         ({"fan_out": 2, "retries": 1}, (1,), 2),
         ({"retries": 1}, (), 0),
         ({"hedge_after": 1.0}, (), 0),
-        ({"stream": True}, (), 0),  # a MiB of each worker's own
-        ({"stream": True, "nbytes": (1 << 20) + 1}, (), 3),
     ],
 )
 def test_a_tree_is_made_where_it_is_asked_for_or_pays(options, lost, chosen):
@@ -287,7 +277,7 @@ def gradients_are_those_of_finite_differences():
 
 def cut_from(small, chunk):
     """On a worker: cut tensors of more bytes into chunks of so many."""
-    _late_tensors.SMALL, _streams.CHUNK = small, chunk
+    _streams.SMALL, _streams.CHUNK = small, chunk
 
 
 class Model(nn.Module):
@@ -325,11 +315,11 @@ def derivatives(fan_out, model):
     return [value.detach(), *(g.detach() for g in first), *second], profile
 
 
-def plain_gradients(fan_out, model, **options):
+def plain_gradients(fan_out, model):
     """Not recorded: those of the large tensor come in chunks."""
     torch.manual_seed(3)
     x, y = torch.randn(19, 6, dtype=torch.float64), torch.randn(19, 1, dtype=torch.float64)
-    call = todist.parallelize(todist.batch_partitioner, todist.mean_reducer, fan_out=fan_out, **options)
+    call = todist.parallelize(todist.batch_partitioner, todist.mean_reducer, fan_out=fan_out)
     value = call(loss_of)(model, x, y)
     with todist.profile() as profile:
         gradients = torch.autograd.grad(value, [*model.parameters()])
@@ -365,18 +355,6 @@ def values_are_those_of_a_star():
     buffer.zero_()
     small.zero_()
     assert future.wait() == 8 * (len(buffer) + 3) + 28
-
-
-def a_stream_goes_down_a_tree_if_most_of_it_is_shared():
-    model, workers = Model(), _multicast.AUTO_WORKERS
-    _multicast.AUTO_WORKERS = 0  # as if they were on other machines
-    try:
-        found, profile = plain_gradients("auto", model, stream=True)
-    finally:
-        _multicast.AUTO_WORKERS = workers
-    expected, _ = plain_gradients(_multicast.AUTO_FAN_OUT, model)
-    assert all(map(torch.equal, found, expected))
-    assert 0.99 < sum(bytes_to_the_caller(profile)) / (_multicast.AUTO_FAN_OUT * model.nbytes()) < 1.01
 
 
 def shifted(buffer, small, rank):
@@ -486,7 +464,6 @@ def test_derivatives_values_and_errors_through_trees(world):
     def body():
         gradients_are_those_of_finite_differences()
         values_are_those_of_a_star()
-        a_stream_goes_down_a_tree_if_most_of_it_is_shared()
         gradients_that_some_workers_do_not_have()
         calls_nest_in_relays()
         errors_name_the_worker_that_has_raised()

@@ -15,7 +15,7 @@ from torchopt_dist.distributed._caller_state import CallerState
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._payload import ExecutionOptions, Payload
 from torchopt_dist.distributed._plain_messages import LONGEST, MARK
-from torchopt_dist.distributed._protocol import Backward, Call, Late, Reply
+from torchopt_dist.distributed._protocol import Backward, Call, Reply
 from torchopt_dist.distributed._serialization import pack, unpack
 from torchopt_dist.distributed._wire_format import Structures, from_wire, is_skeleton, to_wire
 from torchopt_dist.distributed.transport._frames import from_frames, to_frames
@@ -50,7 +50,6 @@ PLAIN = {
         keep=False,
         state=CallerState(False, (("cpu", torch.bfloat16),), torch.float64),
         streamed=(0,),
-        early=True,
     ),
     "reply": Reply([X, (WEIGHT, None), "done"], warning="take care", seconds=0.25, drew=False),
     "empty reply": Reply(),
@@ -62,7 +61,6 @@ OTHERS = {
     "a closure": call_of(1, function=lambda: SHARED),
     "a class": call_of(1, function=int),
     "a long text": call_of("x" * (LONGEST + 1)),
-    "late tensors": replace(call_of(X), late=Late((X,), (1,), ((2, 2),), 1, 0.0)),
     "an exception": Reply(exception=SerializedException.of(ValueError("wrong"))),
 }
 
@@ -117,8 +115,7 @@ def test_these_messages_show_each_field(content):
     """A field that is new, and has its default here, could be left out and nobody would see."""
     for each in dataclasses.fields(content):
         default = each.default if each.default_factory is dataclasses.MISSING else each.default_factory()
-        left_to_the_pickler = each.name in ("exception", "late")
-        assert left_to_the_pickler or getattr(content, each.name) != default, each.name
+        assert each.name == "exception" or getattr(content, each.name) != default, each.name
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -13,7 +13,7 @@ from torch import nn
 
 import torchopt_dist as todist
 from tests.distributed.programs import cube, kept_on, remote, vectors
-from torchopt_dist.distributed._group import Group, current_group
+from torchopt_dist.distributed._group import current_group
 
 
 def test_no_grad_and_tensors_without_grad_keep_nothing(world):
@@ -93,13 +93,16 @@ def test_a_recorded_backward_that_fails_leaves_no_graph_at_the_caller(world):
 
 
 @pytest.mark.parametrize("fails", [0, 1, 2])
-def test_a_backward_that_fails_leaves_nothing_for_the_next_one(world, fails):
+@pytest.mark.parametrize("fan_out", [None, 1])
+def test_a_backward_that_fails_leaves_nothing_for_the_next_one(world, fails, fan_out):
     """What the engine had yet to do stays in its queue until the thread's next backward, which may never come."""
 
     def body():
-        x = torch.randn(5000, dtype=torch.float64, requires_grad=True)
+        x = torch.randn(10000, dtype=torch.float64, requires_grad=True)
         (first,) = todist.remote_sync_call(torch.sin, args=(x,), partitioner=1)
-        loss = todist.parallelize(_one_each, todist.sum_reducer, stream=True)(_cube_or_error)(first, fails)
+        loss = todist.parallelize(_one_each, todist.sum_reducer, fan_out=fan_out)(_cube_or_error)(
+            first, fails
+        )
         with pytest.raises(ArithmeticError):
             loss.backward()
         del first, loss
@@ -107,12 +110,7 @@ def test_a_backward_that_fails_leaves_nothing_for_the_next_one(world, fails):
         streams = current_group().gradient_streams
         return len(vars(streams)["_arriving"]), kept_on(1), kept_on(2)
 
-    def as_if_on_machines_of_their_own():
-        Group.on_this_host = lambda group, rank: group.rank == rank
-        todist.barrier()
-        return body() if todist.get_rank() == 0 else None
-
-    assert world(3).run(as_if_on_machines_of_their_own)[0] == (0, 0, 0)
+    assert world(3).on_zero(body) == (0, 0, 0)
 
 
 def test_a_nested_backward_that_fails_on_a_worker_leaves_nothing_there(world):

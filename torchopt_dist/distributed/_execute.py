@@ -25,16 +25,15 @@ __all__ = ["run", "timed"]
 
 def timed(
     payload: Payload,
-    wait_for: Callable[[int], None] | None = None,
     *,
     moved: bool = False,
     draws: Draws | None = None,
 ) -> tuple[list[Any], float]:
     """What :func:`run` returns, and how many seconds a sample took; 0 if the payload does not ask."""
     if not payload.samples:
-        return run(payload, wait_for, moved=moved, draws=draws), 0.0
+        return run(payload, moved=moved, draws=draws), 0.0
     started = time.perf_counter()
-    values = run(payload, wait_for, moved=moved, draws=draws)
+    values = run(payload, moved=moved, draws=draws)
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return values, (time.perf_counter() - started) / payload.samples
@@ -42,7 +41,6 @@ def timed(
 
 def run(
     payload: Payload,
-    wait_for: Callable[[int], None] | None = None,
     *,
     moved: bool = False,
     draws: Draws | None = None,
@@ -51,14 +49,12 @@ def run(
 
     Args:
         payload: the work of this worker.
-        wait_for: waits for the arguments of a task, by its index, if they may come later.
         moved: whether another worker was to run them first, so that this one has work of its own.
         draws: is told if a task draws random numbers; ``None``: nobody asks.
     """
     payload = resolved(payload, receiving_device(payload.options.device))
     tasks = partial(
         _vectorized if payload.options.vectorize else _one_by_one,
-        wait_for=wait_for,
         task=partial(Task, guest=moved, draws=draws),
     )
     with payload.state.applied():
@@ -67,14 +63,10 @@ def run(
         return evaluate(lambda: tasks(payload))
 
 
-def _one_by_one(
-    payload: Payload, wait_for: Callable[[int], None] | None, task: Callable[[int], Task]
-) -> list[Any]:
+def _one_by_one(payload: Payload, task: Callable[[int], Task]) -> list[Any]:
     values: list[Any] = []
     tell = teller(payload)
     for (args, kwargs), seed in zip(payload.tasks, payload.seeds, strict=True):
-        if wait_for is not None:
-            wait_for(len(values))
         with task(seed):
             values.append(payload.function(*args, **kwargs))
         if tell is not None:
@@ -82,9 +74,7 @@ def _one_by_one(
     return values
 
 
-def _vectorized(
-    payload: Payload, wait_for: Callable[[int], None] | None, task: Callable[[int], Task]
-) -> list[Any]:
+def _vectorized(payload: Payload, task: Callable[[int], Task]) -> list[Any]:
     """One ``vmap`` over the tensors that differ between the tasks; an argument that all tasks share is not mapped."""
     tasks: Any = payload.tasks
     flat = [flatten(each, is_leaf=_is_module, path="(args, kwargs)") for each in tasks]
@@ -94,7 +84,7 @@ def _vectorized(
         index for index, column in enumerate(columns) if not all(_same(leaf, column[0]) for leaf in column)
     ]
     if not mapped:
-        return _one_by_one(payload, wait_for, task)
+        return _one_by_one(payload, task)
     _check_mappable(columns, mapped, paths)
 
     def one_task(*tensors: torch.Tensor) -> Any:

@@ -94,9 +94,8 @@ def _fan_out_for(group: Group, payloads: Mapping[int, Payload]) -> int:
         here = group.members[group.rank].host
         if sum(group.members[worker].host != here for worker in workers) < AUTO_WORKERS:
             return 0
-        held = [payloads[worker].tensors() for worker in workers[:2]]
-        shared, together = (sum(x.nbytes for x in common(each)) for each in (held, held[:1]))
-        if shared < AUTO_BYTES or (options.stream and together >= 2 * shared):
+        shared = sum(x.nbytes for x in common([payloads[worker].tensors() for worker in workers[:2]]))
+        if shared < AUTO_BYTES:
             return 0
         if shared >= MUCH_BYTES:
             fan_out = AUTO_FAN_OUT_OF_MUCH

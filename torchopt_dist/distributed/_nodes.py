@@ -28,9 +28,9 @@ class Graph(Protocol):
     """The part of a call between its two nodes.
 
     Attributes:
-        number: the sequence number of *dispatch*: low, since it waits for a worker. Each share of a call has a number of
-            its own, since in this order the gradients of an input are added up; among equal ones the engine goes by
-            the order of a heap, which changes with every other node.
+        number: the sequence number of *dispatch*: low, since it waits for a worker. Each share of a call has another
+            one, since the gradients of an input are added up in this order. Among equal ones the engine's order is that
+            of a heap, which every other node changes.
         inputs: the inputs of *dispatch*, set by it.
         staying: the indices of inputs whose gradients stay on the worker.
     """

@@ -92,7 +92,6 @@ class ExecutionOptions:
         progress: whether the caller shows how many tasks are done.
         fan_out: to how many workers each worker forwards the data that all of them share; ``None``: the caller sends it
             to each; ``"auto"``: depends on its size and on the number of workers.
-        stream: whether a worker begins its first task while the others still travel, and sends gradients one by one.
     """
 
     vectorize: bool = False
@@ -104,11 +103,10 @@ class ExecutionOptions:
     hedge_after: float | None = None
     progress: bool = False
     fan_out: int | Literal["auto"] | None = "auto"
-    stream: bool = False
 
     def __post_init__(self) -> None:
         """Check the settings."""
-        for name in ("vectorize", "isolate_own_share", "strict", "progress", "stream"):
+        for name in ("vectorize", "isolate_own_share", "strict", "progress"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.chunk_size is not None and (not isinstance(self.chunk_size, int) or self.chunk_size < 1):
@@ -126,13 +124,6 @@ class ExecutionOptions:
             or not 0 <= late <= threading.TIMEOUT_MAX
         ):
             raise ValueError(f"hedge_after must be a number of seconds, 0 or more, or None, got {late!r}")
-
-        if self.stream and (self.vectorize or self.outlives_workers):
-            name = "vectorize" if self.vectorize else "retries" if self.retries else "hedge_after"
-            why = "needs all tasks at once" if self.vectorize else "may send a share again as a whole"
-            raise ValueError(
-                f"stream=True sends a worker one task after another, and {name} {why}: choose one"
-            )
         fan_out = self.fan_out
         whole = isinstance(fan_out, int) and not isinstance(fan_out, bool) and fan_out >= 1
         if not whole and fan_out not in ("auto", None):
@@ -144,8 +135,6 @@ class ExecutionOptions:
                 f"hedge_after={self.hedge_after!r} starts single shares again, and fan_out={fan_out} sends those of "
                 "a whole branch together: choose one"
             )
-        if self.stream and whole:
-            raise ValueError(f"stream=True sends to each worker itself: leave out fan_out={fan_out}")
 
     @classmethod
     def of(cls, given: ExecutionKwargs) -> ExecutionOptions:
@@ -170,7 +159,6 @@ class ExecutionKwargs(TypedDict, total=False):
     hedge_after: float | None
     progress: bool
     fan_out: int | Literal["auto"] | None
-    stream: bool
 
 
 @functools.cache

@@ -91,7 +91,7 @@ def _call_fields(call: Call, tensors: Tensors, main_by_name: bool) -> tuple[Any,
     payload, *rest = vars(call).values()
     function, tasks, seeds, state, options, *more = vars(payload).values()
     name = name_of(function, main_by_name) if type(function) is FunctionType else None
-    if name is None or call.late is not None:
+    if name is None:
         raise _NotPlainError
     plain: list[tuple[Any, ...]] = []
     for args, kwargs in tasks:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -14,28 +14,10 @@ from torchopt_dist.distributed._caller_state import CallerState
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._payload import Payload
 
-__all__ = ["Backward", "Call", "Errand", "Key", "Late", "Release", "Reply"]
+__all__ = ["Backward", "Call", "Errand", "Key", "Release", "Reply"]
 
 Key: TypeAlias = tuple[int, int]
 """Names a graph that a worker keeps: the caller's rank and a number that the caller never uses again."""
-
-
-class Late(NamedTuple):
-    """Tensors of a call that come in chunks, while its first task runs.
-
-    Attributes:
-        tensors: the tensors, which the message has empty.
-        tasks: for each, the index of the first task that needs it.
-        shapes: of the tensors.
-        chunks: how many chunks come.
-        seconds: how long to wait for these; 0: for ever.
-    """
-
-    tensors: tuple[torch.Tensor, ...]
-    tasks: tuple[int, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    chunks: int
-    seconds: float
 
 
 @dataclass
@@ -46,23 +28,21 @@ class Call:
         payload: what to run.
         key: names the call, and the graph from the message's tensors to the results, if that is kept.
         keep: whether to keep the graph.
-        late: the tensors that come later, if there are any.
     """
 
     payload: Payload
     key: Key
     keep: bool
-    late: Late | None = None
 
     def __reduce__(self) -> tuple[Callable[..., Call], tuple[Any, ...]]:
         """As plain values, of which a pickler knows what to do without asking each object."""
-        return _call, (*self.payload.plain(), self.key, self.keep, self.late)
+        return _call, (*self.payload.plain(), self.key, self.keep)
 
 
 def _call(*plain: Any) -> Call:
     """In a pickle: a call of the values that its ``__reduce__`` has given."""
-    *payload, key, keep, late = plain
-    return Call(Payload.of_plain(*payload), key, keep, late)
+    *payload, key, keep = plain
+    return Call(Payload.of_plain(*payload), key, keep)
 
 
 @dataclass(frozen=True)
@@ -106,7 +86,6 @@ class Backward:
         state: of the thread that runs the caller's backward, such as autocast, which holds for nodes of the graph, too.
         streamed: the places of inputs whose gradients, and those of the workers below in a tree, are added up and sent
             in chunks, before the reply.
-        early: whether large gradients are sent in chunks as soon as they are there.
     """
 
     graph: Key
@@ -117,7 +96,6 @@ class Backward:
     keep: bool
     state: CallerState
     streamed: tuple[int, ...] = ()
-    early: bool = False
 
     def plain(self) -> tuple[Any, ...]:
         """Its fields but the gradients, with the fields of the caller's state instead of the state."""

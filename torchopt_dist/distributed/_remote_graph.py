@@ -46,7 +46,7 @@ from torchopt_dist.distributed._lost_gradients import code_of
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._nodes import collect, dispatch
 from torchopt_dist.distributed._payload import ExecutionOptions, Payload
-from torchopt_dist.distributed._protocol import BACKWARD_TWICE, Backward, Call, Key, Late, Reply
+from torchopt_dist.distributed._protocol import BACKWARD_TWICE, Backward, Call, Key, Reply
 from torchopt_dist.distributed._serialization import PackedModules, pack, unpack
 from torchopt_dist.distributed._siblings import Siblings
 from torchopt_dist.distributed._spans import Phase, Spanned
@@ -94,7 +94,6 @@ class RemoteGraph:
         self.inputs: list[Versioned] = []  # with versions; empty once every result is used up
         self.staying: Collection[int] = ()  # the places of inputs whose gradients stay on the worker
         self.streamed: Sequence[int] = ()  # of inputs whose gradients come in chunks
-        self.early = self.options.stream and not group.on_this_host(worker)  # the worker has large gradients
         self.unused: set[int] = set()  # the results that no backward has used up
         self._main_by_name = group.same_program(worker)
 
@@ -165,27 +164,23 @@ class RemoteGraph:
             message = packed_directly(request, main_by_name=self._main_by_name)
         return message or pack(request, main_by_name=self._main_by_name, modules=modules)
 
-    def start(
-        self, payload: Payload, modules: PackedModules | None, late: Late | None = None
-    ) -> tuple[Message, Tensor | None]:
+    def start(self, payload: Payload, modules: PackedModules | None) -> tuple[Message, Tensor | None]:
         """The message that asks for a call, and the anchor, if gradients are wanted.
 
         Raises:
             SerializationError: the payload cannot be sent.
         """
-        message = self.group.recorder.record(
-            "pack", self.key, self.worker, self.packed, payload, modules, late
-        )
+        message = self.group.recorder.record("pack", self.key, self.worker, self.packed, payload, modules)
         keep = payload.state.grad_enabled
         return message, self.connect(message, keep=keep) if message.tensors else None
 
-    def packed(self, payload: Payload, modules: PackedModules | None, late: Late | None = None) -> Message:
+    def packed(self, payload: Payload, modules: PackedModules | None) -> Message:
         """The message that asks for a call.
 
         Raises:
             SerializationError: the payload cannot be sent, or not from inside a transform.
         """
-        request = Call(payload, self.key, payload.state.grad_enabled, late)
+        request = Call(payload, self.key, payload.state.grad_enabled)
         try:
             message = self.pack(request, modules)
         except SerializationError as error:
@@ -330,14 +325,13 @@ class RemoteGraph:
         graph.before = [*self.before, (self.key, weakref.ref(self))]
         graph.tried, graph.has_moved, graph.has_sent = self.tried, self.has_moved, True
         streamed = tuple(place for place in self.streamed if wanted[place])
-        early = self.early and not recorded
         arriving = None
-        if streamed or early:
+        if streamed:
             arriving = self.group.gradient_streams.opened(graph.key, keeps=recorded)
         with graph.span("pack") as span:
             key = graph.key
             message = graph.pack(
-                Backward(self.key, output_grads, wanted, retain_graph, key, recorded, state, streamed, early)
+                Backward(self.key, output_grads, wanted, retain_graph, key, recorded, state, streamed)
             )
             span.made(message)
         sent = message.detached()
@@ -365,8 +359,7 @@ class RemoteGraph:
             self.again = None
         if not self.own:
             self.siblings.add(reply, self.worker_name)
-        places = range(len(wanted)) if early else streamed
-        return UnderWay(message, reply, graph, inputs, arriving, places, again)
+        return UnderWay(message, reply, graph, inputs, arriving, streamed, again)
 
     def finish_backward(self, under_way: UnderWay[RemoteGraph]) -> list[Tensor | None]:
         """Wait for the inputs' gradients; if recorded, these are connected to the results' gradients and to the inputs.
@@ -400,7 +393,7 @@ class RemoteGraph:
             return made
 
         streams = self.group.gradient_streams
-        if arriving and not self.early and streams.put_off(tensors, streamed, arriving, finish):
+        if arriving and streams.put_off(tensors, streamed, arriving, finish):
             return [None] * len(tensors)
         grads = finish()
         if whole and not recorded:

@@ -27,17 +27,15 @@ from torchopt_dist.distributed import _execute
 from torchopt_dist.distributed._buffers import description_of_changes, held_by
 from torchopt_dist.distributed._device_placement import receiving_device
 from torchopt_dist.distributed._direct_copy import packed_directly
-from torchopt_dist.distributed._early_gradients import gradients_sent_early
 from torchopt_dist.distributed._gradient_streams import Deferred
 from torchopt_dist.distributed._gradient_sums import add_up
 from torchopt_dist.distributed._group import answering_group
 from torchopt_dist.distributed._kept_graphs import KeptGraph, KeptGraphs
-from torchopt_dist.distributed._late_tensors import filled, unmarked
 from torchopt_dist.distributed._left_gradients import description_of_left_gradients
 from torchopt_dist.distributed._lost_gradients import Seen, code_of, description_of_losses, watched
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._payload import Payload
-from torchopt_dist.distributed._protocol import Backward, Call, Errand, Key, Late, Release, Reply
+from torchopt_dist.distributed._protocol import Backward, Call, Errand, Release, Reply
 from torchopt_dist.distributed._reentrant_checkpoint import gradients_by_backward, has_reentrant_checkpoint
 from torchopt_dist.distributed._replicas import Home, keep_grads
 from torchopt_dist.distributed._serialization import pack, unpack
@@ -122,7 +120,7 @@ def answer(
     used_up: tuple[KeptGraph, list[torch.Tensor]] | None = None
     shared = False
     if isinstance(content, Call):
-        run = _execute.timed if content.late is None else functools.partial(_timed_late, key, content.late)
+        run = _execute.timed
         if request.moved:
             run = functools.partial(run, moved=True)
         draws = None if content.payload.state.grad_enabled else Draws(False)
@@ -177,12 +175,6 @@ def _with_references(
             reference.end()
 
 
-def _timed_late(key: Key, late: Late, payload: Payload, **options: Any) -> tuple[list[Any], float]:
-    """The values of a call some of whose tensors come later, and the seconds of a sample."""
-    with filled(key, late) as wait_for:
-        return _execute.timed(unmarked(payload), wait_for, **options)
-
-
 def _differentiate(
     content: Backward, graph: KeptGraph, kept_graphs: KeptGraphs
 ) -> tuple[list[torch.Tensor | None], list[torch.Tensor]]:
@@ -194,8 +186,7 @@ def _differentiate(
         kept_graphs.use_up(content.graph, graph, [*reached])
     # A gradient may be on the CPU where its output is on a GPU.
     output_grads = [grad.to(y.device) for y, grad in zip(outputs, reached.values(), strict=True)]
-    leaves = {place: leaf for place, leaf in enumerate(graph.inputs) if content.wanted[place]}
-    wanted = [*leaves.values()]
+    wanted = [leaf for leaf, is_wanted in zip(graph.inputs, content.wanted, strict=True) if is_wanted]
     if content.keep:  # so that sums have one order, whichever thread this is
         advance_sequence_numbers(graph.end)
     retain_graph = content.retain_graph or graph.shared
@@ -210,15 +201,6 @@ def _differentiate(
         if not content.keep and has_reentrant_checkpoint(outputs):
             with graph.lock:
                 found = gradients_by_backward(outputs, output_grads, wanted, retain_graph=retain_graph)
-        elif content.early:
-            found = gradients_sent_early(
-                outputs,
-                output_grads,
-                leaves,
-                staying=graph.homes,
-                retain_graph=retain_graph,
-                key=content.key,
-            )
         else:
             found = torch.autograd.grad(
                 outputs,

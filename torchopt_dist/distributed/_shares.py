@@ -18,13 +18,12 @@ from torchopt_dist._torch_private import tensor_version
 from torchopt_dist.distributed._ask import ANOTHER_GRAPH, check_unchanged, is_copied
 from torchopt_dist.distributed._future import Future
 from torchopt_dist.distributed._group import Group
-from torchopt_dist.distributed._late_tensors import can_be_cut
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._payload import ExecutionOptions
 from torchopt_dist.distributed._protocol import Key
 from torchopt_dist.distributed._relay import Branch, Children, Missing, Parcel
 from torchopt_dist.distributed._siblings import Siblings
-from torchopt_dist.distributed._streams import chunks_of
+from torchopt_dist.distributed._streams import can_be_cut, chunks_of
 from torchopt_dist.distributed._tree import Twig, tree
 from torchopt_dist.errors import CallTimeoutError, RemoteError, WorkerLostError
 

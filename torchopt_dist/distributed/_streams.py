@@ -14,16 +14,16 @@ from contextlib import contextmanager, suppress
 from typing import NamedTuple, TypeAlias
 
 import torch
+from torch import nn
 
 from torchopt_dist.distributed._protocol import Key
+from torchopt_dist.distributed._wire_format import SMALL
 from torchopt_dist.errors import CallTimeoutError, WorkerLostError
 
-__all__ = ["Chunk", "Piece", "Streams", "chunks_of"]
+__all__ = ["Chunk", "Piece", "Streams", "can_be_cut", "chunks_of"]
 
 CHUNK = 1 << 19
 """Bytes of a chunk: few enough that a tree soon passes the first on, and enough that a request more costs little."""
-LARGE = 1 << 22
-"""Bytes of a chunk that nobody passes on: so many that a fast network, too, has more to do than Python."""
 GIVEN_UP = 1 << 12
 """How many keys are remembered of requests that were given up, so that chunks which come later are dropped."""
 
@@ -45,16 +45,16 @@ class Piece(NamedTuple):
 Chunk: TypeAlias = tuple[Piece, ...]
 
 
-def chunks_of(tensors: Sequence[torch.Tensor], *, large: bool = False) -> list[Chunk]:
-    """Cut contiguous tensors into chunks; no element is copied.
+def can_be_cut(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is large, and lies in memory as chunks of it would."""
+    plain = type(tensor) in (torch.Tensor, nn.Parameter) and not (tensor.is_conj() or tensor.is_neg())
+    return plain and tensor.nbytes > SMALL and tensor.is_contiguous()
 
-    Args:
-        tensors: the tensors.
-        large: whether chunks have at most ``LARGE`` bytes, and end with a tensor if they have ``CHUNK`` bytes by then.
-            Otherwise all have ``CHUNK`` bytes, but for the last one.
-    """
+
+def chunks_of(tensors: Sequence[torch.Tensor]) -> list[Chunk]:
+    """Cut contiguous tensors into chunks of ``CHUNK`` bytes, but for the last one; no element is copied."""
     chunks: list[list[Piece]] = [[]]
-    room = most = LARGE if large else CHUNK
+    room = CHUNK
     for number, tensor in enumerate(tensors):
         flat, start = tensor.detach().view(-1), 0
         while start < len(flat):
@@ -62,9 +62,9 @@ def chunks_of(tensors: Sequence[torch.Tensor], *, large: bool = False) -> list[C
             part = flat[start : start + count]
             chunks[-1].append(Piece(number, start, part))
             start, room = start + len(part), room - part.nbytes
-            if room < flat.itemsize or (large and start == len(flat) and most - room >= CHUNK):
+            if room < flat.itemsize:
                 chunks.append([])
-                room = most
+                room = CHUNK
     return [tuple(chunk) for chunk in chunks if chunk]
 
 

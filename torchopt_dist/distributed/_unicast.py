@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchopt_dist.distributed._chunks import send_chunk
 from torchopt_dist.distributed._future import Future
 from torchopt_dist.distributed._group import current_group
-from torchopt_dist.distributed._late_tensors import LateTensors
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._payload import Payload
 from torchopt_dist.distributed._remote_graph import RemoteGraph
@@ -59,36 +57,22 @@ def call(
         options=payload.options,
         siblings=siblings,
     )
-    in_parts = payload.options.stream and not moves and not group.on_this_host(worker)
-    late = LateTensors.of(payload, snapshot=snapshot) if in_parts else None
-    numbers: list[int] | None = None
-    if late is not None:
-        message, anchor = graph.start(late.marked(payload), modules, late.request(timeout))
-        numbers = late.numbers_in(message)
-    if late is None or numbers is None:
-        late = None
-        message, anchor = graph.start(payload, modules)
+    message, anchor = graph.start(payload, modules)
 
     def arrived(done: Future[Message]) -> None:
         try:
             future.set_result(graph.collect(anchor, done.result()))
         except Exception as error:
-            if late is not None:
-                graph.release()  # of chunks, too: the worker has not read the request, perhaps
             future.set_exception(error)
 
     sent = message
     if message.tensors:
         sent = message.detached()
-        for number in numbers or ():
-            sent.tensors[number] = sent.tensors[number].new_empty(0)
         if snapshot:
             sent.tensors = [tensor.clone() for tensor in sent.tensors]
     reply = group.recorder.record("send", graph.key, worker, graph.ask, sent, movable=moves)
     future: Future[list[Any]] = Future()  # made while the message is on its way, as all that can wait
     if graph.siblings.log is not None:
         graph.siblings.log.watch(message, reply)
-    for chunk in late.chunks if late else ():
-        send_chunk(graph, chunk, reply)
     reply.add_done_callback(arrived)
     return future

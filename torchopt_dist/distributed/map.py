@@ -98,7 +98,6 @@ def map(
         hedge_after: seconds after which tasks that are not answered yet are started on another worker as well.
         progress: whether to show a progress bar of the tasks; needs tqdm.
         fan_out: to how many workers each worker forwards the data that all share; see :func:`remote_sync_call`.
-        stream: whether a worker starts its first item while the others still travel; see :func:`remote_sync_call`.
         buffers: what becomes of buffers of modules that tasks have changed; see :func:`remote_sync_call`.
 
     Returns:

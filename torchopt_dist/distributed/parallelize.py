@@ -92,10 +92,6 @@ def remote_sync_call(
             workers on other machines it is 3 from 1 MiB on and 2 from 4 MiB on, else ``None``; with ``retries`` or
             ``hedge_after`` it is always ``None``. A number together with ``hedge_after`` is an error. Calls with RRefs
             use no tree.
-        stream: whether a worker on another machine starts its first task while the large tensors of its other tasks
-            still travel, and in backward sends each large gradient while it computes the next. It pays if the tensors
-            of a task take about as long to send as the task takes to run. With ``vectorize``, ``retries``,
-            ``hedge_after`` or a number as ``fan_out`` it is an error.
         buffers: what becomes of the buffers that tasks change in modules among the arguments, such as the running
             statistics of a ``BatchNorm``. Each task starts from the caller's. ``"mean"`` sets these to the mean over
             the tasks, weighted by their sizes (integers: to the largest), ``"first"`` to those of the first task, both
