@@ -20,8 +20,8 @@ from torch import Tensor, nn
 import torchopt_dist as todist
 from tests.distributed.random_calls import HEDGES, OF_ROWS, WHOLE, Call, Here, There, formed
 from torchopt_dist.distributed import _multicast
+from torchopt_dist.distributed._chunks import CHUNK
 from torchopt_dist.distributed._group import Group, current_group
-from torchopt_dist.distributed._streams import CHUNK
 from torchopt_dist.distributed._wire_format import SMALL
 
 Instruction = Any
@@ -395,13 +395,10 @@ class LeftOverError(Exception):
 def left_over() -> dict[str, int]:
     """On a worker: what is left of calls."""
     group = current_group()
-    streams = vars(group.streams)
     held = {
         "kept graphs": group.kept_graphs,
-        "queues": streams["_queues"],
-        "unwanted chunks": streams["_unwanted"],
+        "chunks": vars(group.streams)["_arriving"],
         "residents": group.residents,
-        "arriving gradients": vars(group.gradient_streams)["_arriving"],
     }
     return {name: len(each) for name, each in held.items() if len(each)}
 

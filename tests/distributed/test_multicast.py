@@ -7,7 +7,6 @@ import os
 import signal
 import threading
 import time
-from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
@@ -18,12 +17,11 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import torchopt_dist as todist
 from tests.distributed.programs import kept, lie_right
-from torchopt_dist.distributed import _multicast, _relay, _streams
-from torchopt_dist.distributed._gradient_streams import Deferred, GradientStreams
+from torchopt_dist.distributed import _chunks, _multicast, _relay
+from torchopt_dist.distributed._chunks import CHUNK, Deferred, Streams, chunks_of
 from torchopt_dist.distributed._group import current_group
 from torchopt_dist.distributed._kept_graphs import GIVEN_UP, KeptGraph, KeptGraphs
 from torchopt_dist.distributed._payload import ExecutionOptions, group_by_worker
-from torchopt_dist.distributed._streams import CHUNK, Streams, chunks_of
 from torchopt_dist.distributed._tree import tree
 from torchopt_dist.distributed._wire_format import SMALL
 from torchopt_dist.errors import CallTimeoutError, WorkerLostError
@@ -90,88 +88,94 @@ def test_chunks_put_together_are_the_tensors():
 
 def test_chunks_that_nobody_wants_or_nobody_sends_are_let_go_of():
     streams, chunk = Streams(), chunks_of([torch.ones(3)])[0]
-    key, other = (1, 0), (2, 0)
-    streams.put(key, chunk)  # before the request
-    with streams.opened(key, 3, 10) as arriving:
-        assert next(arriving) is chunk
-    streams.put(key, chunk)
-    assert vars(streams)["_unwanted"] == {key: 1}
-    streams.put(key, chunk)
-    for ended, error in ((streams.forget_sender, WorkerLostError), (None, CallTimeoutError)):
+    streams.put((1, 0), 1, chunk)  # before the request, and before the first
+    with streams.opened((1, 0), 3, 10) as arriving:
+        streams.put((1, 0), 0, chunk)
+        assert [next(arriving), next(arriving)] == [chunk, chunk]
+    streams.put((1, 0), 2, chunk)
+    for key, ended, error in (
+        ((1, 1), streams.forget_sender, WorkerLostError),
+        ((2, 1), None, CallTimeoutError),
+    ):
         with streams.opened(key, 1, 10 if ended else 0.01) as arriving:
             if ended:
                 threading.Thread(target=ended, args=(key[0],)).start()
             with pytest.raises(error):
                 next(arriving)
-        streams.forget_sender(key[0])
-    with streams.opened(other, 1, 10) as arriving:
-        streams.forget(other)
-        with pytest.raises(WorkerLostError):
+        streams.put(key, 0, chunk)
+    with streams.opened((2, 0), 1, 10) as arriving:
+        streams.forget((2, 0))
+        with pytest.raises(WorkerLostError, match="will not come"):
             next(arriving)
-    streams.put(other, chunk)
-    assert not vars(streams)["_unwanted"]
-    assert not vars(streams)["_queues"]
+    streams.put((2, 0), 0, chunk)
+    assert not vars(streams)["_arriving"]
 
 
 @pytest.mark.parametrize("began", [False, True])
 def test_chunks_of_a_request_that_is_given_up_outside_of_it_are_dropped(monkeypatch, began):
     """Before it has begun, as where its worker could not read it, or after its end."""
-    monkeypatch.setattr(_streams, "GIVEN_UP", 2)
+    monkeypatch.setattr(_chunks, "OVER", 2)
     streams, chunk, key = Streams(), chunks_of([torch.ones(3)])[0], (0, 7)
     if began:
         with streams.opened(key, 3, 10):
             pass
-    streams.put(key, chunk)
+    streams.put(key, 0, chunk)
     streams.forget(key)
-    streams.put(key, chunk)
+    streams.put(key, 1, chunk)
     with pytest.raises(WorkerLostError, match="given up before it began"), streams.opened(key, 3, 0):
         pass
     for number in range(5):
         streams.forget((0, number))
     left = vars(streams)
-    assert [*left["_given_up"]] == [(0, 3), (0, 4)]
-    assert [len(left[name]) for name in ("_unwanted", "_queues", "_open")] == [0, 0, 0]
+    assert [*left["_over"]] == [(0, 3), (0, 4)]
+    assert not left["_arriving"]
 
 
 def test_chunks_that_come_after_their_request_was_given_up_twice_are_not_waited_for():
     streams, chunk, key = Streams(), chunks_of([torch.ones(3)])[0], (0, 7)
     with streams.opened(key, 4, 0) as arriving:
-        streams.put(key, chunk)
-        for _ in range(2):  # by the caller, and by a chunk that was late
+        streams.put(key, 0, chunk)
+        for index in (1, 2):  # by the caller, and by a chunk that was late
             streams.forget(key)
-            streams.put(key, chunk)
+            streams.put(key, index, chunk)
         with pytest.raises(WorkerLostError, match="will not come"):
             list(arriving)
-    assert vars(streams)["_unwanted"] == {key: 1}
-    streams.put(key, chunk)
-    assert not vars(streams)["_unwanted"]
-    assert not vars(streams)["_queues"]
+    streams.put(key, 3, chunk)
+    assert not vars(streams)["_arriving"]
 
 
 def test_gradients_that_come_in_chunks_are_taken_by_number_and_a_failure_ends_the_wait():
-    streams, leaf = GradientStreams(), torch.zeros(CHUNK // 4 + 7)
+    streams, key, leaf = Streams(), (0, 1), torch.zeros(CHUNK // 4 + 7)
     values = torch.randn_like(leaf)
-    chunks = chunks_of([values])
-    arriving, reply = streams.opened((0, 1)), Future()
-    arriving.ends_with(reply)
-    for index in (1, 0):
-        streams.put((0, 1), index, chunks[index])
+    chunks = chunks_of([leaf, values])
+    arriving = streams.expect(key)
+    for index in reversed(range(len(chunks))):
+        streams.put(key, index, chunks[index])
     assert arriving.take(0) is chunks[0]
-    streams.put((0, 1), 0, chunks[0])
-    reply.set_result(None)
-    grads = arriving.put_together([torch.zeros(1), leaf], [1])
-    assert [*grads] == [1]
-    assert torch.equal(grads[1], values)
+    streams.put(key, 0, chunks[0])
+    streams.forget(key)
+    whole = arriving.put_together([leaf, leaf])
+    assert torch.equal(whole[0], leaf)
+    assert torch.equal(whole[1], values)
 
     def fails():
         raise ArithmeticError("in backward")
 
     with pytest.raises(ArithmeticError):
-        Deferred([leaf], arriving, fails).take(2)
-    del arriving
-    gc.collect()
-    streams.put((0, 1), 2, chunks[0])  # nobody waits any more
+        Deferred([leaf], arriving, fails).take(len(chunks))
+    streams.put(key, len(chunks), chunks[0])  # nobody waits any more
     assert not vars(streams)["_arriving"]
+
+
+def test_chunks_can_be_put_together_after_they_were_taken_for_a_sum():
+    """In a recorded backward, whose whole gradients have a graph."""
+    streams, values = Streams(), torch.randn(CHUNK // 4 + 7)
+    arriving = streams.expect((0, 1), keeps=True)
+    for index, chunk in enumerate(chunks_of([values])):
+        streams.put((0, 1), index, chunk)
+        assert arriving.take(index) is chunk
+    streams.forget((0, 1))
+    assert torch.equal(arriving.put_together([values])[0], values)
 
 
 def test_a_graph_that_is_there_after_its_caller_was_lost_is_not_kept():
@@ -277,7 +281,7 @@ def gradients_are_those_of_finite_differences():
 
 def cut_from(small, chunk):
     """On a worker: cut tensors of more bytes into chunks of so many."""
-    _streams.SMALL, _streams.CHUNK = small, chunk
+    _chunks.SMALL, _chunks.CHUNK = small, chunk
 
 
 class Model(nn.Module):

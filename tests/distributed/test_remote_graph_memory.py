@@ -107,7 +107,7 @@ def test_a_backward_that_fails_leaves_nothing_for_the_next_one(world, fails, fan
             loss.backward()
         del first, loss
         gc.collect()
-        streams = current_group().gradient_streams
+        streams = current_group().streams
         return len(vars(streams)["_arriving"]), kept_on(1), kept_on(2)
 
     assert world(3).on_zero(body) == (0, 0, 0)

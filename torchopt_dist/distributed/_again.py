@@ -15,8 +15,8 @@ from torch import Tensor
 
 from torchopt_dist.distributed._ask import ANOTHER_GRAPH
 from torchopt_dist.distributed._caller_state import CallerState
+from torchopt_dist.distributed._chunks import Arriving
 from torchopt_dist.distributed._future import Future
-from torchopt_dist.distributed._gradient_streams import Arriving
 from torchopt_dist.distributed._group import Group
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._protocol import Reply

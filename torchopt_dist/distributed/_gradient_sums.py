@@ -7,43 +7,18 @@ first, then the children's in the engine's order. So a sum has the same bits as 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
+from torchopt_dist.distributed._chunk_requests import TakeChunk
+from torchopt_dist.distributed._chunks import Deferred, Piece, chunks_of
 from torchopt_dist.distributed._future import Future
-from torchopt_dist.distributed._gradient_streams import Deferred
-from torchopt_dist.distributed._group import Group, answering_group
+from torchopt_dist.distributed._group import answering_group
 from torchopt_dist.distributed._message import Message
-from torchopt_dist.distributed._protocol import Errand, Key, Reply
+from torchopt_dist.distributed._protocol import Key, Reply
 from torchopt_dist.distributed._serialization import pack, unpack
-from torchopt_dist.distributed._streams import Chunk, Piece, chunks_of
 
-__all__ = ["GradientChunk", "add_up", "check_taken", "send_gradients", "with_gradients"]
-
-
-@dataclass(frozen=True)
-class GradientChunk(Errand):
-    """Take a part of the gradients that a backward, of the same key, has asked for.
-
-    Attributes:
-        index: the number of the part.
-        chunk: the part; a tensor that has no gradient has no piece in it.
-    """
-
-    index: int
-    chunk: Chunk
-
-    def __reduce__(self) -> tuple[type[GradientChunk], tuple[Any, ...]]:
-        """Its fields, without their names."""
-        return GradientChunk, (self.key, self.keep, self.index, self.chunk)
-
-    def run(self, request: Message) -> list[Any]:
-        """See :class:`Errand`."""
-        del request
-        answering_group().gradient_streams.put(self.key, self.index, self.chunk)
-        return []
+__all__ = ["add_up", "with_gradients"]
 
 
 def add_up(
@@ -70,7 +45,8 @@ def add_up(
     Raises:
         Exception: a child's backward has failed, or the worker that asked cannot take a chunk.
     """
-    group = answering_group()
+    group, asker = answering_group(), key[0]
+    transport = group.transport.to(asker)
     total = list(grads)
     own: dict[int, Tensor] = {}
     for number, place in enumerate(places):
@@ -88,7 +64,9 @@ def add_up(
                 before = sums.get(number)
                 sums[number] = values if before is None else before + values.to(before.device)
         chunk = tuple(Piece(number, start, sums[number]) for number, start, _ in layout if number in sums)
-        sent.append(send_gradients(group, GradientChunk(key, False, index, chunk)))
+        with group.recorder.span("reply", key, asker) as span:
+            message = span.made(pack(TakeChunk(key, False, index, chunk), main_by_name=True)).detached()
+        sent.append(transport.send(asker, message, 0))
     indices = {id(leaf): place for place, leaf in enumerate(leaves)}
     for child in deferred:
         for leaf, grad in zip(child.inputs, child.finish(), strict=True):
@@ -96,7 +74,10 @@ def add_up(
                 place = indices[id(leaf)]
                 before = total[place]
                 total[place] = grad if before is None else before + grad.to(before.device)
-    check_taken(group, key, sent)
+    for each in sent:  # so that all have come when the reply comes
+        reply: Reply = unpack(each.result().received())
+        if reply.exception is not None:
+            raise reply.exception.to_error(group.names[asker])
     return total
 
 
@@ -116,25 +97,3 @@ def with_gradients(reply: Message, whole: Mapping[int, Tensor]) -> Message:
     for place, grad in whole.items() if values else ():
         tensors[numbers[id(values[place])]] = grad
     return reply.with_tensors(tensors)
-
-
-def check_taken(group: Group, key: Key, sent: Sequence[Future[Message]]) -> None:
-    """Wait until chunks have come, so that all have when the reply comes; raises the error of one that cannot be taken.
-
-    Args:
-        group: the group.
-        key: the key of the backward that has asked for the gradients.
-        sent: the replies to the chunks.
-    """
-    for each in sent:
-        reply: Reply = unpack(each.result().received())
-        if reply.exception is not None:
-            raise reply.exception.to_error(group.names[key[0]])
-
-
-def send_gradients(group: Group, chunk: GradientChunk) -> Future[Message]:
-    """Send a chunk to the worker that has asked for the gradients."""
-    asker = chunk.key[0]
-    with group.recorder.span("reply", chunk.key, asker) as span:
-        message = span.made(pack(chunk, main_by_name=True)).detached()
-    return group.transport.to(asker).send(asker, message, 0)

@@ -12,8 +12,8 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torchopt_dist.distributed._chunks import Streams
 from torchopt_dist.distributed._future import Future
-from torchopt_dist.distributed._gradient_streams import GradientStreams
 from torchopt_dist.distributed._graph_releaser import GraphReleaser
 from torchopt_dist.distributed._kept_graphs import KeptGraphs
 from torchopt_dist.distributed._members import Member, OnLoss
@@ -25,7 +25,6 @@ from torchopt_dist.distributed._residents import Residents
 from torchopt_dist.distributed._retries import Retries
 from torchopt_dist.distributed._running_shares import RunningShares
 from torchopt_dist.distributed._spans import Recorder
-from torchopt_dist.distributed._streams import Streams
 from torchopt_dist.distributed._thread_pool import ThreadPool
 from torchopt_dist.distributed.transport.base import Transport
 from torchopt_dist.errors import NotInitializedError, PeerFailedError, WorkerLostError
@@ -58,7 +57,6 @@ class Group:
         residents: values that stay on this worker.
         replicas: the copies of modules, each with its optimizer, that this worker holds.
         streams: tensors that come to this worker in chunks.
-        gradient_streams: gradients that come in chunks.
         running_shares: the shares of calls with a tree that run here.
         bars: for calls with a progress bar, by number, a function of a worker and its number of finished tasks.
         recorder: records what this worker does for calls while a profile is on.
@@ -91,7 +89,6 @@ class Group:
         self.residents = Residents(self.has_gone)
         self.replicas = Replicas()
         self.streams = Streams()
-        self.gradient_streams = GradientStreams()
         self.running_shares = RunningShares()
         self.bars: dict[int, Callable[[int, int], None]] = {}
         self.recorder = Recorder(self.rank)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,19 +19,20 @@ from torch import Tensor, nn
 
 from torchopt_dist._serialized_exception import PassedOnError
 from torchopt_dist.distributed._again import Again
-from torchopt_dist.distributed._chunks import send_chunk
+from torchopt_dist.distributed._chunk_requests import TakeChunk
+from torchopt_dist.distributed._chunks import Chunk
 from torchopt_dist.distributed._device_placement import receiving_device
 from torchopt_dist.distributed._future import Future, as_completed
 from torchopt_dist.distributed._group import Group, answering_group
 from torchopt_dist.distributed._here import Inside
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._payload import ExecutionOptions
-from torchopt_dist.distributed._protocol import Errand, Key
+from torchopt_dist.distributed._protocol import Errand, Key, Reply
 from torchopt_dist.distributed._remote_graph import RemoteGraph
-from torchopt_dist.distributed._serialization import pack
+from torchopt_dist.distributed._serialization import pack, unpack
 from torchopt_dist.distributed._siblings import Siblings
 from torchopt_dist.distributed._staying import Staying
-from torchopt_dist.distributed._streams import Chunk
+from torchopt_dist.distributed.transport.base import settle
 from torchopt_dist.errors import WorkerLostError
 
 __all__ = ["Branch", "Children", "Missing", "Parcel"]
@@ -167,10 +169,10 @@ class Children:
             if again is not None:
                 child.graph.again = again([parcel.worker for parcel in child.branch.parcels()])
 
-    def hand_on(self, chunk: Chunk) -> None:
+    def hand_on(self, index: int, chunk: Chunk) -> None:
         """Send the children a part of the hoisted tensors."""
         for child in self._children:
-            child.send(chunk)
+            child.send(index, chunk)
 
     def pass_over_staying(self) -> None:
         """Let gradients that stay on the children count as none, though a backward here asks for them."""
@@ -252,9 +254,13 @@ class _Child:
         if graph.siblings.log is not None:
             graph.siblings.log.watch(message, self.reply)
 
-    def send(self, chunk: Chunk) -> None:
-        """Send a part of the hoisted tensors."""
-        send_chunk(self.graph, chunk, self.reply)
+    def send(self, index: int, chunk: Chunk) -> None:
+        """Send a part of the hoisted tensors; the reply fails if it does not arrive, as for a lack of memory."""
+        graph = self.graph
+        with graph.span("send"):
+            message = pack(TakeChunk(graph.key, False, index, chunk), main_by_name=True).detached()
+            sent = graph.transport.send(graph.worker, message, graph.timeout)
+        sent.add_done_callback(partial(_check_taken, graph, self.reply))
 
     def collect(self, message: Message) -> list[Parcel | Missing]:
         """The replies of the workers on this branch, connected to what was sent."""
@@ -317,8 +323,8 @@ class Relay(Errand):
                 mends=self.mends,
             )
             children.pass_over_staying()
-            for chunk in arriving:
-                children.hand_on(chunk)
+            for index, chunk in enumerate(arriving):
+                children.hand_on(index, chunk)
                 for number, start, values in chunk:
                     flat[number][start : start + len(values)].copy_(values)
         with group.running_shares.alone(self.branch.parcel.key, group.transport.about_to_wait):
@@ -342,6 +348,18 @@ class Relay(Errand):
                 sent.tensors[number] = tensor.detach().clone()
         reply = graph.connected(anchor, here.send(group.rank, sent, 0).result().received())
         return Parcel.of(parcel.worker, parcel.key, reply, reply.structures)
+
+
+def _check_taken(graph: RemoteGraph, reply: Future[Message], sent: Future[Message]) -> None:
+    error = sent.exception()
+    if error is None:
+        answer: Reply = unpack(sent.result())
+        if answer.exception is None:
+            return
+        error = answer.exception.to_error(graph.worker_name)
+    if isinstance(error, Exception):
+        settle(reply, error)
+        graph.release()
 
 
 def _relay(hoisted: tuple[Tensor, ...], key: Key, keep: bool, *rest: Any) -> Relay:

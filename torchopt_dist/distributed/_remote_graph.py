@@ -21,6 +21,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from torchopt_dist._torch_private import (
 from torchopt_dist.distributed._again import Again, GradientsAgain, UnderWay
 from torchopt_dist.distributed._ask import Ask, Sent
 from torchopt_dist.distributed._caller_state import CallerState
+from torchopt_dist.distributed._chunks import Deferred
 from torchopt_dist.distributed._device_placement import receiving_device
 from torchopt_dist.distributed._direct_copy import packed_directly
 from torchopt_dist.distributed._future import Future
@@ -325,9 +327,7 @@ class RemoteGraph:
         graph.before = [*self.before, (self.key, weakref.ref(self))]
         graph.tried, graph.has_moved, graph.has_sent = self.tried, self.has_moved, True
         streamed = tuple(place for place in self.streamed if wanted[place])
-        arriving = None
-        if streamed:
-            arriving = self.group.gradient_streams.opened(graph.key, keeps=recorded)
+        arriving = self.group.streams.expect(graph.key, keeps=recorded) if streamed else None
         with graph.span("pack") as span:
             key = graph.key
             message = graph.pack(
@@ -347,8 +347,8 @@ class RemoteGraph:
             reply = self.ask(sent, graph if recorded else None)
         if answered is not None:
             reply.add_done_callback(answered)
-        if arriving is not None:
-            arriving.ends_with(reply)
+        if arriving is not None:  # all chunks have come when the reply is there, or has failed
+            reply.add_done_callback(partial(_no_more_chunks, self.group, graph.key))
         again = None
         if self.again is not None:
             again = GradientsAgain(self.again, output_grads, wanted, inputs, state)
@@ -378,10 +378,12 @@ class RemoteGraph:
             anchor = dispatch(graph, [*own, *tensors])
 
         whole: dict[int, Tensor] = {}
+        cut = [tensors[place] for place in streamed]
 
         def take_up() -> None:
             if arriving is not None:
-                whole.update(arriving.put_together(tensors, streamed))
+                found = arriving.put_together(cut)
+                whole.update((streamed[number], grad) for number, grad in found.items())
 
         def finish() -> list[Tensor | None]:
             arrived = graph.wait_for(reply, take_up)
@@ -392,8 +394,7 @@ class RemoteGraph:
             whole.clear()
             return made
 
-        streams = self.group.gradient_streams
-        if arriving and streams.put_off(tensors, streamed, arriving, finish):
+        if arriving is not None and self.group.streams.put_off(cut, Deferred(tensors, arriving, finish)):
             return [None] * len(tensors)
         grads = finish()
         if whole and not recorded:
@@ -402,6 +403,10 @@ class RemoteGraph:
             grads = apart_from(message.tensors, grads)
         # A worker may have computed on its GPU what came from a CPU.
         return [g if g is None else g.to(x.device) for g, x in zip(grads, tensors, strict=True)]
+
+
+def _no_more_chunks(group: Group, key: Key, _: Future[Message]) -> None:
+    group.streams.forget(key)
 
 
 def _name(payload: Payload) -> str:

@@ -25,9 +25,9 @@ from torchopt_dist._torch_private import (
 )
 from torchopt_dist.distributed import _execute
 from torchopt_dist.distributed._buffers import description_of_changes, held_by
+from torchopt_dist.distributed._chunks import Deferred
 from torchopt_dist.distributed._device_placement import receiving_device
 from torchopt_dist.distributed._direct_copy import packed_directly
-from torchopt_dist.distributed._gradient_streams import Deferred
 from torchopt_dist.distributed._gradient_sums import add_up
 from torchopt_dist.distributed._group import answering_group
 from torchopt_dist.distributed._kept_graphs import KeptGraph, KeptGraphs
@@ -194,7 +194,7 @@ def _differentiate(
     with content.state.applied(), torch.enable_grad(), ExitStack() as stack:
         deferred: list[Deferred] = []
         if content.streamed:
-            streams = answering_group().gradient_streams
+            streams = answering_group().streams
             deferred = stack.enter_context(
                 streams.deferring([graph.inputs[place] for place in content.streamed])
             )

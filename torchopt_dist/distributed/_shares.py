@@ -16,6 +16,7 @@ from torch import Tensor
 
 from torchopt_dist._torch_private import tensor_version
 from torchopt_dist.distributed._ask import ANOTHER_GRAPH, check_unchanged, is_copied
+from torchopt_dist.distributed._chunks import can_be_cut, chunks_of
 from torchopt_dist.distributed._future import Future
 from torchopt_dist.distributed._group import Group
 from torchopt_dist.distributed._message import Message
@@ -23,7 +24,6 @@ from torchopt_dist.distributed._payload import ExecutionOptions
 from torchopt_dist.distributed._protocol import Key
 from torchopt_dist.distributed._relay import Branch, Children, Missing, Parcel
 from torchopt_dist.distributed._siblings import Siblings
-from torchopt_dist.distributed._streams import can_be_cut, chunks_of
 from torchopt_dist.distributed._tree import Twig, tree
 from torchopt_dist.errors import CallTimeoutError, RemoteError, WorkerLostError
 
@@ -121,8 +121,9 @@ class Shares:
                 undone.callback(stack.close)
             branches = [self._branch(twig) for twig in twigs]
             children = self._children(branches, self._hoisted, siblings, instead)
-            for chunk in chunks_of([self._as_sent(tensor) for tensor in self._hoisted]) if twigs else ():
-                children.hand_on(chunk)
+            hoisted = [self._as_sent(tensor) for tensor in self._hoisted] if twigs else []
+            for index, chunk in enumerate(chunks_of(hoisted)):
+                children.hand_on(index, chunk)
             undone.pop_all()
         for twig, stack, (reply, collect) in zip(twigs, busy, children.replies().items(), strict=True):
             branch = {worker: replies[worker] for worker in twig.workers()}
