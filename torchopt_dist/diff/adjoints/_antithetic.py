@@ -18,8 +18,8 @@ from torchopt_dist._vmap import Values
 from torchopt_dist.diff.adjoints._autocast import Autocast, current_autocast
 from torchopt_dist.diff.adjoints._loop import Carry, Loop, Outcome
 from torchopt_dist.diff.adjoints._randomness import kept_generators
+from torchopt_dist.diff.adjoints._samples import Samples
 from torchopt_dist.diff.adjoints._second_order import without_second_order
-from torchopt_dist.diff.adjoints._tasks import Tasks
 from torchopt_dist.diff.adjoints._undeclared import watched
 from torchopt_dist.diff.zero_order import noise_of, weighted_noise
 from torchopt_dist.ops._columns import as_real
@@ -32,7 +32,7 @@ Parallel: TypeAlias = Callable[[Callable[[Tensor], Tensor]], Callable[[Tensor], 
 
 
 def run_with_pairs(
-    loop: Loop, samples: int, sigma: float, part: int | None, parallel: Parallel | None, tasks: Tasks
+    loop: Loop, samples: int, sigma: float, part: int | None, parallel: Parallel | None, around: Samples
 ) -> Outcome:
     """Train without a graph, and connect the parameters and the losses.
 
@@ -42,24 +42,24 @@ def run_with_pairs(
         sigma: the noise's standard deviation.
         part: the number of steps after which a pair gets new noise; never, if not given.
         parallel: how pairs are spread over workers.
-        tasks: the tasks of the ``vmap`` around the loop. Each task has pairs of its own, whose seeds are drawn in the
-            order of the tasks.
+        around: the samples of the ``vmap`` around the loop. Each has pairs of its own, whose seeds are drawn in the
+            order of the samples.
 
     Raises:
         NotImplementedError: pairs are to be spread inside ``vmap``.
     """
     what = "EvolutionStrategies" if part is None else "PersistentEvolutionStrategies"
-    if tasks.levels and parallel is not None:
+    if around.levels and parallel is not None:
         raise NotImplementedError(
             f"`{what}(parallel=...)` does not run inside `torch.vmap`: leave `parallel` out there, where all tasks run "
             "a pair at once, or map over the tasks with `parallelize` without `vectorize=True`"
         )
-    if tasks.levels and not loop.is_substituted:  # inside, each tensor of a task may require grad
-        held = zip(loop.declared, tasks.values(loop.declared), strict=True)
+    if around.levels and not loop.is_substituted:  # inside, each tensor of a task may require grad
+        held = zip(loop.declared, around.values(loop.declared), strict=True)
         loop = replace(loop, declared=tuple(one for one, found in held if found.values.requires_grad))
-    with tasks.outside():
-        seeds = torch.randint(2**62, (*tasks.sizes, samples))
-    seen = watched(loop, tasks)
+    with around.outside():
+        seeds = torch.randint(2**62, (*around.sizes, samples))
+    seen = watched(loop, around)
 
     def step(carry: Carry, number: int) -> tuple[Carry, Tensor, Any]:
         return (seen if number == 0 else loop).training_step(carry, number)
@@ -68,20 +68,20 @@ def run_with_pairs(
     count = len(outcome.losses)
     places = loop.model.moved_places
     params = list(outcome.carry.params)
-    made = tasks.values_of_each([*(params[place] for place in places), *outcome.losses])
+    made = around.values_of_each([*(params[place] for place in places), *outcome.losses])
     declared = list(loop.declared)
     if loop.is_substituted:  # a view is of what a loop around this one has put in the places of these
         declared = [tensor.view_as(tensor) for tensor in declared]
-    given = tasks.values(declared)
+    given = around.values(declared)
     pairs = _Pairs(
         what,
         loop.without_stop(),
         _parts(count, part or max(1, count)),
         sigma,
-        tasks,
+        around,
         current_autocast(),
     )
-    with torch.enable_grad(), tasks.outside():
+    with torch.enable_grad(), around.outside():
         connected = _Estimate.apply(
             pairs, seeds, parallel, made, given, *(one.values for one in (*made, *given))
         )
@@ -106,7 +106,7 @@ class _Pairs:
     loop: Loop
     parts: list[tuple[int, int]]
     sigma: float
-    tasks: Tasks
+    around: Samples
     """Inside ``vmap`` seeds and numbers have the tasks' dimensions after the first one, too."""
     autocast: Autocast
     weights: tuple[Values | None, ...] = ()
@@ -117,7 +117,7 @@ class _Pairs:
             return torch.stack([self._pair(seed) for seed in seeds])
 
     def _pair(self, seeds: Tensor) -> Tensor:
-        sides = [self.tasks.again(partial(self._run, seeds, sign))[0] for sign in (1.0, -1.0)]
+        sides = [self.around.again(partial(self._run, seeds, sign))[0] for sign in (1.0, -1.0)]
         return torch.stack(sides, dim=-1).cpu()
 
     def _run(self, seeds: Tensor, sign: float) -> list[Tensor]:
@@ -143,10 +143,10 @@ class _Pairs:
 
     def _noise(self, seeds: Tensor, part: int) -> list[Tensor]:
         """The noise for each declared tensor; inside ``vmap`` each task's noise comes from its own seed."""
-        sizes, own = self.tasks.sizes, [seed_of(seed, part) for seed in seeds.reshape(-1).tolist()]
-        with self.tasks.outside():
+        sizes, own = self.around.sizes, [seed_of(seed, part) for seed in seeds.reshape(-1).tolist()]
+        with self.around.outside():
             drawn = noise_of(own, _alike(self.loop.declared))
-            held = [self.tasks.stacked(z.reshape((*sizes, *z.shape[1:]))) for z in drawn]
+            held = [self.around.stacked(z.reshape((*sizes, *z.shape[1:]))) for z in drawn]
         return [one.tensor() for one in held]
 
 
@@ -187,7 +187,7 @@ class _Estimate(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.pairs, ctx.seeds, ctx.parallel, ctx.made, ctx.given = pairs, seeds, parallel, made, given
         first = (
-            [] if pairs.tasks.levels else [pairs.loop.first.params[n] for n in pairs.loop.model.moved_places]
+            [] if pairs.around.levels else [pairs.loop.first.params[n] for n in pairs.loop.model.moved_places]
         )
         ctx.save_for_backward(*tensors[len(made) :], *first)
         ctx.set_materialize_grads(False)
@@ -218,16 +218,16 @@ class _Estimate(torch.autograd.Function):
                 for task, own in enumerate(ctx.seeds.reshape(count, -1))
             ]
             found = [
-                _of_values(torch.stack(one), held, pairs.tasks)
+                _of_values(torch.stack(one), held, pairs.around)
                 for held, one in zip(ctx.given, zip(*of_each, strict=True), strict=True)
             ]
         nothing = (None,) * (5 + len(ctx.made))
         return (*nothing, *without_second_order(pairs.what, found))
 
 
-def _of_values(found: Tensor, held: Values, tasks: Tasks) -> Tensor:
+def _of_values(found: Tensor, held: Values, around: Samples) -> Tensor:
     """Gradients of all tasks, one after another → the gradient of the values that the tasks have, or share."""
-    found = found.reshape((*tasks.sizes, *found.shape[1:]))
+    found = found.reshape((*around.sizes, *found.shape[1:]))
     shared = [place for place, dim in enumerate(held.dims) if dim is None]
     if shared:
         found = found.sum(shared)

@@ -20,8 +20,8 @@ from torchopt_dist._vmap import Values
 from torchopt_dist.diff.adjoints._autocast import Autocast, current_autocast
 from torchopt_dist.diff.adjoints._loop import Carry, Evaluation, Loop, Outcome
 from torchopt_dist.diff.adjoints._randomness import kept_generators
+from torchopt_dist.diff.adjoints._samples import Samples
 from torchopt_dist.diff.adjoints._second_order import without_second_order
-from torchopt_dist.diff.adjoints._tasks import Tasks
 from torchopt_dist.diff.adjoints._undeclared import refusal_as_it_is, watched
 from torchopt_dist.typing import OptionalTensor
 
@@ -30,25 +30,27 @@ __all__ = ["run_with_differences"]
 _WIDE = frozenset({torch.float32, torch.float64})
 
 
-def run_with_differences(loop: Loop, radius: float, what: str, tasks: Tasks, *, at_the_end: bool) -> Outcome:
+def run_with_differences(
+    loop: Loop, radius: float, what: str, around: Samples, *, at_the_end: bool
+) -> Outcome:
     """Train without a graph, and connect the last step.
 
     Args:
         loop: the loop to run.
         radius: the distance of the two points from the point between them, in the norm of all parameters together.
         what: the name of the adjoint, for errors.
-        tasks: the tasks of the ``vmap`` around the loop; each task has a distance of its own.
+        around: the samples of the ``vmap`` around the loop; each task has a distance of its own.
         at_the_end: whether the point between them is that of the parameters after the last step, or before it.
 
     Returns:
         The outcome. Its parameters and its state are connected with what the loop has declared.
     """
-    as_they_are = not (loop.is_substituted or tasks.levels) and all(
+    as_they_are = not (loop.is_substituted or around.levels) and all(
         tensor.is_leaf and not has_hooks(tensor) for tensor in loop.declared
     )
-    seen, watch = (loop, refusal_as_it_is(loop)) if as_they_are else (watched(loop, tasks), None)
+    seen, watch = (loop, refusal_as_it_is(loop)) if as_they_are else (watched(loop, around), None)
     # Only steps before the last are made in place, and only `FiniteDifference` comes back to where the last one starts.
-    alone = at_the_end and not tasks.levels and (loop.steps == 1 or loop.stop is not None)
+    alone = at_the_end and not around.levels and (loop.steps == 1 or loop.stop is not None)
     first = loop.without_history(loop.first) if alone else loop.own(loop.first)
     last: list[tuple[Carry, Evaluation, int]] = []
 
@@ -70,15 +72,15 @@ def run_with_differences(loop: Loop, radius: float, what: str, tasks: Tasks, *, 
             declared = [tensor.view_as(tensor) for tensor in declared]
         held: list[Values] = []
         given: list[Values] = []
-        if tasks.levels:
-            held, given = tasks.values_of_each(taken), tasks.values(declared)
+        if around.levels:
+            held, given = around.values_of_each(taken), around.values(declared)
             taken, declared = [one.values for one in held], [one.values for one in given]
         between = _Between(
-            loop, number, radius, places, carry, tasks, held, given, current_autocast(), what, as_they_are
+            loop, number, radius, places, carry, around, held, given, current_autocast(), what, as_they_are
         )
-        with tasks.outside():
+        with around.outside():
             connection = apply_function(_Differences, between, taken, *declared)
-        for place, grad in zip(places, tasks.tensors(held, connection), strict=True):
+        for place, grad in zip(places, around.tensors(held, connection), strict=True):
             grads[place] = grad
         still = list(carry.params)
         for place in loop.model.moved_places:
@@ -88,7 +90,7 @@ def run_with_differences(loop: Loop, radius: float, what: str, tasks: Tasks, *, 
         if at_the_end:
             between.carry = moved
         between.carry = Carry([leaf.detach() for leaf in between.carry.params], (), between.carry.buffers)
-        return moved if tasks.levels else moved._replace(params=_still_moved(loop, moved.params))
+        return moved if around.levels else moved._replace(params=_still_moved(loop, moved.params))
 
     outcome = loop.run(step, first)
     if 0 < len(outcome.losses) < loop.steps:  # `stop` has said so after the step
@@ -116,7 +118,7 @@ class _Between:
     """Of the parameters that have a gradient."""
     carry: Carry
     """The point, without history and without a state."""
-    tasks: Tasks
+    around: Samples
     grads: list[Values]
     """Inside ``vmap``, the gradients of the step; a direction has the shape of its gradient."""
     declared: list[Values]
@@ -131,8 +133,8 @@ class _Between:
         self, directions: Sequence[Tensor], given: list[Tensor], loop: Loop
     ) -> list[OptionalTensor]:
         """The derivative, along directions, of the loss's gradients with respect to tensors that are declared."""
-        if self.tasks.levels:
-            (length,) = self.tasks.again(lambda: [_norm(self.tasks.tensors(self.grads, directions))])
+        if self.around.levels:
+            (length,) = self.around.again(lambda: [_norm(self.around.tensors(self.grads, directions))])
         else:
             length = _norm(directions)
         distance = self._distance(length, directions)
@@ -151,7 +153,7 @@ class _Between:
 
     def _distance(self, length: Tensor, directions: Sequence[Tensor]) -> Tensor | float:
         """The factor of the directions; a number where that gives the same products and can be looked at."""
-        if not self.tasks.levels and length.is_cpu and _WIDE.issuperset([v.dtype for v in directions]):
+        if not self.around.levels and length.is_cpu and _WIDE.issuperset([v.dtype for v in directions]):
             norm = length.item()
             return self.radius / (norm if norm > 0 else 1.0)
         return self.radius / torch.where(length > 0, length, 1.0)
@@ -166,8 +168,8 @@ class _Between:
         loop: Loop,
     ) -> Sequence[OptionalTensor]:
         """The gradient at a distance from the point, times a weight for each task."""
-        if self.tasks.levels:
-            (loss,) = self.tasks.again(lambda: [self._loss_of_each(directions, distance, given, loop)])
+        if self.around.levels:
+            (loss,) = self.around.again(lambda: [self._loss_of_each(directions, distance, given, loop)])
         else:
             loss = self._loss(directions, distance, given, loop)
         if not loss.requires_grad:
@@ -177,21 +179,21 @@ class _Between:
     def _loss_of_each(
         self, directions: Sequence[Tensor], distance: Tensor | float, given: Sequence[Tensor], loop: Loop
     ) -> Tensor:
-        apart = self.tasks.stacked(distance).tensor() if isinstance(distance, Tensor) else distance
-        return self._loss(self.tasks.tensors(self.grads, directions), apart, given, loop)
+        apart = self.around.stacked(distance).tensor() if isinstance(distance, Tensor) else distance
+        return self._loss(self.around.tensors(self.grads, directions), apart, given, loop)
 
     def _loss(
         self, directions: Sequence[Tensor], distance: Tensor | float, given: Sequence[Tensor], loop: Loop
     ) -> Tensor:
         if loop.others is not None:
-            loop = replace(loop, others=tuple(self.tasks.tensors(self.declared, given)))
+            loop = replace(loop, others=tuple(self.around.tensors(self.declared, given)))
         params = list(self.carry.params)
         for place, v in zip(self.places, directions, strict=True):
             if isinstance(distance, Tensor):
                 params[place] = params[place] + distance.to(v) * v
             else:
                 params[place] = params[place].add(v, alpha=distance)
-        if not self.tasks.levels:
+        if not self.around.levels:
             for place in loop.model.moved_places:
                 leaf = params[place]
                 params[place] = (leaf.detach() if leaf is self.carry.params[place] else leaf).requires_grad_()

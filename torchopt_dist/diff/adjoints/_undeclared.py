@@ -14,12 +14,12 @@ from torchopt_dist.diff.adjoints._carry import WatchFn
 from torchopt_dist.diff.adjoints._declared import depends_on_others, leaf_of, nodes_between
 from torchopt_dist.diff.adjoints._loop import Carry, Loop
 from torchopt_dist.diff.adjoints._randomness import kept_generators
-from torchopt_dist.diff.adjoints._tasks import Tasks
+from torchopt_dist.diff.adjoints._samples import Samples
 
 __all__ = ["refusal_as_it_is", "refuse", "refuse_undeclared", "watched"]
 
 
-def watched(loop: Loop, tasks: Tasks) -> Loop:
+def watched(loop: Loop, around: Samples) -> Loop:
     """The same loop, whose steps are checked.
 
     An adjoint that differentiates with respect to declared tensors only needs this check: any other tensor would
@@ -27,14 +27,14 @@ def watched(loop: Loop, tasks: Tasks) -> Loop:
 
     Args:
         loop: the loop.
-        tasks: the tasks of the ``vmap`` around it. Inside ``vmap`` steps have no graph to check, so the first step's
-            loss is called once more.
+        around: the samples of the ``vmap`` around it. Inside ``vmap`` steps have no graph to check, so the first
+            step's loss is called once more.
 
     Raises:
         ValueError: in a step, the loss depends on another leaf that requires grad.
     """
-    if tasks.levels:
-        _look_once(loop, tasks)
+    if around.levels:
+        _look_once(loop, around)
         return loop
     exchanged = replace(loop, others=tuple(tensor.detach().requires_grad_() for tensor in loop.declared))
 
@@ -70,15 +70,15 @@ def refusal_as_it_is(loop: Loop) -> WatchFn:
         buffers: Sequence[Tensor],
     ) -> None:
         if depends_on_others(outputs[0], [*leaves, *loop.declared], since):
-            watched(loop, Tasks()).gradient(carry, number, record=False)
+            watched(loop, Samples()).gradient(carry, number, record=False)
 
     return watch
 
 
-def _look_once(loop: Loop, tasks: Tasks) -> None:
+def _look_once(loop: Loop, around: Samples) -> None:
     if loop.steps == 0:
         return
-    held = tasks.values(loop.declared)
+    held = around.values(loop.declared)
 
     def call() -> list[Tensor]:
         others = tuple(one.tensor(values) for one, values in zip(held, given, strict=True))
@@ -86,9 +86,9 @@ def _look_once(loop: Loop, tasks: Tasks) -> None:
         with Turn(loop.draws):
             return [replace(loop, others=others).evaluate(cut.params, cut.buffers, 0)[0]]
 
-    with tasks.outside(), torch.enable_grad(), kept_generators():
+    with around.outside(), torch.enable_grad(), kept_generators():
         given = [one.values.detach().requires_grad_() for one in held]
-        refuse_undeclared(tasks.again(call), given, lambda: tasks.again(call))
+        refuse_undeclared(around.again(call), given, lambda: around.again(call))
 
 
 def refuse_undeclared(

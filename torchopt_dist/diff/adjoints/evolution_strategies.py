@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torchopt_dist.diff.adjoints._antithetic import Parallel, run_with_pairs
 from torchopt_dist.diff.adjoints._loop import Loop, Outcome
+from torchopt_dist.diff.adjoints._samples import samples_for
 from torchopt_dist.diff.adjoints._settings import check_above_zero, check_count
-from torchopt_dist.diff.adjoints._tasks import current_tasks
 from torchopt_dist.diff.adjoints.adjoint import Adjoint
 
 __all__ = ["EvolutionStrategies"]
@@ -69,4 +69,4 @@ class EvolutionStrategies(Adjoint):
 
     def run(self, loop: Loop) -> Outcome:
         """Run the loop; see :meth:`Adjoint.run`."""
-        return run_with_pairs(loop, self.samples, self.sigma, None, self.parallel, current_tasks(self))
+        return run_with_pairs(loop, self.samples, self.sigma, None, self.parallel, samples_for(self))

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torchopt_dist.diff.adjoints._differences import run_with_differences
 from torchopt_dist.diff.adjoints._loop import Loop, Outcome
+from torchopt_dist.diff.adjoints._samples import samples_for
 from torchopt_dist.diff.adjoints._settings import check_above_zero
-from torchopt_dist.diff.adjoints._tasks import current_tasks
 from torchopt_dist.diff.adjoints.adjoint import Adjoint
 
 __all__ = ["FiniteDifference"]
@@ -54,6 +54,4 @@ class FiniteDifference(Adjoint):
 
     def run(self, loop: Loop) -> Outcome:
         """Run the loop; see :meth:`Adjoint.run`."""
-        return run_with_differences(
-            loop, self.eps, type(self).__name__, current_tasks(self), at_the_end=False
-        )
+        return run_with_differences(loop, self.eps, type(self).__name__, samples_for(self), at_the_end=False)

@@ -14,8 +14,8 @@ from torchopt_dist._torch_private import transforms_are_active
 from torchopt_dist.diff.adjoints._autocast import Autocast, current_autocast
 from torchopt_dist.diff.adjoints._loop import Carry, Loop, Outcome
 from torchopt_dist.diff.adjoints._randomness import kept_generators
+from torchopt_dist.diff.adjoints._samples import samples_for
 from torchopt_dist.diff.adjoints._settings import check_count
-from torchopt_dist.diff.adjoints._tasks import current_tasks
 from torchopt_dist.diff.adjoints._undeclared import refuse_undeclared, watched
 from torchopt_dist.diff.adjoints.adjoint import Adjoint
 from torchopt_dist.diff.implicit import attach
@@ -71,8 +71,8 @@ class Implicit(Adjoint):
 
     def run(self, loop: Loop) -> Outcome:
         """Run the loop; see :meth:`Adjoint.run`."""
-        tasks = current_tasks(self)
-        seen = watched(loop, tasks)
+        around = samples_for(self)
+        seen = watched(loop, around)
 
         def step(carry: Carry, number: int) -> tuple[Carry, Tensor, Any]:
             return (seen if number == 0 else loop).training_step(carry, number)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torchopt_dist.diff.adjoints._antithetic import run_with_pairs
 from torchopt_dist.diff.adjoints._loop import Loop, Outcome
+from torchopt_dist.diff.adjoints._samples import samples_for
 from torchopt_dist.diff.adjoints._settings import check_count
-from torchopt_dist.diff.adjoints._tasks import current_tasks
 from torchopt_dist.diff.adjoints.evolution_strategies import EvolutionStrategies
 
 __all__ = ["PersistentEvolutionStrategies"]
@@ -59,4 +59,4 @@ class PersistentEvolutionStrategies(EvolutionStrategies):
 
     def run(self, loop: Loop) -> Outcome:
         """Run the loop; see :meth:`Adjoint.run`."""
-        return run_with_pairs(loop, self.samples, self.sigma, self.unroll, self.parallel, current_tasks(self))
+        return run_with_pairs(loop, self.samples, self.sigma, self.unroll, self.parallel, samples_for(self))

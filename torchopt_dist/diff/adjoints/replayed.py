@@ -11,16 +11,14 @@ from typing import Literal
 from torch import nn
 
 from torchopt_dist import pytree
-from torchopt_dist._torch_private import outside_of_transforms, transforms_are_active
-from torchopt_dist._vmap import vmaps_to_enter_again
 from torchopt_dist.diff.adjoints._loop import Loop, Outcome
+from torchopt_dist.diff.adjoints._samples import outcome_of_samples, over_samples, samples_around
 from torchopt_dist.diff.adjoints.adjoint import Adjoint
 from torchopt_dist.diff.replay._binomial import steps_run_again
 from torchopt_dist.diff.replay._blockwise import by_blocks
 from torchopt_dist.diff.replay._connected import connected
 from torchopt_dist.diff.replay._snapshots import Store, bytes_of, number_of_bytes
 from torchopt_dist.diff.replay._tape import Tape
-from torchopt_dist.diff.replay._vmapped import outcome_of_samples, over_samples
 from torchopt_dist.transform._attention import attention_by_formula
 
 __all__ = ["Replayed"]
@@ -109,13 +107,8 @@ class Replayed(Adjoint):
 
     def run(self, loop: Loop) -> Outcome:
         """Run the loop; see :meth:`Adjoint.run`."""
-        around = vmaps_to_enter_again()
-        if around is not None:
-            loop_of_samples = over_samples(loop, around)
-            with outside_of_transforms():
-                outcome = self._replayed(self._in_blocks(loop_of_samples))
-            return outcome_of_samples(loop_of_samples, outcome)
-        if transforms_are_active():
+        around = samples_around()
+        if around is None:
             warnings.warn(
                 "todist.Replayed() records all steps inside of torch.func's transforms other than vmap, such as grad: "
                 "the gradient is the same, memory is that of todist.Recorded()",
@@ -123,6 +116,11 @@ class Replayed(Adjoint):
             )
             with attention_by_formula():
                 return loop.run(loop.recorded_step, loop.first)
+        if around.levels:
+            loop_of_samples = over_samples(loop, around)
+            with around.outside():
+                outcome = self._replayed(self._in_blocks(loop_of_samples))
+            return outcome_of_samples(loop_of_samples, outcome)
         return self._replayed(self._in_blocks(loop))
 
     def _in_blocks(self, loop: Loop) -> Loop:

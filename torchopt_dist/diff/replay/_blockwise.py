@@ -12,8 +12,8 @@ from torchopt_dist._torch_private import children_of
 from torchopt_dist.diff.adjoints._carry import LookFn
 from torchopt_dist.diff.adjoints._loop import Evaluation, Loop
 from torchopt_dist.diff.adjoints._model import ModuleModel
+from torchopt_dist.diff.adjoints._samples import VmappedLoop
 from torchopt_dist.diff.replay._blocks import sweep
-from torchopt_dist.diff.replay._vmapped import VmappedLoop
 
 __all__ = ["BlockwiseLoop", "by_blocks"]
 

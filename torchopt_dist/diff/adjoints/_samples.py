@@ -1,13 +1,15 @@
-"""A loop inside ``vmap`` → the same loop on the values of all samples, which runs outside of it and in backward.
+"""The ``vmap`` that a loop runs in → its samples once more, from outside or in a backward pass, when it has ended.
 
-Inside ``vmap`` only the values of all samples have a graph, and in the backward pass the ``vmap`` has ended. So the
-loop's parameters and state are such values here, with a leading dimension for each ``vmap``; the loss and the optimizer
-are called inside a ``vmap`` of the same levels and sizes, where tensors that they close over are valid.
+A tensor inside ``vmap`` consists of the values of all samples and the level of nesting. So the tensors that a loss has
+closed over are valid again inside another ``vmap`` of the same level and size, and only the values have a graph. An
+estimate calls its loop in such a ``vmap`` once more; a replay is a loop on the values of all samples, which calls the
+loss and the optimizer inside of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
@@ -15,36 +17,114 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
-from torchopt_dist._torch_private import vmaps
-from torchopt_dist._vmap import Values, Vmaps, for_each_sample, values_of
+from torchopt_dist._torch_private import outside_of_transforms, transforms_are_active, vmaps
+from torchopt_dist._vmap import Values, Vmaps, for_each_sample, values_of, vmaps_to_enter_again
 from torchopt_dist.diff.adjoints._loop import Carry, Evaluation, Loop, Outcome
 from torchopt_dist.diff.replay._places import has_derivative, of_frozen_parameters
 from torchopt_dist.transform.base import GradientTransformation
 from torchopt_dist.typing import OptionalTensor
 
-__all__ = ["VmappedLoop", "outcome_of_samples", "over_samples"]
+__all__ = ["Samples", "VmappedLoop", "outcome_of_samples", "over_samples", "samples_around", "samples_for"]
 
 T = TypeVar("T")
+_HERE = nullcontext()
 
 
-def _entry(values: Tensor) -> Tensor:
-    """Inside: the tensor that has these values, a dimension in front for each ``vmap``."""
-    return Values(values, (0,) * len(vmaps())).tensor()
+@dataclass(frozen=True)
+class Samples:
+    """The samples of every ``vmap`` around a loop; without one there is a single one, which no method changes."""
+
+    levels: tuple[tuple[int, int], ...] = ()
+    """Nesting and size of each ``vmap``, the outermost first."""
+    vmaps: Vmaps | None = None
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """How many samples each ``vmap`` has."""
+        return tuple(size for _, size in self.levels)
+
+    def outside(self) -> AbstractContextManager[object]:
+        """A context outside every ``vmap``, where values are ordinary tensors with a history."""
+        return outside_of_transforms() if self.levels else _HERE
+
+    def values(self, tensors: Sequence[Tensor]) -> list[Values]:
+        """The values of tensors for all samples."""
+        return [values_of(tensor, list(self.levels)) for tensor in tensors]
+
+    def values_of_each(self, tensors: Sequence[Tensor]) -> list[Values]:
+        """The values of tensors, with separate ones for each sample."""
+        return self.values([for_each_sample(tensor) for tensor in tensors] if self.levels else tensors)
+
+    def tensors(self, held: Sequence[Values], values: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors that have other values, of the shapes of those that are held."""
+        if not self.levels:
+            return list(values)
+        return [one.tensor(value) for one, value in zip(held, values, strict=True)]
+
+    def stacked(self, values: Tensor) -> Values:
+        """Of values whose first dimensions count the samples."""
+        return Values(values, (0,) * len(self.levels))
+
+    def entry(self, values: Tensor) -> Tensor:
+        """Inside: the tensor that has the values whose first dimensions count the samples."""
+        return self.stacked(values).tensor()
+
+    def stack(self, tensor: Tensor) -> Tensor:
+        """Inside: the values of a tensor, whose first dimensions count the samples."""
+        (held,) = self.values_of_each([tensor])
+        values = held.values
+        # A dimension is counted among those of the tensor that the next ``vmap`` further out sees.
+        for depth, dim in enumerate(held.dims):
+            assert dim is not None
+            values = values.movedim(depth + dim, depth)
+        return values
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Call a function for all samples, from outside every ``vmap``.
+
+        Raises:
+            NotImplementedError: another transformation is active.
+        """
+        if self.vmaps is None:
+            return function()
+
+        def inside() -> T:
+            if tuple(vmaps()) != self.levels:
+                raise NotImplementedError(
+                    "a backward pass through an inner loop of `torch.vmap` cannot be inside another transformation: "
+                    "call `backward()` or `torch.autograd.grad` outside of it"
+                )
+            return function()
+
+        return self.vmaps.call(inside)
+
+    def again(self, function: Callable[[], Sequence[Tensor]]) -> list[Tensor]:
+        """As :meth:`call`, for a function that returns tensors: the values of these, as :meth:`stack` gives them."""
+        return self.call(lambda: [self.stack(found) for found in function()])
 
 
-def _values(tensor: Tensor) -> Tensor:
-    """Inside: the values of a tensor, with a dimension in front for each ``vmap``."""
-    values, dims = values_of(for_each_sample(tensor))
-    # A dimension is counted among those of the tensor that the next ``vmap`` further out sees.
-    for depth, dim in enumerate(dims):
-        assert dim is not None
-        values = values.movedim(depth + dim, depth)
-    return values
+def samples_around() -> Samples | None:
+    """The samples of every ``vmap`` that is active; ``None`` if another transformation is, too."""
+    if not transforms_are_active():
+        return Samples()
+    around = vmaps_to_enter_again()
+    return None if around is None else Samples(tuple(vmaps()), around)
 
 
-def _dense_values(tensor: Tensor) -> Tensor:
-    """As :func:`_values`, each entry in memory of its own, as duals of forward mode must have it."""
-    return _values(tensor).contiguous()
+def samples_for(adjoint: object) -> Samples:
+    """As :func:`samples_around`, for an adjoint that runs in no other transformation.
+
+    Raises:
+        NotImplementedError: another transformation is active.
+    """
+    around = samples_around()
+    if around is None:
+        raise NotImplementedError(
+            f"`{type(adjoint).__name__}` does not run inside `torch.func.grad` or another transformation than "
+            "`torch.vmap`: call `backward()` or `torch.autograd.grad` outside of `vmap`, or take `Recorded()` or "
+            "`Truncated(1)` there"
+        )
+    return around
 
 
 def _is_same_for_all(leaf: Any) -> bool:
@@ -55,7 +135,7 @@ def _is_same_for_all(leaf: Any) -> bool:
 class VmappedLoop(Loop):
     """A loop for many samples at a time. Most of its tensors have a leading dimension for each ``vmap``."""
 
-    around: Vmaps
+    around: Samples
     """What the loop was inside of."""
     within: Loop
     """The loop as it is inside."""
@@ -83,13 +163,14 @@ class VmappedLoop(Loop):
         self, leaves: Sequence[Tensor], buffers: Sequence[Tensor], number: int
     ) -> tuple[Tensor, Any, list[Tensor]]:
         """As :meth:`Loop.evaluate`, with a loss for each sample."""
+        entry, stack = self.around.entry, self.around.stack
 
         def inside() -> tuple[Tensor, Any, list[Tensor]]:
-            given = _each(_entry, leaves, self.same_params)
-            loss, aux, after = self._inside().evaluate(given, list(map(_entry, buffers)), number)
+            given = _each(entry, leaves, self.same_params)
+            loss, aux, after = self._inside().evaluate(given, list(map(entry, buffers)), number)
             if self.has_aux:
-                aux = pytree.map_tensors(_values, aux)
-            return _values(loss.reshape(())), aux, list(map(_values, after))
+                aux = pytree.map_tensors(stack, aux)
+            return stack(loss.reshape(())), aux, list(map(stack, after))
 
         return self.around.call(inside)
 
@@ -99,14 +180,15 @@ class VmappedLoop(Loop):
 
     def moved(self, carry: Carry, found: Evaluation, *, record: bool) -> Carry:
         """As :meth:`Loop.moved`, for each sample by itself."""
+        entry, stack = self.around.entry, self.around.stack
 
         def inside() -> Carry:
             given = self.inside(carry._replace(buffers=[]))
-            grads = [None if grad is None else _entry(grad) for grad in found.grads]
+            grads = [None if grad is None else entry(grad) for grad in found.grads]
             after = self._inside().moved(given, Evaluation(found.loss, None, grads, []), record=record)
             with torch.set_grad_enabled(record):
-                params = _each(_values, after.params, self.same_params)
-                return Carry(self._tied(params), self._state(_values, after.state), found.buffers)
+                params = _each(stack, after.params, self.same_params)
+                return Carry(self._tied(params), self._state(stack, after.state), found.buffers)
 
         return self.around.call(inside)
 
@@ -116,8 +198,9 @@ class VmappedLoop(Loop):
 
     def inside(self, carry: Carry) -> Carry:
         """Inside: what there is of a carry for a sample."""
-        params = self._tied(_each(_entry, carry.params, self.same_params))
-        return Carry(params, self._state(_entry, carry.state), list(map(_entry, carry.buffers)))
+        entry = self.around.entry
+        params = self._tied(_each(entry, carry.params, self.same_params))
+        return Carry(params, self._state(entry, carry.state), list(map(entry, carry.buffers)))
 
     def _state(self, function: Callable[[Tensor], Tensor], state: Any) -> Any:
         leaves, spec = pytree.flatten(state)
@@ -137,22 +220,27 @@ def _each(function: Callable[[Tensor], Tensor], leaves: Sequence[Any], but: froz
     ]
 
 
-def over_samples(loop: Loop, around: Vmaps) -> VmappedLoop:
+def over_samples(loop: Loop, around: Samples) -> VmappedLoop:
     """Inside ``vmap``: make a loop on the values of all samples, to be run outside.
 
     Args:
         loop: the loop as it is inside.
-        around: the ``vmap`` levels around it.
+        around: the samples around it.
     """
     settings: dict[str, Any] = {field.name: getattr(loop, field.name) for field in fields(Loop)}
     first, model, stop = loop.first, loop.model, loop.stop
+
+    def dense(tensor: Tensor) -> Tensor:
+        # Each entry in memory of its own, as duals of forward mode must have it.
+        return around.stack(tensor).contiguous()
+
     moved = {place for place, origin in enumerate(model.first_places) if origin in model.moved_places}
     same_params = frozenset(
         place for place, leaf in enumerate(first.params) if place not in moved and _is_same_for_all(leaf)
     )
     same_state = _same_state(loop)
     leaves, spec = pytree.flatten(first.state)
-    params = _each(_dense_values, first.params, same_params)
+    params = _each(dense, first.params, same_params)
     held = [(tensor, values_of(tensor)) for tensor in loop.declared]
     held = [(tensor, found) for tensor, found in held if found.values.requires_grad]
     declared = list({id(found.values): found.values for _, found in held}.values())
@@ -160,13 +248,13 @@ def over_samples(loop: Loop, around: Vmaps) -> VmappedLoop:
 
     def stop_inside(number: int, loss: Tensor) -> Any:
         assert stop is not None
-        return around.call(lambda: stop(number, _entry(loss)))
+        return around.call(lambda: stop(number, around.entry(loss)))
 
     settings |= {
         "first": Carry(
             [params[place] for place in model.first_places],
-            pytree.unflatten(spec, _each(_dense_values, leaves, same_state)),
-            list(map(_dense_values, first.buffers)),
+            pytree.unflatten(spec, _each(dense, leaves, same_state)),
+            list(map(dense, first.buffers)),
         ),
         "declared": tuple(declared),
         # Steps are made inside; as a transformation and no chain, none of its formulas is taken for one of values.
@@ -208,5 +296,6 @@ def _same_state(loop: Loop) -> frozenset[int]:
 
 def outcome_of_samples(loop: VmappedLoop, outcome: Outcome) -> Outcome:
     """Inside ``vmap`` again: the outcome of such a loop."""
-    aux = [None if found is None else pytree.map_tensors(_entry, found) for found in outcome.aux]
-    return Outcome(loop.inside(outcome.carry), list(map(_entry, outcome.losses)), aux)
+    entry = loop.around.entry
+    aux = [None if found is None else pytree.map_tensors(entry, found) for found in outcome.aux]
+    return Outcome(loop.inside(outcome.carry), list(map(entry, outcome.losses)), aux)
