@@ -33,6 +33,7 @@ GROUND = {
     "_torch_private",
     "_tracebacks",
     "_unconnected",
+    "_vjp",
     "_vmap",
     "errors",
     "pytree",

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torchopt_dist import pytree
 from torchopt_dist._random_turns import draw_seed
 from torchopt_dist._torch_private import forward_mode_is_active
+from torchopt_dist._vjp import takes_duals
 from torchopt_dist.diff.adjoints import Adjoint, Recorded
 from torchopt_dist.diff.adjoints._declared import differentiable, tensors_of_meta, tensors_within
 from torchopt_dist.diff.adjoints._loop import Batches, Carry, Loop, StopFn
 from torchopt_dist.diff.adjoints._model import model_of
-from torchopt_dist.linear_solve._vjp import takes_duals
 from torchopt_dist.transform.base import GradientTransformation
 from torchopt_dist.typing import OptState, Params
 

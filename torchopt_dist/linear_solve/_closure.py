@@ -25,10 +25,10 @@ from torchopt_dist._torch_private import (
     tensors_entering,
     transforms_are_active,
 )
+from torchopt_dist._vjp import Tensors, pull, refuse_forward_mode, takes_duals
 from torchopt_dist.linear_solve._kept import closed_over, kept, modules_as_now
 from torchopt_dist.linear_solve._operator import LinearOperator, Product
 from torchopt_dist.linear_solve._substitute import Edge, OnlyThese, StandIns, Substitute, Watch, edge_of
-from torchopt_dist.linear_solve._vjp import Tensors, pull, refuse_forward_mode, takes_duals
 
 __all__ = ["convert"]
 

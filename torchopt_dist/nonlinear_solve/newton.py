@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchopt_dist._torch_private import transforms_are_active
-from torchopt_dist.linear_solve._vjp import vjp
+from torchopt_dist._vjp import vjp
 from torchopt_dist.linear_solve.solver import NotConverged, Solver
 from torchopt_dist.nonlinear_solve.solver import NonlinearSolver
 

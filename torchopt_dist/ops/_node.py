@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import _torch_private
+from torchopt_dist._vjp import vjp
 from torchopt_dist.ops import _dispatch as dispatch
 from torchopt_dist.ops import _foreach as foreach
 from torchopt_dist.ops._columns import (
@@ -105,7 +106,7 @@ class _Derivative(Map):
             _zeros(wide) if there and column is None else column
             for there, column in zip(self.there, saved, strict=True)
         ]
-        found = _pulled_back(self.step, given, grad_outputs)
+        found = _pulled_through(self.step, given, grad_outputs)
         if self.step.direct_factor is not None:
             del found[-1]
         return [narrowed(column, like) for column in found]
@@ -149,7 +150,7 @@ def pull(step: Step, columns: Columns, bars: Bars) -> list[list[Tensor]]:
     given = [first, *([None] * len(first) if bar is None else bar for bar in others)]
     with torch.no_grad():
         if not step.is_one_node:
-            return _pulled_back(step, columns, [first, *others])
+            return _pulled_through(step, columns, [first, *others])
         found = _gradients(step, step.saved(columns), there, given)
     return [[x for x in column if x is not None] for column in found]
 
@@ -194,7 +195,7 @@ class OptimizerStep(torch.autograd.Function):
         grad_outputs = split(output_grads, len(output_grads) // length)
         saved = unflatten(ctx.saved_tensors, ctx.saved_there)
         if not isinstance(map, Step):
-            return None, None, *join(_pulled_back(map, saved, _with_zeros(grad_outputs)))
+            return None, None, *join(_pulled_through(map, saved, _with_zeros(grad_outputs)))
         if any(all(x is not None for x in column) for column in grad_outputs):
             return None, None, *join(_gradients(map, saved, ctx.there, grad_outputs))
         places = [
@@ -265,26 +266,15 @@ def _zeros(columns: Columns) -> list[Tensor]:
     ]
 
 
-def _pulled_back(map: Map, columns: Columns, grad_outputs: Columns) -> list[list[Tensor]]:
+def _pulled_through(map: Map, columns: Columns, grad_outputs: Columns) -> list[list[Tensor]]:
     """The gradients of the given columns, by autograd of a map's formula; they are differentiable."""
     there, tensors = flatten(columns)
     used = [k for k, column in enumerate(grad_outputs) if column is not None]
     into = join(grad_outputs[k] or [] for k in used)
 
-    def formula(*tensors: Tensor) -> tuple[Tensor, ...]:
+    def formula(tensors: list[Tensor]) -> list[Tensor]:
         made = map.formula(unflatten(tensors, there))
-        return tuple(join(made[k] for k in used))
+        return join(made[k] for k in used)
 
-    if _torch_private.transforms_are_active():
-        _results, pull, *_ = torch.func.vjp(formula, *tensors)
-        grads = pull(tuple(into))
-    else:
-        record = torch.is_grad_enabled()
-        with torch.enable_grad():
-            # Aliases: what a tensor gets at this place is not what it gets at another, or by way of another.
-            aliases = [x.view_as(x) if record else x.detach() for x in tensors]
-            given = [x if x.requires_grad else x.detach().requires_grad_() for x in aliases]
-            grads = torch.autograd.grad(
-                formula(*given), given, into, create_graph=record, allow_unused=True, materialize_grads=True
-            )
-    return split(grads, sum(there))
+    _results, pull = vjp(formula, tensors, once=True)
+    return split(pull(into), sum(there))

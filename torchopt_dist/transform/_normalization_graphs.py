@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from torchopt_dist._torch_private import evaluating_node, forward_mode_is_active, transforms_are_active
+from torchopt_dist._vjp import pulled_back
 from torchopt_dist.typing import OptionalTensor
 
 __all__ = ["is_normalization", "mend"]
@@ -75,12 +76,8 @@ def _mended(
         assert grad is not None
         assert x is not None
         made, given = _backward(node, kind, grad, x, weight), [grad, x, weight]
-    pairs = [(x, bar) for x, bar in zip(made, grad_outputs, strict=True) if x is not None and bar is not None]
     wanted = [x for x in given if x is not None and x.requires_grad]
-    outputs, bars = zip(*pairs, strict=True)
-    found = torch.autograd.grad(
-        outputs, wanted, bars, create_graph=torch.is_grad_enabled(), allow_unused=True
-    )
+    found = pulled_back(made, grad_outputs, wanted, create_graph=torch.is_grad_enabled())
     rest = dict(zip(map(id, wanted), found, strict=True))
     changed = list(grad_inputs)
     for place, x in zip(kind.places, given, strict=True):

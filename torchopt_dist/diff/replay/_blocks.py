@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from torchopt_dist._free_memory import give_back
 from torchopt_dist._torch_private import next_sequence_number, sequence_numbers
+from torchopt_dist._vjp import pulled_back
 from torchopt_dist._vmap import Values
 from torchopt_dist.diff.adjoints._carry import Evaluation, LookFn
 from torchopt_dist.diff.adjoints._declared import edge_of, leaf_of, nodes_between
@@ -299,7 +300,7 @@ class _Sweep:
         outputs, bars = zip(*ends, strict=True)
         inputs = [*leaves, *now, *(x for _, x in handed)]
         self._look(outputs, inputs, self._after)
-        found = torch.autograd.grad(outputs, inputs, bars, allow_unused=True)
+        found = pulled_back(outputs, bars, inputs)
         pairs: list[Pair | None] = [None if grad is None else pair_of(grad) for grad in found]
         count, more = len(leaves), len(leaves) + len(now)
         for place, pair in enumerate(pairs[count:more]):

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
+from torchopt_dist._vjp import pulled_back
 from torchopt_dist.diff.adjoints._loop import Carry, Loop
-from torchopt_dist.diff.replay._reverse_mode import leaf_like, leaves_at, pulled_back
+from torchopt_dist.diff.replay._reverse_mode import leaf_like, leaves_at
 from torchopt_dist.transform._recorded_gradients import update_by_own
 from torchopt_dist.transform.base import ChainedGradientTransformation
 from torchopt_dist.typing import OptionalTensor
@@ -44,8 +45,7 @@ class ThroughLinks(NamedTuple):
         self, bars: Sequence[OptionalTensor], declared: Sequence[Tensor]
     ) -> tuple[list[OptionalTensor], list[OptionalTensor], list[OptionalTensor]]:
         """Gradients of what was made, one a parameter → of what was given, the parameters, and what is declared."""
-        there = [bar for x, bar in zip(self.made, bars, strict=True) if x is not None]
-        found = pulled_back(self.outputs, there, [*self.inputs, *declared])
+        found = pulled_back(self.made, bars, [*self.inputs, *declared])
         count, more = len(self.params), len(self.inputs)
         rest = iter(found[count:more])
         of_given = [None if leaf is None else next(rest) for leaf in self.given]

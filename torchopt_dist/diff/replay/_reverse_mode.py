@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from torchopt_dist._random_turns import Turn
+from torchopt_dist._vjp import pulled_back
 from torchopt_dist.diff.adjoints._loop import Carry, Loop
 from torchopt_dist.diff.replay._linear import LinearLayers
 from torchopt_dist.transform._recorded_gradients import recorded_gradients
 from torchopt_dist.typing import OptionalTensor
 
-__all__ = ["Graph", "graph_of", "leaf_like", "leaves_at", "pulled_back"]
+__all__ = ["Graph", "graph_of", "leaf_like", "leaves_at"]
 
 
 class Graph(NamedTuple):
@@ -43,10 +44,8 @@ class Graph(NamedTuple):
                 none has to be there.
         """
         there = {id(x): total for x, total in zip(self.inputs, totals, strict=True) if total is not None}
-        bars = [None if grad is None else bar for grad, bar in zip(self.grads, along, strict=True)]
-        outputs = [self.loss if grad is None else grad for grad in self.grads]
         with self.layers.added(there):
-            found = pulled_back([*outputs, self.loss], [*bars, loss_bar], [*self.inputs, *declared])
+            found = pulled_back([*self.grads, self.loss], [*along, loss_bar], [*self.inputs, *declared])
         return found[: len(self.inputs)], found[len(self.inputs) :]
 
 
@@ -80,14 +79,3 @@ def leaves_at(tensors: Sequence[Tensor], places: Sequence[int]) -> list[Tensor]:
     for place in places:
         made[place] = leaf_like(made[place])
     return made
-
-
-def pulled_back(
-    outputs: Sequence[Tensor], bars: Sequence[OptionalTensor], inputs: Sequence[Tensor]
-) -> list[OptionalTensor]:
-    """Gradients of outputs, ``None`` for zero → gradients of inputs, ``None`` for an input that is not used."""
-    pairs = [(x, bar) for x, bar in zip(outputs, bars, strict=True) if bar is not None and x.requires_grad]
-    if not pairs:
-        return [None] * len(inputs)
-    values, weights = zip(*pairs, strict=True)
-    return list(torch.autograd.grad(values, inputs, weights, allow_unused=True))

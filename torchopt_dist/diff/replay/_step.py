@@ -22,6 +22,7 @@ from torch import Tensor
 from torchopt_dist import pytree
 from torchopt_dist._random_turns import Turn
 from torchopt_dist._torch_private import bytes_of_results
+from torchopt_dist._vjp import pulled_back
 from torchopt_dist.diff.adjoints._declared import leaf_of, nodes_between
 from torchopt_dist.diff.adjoints._loop import Carry, Evaluation, Loop
 from torchopt_dist.diff.adjoints._undeclared import refuse
@@ -32,7 +33,7 @@ from torchopt_dist.diff.replay._forward_mode import Formulas, loses_tangents
 from torchopt_dist.diff.replay._links import through_links
 from torchopt_dist.diff.replay._places import portions
 from torchopt_dist.diff.replay._pool import Pool, add_to, apart_from, own, room_like
-from torchopt_dist.diff.replay._reverse_mode import Graph, graph_of, leaf_like, leaves_at, pulled_back
+from torchopt_dist.diff.replay._reverse_mode import Graph, graph_of, leaf_like, leaves_at
 from torchopt_dist.diff.replay._snapshots import Snapshot, bytes_of
 from torchopt_dist.ops._columns import put
 from torchopt_dist.transform._normalization_graphs import mend
@@ -332,10 +333,8 @@ class StepGradient:
         inputs = [params[place] for place in places]
         tied = [params[place] for place in self._loop.model.first_places]
         found = self._loop.gradient(carry._replace(params=tied), number, record=True)
-        grads = [found.grads[place] for place in places]
-        pairs = [(x, bar) for x, bar in zip([*grads, found.loss], [*along, loss_bar], strict=True)]
-        outputs = [(x, bar) for x, bar in pairs if x is not None]
-        pulled = pulled_back([x for x, _ in outputs], [bar for _, bar in outputs], [*inputs, *self._declared])
+        outputs = [*(found.grads[place] for place in places), found.loss]
+        pulled = pulled_back(outputs, [*along, loss_bar], [*inputs, *self._declared])
         return pulled[: len(inputs)], pulled[len(inputs) :]
 
     def undeclared(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from torchopt_dist._torch_private import memory_is_shared, outside_of_transforms
+from torchopt_dist._vjp import pulled_back
 from torchopt_dist.diff.adjoints._autocast import current_autocast, forget_casts
 from torchopt_dist.diff.adjoints._declared import depend_on_each_other, differentiable
 from torchopt_dist.diff.adjoints._loop import Carry, Evaluation, Loop, Outcome
@@ -31,7 +32,7 @@ from torchopt_dist.diff.replay._retrace import Retrace
 from torchopt_dist.diff.replay._reverse_mode import leaf_like
 from torchopt_dist.diff.replay._snapshots import Snapshot, Store
 from torchopt_dist.diff.replay._step import Bars, StepGradient, SweepMode
-from torchopt_dist.diff.replay._twice import Trail, back_through_pull, gradients_of
+from torchopt_dist.diff.replay._twice import Trail, back_through_pull
 from torchopt_dist.transform._attention import attention_by_formula
 from torchopt_dist.typing import OptionalTensor
 
@@ -351,13 +352,13 @@ class Tape:
                 bars = [None if bar is None else bar.view_as(bar) for bar in bars]
             outcome = loop.run(loop.recorded_step, loop.first, end=len(self.outcome.losses))
             outputs = [*self._gradient.outputs(outcome.carry), torch.stack(outcome.losses)]
-            found = gradients_of(outputs, bars, list(own.values()), record=True)
+            found = pulled_back(outputs, bars, list(own.values()), create_graph=True)
             names = [*own]
             if cots is not None:
                 by_id = dict(zip(own, found, strict=True))
                 pulled = [by_id.pop(id(tensor), None) for tensor in inputs]
                 there = {place: bar for place, bar in enumerate(bars) if bar is not None}
-                found = gradients_of(pulled, cots, [*own.values(), *there.values()], record=True)
+                found = pulled_back(pulled, cots, [*own.values(), *there.values()], create_graph=True)
                 of_bars = dict(zip(there, found[len(own) :], strict=True))
         by_id = dict(zip(names, found, strict=False))
         more = [] if cots is None else [of_bars.get(place) for place in range(len(bars))]

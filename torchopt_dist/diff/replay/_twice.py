@@ -13,13 +13,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from torchopt_dist._vjp import pulled_back
 from torchopt_dist.diff.adjoints._loop import Carry, Loop
 from torchopt_dist.diff.replay._duals import plus
 from torchopt_dist.diff.replay._reverse_mode import leaf_like
 from torchopt_dist.diff.replay._step import Bars, StepGradient
 from torchopt_dist.typing import OptionalTensor
 
-__all__ = ["Trail", "back_through_pull", "gradients_of"]
+__all__ = ["Trail", "back_through_pull"]
 
 Column = list[OptionalTensor]
 Trail = list[tuple[Bars, OptionalTensor]]
@@ -64,32 +65,13 @@ def back_through_pull(
             weights = [
                 None if bar is None else leaf_like(bar) for bar in (*bars.params, *bars.state, loss_bar)
             ]
-            pulled = gradients_of(outputs, weights, [*inputs, *declared], record=True)
+            pulled = pulled_back(outputs, weights, [*inputs, *declared], create_graph=True)
         carry = loop.cut(after)
         there = [weight for weight in weights if weight is not None]
-        got = gradients_of(pulled, [*now, *of_declared], [*inputs, *declared, *there])
+        got = pulled_back(pulled, [*now, *of_declared], [*inputs, *declared, *there])
         starts.append(Bars(got[:count], got[count:size]))
         totals = [plus(a, b) for a, b in zip(totals, got[size:more], strict=True)]
         rest = iter(got[more:])
         *now, of_loss = (None if weight is None else next(rest) for weight in weights)
         of_losses.append(of_loss)
     return starts, totals, Bars(now[:count], now[count:]), of_losses
-
-
-def gradients_of(
-    outputs: Sequence[OptionalTensor],
-    weights: Sequence[OptionalTensor],
-    inputs: Sequence[Tensor],
-    *,
-    record: bool = False,
-) -> Column:
-    """Differentiate the outputs that are given and have a weight; with ``record`` the gradients are differentiable."""
-    pairs = [
-        (x, weight)
-        for x, weight in zip(outputs, weights, strict=True)
-        if x is not None and weight is not None and x.requires_grad
-    ]
-    if not pairs:
-        return [None] * len(inputs)
-    values, given = zip(*pairs, strict=True)
-    return list(torch.autograd.grad(values, inputs, given, create_graph=record, allow_unused=True))

@@ -1,4 +1,4 @@
-"""A function of tensors, a point → its value there, and a function for products with the transposed Jacobian.
+"""Tensors or a function of tensors, gradients of what comes out → gradients of what goes in.
 
 Outside of ``torch.func`` this is torch's own graph and ``torch.autograd.grad``, so that the function may call
 ``autograd.grad`` itself, or workers: it runs once, and each product is one backward pass. Inside a ``torch.func``
@@ -15,20 +15,22 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from torchopt_dist._torch_private import transforms_are_active
+from torchopt_dist.typing import OptionalTensor
 
-__all__ = ["Tensors", "pull", "refuse_forward_mode", "takes_duals", "vjp"]
+__all__ = ["Tensors", "pull", "pulled_back", "refuse_forward_mode", "takes_duals", "vjp"]
 
 Tensors: TypeAlias = list[Tensor]
 
 
 def vjp(
-    function: Callable[[Tensors], Sequence[Tensor]], primals: Sequence[Tensor]
+    function: Callable[[Tensors], Sequence[Tensor]], primals: Sequence[Tensor], *, once: bool = False
 ) -> tuple[Tensors, Callable[[Sequence[Tensor]], Tensors]]:
     """Evaluate a function once, and return its value and its products with cotangents.
 
     Args:
         function: tensors → tensors.
         primals: the point at which to evaluate it; floating-point tensors.
+        once: whether one product is asked for, whose graph is then let go of.
 
     Returns:
         The values, and a function from cotangents, one for each value, to gradients, one for each primal. If grad mode
@@ -48,25 +50,49 @@ def vjp(
             for primal in primals
         ]
         values = list(function(points))
-    return values, lambda cotangents: pull(values, points, cotangents, differentiable)
+    keep = None if once else True
+    return values, lambda cotangents: pull(values, points, cotangents, differentiable, retain_graph=keep)
 
 
 def pull(
-    values: Sequence[Tensor], points: Sequence[Tensor], cotangents: Sequence[Tensor], differentiable: bool
+    values: Sequence[Tensor],
+    points: Sequence[Tensor],
+    cotangents: Sequence[Tensor],
+    differentiable: bool,
+    *,
+    retain_graph: bool | None = True,
 ) -> Tensors:
-    """Gradients of values with regard to points, zero where there is no path; the graph is kept."""
-    connected = [(v, c) for v, c in zip(values, cotangents, strict=True) if v.requires_grad]
-    if not connected or not points:
-        return [torch.zeros_like(point) for point in points]
-    outputs, weights = zip(*connected, strict=True)
+    """As :func:`pulled_back`, with zeros for a point that is not used; the graph is kept, unless said otherwise."""
+    found = pulled_back(values, cotangents, points, create_graph=differentiable, retain_graph=retain_graph)
+    return [
+        torch.zeros_like(point, requires_grad=differentiable) if grad is None else grad
+        for point, grad in zip(points, found, strict=True)
+    ]
+
+
+def pulled_back(
+    outputs: Sequence[OptionalTensor],
+    bars: Sequence[OptionalTensor],
+    inputs: Sequence[Tensor],
+    *,
+    create_graph: bool = False,
+    retain_graph: bool | None = None,
+) -> list[OptionalTensor]:
+    """Gradients of outputs, ``None`` for zero → gradients of inputs, ``None`` for one that is not used.
+
+    An output that is ``None``, or that has no graph, is left out. The graphs are as with ``torch.autograd.grad``.
+    """
+    pairs = [
+        (x, bar)
+        for x, bar in zip(outputs, bars, strict=True)
+        if x is not None and bar is not None and x.requires_grad
+    ]
+    if not pairs or not inputs:
+        return [None] * len(inputs)
+    values, weights = zip(*pairs, strict=True)
     return list(
         torch.autograd.grad(
-            outputs,
-            points,
-            weights,
-            retain_graph=True,
-            create_graph=differentiable,
-            materialize_grads=True,
+            values, inputs, weights, create_graph=create_graph, retain_graph=retain_graph, allow_unused=True
         )
     )
 
