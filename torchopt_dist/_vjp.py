@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from torchopt_dist._torch_private import transforms_are_active
 from torchopt_dist.typing import OptionalTensor
 
-__all__ = ["Tensors", "pull", "pulled_back", "refuse_forward_mode", "takes_duals", "vjp"]
+__all__ = ["Tensors", "plus", "pull", "pulled_back", "refuse_forward_mode", "takes_duals", "vjp"]
 
 Tensors: TypeAlias = list[Tensor]
 
@@ -95,6 +95,13 @@ def pulled_back(
             values, inputs, weights, create_graph=create_graph, retain_graph=retain_graph, allow_unused=True
         )
     )
+
+
+def plus(one: OptionalTensor, other: OptionalTensor) -> OptionalTensor:
+    """The sum of tensors that may be missing."""
+    if one is None or other is None:
+        return other if one is None else one
+    return one + other
 
 
 def takes_duals() -> bool:

@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from torchopt_dist._fast_path import without_fast_path
+from torchopt_dist._formulas.attention import without_fast_path
 from torchopt_dist._torch_private import (
     batch_of,
     batched,

@@ -33,9 +33,9 @@ SMOKE = (
     "tests/distributed/test_awaited.py",
     "tests/distributed/test_short_requests.py",
     "tests/torch_private",
-    "tests/test_normalization.py",
+    "tests/formulas/test_normalization.py",
     "tests/test_random_turns.py",
-    "tests/transform/test_normalization_graphs.py",
+    "tests/formulas/test_normalization_nodes.py",
     "tests/test_command.py",
 )
 """Tests of every room: kernels, optimizers, inner loops, calls between processes, torch's private names and faults."""

@@ -11,8 +11,8 @@ import optree
 import torch
 
 from torchopt_dist._evaluation import evaluate
-from torchopt_dist._fast_path import without_fast_path
-from torchopt_dist._normalization import normalization_by_formula
+from torchopt_dist._formulas import normalization_by_formula
+from torchopt_dist._formulas.attention import without_fast_path
 from torchopt_dist._random_turns import Draws, Task
 from torchopt_dist.distributed._containers import flatten
 from torchopt_dist.distributed._device_placement import receiving_device

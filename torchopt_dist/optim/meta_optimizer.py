@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from torchopt_dist import pytree
 from torchopt_dist._evaluation import NormalTensors, is_evaluating, need_gradients, with_gradients
-from torchopt_dist._fast_path import without_fast_path
+from torchopt_dist._formulas.attention import attention_by_formula, without_fast_path
 from torchopt_dist._torch_private import vmaps
 from torchopt_dist._vmap import for_each_sample, has_history, leaf, values_of
 from torchopt_dist.diff.adjoints import Adjoint, Recorded
@@ -31,7 +31,6 @@ from torchopt_dist.optim._checkpoint import flatten_state, restore_state
 from torchopt_dist.optim._dtypes import Dtypes, dtypes_of, fitted, have_same_dtypes
 from torchopt_dist.optim._recomputation import refuse_recomputation
 from torchopt_dist.optim._trained_state import is_of_an_optimizer, trained_states
-from torchopt_dist.transform._attention import attention_by_formula
 from torchopt_dist.transform._gradients import gradients
 from torchopt_dist.transform.apply_updates import differentiable_step
 from torchopt_dist.transform.base import GradientTransformation

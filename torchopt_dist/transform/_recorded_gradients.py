@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
+from torchopt_dist._formulas.attention import explain, is_attention
+from torchopt_dist._formulas.normalization_nodes import is_normalization, mend
 from torchopt_dist._torch_private import grad_of_loss, vmaps
 from torchopt_dist._vmap import values_of
-from torchopt_dist.transform._attention import explain, is_attention
-from torchopt_dist.transform._normalization_graphs import is_normalization, mend
 from torchopt_dist.typing import OptionalTensor
 
 __all__ = ["mend_recorded", "recorded_gradients", "update_by_own"]

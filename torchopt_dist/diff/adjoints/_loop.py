@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
-from torchopt_dist._fast_path import without_fast_path
-from torchopt_dist._normalization import normalization_by_formula
+from torchopt_dist._formulas import normalization_by_formula
+from torchopt_dist._formulas.attention import without_fast_path
 from torchopt_dist._random_turns import Draws, Turn
 from torchopt_dist._torch_private import grad_of_loss, grads_inside_transforms, transforms_are_active
 from torchopt_dist.diff.adjoints._autocast import forget_casts

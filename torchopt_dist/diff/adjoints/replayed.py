@@ -11,6 +11,7 @@ from typing import Literal
 from torch import nn
 
 from torchopt_dist import pytree
+from torchopt_dist._formulas.attention import attention_by_formula
 from torchopt_dist.diff.adjoints._loop import Loop, Outcome
 from torchopt_dist.diff.adjoints._samples import outcome_of_samples, over_samples, samples_around
 from torchopt_dist.diff.adjoints.adjoint import Adjoint
@@ -19,7 +20,6 @@ from torchopt_dist.diff.replay._blockwise import by_blocks
 from torchopt_dist.diff.replay._connected import connected
 from torchopt_dist.diff.replay._snapshots import Store, bytes_of, number_of_bytes
 from torchopt_dist.diff.replay._tape import Tape
-from torchopt_dist.transform._attention import attention_by_formula
 
 __all__ = ["Replayed"]
 

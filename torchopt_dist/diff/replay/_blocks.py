@@ -19,16 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchopt_dist._formulas import short_formulas
 from torchopt_dist._free_memory import give_back
 from torchopt_dist._torch_private import next_sequence_number, sequence_numbers
-from torchopt_dist._vjp import pulled_back
+from torchopt_dist._vjp import plus, pulled_back
 from torchopt_dist._vmap import Values
 from torchopt_dist.diff.adjoints._carry import Evaluation, LookFn
 from torchopt_dist.diff.adjoints._declared import edge_of, leaf_of, nodes_between
 from torchopt_dist.diff.adjoints._loop import Loop
 from torchopt_dist.diff.replay._block_call import BlockCall, block_of, inputs_of
-from torchopt_dist.diff.replay._duals import Pair, dual, dual_level, pair_of, plus, plus_pair
-from torchopt_dist.diff.replay._short_formulas import short_formulas
+from torchopt_dist.diff.replay._duals import Pair, dual, dual_level, pair_of, plus_pair
 from torchopt_dist.typing import OptionalTensor
 
 __all__ = ["Tangents", "sweep"]

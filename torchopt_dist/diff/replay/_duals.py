@@ -11,9 +11,19 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from torchopt_dist._vjp import plus
 from torchopt_dist.typing import OptionalTensor
 
-__all__ = ["NoForwardModeError", "Pair", "dual", "dual_level", "leaf_of_pair", "pair_of", "plus", "plus_pair"]
+__all__ = [
+    "NoForwardModeError",
+    "Pair",
+    "dual",
+    "dual_level",
+    "leaf_of_pair",
+    "loses_tangents",
+    "pair_of",
+    "plus_pair",
+]
 
 Pair = tuple[Tensor, OptionalTensor]
 """A tensor, and its tangent if it has one."""
@@ -70,8 +80,24 @@ def plus_pair(one: Pair | None, other: Pair) -> Pair:
     return other if one is None else (one[0] + other[0], plus(one[1], other[1]))
 
 
-def plus(one: OptionalTensor, other: OptionalTensor) -> OptionalTensor:
-    """The sum of tensors that may be missing."""
-    if one is None or other is None:
-        return other if one is None else one
-    return one + other
+_LOSING = (
+    "AsStridedScatter",
+    "LinalgCholeskyEx",
+    "LinalgDet",
+    "LinalgEigh",
+    "LinalgPinv",
+    "LinalgSlogdet",
+    "LinalgSolveEx",
+    "Logcumsumexp",
+    "MaxUnpool",
+    "ScatterReduce",
+    "TriangularSolve",
+    "torch::jit::",
+)
+"""What the names of nodes begin with that lose tangents; found by a sweep over the operations of torch's own tests, and
+a compiled part of TorchScript, which takes no tangents at all."""
+
+
+def loses_tangents(name: str) -> bool:
+    """Whether a node of this name may lose tangents in its backward."""
+    return name.startswith(_LOSING)

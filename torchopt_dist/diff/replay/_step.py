@@ -20,23 +20,23 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
+from torchopt_dist._formulas import ForwardModeFormulas
+from torchopt_dist._formulas.normalization_nodes import mend
 from torchopt_dist._random_turns import Turn
 from torchopt_dist._torch_private import bytes_of_results
-from torchopt_dist._vjp import pulled_back
+from torchopt_dist._vjp import plus, pulled_back
 from torchopt_dist.diff.adjoints._declared import leaf_of, nodes_between
 from torchopt_dist.diff.adjoints._loop import Carry, Evaluation, Loop
 from torchopt_dist.diff.adjoints._undeclared import refuse
 from torchopt_dist.diff.replay._blocks import Tangents, sweep
 from torchopt_dist.diff.replay._blockwise import BlockwiseLoop
-from torchopt_dist.diff.replay._duals import NoForwardModeError, plus
-from torchopt_dist.diff.replay._forward_mode import Formulas, loses_tangents
+from torchopt_dist.diff.replay._duals import NoForwardModeError, loses_tangents
 from torchopt_dist.diff.replay._links import through_links
 from torchopt_dist.diff.replay._places import portions
 from torchopt_dist.diff.replay._pool import Pool, add_to, apart_from, own, room_like
 from torchopt_dist.diff.replay._reverse_mode import Graph, graph_of, leaf_like, leaves_at
 from torchopt_dist.diff.replay._snapshots import Snapshot, bytes_of
 from torchopt_dist.ops._columns import put
-from torchopt_dist.transform._normalization_graphs import mend
 from torchopt_dist.transform._pulled_step import Room, StepBars
 from torchopt_dist.transform.apply_updates import parts_of, pulls_in_place, step_pulled_back
 from torchopt_dist.typing import OptionalTensor
@@ -300,7 +300,7 @@ class StepGradient:
         wanted = [*inputs, *self._declared]
         with torch.enable_grad(), Turn(loop.draws):
             of = {id(x): tangent for x, tangent in zip(inputs, along, strict=True) if tangent is not None}
-            with Formulas() if self._ways[0] == "formulas" else nullcontext():
+            with ForwardModeFormulas() if self._ways[0] == "formulas" else nullcontext():
                 found = sweep(
                     loop,
                     self._blocks,

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchopt_dist._formulas.attention import attention_by_formula
 from torchopt_dist._torch_private import memory_is_shared, outside_of_transforms
-from torchopt_dist._vjp import pulled_back
+from torchopt_dist._vjp import plus, pulled_back
 from torchopt_dist.diff.adjoints._autocast import current_autocast, forget_casts
 from torchopt_dist.diff.adjoints._declared import depend_on_each_other, differentiable
 from torchopt_dist.diff.adjoints._loop import Carry, Evaluation, Loop, Outcome
@@ -25,7 +26,6 @@ from torchopt_dist.diff.adjoints._undeclared import refuse
 from torchopt_dist.diff.replay._binomial import places, split
 from torchopt_dist.diff.replay._blockwise import BlockwiseLoop
 from torchopt_dist.diff.replay._constants import expanded, filled
-from torchopt_dist.diff.replay._duals import plus
 from torchopt_dist.diff.replay._places import state_places
 from torchopt_dist.diff.replay._pool import Pool
 from torchopt_dist.diff.replay._retrace import Retrace
@@ -33,7 +33,6 @@ from torchopt_dist.diff.replay._reverse_mode import leaf_like
 from torchopt_dist.diff.replay._snapshots import Snapshot, Store
 from torchopt_dist.diff.replay._step import Bars, StepGradient, SweepMode
 from torchopt_dist.diff.replay._twice import Trail, back_through_pull
-from torchopt_dist.transform._attention import attention_by_formula
 from torchopt_dist.typing import OptionalTensor
 
 __all__ = ["Kept", "Tape"]

@@ -13,9 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchopt_dist._vjp import pulled_back
+from torchopt_dist._vjp import plus, pulled_back
 from torchopt_dist.diff.adjoints._loop import Carry, Loop
-from torchopt_dist.diff.replay._duals import plus
 from torchopt_dist.diff.replay._reverse_mode import leaf_like
 from torchopt_dist.diff.replay._step import Bars, StepGradient
 from torchopt_dist.typing import OptionalTensor

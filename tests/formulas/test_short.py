@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.autograd import gradcheck, gradgradcheck
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from torchopt_dist.diff.replay._short_formulas import short_formulas
+from torchopt_dist._formulas import short_formulas
 
 D = torch.float64
 CAUSAL = torch.ones(3, 3, dtype=torch.bool).tril()

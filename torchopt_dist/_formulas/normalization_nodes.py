@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchopt_dist._formulas.normalization import projected
 from torchopt_dist._torch_private import evaluating_node, forward_mode_is_active, transforms_are_active
 from torchopt_dist._vjp import pulled_back
 from torchopt_dist.typing import OptionalTensor
@@ -113,8 +114,6 @@ def _backward(
     else:
         scale = torch.rsqrt(variance + getattr(node, kind.eps))
     normalized = centered * scale
-    weighted = grad if beside is None else grad * beside
-    along = (weighted * normalized).mean(dims, keepdim=True)
-    of_x = (weighted - weighted.mean(dims, keepdim=True) - normalized * along) * scale
+    of_x = projected(grad if beside is None else grad * beside, normalized, dims) * scale
     of_weight = None if weight is None else (grad * normalized).sum(others).reshape(shape)
     return of_x, of_weight, grad.sum(others).reshape(shape)

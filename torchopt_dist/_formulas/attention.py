@@ -1,0 +1,192 @@
+"""Attention → attention with all derivatives, or an error in backward that says how to get them.
+
+``F.scaled_dot_product_attention`` takes a fast kernel where it can, and these kernels have no second derivative. Its
+formula, ``SDPBackend.MATH``, has all of them. In ``eval()``, ``nn.MultiheadAttention`` and
+``nn.TransformerEncoderLayer`` call one function of torch, the fast path, for all that they compute, unless a tensor
+requires grad; inside ``vmap`` they cannot see that one does (2.13).
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.backends import cuda, mha
+
+from torchopt_dist._formulas.operands import fit_short_formula
+from torchopt_dist._functional import replaced
+from torchopt_dist._torch_private import transforms_are_active
+from torchopt_dist._vjp import plus
+from torchopt_dist.typing import OptionalTensor
+
+__all__ = ["attention_by_formula", "explain", "is_attention", "short_attention", "without_fast_path"]
+
+# Torch's own context, `sdpa_kernel`, must be left by the thread that has entered it (2.15).
+_SETTINGS: tuple[tuple[Callable[[], bool], Callable[[bool], None]], ...] = (
+    (cuda.math_sdp_enabled, cuda.enable_math_sdp),
+    (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
+    (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
+    (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
+)
+"""Torch's, on every device: what says whether a way is allowed, and what allows it."""
+_FORMULA = (True, False, False, False)
+_KERNELS = "ScaledDotProduct"
+"""What the names of the kernels' nodes begin with; the formula has none of its own."""
+
+
+class _Choice:
+    """The number of threads that compute attention by its formula; torch's setting holds for the whole process."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.count = 0
+        self.before: list[bool] = []
+
+
+_choice = _Choice()
+
+
+@contextmanager
+def attention_by_formula() -> Iterator[None]:
+    """A context in which ``F.scaled_dot_product_attention`` computes by its formula.
+
+    Meanwhile this holds for other threads, too. The first thread to enter changes torch's setting, and the last one to
+    leave restores it.
+    """
+    with _choice.lock:
+        if _choice.count == 0:
+            _choice.before = [is_enabled() for is_enabled, _ in _SETTINGS]
+            for (_, enable), wanted in zip(_SETTINGS, _FORMULA, strict=True):
+                enable(wanted)
+        _choice.count += 1
+    try:
+        yield
+    finally:
+        with _choice.lock:
+            _choice.count -= 1
+            if _choice.count == 0:
+                for (_, enable), before in zip(_SETTINGS, _choice.before, strict=True):
+                    enable(before)
+
+
+def is_attention(kind: str) -> bool:
+    """Whether a node's class of this name is that of a kernel of attention."""
+    return kind.startswith(_KERNELS)
+
+
+def explain(nodes: Iterable[Any]) -> None:
+    """Let a backward through recorded gradients, of which attention's kernels are incapable, raise a clear error.
+
+    Args:
+        nodes: of the gradients of a loss with attention.
+    """
+    for node in nodes:
+        if node.name().endswith("NotImplemented"):
+            node.register_prehook(_refuse)
+
+
+def _refuse(grad_outputs: tuple[OptionalTensor, ...]) -> None:
+    raise RuntimeError(
+        "the kernels of F.scaled_dot_product_attention have no second derivative: give the step a function, "
+        "`optimizer.step(lambda: loss)`, which computes the attention by its formula; or compute the loss inside of "
+        "`torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)`; or ask for no second order by "
+        "`optimizer.step(loss, first_order=True)`"
+    )
+
+
+def without_fast_path() -> AbstractContextManager[None]:
+    """A context in which this thread's layers do not take the fast path inside of transforms."""
+    return replaced(mha, {"get_fastpath_enabled": _is_enabled})
+
+
+def _is_enabled(torchs: Callable[[], bool]) -> bool:
+    return not transforms_are_active() and torchs()
+
+
+def short_attention(
+    torchs: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """As one node of a graph, where the tensors are plain."""
+    mask_fits = attn_mask is None or (not attn_mask.requires_grad and attn_mask.layout == torch.strided)
+    alike = query.shape[:-2] == key.shape[:-2] == value.shape[:-2]
+    if (
+        dropout_p
+        or enable_gqa
+        or is_causal
+        or not mask_fits
+        or not alike
+        or not fit_short_formula(query, key, value)
+    ):
+        return torchs(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    attended, _weights = _Attention.apply(query, key, value, attn_mask, factor)
+    return attended
+
+
+class _Attention(torch.autograd.Function):
+    """Softmax of the scores, times the values; and the softmax."""
+
+    apply: ClassVar[Any]
+
+    @staticmethod
+    def forward(
+        query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, factor: float
+    ) -> tuple[Tensor, Tensor]:
+        scores = (query * factor) @ key.transpose(-2, -1)
+        if mask is None:
+            weights = scores.softmax(-1)
+        else:
+            scores = scores + mask if mask.is_floating_point() else scores.masked_fill(~mask, -math.inf)
+            # As in torch, what may attend to nothing gets zeros.
+            weights = scores.softmax(-1).masked_fill(scores.amax(-1, keepdim=True).isneginf(), 0)
+        return weights @ value, weights
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        query, key, value, _mask, ctx.factor = inputs
+        ctx.save_for_backward(query, key, value, output[1])
+        ctx.save_for_forward(query, key, value, output[1])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(
+        ctx: Any, of_attended: OptionalTensor, of_weights: OptionalTensor
+    ) -> tuple[OptionalTensor, ...]:
+        query, key, value, weights = ctx.saved_tensors
+        of_value = None
+        if of_attended is not None:
+            of_value = weights.transpose(-2, -1) @ of_attended
+            of_weights = plus(of_weights, of_attended @ value.transpose(-2, -1))
+        if of_weights is None:
+            return None, None, of_value, None, None
+        of_weights = weights * of_weights
+        of_scores = (of_weights - weights * of_weights.sum(-1, keepdim=True)) * ctx.factor
+        return of_scores @ key, of_scores.transpose(-2, -1) @ query, of_value, None, None
+
+    @staticmethod
+    def jvp(
+        ctx: Any, query_dot: OptionalTensor, key_dot: OptionalTensor, value_dot: OptionalTensor, *_: None
+    ) -> tuple[OptionalTensor, OptionalTensor]:
+        query, key, value, weights = ctx.saved_tensors
+        scores_dot = None if query_dot is None else query_dot @ key.transpose(-2, -1)
+        if key_dot is not None:
+            scores_dot = plus(scores_dot, query @ key_dot.transpose(-2, -1))
+        attended_dot = None if value_dot is None else weights @ value_dot
+        if scores_dot is None:
+            return attended_dot, torch.zeros_like(weights)
+        weights_dot = weights * scores_dot * ctx.factor
+        weights_dot = weights_dot - weights * weights_dot.sum(-1, keepdim=True)
+        return plus(attended_dot, weights_dot @ value), weights_dot
