@@ -42,13 +42,10 @@ def vjp(
         return list(values), lambda cotangents: list(pulled(tuple(cotangents)))
     differentiable = torch.is_grad_enabled()
     with torch.enable_grad():
-        # An alias of its own, so that a primal that depends on another one is differentiated as if it did not.
-        points = [
-            primal.view_as(primal)
-            if differentiable and primal.requires_grad
-            else primal.detach().requires_grad_()
-            for primal in primals
-        ]
+        # An alias of its own, so that a primal that depends on another one is differentiated as if it did not. Of what
+        # is left of a transform that has ended, only the alias says whether it requires grad.
+        aliases = [primal.view_as(primal) if differentiable else primal.detach() for primal in primals]
+        points = [alias if alias.requires_grad else alias.detach().requires_grad_() for alias in aliases]
         values = list(function(points))
     keep = None if once else True
     return values, lambda cotangents: pull(values, points, cotangents, differentiable, retain_graph=keep)
