@@ -20,7 +20,7 @@ from torchopt_dist.distributed._future import Future
 from torchopt_dist.distributed._group import Group
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._protocol import Reply
-from torchopt_dist.distributed._serialization import unpack
+from torchopt_dist.distributed._serialization import pack, unpack
 from torchopt_dist.distributed._versions import Versioned
 from torchopt_dist.distributed.transport.base import settle
 
@@ -138,7 +138,7 @@ class GradientsAgain:
         def make() -> None:
             try:
                 self._made = self._make({})
-                settle(settled, Message(b"", [], [], [], rebuild=lambda _: Reply()))
+                settle(settled, pack(Reply(), main_by_name=True))
             except Exception as error:
                 settle(settled, error)
 

@@ -12,9 +12,10 @@ from torchopt_dist.distributed._group import Group
 from torchopt_dist.distributed._kept_graphs import KeptGraphs
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._request_handler import answer
+from torchopt_dist.distributed._spans import Recorder
 from torchopt_dist.distributed._wire_format import Structures, from_wire, to_wire
 
-__all__ = ["Beside", "Here", "Inside"]
+__all__ = ["Beside", "Here"]
 
 
 class Here:
@@ -23,19 +24,17 @@ class Here:
     Args:
         device: the device for tensors; ``None`` leaves them where they are.
         group: the group of this process.
+        recorder: records how the request is answered; without one, the group's.
 
     Attributes:
         kept_graphs: the graphs of one share alone, which end with the share, even if that is after the group.
-        pickles: whether messages are pickled, as those to other processes.
     """
 
-    pickles = False
-
-    def __init__(self, device: torch.device | None, group: Group) -> None:
+    def __init__(self, device: torch.device | None, group: Group, recorder: Recorder | None = None) -> None:
         self._device = device
         self._group = group
         self.kept_graphs = KeptGraphs(group.kept_graphs.known)
-        self._recorder = group.recorder
+        self._recorder = recorder or group.recorder
 
     def send(self, worker: int, request: Message, timeout: float) -> Future[Message]:
         """See :class:`~torchopt_dist.distributed.transport.base.Sender`; errors are raised as they are."""
@@ -49,7 +48,7 @@ class Here:
 
     def _answer(self, request: Message) -> Message:
         with torch.enable_grad():  # as in the thread of a worker; a call then applies its caller's state
-            return answer(request, self._device, self.kept_graphs, self._recorder, here=not self.pickles)
+            return answer(request, self._device, self.kept_graphs, self._recorder)
 
 
 class Beside(Here):
@@ -57,8 +56,6 @@ class Beside(Here):
 
     The last bit of a result can depend on either.
     """
-
-    pickles = True
 
     def send(self, worker: int, request: Message, timeout: float) -> Future[Message]:
         """See :class:`~torchopt_dist.distributed.transport.base.Sender`."""
@@ -79,17 +76,6 @@ class Beside(Here):
 
         self._group.threads.run(work)
         return future
-
-
-class Inside(Here):
-    """The transport to this process for a share that came with others: the reply is pickled, since it is sent on."""
-
-    pickles = True
-
-    def __init__(self, device: torch.device | None, group: Group) -> None:
-        super().__init__(device, group)
-        # Messages that are sent are recorded by who sends them.
-        self._recorder = group.recorder.only("run", "backward")
 
 
 class _Answer(Future[Message]):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,8 +40,6 @@ class Message:
         code: at the sender, the global variables that functions bring that are sent as code.
         apart: of a call that has been rebuilt, its tensors that only such variables hold. They are the receiver's own:
             they require grad, but no gradient goes back to the sender.
-        rebuild: for a message that stays in this process, a function that makes the content from the tensors, instead
-            of the skeleton.
     """
 
     skeleton: bytes
@@ -61,7 +59,6 @@ class Message:
     arrived: Sequence[ConnectedRRef] = ()
     code: GlobalsOfCode | None = None
     apart: Sequence[torch.Tensor] = ()
-    rebuild: Callable[[list[torch.Tensor]], Any] | None = None
 
     def detached(self) -> Message:
         """The message as it travels; itself, if it has no tensors."""

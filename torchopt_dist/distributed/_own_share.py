@@ -70,6 +70,7 @@ def prepare(
         raise
     shared: dict[int, int | None] = {}
     sent = message.detached()
+    sent.staying = ()  # the function is given the original of a replica, not a copy
     for number, tensor in enumerate(sent.tensors):
         if snapshot or number in message.buffers or tensor.numel() * tensor.element_size() <= SMALL:
             sent.tensors[number] = tensor.clone()
@@ -77,7 +78,9 @@ def prepare(
             shared[number] = tensor_version(tensor)
 
     def work() -> list[Any]:
-        values = graph.collect(anchor, here.send(graph.worker, sent, 0).result())
+        reply = here.send(graph.worker, sent, 0).result()
+        # What a call returns is the caller's own, and not the memory of its arguments, of a `put` value or of a global.
+        values = graph.collect(anchor, reply.with_tensors([tensor.clone() for tensor in reply.tensors]))
         changed = [
             number for number, version in shared.items() if tensor_version(sent.tensors[number]) != version
         ]

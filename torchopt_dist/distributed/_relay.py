@@ -24,7 +24,7 @@ from torchopt_dist.distributed._chunks import Chunk
 from torchopt_dist.distributed._device_placement import receiving_device
 from torchopt_dist.distributed._future import Future, as_completed
 from torchopt_dist.distributed._group import Group, answering_group
-from torchopt_dist.distributed._here import Inside
+from torchopt_dist.distributed._here import Here
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._payload import ExecutionOptions
 from torchopt_dist.distributed._protocol import Errand, Key, Reply
@@ -336,7 +336,8 @@ class Relay(Errand):
     def _run_own(self, group: Group, structures: Mapping[bytes, bytes]) -> Parcel:
         parcel = self.branch.parcel
         message = parcel.message(structures)
-        here = Inside(receiving_device(message.device), group)
+        # Messages that are sent are recorded by who sends them.
+        here = Here(receiving_device(message.device), group, group.recorder.only("run", "backward"))
         graph = RemoteGraph(group, group.rank, here, 0, own=True)
         graph.key = parcel.key
         anchor = graph.connect(message, keep=self.keep)

@@ -37,7 +37,6 @@ from torchopt_dist.distributed._ask import Ask, Sent
 from torchopt_dist.distributed._caller_state import CallerState
 from torchopt_dist.distributed._chunks import Deferred
 from torchopt_dist.distributed._device_placement import receiving_device
-from torchopt_dist.distributed._direct_copy import packed_directly
 from torchopt_dist.distributed._future import Future
 from torchopt_dist.distributed._globals_of_code import MUCH_CODE, GlobalsOfCode, description_of_much
 from torchopt_dist.distributed._grad_accumulators import apart_from
@@ -160,11 +159,7 @@ class RemoteGraph:
         return self.group.recorder.span(phase, self.key, self.worker)
 
     def pack(self, request: Call | Backward, modules: PackedModules | None = None) -> Message:
-        stays = isinstance(self.transport, Here) and not self.transport.pickles
-        message = None
-        if stays and not (modules or self.options.outlives_workers):
-            message = packed_directly(request, main_by_name=self._main_by_name)
-        return message or pack(request, main_by_name=self._main_by_name, modules=modules)
+        return pack(request, main_by_name=self._main_by_name, modules=modules)
 
     def start(self, payload: Payload, modules: PackedModules | None) -> tuple[Message, Tensor | None]:
         """The message that asks for a call, and the anchor, if gradients are wanted.

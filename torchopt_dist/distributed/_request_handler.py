@@ -20,14 +20,12 @@ from torchopt_dist._serialized_exception import SerializedException
 from torchopt_dist._torch_private import (
     advance_sequence_numbers,
     forget_failed_runs,
-    memory_is_shared,
     next_sequence_number,
 )
 from torchopt_dist.distributed import _execute
 from torchopt_dist.distributed._buffers import description_of_changes, held_by
 from torchopt_dist.distributed._chunks import Deferred
 from torchopt_dist.distributed._device_placement import receiving_device
-from torchopt_dist.distributed._direct_copy import packed_directly
 from torchopt_dist.distributed._gradient_sums import add_up
 from torchopt_dist.distributed._group import answering_group
 from torchopt_dist.distributed._kept_graphs import KeptGraph, KeptGraphs
@@ -85,8 +83,6 @@ def answer(
     device: torch.device | None,
     kept_graphs: KeptGraphs,
     recorder: Recorder,
-    *,
-    here: bool = False,
 ) -> Message:
     """Handle a request; exceptions are raised.
 
@@ -95,11 +91,10 @@ def answer(
         device: the device for its tensors; ``None`` leaves them where they are.
         kept_graphs: as for :func:`handle_request`.
         recorder: as for :func:`handle_request`.
-        here: whether the reply stays in this process.
     """
     began = time.perf_counter()
     homes: dict[int, Home] = {}
-    if request.staying and not here:
+    if request.staying:
         replicas = answering_group().replicas
         request = replicas.fill(request).received(device)
         homes = replicas.homes(request)
@@ -145,7 +140,7 @@ def answer(
         made = Reply(values, warning=warning, seconds=seconds, drew=draws is None or draws.known is True)
         inputs = request.inputs() if request.tensors else []
     elif isinstance(content, Errand):
-        made, inputs, here = Reply(content.run(request), drew=False), request.inputs(), False
+        made, inputs = Reply(content.run(request), drew=False), request.inputs()
     else:
         graph = kept_graphs.find(content.graph)
         input_grads, outputs = recorder.record(
@@ -156,7 +151,7 @@ def answer(
         homes = {len(own) + place: home for place, home in graph.homes.items()}
         used_up, shared = (graph, outputs), content.keep
     reply = recorder.record(
-        "reply", key, key[0], _reply, made, inputs, content, kept_graphs, homes, shared=shared, here=here
+        "reply", key, key[0], _reply, made, inputs, content, kept_graphs, homes, shared=shared
     )
     reply.used_up = used_up
     return reply
@@ -275,11 +270,9 @@ def _reply(
     homes: dict[int, Home],
     *,
     shared: bool = False,
-    here: bool = False,
 ) -> Message:
     try:
-        reply = packed_directly(content, main_by_name=True) if here else None
-        reply = reply or pack(content, main_by_name=True)
+        reply = pack(content, main_by_name=True)
     except SerializationError as error:
         place = place_in_values(content.values) if isinstance(request, Call) else ""
         raise SerializationError(f"the result cannot be sent: {place}{error}") from error
@@ -301,13 +294,7 @@ def _reply(
         wanted and (tensor.grad_fn is None or number in reply.connected)
         for number, (wanted, tensor) in enumerate(zip(reply.requires_grad, reply.tensors, strict=True))
     ]
-    # What a call returns is the caller's own, and not the memory of its arguments, of a `put` value or of a global.
-    held: list[int] = []
-    if here and isinstance(request, Call):
-        held = [n for n, each in enumerate(reply.tensors) if each.grad_fn is None or memory_is_shared(each)]
     sent = reply.detached()
-    for number in held:
-        sent.tensors[number] = sent.tensors[number].clone()
     if isinstance(request, Backward) and request.keep and request.streamed:
         came = {id(content.values[place]) for place in request.streamed}
         sent.tensors = [

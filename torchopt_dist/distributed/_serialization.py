@@ -124,8 +124,6 @@ def unpack(message: Message) -> Any:
         SerializationError: a module, function or class that it mentions does not exist here.
     """
     try:
-        if message.rebuild is not None:
-            return message.rebuild(message.tensors)
         if message.skeleton[:1] == MARK:
             return rebuilt(message.skeleton, message.tensors)
         skeleton, tensors = message.skeleton, message.tensors
