@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
@@ -39,22 +38,6 @@ def test_a_future_raises_what_its_object_says_unless_that_is_hidden(hide: bool) 
     private.set_failure(future, "by the object", unwrap, ArithmeticError("itself"))
     with pytest.raises(ArithmeticError, match="itself" if hide else "by the object"):
         future.wait()
-
-
-def test_a_torchscript_function_is_asked_by_rpc_async_where_the_shorter_way_is_hidden(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked: list[tuple[Any, ...]] = []
-    function = SimpleNamespace(qualified_name="__torch__.function")
-    monkeypatch.setattr(
-        torch._C._distributed_rpc, "_invoke_rpc_torchscript", lambda *args: asked.append(args)
-    )
-    monkeypatch.setattr(rpc, "rpc_async", lambda *args, timeout: asked.append((*args, timeout)))
-    private.start_scripted("worker1", function, "text", 2.0)
-    assert asked.pop() == ("worker1", "__torch__.function", ("text",), {}, 2.0, False)
-    monkeypatch.delattr(torch._C._distributed_rpc, "_invoke_rpc_torchscript")
-    private.start_scripted("worker1", function, "text", 3.0)
-    assert asked == [("worker1", function, ("text",), 3.0)]
 
 
 def test_a_process_without_rpc_has_contexts_of_distributed_autograd(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,6 @@ from torchopt_dist._torch_private.rpc import (
     set_cpp_log_level,
     set_default_rpc_timeout,
     set_failure,
-    start_scripted,
     tensorpipe_options_with_sockets,
 )
 from torchopt_dist._torch_private.runs import forget_failed_runs, held_by_run
@@ -122,7 +121,6 @@ __all__ = [
     "set_failure",
     "set_parameters",
     "set_sequence_number",
-    "start_scripted",
     "tensor_at_level",
     "tensor_version",
     "tensorpipe_options_with_sockets",

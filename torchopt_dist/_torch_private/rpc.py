@@ -11,7 +11,6 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch.distributed import rpc
-from torch.futures import Future
 
 from torchopt_dist._torch_private.lookup import find
 
@@ -65,18 +64,6 @@ def set_failure(
         return
     set_unwrap(unwrap)
     future.set_result(failure)
-
-
-def start_scripted(worker: str, function: Any, text: str, seconds: float) -> Future[Any]:
-    """``rpc_async`` of a TorchScript function with one text, without the Python code that looks at the arguments.
-
-    Without the name it is ``rpc_async`` itself, which takes 20 to 30 µs longer.
-    """
-    start = getattr(getattr(torch._C, "_distributed_rpc", None), "_invoke_rpc_torchscript", None)
-    if start is None:
-        return rpc.rpc_async(worker, function, (text,), timeout=seconds)
-    started: Future[Any] = start(worker, function.qualified_name, (text,), {}, seconds, False)
-    return started
 
 
 def init_distributed_autograd(rank: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import uuid
 import warnings
 from collections import defaultdict
@@ -11,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.distributed import rpc
 
-from torchopt_dist._torch_private import set_default_rpc_timeout, start_scripted
+from torchopt_dist._torch_private import set_default_rpc_timeout
 from torchopt_dist.distributed import _rendezvous, _shutdown
 from torchopt_dist.distributed._future import Future
 from torchopt_dist.distributed._group import Group, answering_group
@@ -27,15 +26,6 @@ from torchopt_dist.distributed._wire_format import (
     to_wire,
 )
 from torchopt_dist.distributed.transport._pending import Pending, disconnected
-from torchopt_dist.distributed.transport._scripted import (
-    ASK_AGAIN,
-    ShortRequests,
-    Texts,
-    answered_by,
-    fields_of,
-    scripted,
-    texts_of,
-)
 from torchopt_dist.distributed.transport.base import settle
 from torchopt_dist.errors import CallTimeoutError
 
@@ -45,10 +35,7 @@ VERDICT_SECONDS = 0.5
 """How long a broken connection waits for the membership to tell why."""
 
 _Answer: TypeAlias = tuple[Any, ...] | None
-"""A :class:`WireMessage`'s fields; or its skeleton, if that is all, and whether the TorchScript function may be asked
-next; or ``None``: send again, with all structures."""
-LONGEST = 1 << 16
-"""Bytes of a skeleton that becomes a text; to make one of a longer skeleton takes longer than torch's own pickles."""
+"""A :class:`WireMessage`'s fields; or its skeleton, if that is all; or ``None``: send again, with all structures."""
 
 
 class RPCTransport:
@@ -68,9 +55,6 @@ class RPCTransport:
         self._sent: defaultdict[int, Structures] = defaultdict(Structures)
         self._received = Structures()
         self._pending = Pending()
-        self._scripted = scripted()
-        self._by_script: set[int] = set()  # the workers that are asked by this function
-        self._short = ShortRequests(getattr(options, "num_worker_threads", 0) if self._scripted else 0)
 
     def start(self, store: SealedStore, timeout: float) -> None:
         """See :class:`~torchopt_dist.distributed.transport.base.Transport`."""
@@ -106,8 +90,6 @@ class RPCTransport:
         failure = self._group.membership.failures.get(worker)
         if failure is not None:
             self.worker_lost(worker, failure.error())
-        elif wire is None and worker in self._by_script and len(request.skeleton) <= LONGEST:
-            self._start_by_script(worker, request, timeout, future)
         else:
             self._start(worker, request, wire, timeout, future)
         return future
@@ -159,8 +141,6 @@ class RPCTransport:
                     complete = wire._replace(structures=[*request.structures.items()])
                     self._start(worker, request, complete, timeout, future)
                 else:
-                    if reply is not None and len(reply) == 2 and reply[1] and self._scripted is not None:
-                        self._by_script.add(worker)
                     future.set_result(self._message(reply or ()))
             except Exception as error:  # of this process, such as a lack of memory: the connection is whole
                 settle(future, error)
@@ -168,36 +148,6 @@ class RPCTransport:
         try:
             fields = (request.skeleton,) if wire is None else tuple(wire)
             sent = rpc.rpc_async(self._group.names[worker], _answer_request, fields, timeout=timeout)
-        except RuntimeError as error:
-            self._failed(worker, error, timeout, future)
-        else:
-            sent.add_done_callback(arrived)
-
-    def _start_by_script(
-        self, worker: int, request: Message, timeout: float, future: Future[Message]
-    ) -> None:
-        """The same for a short request without tensors."""
-
-        def arrived(done: torch.futures.Future[Texts]) -> None:
-            try:
-                skeleton, whole, tensors = done.value()
-            except Exception as error:
-                self._failed(worker, error, timeout, future)
-                return
-            try:
-                if skeleton:
-                    future.set_result(Message(skeleton.encode("latin-1"), [], [], []))
-                elif whole:
-                    future.set_result(self._message(fields_of(whole, tensors)))
-                else:
-                    self._by_script.discard(worker)
-                    self._start(worker, request, None, timeout, future)
-            except Exception as error:  # as above
-                settle(future, error)
-
-        try:
-            text = request.skeleton.decode("latin-1")
-            sent = start_scripted(self._group.names[worker], self._scripted, text, timeout)
         except RuntimeError as error:
             self._failed(worker, error, timeout, future)
         else:
@@ -223,39 +173,20 @@ class RPCTransport:
 
         def work() -> None:
             answer, used_up = self._answer_to(fields)
-            if answer is not None and len(answer) == 1:
-                answer = (*answer, self._short.are_expected() and self._may_answer_here())
             future.set_result(answer)
             del used_up  # a graph, which is freed only now
 
         self._group.threads.run(work)
         return future
 
-    def answer_short(self, request: str) -> Texts:
-        """On the worker: answer a request of the TorchScript function in this thread, if it is expected to be short."""
-        if not (self._may_answer_here() and self._short.begin()):
-            return ASK_AGAIN
-        try:
-            answer, _ = self._answer_to((request.encode("latin-1"),))
-        finally:
-            self._short.end()
-        return ASK_AGAIN if answer is None else texts_of(answer)
-
-    def _may_answer_here(self) -> bool:
-        """Whether torch's threads need no settings, which only the group's have, and have no streams of a GPU."""
-        return self._group.threads.prepare is None and not torch.cuda.is_initialized()
-
     def _answer_to(self, fields: tuple[Any, ...]) -> tuple[_Answer, Any]:
         """The answer, and what is to be freed when it has been sent."""
-        began = time.perf_counter()
         used_up = None
         self._group.outstanding.slots = None  # what this thread has run before has requests of its own
         try:
             request = self._message(fields)
             reply = handle_request(request, self._group.kept_graphs, self._group.recorder)
             used_up = reply.used_up
-            if len(fields) == 1:
-                self._short.took(time.perf_counter() - began)
             answer = (reply.skeleton,) if is_skeleton(reply) else tuple(to_wire(reply, Structures.none()))
             return answer, used_up
         except MissingStructureError:
@@ -265,7 +196,7 @@ class RPCTransport:
 
     def _message(self, fields: tuple[Any, ...]) -> Message:
         """The message of the fields that torch's RPC has pickled."""
-        if len(fields) <= 2:
+        if len(fields) == 1:
             return Message(fields[0], [], [], [])
         return from_wire(WireMessage(*fields), self._received)
 
@@ -276,16 +207,6 @@ def _answer_request(*fields: Any) -> torch.futures.Future[_Answer]:
     transport = answering_group().transport
     assert isinstance(transport, RPCTransport)
     return transport.answer(fields)
-
-
-def _answer_short(request: str) -> Texts:
-    """Answer a request of the TorchScript function."""
-    transport = answering_group().transport
-    assert isinstance(transport, RPCTransport)
-    return transport.answer_short(request)
-
-
-answered_by(_answer_short)
 
 
 def rpc_is_initialized() -> bool:
