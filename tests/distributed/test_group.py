@@ -51,7 +51,7 @@ def test_modules_hold_no_state():
 
 
 def use_all_of_it():
-    """Calls that leave something in every part of a group: kept graphs, a releaser, threads, module structures."""
+    """Calls that leave something in every part of a group: kept graphs, a releaser, threads."""
     other, model = 1 - todist.get_rank(), mlp()
     todist.barrier()  # a task of the other rank seeds the generator that the model is drawn from
     x = torch.ones(4, model[0].in_features, dtype=model[0].weight.dtype, requires_grad=True)

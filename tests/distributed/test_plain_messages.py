@@ -17,7 +17,7 @@ from torchopt_dist.distributed._payload import ExecutionOptions, Payload
 from torchopt_dist.distributed._plain_messages import LONGEST, MARK
 from torchopt_dist.distributed._protocol import Backward, Call, Reply
 from torchopt_dist.distributed._serialization import pack, unpack
-from torchopt_dist.distributed._wire_format import Structures, from_wire, is_skeleton, to_wire
+from torchopt_dist.distributed._wire_format import from_wire, is_skeleton, to_wire
 from torchopt_dist.distributed.transport._frames import from_frames, to_frames
 
 STATE = CallerState(True, (("cpu", torch.bfloat16),), torch.float64)
@@ -67,8 +67,8 @@ OTHERS = {
 
 def sent(message):
     """The message after a transport has carried it."""
-    head, *rest = to_frames(to_wire(message.detached(), Structures.none(), whole_storages=False))
-    return from_wire(from_frames(head, rest), Structures()).received()
+    head, *rest = to_frames(to_wire(message.detached(), whole_storages=False))
+    return from_wire(from_frames(head, rest)).received()
 
 
 def fields(content, message):

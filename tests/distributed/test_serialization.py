@@ -12,19 +12,19 @@ from torch import nn
 import torchopt_dist as todist
 from tests.distributed.programs import Net, mlp
 from torchopt_dist.distributed._serialization import pack, unpack
-from torchopt_dist.distributed._wire_format import MissingStructureError, Structures, from_wire, to_wire
+from torchopt_dist.distributed._wire_format import from_wire, to_wire
 
 
-def travel(value, known=None, seen=None):
-    wire = to_wire(pack(value, main_by_name=True).detached(), known or Structures(), direct=False)
-    return unpack(from_wire(wire, seen or Structures()).received()), wire
+def travel(value):
+    wire = to_wire(pack(value, main_by_name=True).detached())
+    return unpack(from_wire(wire).received()), wire
 
 
 def size(wire):
     return (
         len(wire.skeleton)
         + sum(b.numel() * b.element_size() for b in wire.buffers)
-        + sum(len(s) for _, s in wire.structures if s is not None)
+        + sum(map(len, wire.structures))
     )
 
 
@@ -64,49 +64,6 @@ def test_a_module_beside_a_part_of_itself_stays_its_part():
         both, _ = travel(pair)
         whole, part = both if isinstance(both[0], nn.Sequential) else both[::-1]
         assert whole[0] is part
-
-
-def test_a_structure_is_sent_once_and_asked_for_when_forgotten():
-    known, seen, model = Structures(), Structures(), mlp()
-    _, first = travel(model, known, seen)
-    got, second = travel(model, known, seen)
-    assert first.structures[0][1] is not None
-    assert second.structures[0][1] is None
-    assert torch.equal(got[0].weight, model[0].weight)
-    with pytest.raises(MissingStructureError):
-        from_wire(second, Structures())
-    model.step = 1  # another structure
-    assert travel(model, known, seen)[1].structures[0][1] is not None
-
-
-def test_structures_forget_the_one_not_used_for_longest():
-    structures = Structures(capacity=2)
-    structures.add(b"a", b"1")
-    structures.add(b"b", b"2")
-    structures.find(b"a")
-    structures.add(b"c", b"3")
-    assert b"a" in structures
-    assert b"b" not in structures
-
-
-def test_structures_have_no_more_than_so_many_bytes_together():
-    structures = Structures(nbytes=10)
-    structures.add(b"a", b"1" * 6)
-    structures.add(b"a", b"1" * 6)  # is counted once
-    structures.add(b"b", b"2" * 4)
-    assert b"a" in structures
-    structures.add(b"c", b"3")
-    assert b"a" not in structures
-    structures.add(b"d", b"4" * 20)  # one is remembered, however large
-    assert [digest for digest in (b"b", b"c", b"d") if digest in structures] == [b"d"]
-
-
-def test_a_message_of_more_structures_than_are_remembered_arrives():
-    models = [mlp() for _ in range(3)]
-    for number, model in enumerate(models):
-        model.number = number
-    got, _ = travel(models, seen=Structures(capacity=1))
-    assert [model.number for model in got] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -195,8 +152,8 @@ def test_long_bytes_travel_beside_the_pickle(kind):
         local["long"] = long.copy()
         long[:] = b"changed, and shorter"
     want = local["long"]
-    wire = to_wire(message.detached(), Structures(), direct=False)
-    arrived = from_wire(wire, Structures()).received()
+    wire = to_wire(message.detached())
+    arrived = from_wire(wire).received()
     frames_need = 15_000_000
     tracemalloc.start()
     got, letter, held, numbers, again, function = unpack(arrived)
@@ -213,11 +170,10 @@ def test_long_bytes_travel_beside_the_pickle(kind):
 def test_long_bytes_of_a_module_are_part_of_its_structure():
     net = mlp()
     net.table = bytes(1_000_000)
-    seen = Structures()
-    (got, long), wire = travel((net, bytes(2_000_000)), seen=seen)
+    (got, long), wire = travel((net, bytes(2_000_000)))
     assert got.table == net.table
     assert long == bytes(2_000_000)
-    assert [len(structure) > 1_000_000 for _, structure in wire.structures] == [True]
+    assert [len(structure) > 1_000_000 for structure in wire.structures] == [True]
 
 
 def test_functions_behind_decorators_are_named_not_copied():

@@ -57,7 +57,7 @@ class Recorder:
 
 
 def copied(value, *, main_by_name=True):
-    """What arrives, and whether structures are sent apart."""
+    """What arrives, and whether its modules are packed apart."""
     message = pack(value, main_by_name=main_by_name)
     return unpack(message), bool(message.structures)
 

@@ -13,7 +13,7 @@ from torchopt_dist.distributed._kept_graphs import KeptGraphs
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._request_handler import answer
 from torchopt_dist.distributed._spans import Recorder
-from torchopt_dist.distributed._wire_format import Structures, from_wire, to_wire
+from torchopt_dist.distributed._wire_format import from_wire, to_wire
 
 __all__ = ["Beside", "Here"]
 
@@ -93,5 +93,5 @@ class _Answer(Future[Message]):
 
 def _sent(message: Message) -> Message:
     """The message with tensors in memory of their own, as it would arrive at another process."""
-    wire = to_wire(message, Structures.none())
-    return from_wire(wire._replace(buffers=[buffer.clone() for buffer in wire.buffers]), Structures())
+    wire = to_wire(message)
+    return from_wire(wire._replace(buffers=[buffer.clone() for buffer in wire.buffers]))

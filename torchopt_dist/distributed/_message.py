@@ -25,7 +25,7 @@ class Message:
         tensors: the tensors; they are detached when the message is sent.
         requires_grad: for each tensor, whether it requires grad.
         is_parameter: for each tensor, whether it is an ``nn.Parameter``.
-        structures: the pickles of modules without their tensors, by digest.
+        structures: the pickles of modules without their tensors, which the skeleton mentions by number.
         connected: in a reply, the numbers of the tensors that are outputs of the graph the worker keeps.
         device: in a call, where the receiver puts the tensors; see ``ExecutionOptions``.
         used_up: in a reply, a graph that its sender drops only after sending, since freeing it takes time.
@@ -46,7 +46,7 @@ class Message:
     tensors: list[torch.Tensor]
     requires_grad: list[bool]
     is_parameter: list[bool]
-    structures: dict[bytes, bytes] = field(default_factory=dict)
+    structures: tuple[bytes, ...] = ()
     connected: tuple[int, ...] = ()
     device: str | None = None
     used_up: Any = None
@@ -108,7 +108,7 @@ class Message:
 
     def nbytes(self) -> int:
         """How many bytes of the message the network carries: pickles and tensors."""
-        pickles = len(self.skeleton) + sum(map(len, self.structures.values()))
+        pickles = len(self.skeleton) + sum(map(len, self.structures))
         tensors = sum(tensor.nbytes for tensor in self.tensors)
         left_out = sum(self.tensors[number].nbytes for each in self.staying for number in each.places)
         return pickles + tensors - left_out

@@ -44,45 +44,43 @@ class Parcel(NamedTuple):
     Attributes:
         worker: the rank of the worker to which, or from which, it is sent.
         key: the key of the call.
-        skeleton: as in the message; so are ``holes``, ``device``, ``references`` and ``staying``.
+        skeleton: as in the message; so are ``structures``, ``holes``, ``device``, ``references`` and ``staying``.
         tensors: the tensors of the message, which the other message has, too.
-        structures: the structures of the message, by digest; in a request the structures themselves are in the other
-            message.
     """
 
     worker: int
     key: Key
     skeleton: bytes
     tensors: tuple[Tensor, ...]
-    structures: dict[bytes, bytes]
+    structures: tuple[bytes, ...]
     holes: tuple[tuple[int, int], ...]
     device: str | None
     references: tuple[Any, ...]
     staying: tuple[Staying, ...]
 
     @classmethod
-    def of(cls, worker: int, key: Key, message: Message, structures: dict[bytes, bytes]) -> Parcel:
+    def of(cls, worker: int, key: Key, message: Message) -> Parcel:
         """The parcel of a message."""
         return cls(
             worker,
             key,
             message.skeleton,
             tuple(message.tensors),
-            structures,
+            message.structures,
             message.holes,
             message.device,
             tuple(message.references),
             message.staying,
         )
 
-    def message(self, structures: Mapping[bytes, bytes]) -> Message:
+    def message(self) -> Message:
         """The message again, with all tensors, also those that the worker had."""
         return Message(
             self.skeleton,
             list(self.tensors),
             [tensor.requires_grad for tensor in self.tensors],
             [isinstance(tensor, nn.Parameter) for tensor in self.tensors],
-            {digest: structures[digest] for digest in self.structures},
+            self.structures,
             holes=self.holes,
             device=self.device,
             references=list(self.references),
@@ -131,7 +129,6 @@ class Children:
     Args:
         group: the group.
         branches: the shares of each child and of the workers below it.
-        structures: the structures of the modules in these, by digest.
         hoisted: tensors of all shares, which go to the children in chunks.
         chunks: how many chunks there are.
         seconds: how long a call may take; 0: for ever.
@@ -148,7 +145,6 @@ class Children:
         self,
         group: Group,
         branches: Sequence[Branch],
-        structures: Mapping[bytes, bytes],
         hoisted: Sequence[Tensor],
         chunks: int,
         seconds: float,
@@ -165,7 +161,7 @@ class Children:
         self._mends = mends
         self._children = [_Child(group, branch, seconds, siblings, options) for branch in branches]
         for child in self._children:
-            child.start(structures, hoisted, chunks, keep, mends, prepare, instead or {})
+            child.start(hoisted, chunks, keep, mends, prepare, instead or {})
             if again is not None:
                 child.graph.again = again([parcel.worker for parcel in child.branch.parcels()])
 
@@ -221,7 +217,6 @@ class _Child:
 
     def start(
         self,
-        structures: Mapping[bytes, bytes],
         hoisted: Sequence[Tensor],
         chunks: int,
         keep: bool,
@@ -237,9 +232,6 @@ class _Child:
             message = pack(relay, main_by_name=True)
             message.staying = branch.staying(message.tensors)
             span.made(message)
-        message.structures = {
-            digest: structures[digest] for parcel in branch.parcels() for digest in parcel.structures
-        }
         connected = [instead.get(id(tensor), tensor) for tensor in message.tensors]
         self._anchor = graph.connect(message.with_tensors(connected), keep=keep)
         if chunks > 1:
@@ -302,6 +294,7 @@ class Relay(Errand):
 
     def run(self, request: Message) -> list[Parcel | Missing]:
         """See :class:`Errand`."""
+        del request
         group = answering_group()
         flat: list[Tensor] = []
         for leaf, shape in zip(self.hoisted, self.shapes, strict=True):
@@ -314,7 +307,6 @@ class Relay(Errand):
             children = Children(
                 group,
                 self.branch.branches,
-                request.structures,
                 self.hoisted,
                 self.chunks,
                 self.seconds,
@@ -330,12 +322,12 @@ class Relay(Errand):
         with group.running_shares.alone(self.branch.parcel.key, group.transport.about_to_wait):
             if self.mends and group.has_gone(self.key):  # these shares run elsewhere now
                 raise group.membership.loss_of(self.key[0])
-            own = self._run_own(group, request.structures)
+            own = self._run_own(group)
         return [own, *children.parcels()]
 
-    def _run_own(self, group: Group, structures: Mapping[bytes, bytes]) -> Parcel:
+    def _run_own(self, group: Group) -> Parcel:
         parcel = self.branch.parcel
-        message = parcel.message(structures)
+        message = parcel.message()
         # Messages that are sent are recorded by who sends them.
         here = Here(receiving_device(message.device), group, group.recorder.only("run", "backward"))
         graph = RemoteGraph(group, group.rank, here, 0, own=True)
@@ -348,7 +340,7 @@ class Relay(Errand):
             if id(tensor) in on_the_way:
                 sent.tensors[number] = tensor.detach().clone()
         reply = graph.connected(anchor, here.send(group.rank, sent, 0).result().received())
-        return Parcel.of(parcel.worker, parcel.key, reply, reply.structures)
+        return Parcel.of(parcel.worker, parcel.key, reply)
 
 
 def _check_taken(graph: RemoteGraph, reply: Future[Message], sent: Future[Message]) -> None:

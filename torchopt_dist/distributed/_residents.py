@@ -166,7 +166,7 @@ def _kept(value: Any) -> _Kept:
 def _digest(value: Any) -> bytes:
     message = pack(value, main_by_name=True)
     found = hashlib.blake2b(message.skeleton, digest_size=16)
-    for structure in message.structures.values():
+    for structure in message.structures:
         found.update(structure)
     for tensor in message.tensors:
         found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)

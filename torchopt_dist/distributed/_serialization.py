@@ -2,19 +2,18 @@
 
 An object is pickled as a whole, so that what its parts share is pickled once. Tensors are taken out of it, wherever
 they are (in a module, a closure, a dictionary), so that a graph can be drawn through them and their memory is not
-copied into the pickle; so are large arrays of numpy and long ``bytes``. Modules are taken out, too: without its
-tensors, a module has the same bytes in every call, and these are sent to a worker once. But if a module shares an
-object that can change with the rest, such as a list that its hook fills, everything stays in one pickle.
+copied into the pickle; so are large arrays of numpy and long ``bytes``. Modules are taken out, too, so that one that
+goes to several workers is pickled once. But if a module shares an object that can change with the rest, such as a list
+that its hook fills, everything stays in one pickle.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
 import io
 import pickle
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import FunctionType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -48,8 +47,11 @@ _REFERENCES: tuple[type, ...] = (rpc.PyRRef, ConnectedRRef) if rpc.is_available(
 _APART = b"\1"
 """Begins a skeleton before which the numbers of the tensors are pickled that the receiver keeps apart."""
 
-_ModuleId: TypeAlias = tuple[int, bytes, tuple[int, ...]]
-"""Which module of the message, the digest of its structure, the numbers of its tensors."""
+_ModuleId: TypeAlias = tuple[int, int, tuple[int, ...]]
+"""Which module of the message, the number of its structure, the numbers of its tensors."""
+
+_Structures: TypeAlias = dict[bytes, int]
+"""The pickles of modules without their tensors, each with its number: modules that look alike have one."""
 
 
 def pack(value: Any, *, main_by_name: bool, modules: PackedModules | None = None) -> Message:
@@ -70,7 +72,7 @@ def pack(value: Any, *, main_by_name: bool, modules: PackedModules | None = None
     """
     connects = type(value) is Call
     tensors: Tensors = Tensors(main_by_name)
-    structures: dict[bytes, bytes] = {}
+    structures: _Structures = {}
     packed: PackedModules = {} if modules is None else modules
     plain = plain_skeleton(value, tensors, main_by_name)
     if plain is not None:
@@ -97,9 +99,10 @@ def pack(value: Any, *, main_by_name: bool, modules: PackedModules | None = None
 
 
 def message_of(
-    skeleton: bytes, tensors: Tensors, structures: dict[bytes, bytes] | None = None, holes: Holes = ()
+    skeleton: bytes, tensors: Tensors, structures: Iterable[bytes] = (), holes: Holes = ()
 ) -> Message:
     """The message with these parts."""
+    structures = tuple(structures)
     if not (tensors.all or structures or tensors.staying):
         references, handles = tensors.references, tensors.handles
         return Message(skeleton, [], [], [], holes=holes, references=references, handles=handles)
@@ -108,7 +111,7 @@ def message_of(
         tensors.all,
         [tensor.requires_grad for tensor in tensors.all],
         [isinstance(tensor, nn.Parameter) for tensor in tensors.all],
-        structures or {},
+        structures,
         buffers=frozenset(tensors.buffers),
         holes=holes,
         references=tensors.references,
@@ -164,7 +167,7 @@ def _dump(
     value: Any,
     main_by_name: bool,
     tensors: Tensors,
-    structures: dict[bytes, bytes] | None,
+    structures: _Structures | None,
     packed: PackedModules,
     *,
     whole: bool = False,
@@ -184,7 +187,7 @@ def _dump(
         if of_globals is not None and of_globals.matter(tensors.all):
             # What was met in them first may be met elsewhere again, unseen, since the pickler knows it by then.
             others = Tensors(main_by_name, connects=tensors.connects)
-            again = None if structures is None else dict[bytes, bytes]()
+            again: _Structures | None = None if structures is None else {}
             _CodePickler(Writer(None), main_by_name, others, again, packed, with_globals=False).dump(value)
             apart = others.of_globals.numbers if others.of_globals else ()
             elsewhere = {id(tensor) for number, tensor in enumerate(others.all) if number not in apart}
@@ -203,7 +206,7 @@ class _OutOfBandPickler(pickle.Pickler):
         file: Writer,
         main_by_name: bool,
         tensors: Tensors,
-        structures: dict[bytes, bytes] | None,
+        structures: _Structures | None,
         packed: PackedModules,
     ) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
@@ -254,7 +257,7 @@ class _OutOfBandPickler(pickle.Pickler):
         self._tensors.buffers.add(self._tensors.number(tensor))
         return _numpy, (tensor,)
 
-    def _take_out(self, module: nn.Module, structures: dict[bytes, bytes]) -> _ModuleId:
+    def _take_out(self, module: nn.Module, structures: _Structures) -> _ModuleId:
         family = {id(part) for part in module.modules()}
         if family & self._families:
             raise _OverlapError
@@ -263,18 +266,16 @@ class _OutOfBandPickler(pickle.Pickler):
         if packed is None:
             own = Tensors(self._main_by_name)  # numbered from 0, so that equal structures are equal bytes
             structure, _, pickler = _dump(module, self._main_by_name, own, None, {}, whole=True)
-            if own.references:  # a structure may be sent once, and a reference must be sent with each message
+            if own.references:  # a structure is packed once, and a reference must be sent with each message
                 raise _OverlapError
-            digest = hashlib.blake2b(structure, digest_size=16).digest()
-            packed = _PackedModule(module, structure, digest, own.all, own.handles, pickler, own.of_globals)
+            packed = _PackedModule(module, structure, own.all, own.handles, pickler, own.of_globals)
             self._packed[id(module), self._main_by_name] = packed
-        digest = packed.digest
         self._parts.append(packed.pickler)
-        structures[digest] = packed.structure
+        number = structures.setdefault(packed.structure, len(structures))
         numbers = self._tensors.numbers_of(packed.tensors, packed.of_globals)
         self._tensors.mark_buffers(packed.tensors)
         self._tensors.handles += packed.handles
-        self._modules[id(module)] = (len(self._modules), digest, numbers)
+        self._modules[id(module)] = (len(self._modules), number, numbers)
         return self._modules[id(module)]
 
     def check_disjoint(self) -> None:
@@ -298,7 +299,6 @@ class _OutOfBandPickler(pickle.Pickler):
 class _PackedModule(NamedTuple):
     module: nn.Module  # kept, so that its id is not used again
     structure: bytes
-    digest: bytes
     tensors: list[torch.Tensor]
     handles: list[Handle]
     pickler: _OutOfBandPickler
@@ -363,7 +363,7 @@ class _Unpickler(pickle.Unpickler):
         self,
         file: io.BufferedIOBase,
         tensors: list[torch.Tensor],
-        structures: dict[bytes, bytes],
+        structures: Sequence[bytes],
         references: Sequence[Any] = (),
     ) -> None:
         super().__init__(file)
@@ -385,15 +385,15 @@ class _Unpickler(pickle.Unpickler):
 class _Modules:
     """The modules of a message, each rebuilt once."""
 
-    def __init__(self, tensors: list[torch.Tensor], structures: dict[bytes, bytes]) -> None:
+    def __init__(self, tensors: list[torch.Tensor], structures: Sequence[bytes]) -> None:
         self._tensors = tensors
         self._structures = structures
         self._modules: dict[int, nn.Module] = {}
 
-    def load(self, which: int, digest: bytes, numbers: tuple[int, ...]) -> nn.Module:
+    def load(self, which: int, structure: int, numbers: tuple[int, ...]) -> nn.Module:
         if which not in self._modules:
             tensors = [self._tensors[number] for number in numbers]
-            self._modules[which] = _Unpickler(io.BytesIO(self._structures[digest]), tensors, {}).load()
+            self._modules[which] = _Unpickler(io.BytesIO(self._structures[structure]), tensors, ()).load()
         return self._modules[which]
 
 
@@ -428,6 +428,6 @@ def _numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     return tensor.cpu().numpy()
 
 
-def _module(which: int, digest: bytes, numbers: tuple[int, ...]) -> nn.Module:
+def _module(which: int, structure: int, numbers: tuple[int, ...]) -> nn.Module:
     """In a pickle: a module, by its structure and the numbers of its tensors, which an :class:`_Unpickler` finds."""
-    raise NotImplementedError(which, digest, numbers)
+    raise NotImplementedError(which, structure, numbers)

@@ -69,12 +69,8 @@ class Shares:
         self._fan_out = fan_out
         self._seconds = seconds
         self._keep = keep
-        self._structures: dict[bytes, bytes] = {}
-        for message in messages.values():
-            self._structures.update(message.structures)
         sent = [
-            Parcel.of(worker, keys[worker], message, {}).sent().values()
-            for worker, message in messages.items()
+            Parcel.of(worker, keys[worker], message).sent().values() for worker, message in messages.items()
         ]
         shared = common(sent)
         self._hoisted = [tensor for tensor in shared if can_be_cut(tensor)]
@@ -147,7 +143,6 @@ class Shares:
         return Children(
             self._group,
             branches,
-            self._structures,
             hoisted,
             len(chunks_of(hoisted)),
             self._seconds,
@@ -162,8 +157,7 @@ class Shares:
 
     def _branch(self, twig: Twig) -> Branch:
         message = self._messages[twig.worker]
-        digests = dict.fromkeys(message.structures, b"")
-        parcel = Parcel.of(twig.worker, self._keys[twig.worker], message, digests)
+        parcel = Parcel.of(twig.worker, self._keys[twig.worker], message)
         return Branch(parcel, tuple(self._branch(each) for each in twig.twigs))
 
     def _arrived(
@@ -192,7 +186,7 @@ class Shares:
             if isinstance(each, Missing):
                 self.avoid(each.worker)
             else:
-                replies.pop(each.worker).set_result(each.message(each.structures))
+                replies.pop(each.worker).set_result(each.message())
         if replies:
             self._group.threads.run(partial(self._send_again, replies, siblings, instead))
 

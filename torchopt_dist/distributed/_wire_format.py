@@ -1,4 +1,4 @@
-"""``Message`` ⇄ what a transport sends: few buffers instead of many tensors, without known structures.
+"""``Message`` ⇄ what a transport sends: few buffers instead of many tensors.
 
 Each tensor costs a transport some microseconds however small it is, so small ones share a buffer. A tensor that is part
 of a larger storage is copied out of it, or the whole storage would travel. A tensor on a GPU travels by way of the CPU,
@@ -10,8 +10,6 @@ processors the last bits of a product depend on them.
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -21,9 +19,7 @@ from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._staying import Staying
 
 __all__ = [
-    "MissingStructureError",
     "Place",
-    "Structures",
     "WireMessage",
     "from_wire",
     "is_skeleton",
@@ -49,12 +45,11 @@ class WireMessage(NamedTuple):
     """A message as a transport sends it.
 
     Attributes:
-        skeleton: as in the message; so are ``requires_grad``, ``is_parameter``, ``connected``, ``device``, ``holes``,
-            ``references``, ``staying`` and ``moved``.
+        skeleton: as in the message; so are ``requires_grad``, ``is_parameter``, ``structures``, ``connected``,
+            ``device``, ``holes``, ``references``, ``staying`` and ``moved``.
         buffers: tensors of their own, and flat tensors in which small ones lie one after another.
         places: for each tensor that is sent its buffer, its shape, and whether it was on a GPU.
         shared: which buffers are flat ones.
-        structures: digests, with the structure where the receiver may not have it.
     """
 
     skeleton: bytes
@@ -63,7 +58,7 @@ class WireMessage(NamedTuple):
     shared: list[bool]
     requires_grad: list[bool]
     is_parameter: list[bool]
-    structures: list[tuple[bytes, bytes | None]]
+    structures: tuple[bytes, ...]
     connected: tuple[int, ...]
     device: str | None
     holes: tuple[tuple[int, int], ...] = ()
@@ -72,66 +67,17 @@ class WireMessage(NamedTuple):
     moved: bool = False
 
 
-class MissingStructureError(Exception):
-    """A structure was left out that the receiver does not have, or has dropped."""
-
-
-class Structures:
-    """A cache of module structures by digest, which drops the least recently used ones.
-
-    Args:
-        capacity: how many structures it holds.
-        nbytes: how many bytes they may take together.
-    """
-
-    def __init__(self, capacity: int = 256, nbytes: int = 1 << 26) -> None:
-        self._seen: OrderedDict[bytes, bytes] = OrderedDict()
-        self._capacity = capacity
-        self._nbytes = nbytes
-        self._size = 0
-        self._lock = threading.Lock()
-
-    def __contains__(self, digest: bytes) -> bool:
-        return digest in self._seen
-
-    @classmethod
-    def none(cls) -> Structures:
-        """An empty cache that stores nothing, so that every structure is sent."""
-        return cls(capacity=0)
-
-    def add(self, digest: bytes, structure: bytes) -> None:
-        """Remember a structure, and forget the least recently used ones where there are too many."""
-        with self._lock:
-            self._size += len(structure) - len(self._seen.get(digest, b""))
-            self._seen[digest] = structure
-            self._seen.move_to_end(digest)
-            while len(self._seen) > self._capacity or (self._size > self._nbytes and len(self._seen) > 1):
-                self._size -= len(self._seen.popitem(last=False)[1])
-
-    def find(self, digest: bytes) -> bytes:
-        """A structure that was seen; raises :class:`MissingStructureError` otherwise."""
-        with self._lock:
-            structure = self._seen.get(digest)
-        if structure is None:
-            raise MissingStructureError
-        self.add(digest, structure)
-        return structure
-
-
 def is_skeleton(message: Message) -> bool:
     """Whether the message consists of a skeleton, which a transport can send as it is."""
     beside = message.tensors or message.structures or message.device or message.references
     return not (beside or message.moved)
 
 
-def to_wire(
-    message: Message, known: Structures, *, direct: bool = False, whole_storages: bool = True
-) -> WireMessage:
+def to_wire(message: Message, *, direct: bool = False, whole_storages: bool = True) -> WireMessage:
     """Make a message ready to be sent.
 
     Args:
         message: the message.
-        known: the structures that the receiver has been sent; the message's are added.
         direct: whether the transport can send tensors on a GPU.
         whole_storages: whether the transport would send all of a storage that a tensor is a part of.
     """
@@ -165,11 +111,6 @@ def to_wire(
         places.append(Place(number, tuple(flat.shape), tensor.is_cuda))
     for number, parts in open_buffers.values():
         buffers[number] = torch.cat(parts)
-    structures = [
-        (digest, None if digest in known else structure) for digest, structure in message.structures.items()
-    ]
-    for digest in message.structures:
-        known.add(digest, b"")
     return WireMessage(
         message.skeleton,
         buffers,
@@ -177,7 +118,7 @@ def to_wire(
         shared,
         message.requires_grad,
         message.is_parameter,
-        structures,
+        message.structures,
         message.connected,
         message.device,
         message.holes,
@@ -196,7 +137,7 @@ def _without_tensors(message: Message) -> WireMessage:
         [],
         [],
         [],
-        [],
+        (),
         (),
         message.device,
         message.holes,
@@ -219,25 +160,11 @@ def _aligned(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor
 
 
-def from_wire(wire: WireMessage, seen: Structures) -> Message:
-    """Rebuild a message.
-
-    Args:
-        wire: the message as it was sent.
-        seen: the structures that this process has received; the message's are added.
-
-    Raises:
-        MissingStructureError: a structure was left out that is not among ``seen``.
-    """
+def from_wire(wire: WireMessage) -> Message:
+    """Rebuild a message."""
     if not (wire.requires_grad or wire.structures):
         references = list(wire.references)
         return Message(wire.skeleton, [], [], [], device=wire.device, references=references, moved=wire.moved)
-    for digest, structure in wire.structures:
-        if structure is not None:
-            seen.add(digest, structure)
-    structures = {
-        digest: seen.find(digest) if structure is None else structure for digest, structure in wire.structures
-    }
     sizes: dict[int, list[int]] = {}
     for place in wire.places:
         sizes.setdefault(place.buffer, []).append(torch.Size(place.shape).numel())
@@ -265,7 +192,7 @@ def from_wire(wire: WireMessage, seen: Structures) -> Message:
         tensors,
         wire.requires_grad,
         wire.is_parameter,
-        structures,
+        wire.structures,
         wire.connected,
         wire.device,
         holes=wire.holes,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 import warnings
-from collections import defaultdict
 from typing import Any, TypeAlias
 
 import torch
@@ -18,8 +17,6 @@ from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._request_handler import error_reply, handle_request
 from torchopt_dist.distributed._sealed_store import SealedStore
 from torchopt_dist.distributed._wire_format import (
-    MissingStructureError,
-    Structures,
     WireMessage,
     from_wire,
     is_skeleton,
@@ -34,8 +31,8 @@ __all__ = ["RPCTransport", "rpc_is_initialized"]
 VERDICT_SECONDS = 0.5
 """How long a broken connection waits for the membership to tell why."""
 
-_Answer: TypeAlias = tuple[Any, ...] | None
-"""A :class:`WireMessage`'s fields; or its skeleton, if that is all; or ``None``: send again, with all structures."""
+_Fields: TypeAlias = tuple[Any, ...]
+"""Of a :class:`WireMessage`; or its skeleton, if that is all."""
 
 
 class RPCTransport:
@@ -52,8 +49,6 @@ class RPCTransport:
         self._backend = backend
         self._options = options
         self._device_maps = getattr(options, "device_maps", {})
-        self._sent: defaultdict[int, Structures] = defaultdict(Structures)
-        self._received = Structures()
         self._pending = Pending()
 
     def start(self, store: SealedStore, timeout: float) -> None:
@@ -82,16 +77,15 @@ class RPCTransport:
 
     def send(self, worker: int, request: Message, timeout: float) -> Future[Message]:
         """See :class:`~torchopt_dist.distributed.transport.base.Transport`."""
-        wire = None
-        if not is_skeleton(request):  # an error here, such as a lack of memory, leaves nothing to wait for
-            wire = to_wire(request, self._sent[worker], direct=self._sends_directly_to(worker))
+        # An error here, such as a lack of memory, leaves nothing to wait for.
+        fields = _fields(request, direct=self._sends_directly_to(worker))
         future = self._pending.add(worker)
         self._group.membership.watch(worker)
         failure = self._group.membership.failures.get(worker)
         if failure is not None:
             self.worker_lost(worker, failure.error())
         else:
-            self._start(worker, request, wire, timeout, future)
+            self._start(worker, fields, timeout, future)
         return future
 
     def worker_lost(self, worker: int, error: Exception) -> None:
@@ -126,27 +120,19 @@ class RPCTransport:
         """Whether tensors on a GPU can be sent as they are: the options have a device map for that worker."""
         return bool(self._device_maps.get(self._group.names[worker]))
 
-    def _start(
-        self, worker: int, request: Message, wire: WireMessage | None, timeout: float, future: Future[Message]
-    ) -> None:
-        def arrived(done: torch.futures.Future[_Answer]) -> None:
+    def _start(self, worker: int, fields: _Fields, timeout: float, future: Future[Message]) -> None:
+        def arrived(done: torch.futures.Future[_Fields]) -> None:
             try:
                 reply = done.value()
             except Exception as error:
                 self._failed(worker, error, timeout, future)
                 return
             try:
-                if reply is None and wire is not None:
-                    # The worker has forgotten a structure, or has not received the message with it yet.
-                    complete = wire._replace(structures=[*request.structures.items()])
-                    self._start(worker, request, complete, timeout, future)
-                else:
-                    future.set_result(self._message(reply or ()))
+                future.set_result(_message(reply))
             except Exception as error:  # of this process, such as a lack of memory: the connection is whole
                 settle(future, error)
 
         try:
-            fields = (request.skeleton,) if wire is None else tuple(wire)
             sent = rpc.rpc_async(self._group.names[worker], _answer_request, fields, timeout=timeout)
         except RuntimeError as error:
             self._failed(worker, error, timeout, future)
@@ -167,9 +153,9 @@ class RPCTransport:
 
         self._group.threads.run(work)
 
-    def answer(self, fields: tuple[Any, ...]) -> torch.futures.Future[_Answer]:
+    def answer(self, fields: _Fields) -> torch.futures.Future[_Fields]:
         """On the worker: answer in a thread of the group."""
-        future: torch.futures.Future[_Answer] = torch.futures.Future()
+        future: torch.futures.Future[_Fields] = torch.futures.Future()
 
         def work() -> None:
             answer, used_up = self._answer_to(fields)
@@ -179,30 +165,30 @@ class RPCTransport:
         self._group.threads.run(work)
         return future
 
-    def _answer_to(self, fields: tuple[Any, ...]) -> tuple[_Answer, Any]:
+    def _answer_to(self, fields: _Fields) -> tuple[_Fields, Any]:
         """The answer, and what is to be freed when it has been sent."""
         used_up = None
         self._group.outstanding.slots = None  # what this thread has run before has requests of its own
         try:
-            request = self._message(fields)
-            reply = handle_request(request, self._group.kept_graphs, self._group.recorder)
+            reply = handle_request(_message(fields), self._group.kept_graphs, self._group.recorder)
             used_up = reply.used_up
-            answer = (reply.skeleton,) if is_skeleton(reply) else tuple(to_wire(reply, Structures.none()))
-            return answer, used_up
-        except MissingStructureError:
-            return None, used_up
+            return _fields(reply), used_up
         except BaseException as error:  # whatever was raised, the caller waits for an answer
-            return tuple(to_wire(error_reply(error), Structures.none())), used_up
+            return _fields(error_reply(error)), used_up
 
-    def _message(self, fields: tuple[Any, ...]) -> Message:
-        """The message of the fields that torch's RPC has pickled."""
-        if len(fields) == 1:
-            return Message(fields[0], [], [], [])
-        return from_wire(WireMessage(*fields), self._received)
+
+def _fields(message: Message, *, direct: bool = False) -> _Fields:
+    """What torch's RPC pickles of a message."""
+    return (message.skeleton,) if is_skeleton(message) else tuple(to_wire(message, direct=direct))
+
+
+def _message(fields: _Fields) -> Message:
+    """The inverse of :func:`_fields`."""
+    return Message(fields[0], [], [], []) if len(fields) == 1 else from_wire(WireMessage(*fields))
 
 
 @rpc.functions.async_execution
-def _answer_request(*fields: Any) -> torch.futures.Future[_Answer]:
+def _answer_request(*fields: Any) -> torch.futures.Future[_Fields]:
     """Answer a request: the function that ``rpc_async`` calls on the worker."""
     transport = answering_group().transport
     assert isinstance(transport, RPCTransport)

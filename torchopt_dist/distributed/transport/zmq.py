@@ -7,7 +7,6 @@ import logging
 import os
 import struct
 import threading
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -22,9 +21,6 @@ from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._request_handler import error_reply, handle_request
 from torchopt_dist.distributed._sealed_store import SealedStore
 from torchopt_dist.distributed._wire_format import (
-    MissingStructureError,
-    Structures,
-    WireMessage,
     from_wire,
     is_skeleton,
     to_wire,
@@ -41,11 +37,11 @@ __all__ = ["ZMQTransport"]
 
 log = logging.getLogger(__name__)
 
-REQUEST, REPLY, INCOMPLETE = range(3)
+REQUEST, REPLY = range(2)
 SKELETON_ALONE = b"\0"
 """Begins a message without tensors; a pickle begins with 0x80."""
 _ENVELOPE = struct.Struct("<BQ")
-"""What it is, and the number of the request. ``INCOMPLETE``: send it again, with all structures."""
+"""What it is, and the number of the request."""
 
 PROBE_SECONDS = 1.0
 END_SECONDS = 1.0
@@ -57,9 +53,6 @@ class _Asked(NamedTuple):
 
     future: Future[Message]
     worker: int
-    request: Message
-    wire: WireMessage | None
-    """``None`` if the request consists of a skeleton."""
 
 
 class _ToProcess:
@@ -87,8 +80,6 @@ class ZMQTransport:
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self._sent: defaultdict[int, Structures] = defaultdict(Structures)
-        self._received = Structures()
         self._pending = Pending()
         self._numbers = itertools.count(group.first_number)
         self._asked: dict[int, _Asked] = {}
@@ -155,10 +146,7 @@ class ZMQTransport:
             incarnation: the incarnation of the receiving process; ``None`` means the present one.
         """
         self.about_to_wait()  # for the reply
-        wire, frames = None, _skeleton_alone(request)
-        if not is_skeleton(request):  # an error here, such as a lack of memory, leaves nothing to wait for
-            wire = to_wire(request, self._sent[worker], whole_storages=False)
-            frames = to_frames(wire)
+        frames = _frames(request)  # an error here, such as a lack of memory, leaves nothing to wait for
         future = self._pending.add(worker)
         self._group.membership.watch(worker)
         present = self._mesh.incarnation(worker)
@@ -168,7 +156,7 @@ class ZMQTransport:
             settle(future, failure.error())
             return future
         number = next(self._numbers)
-        self._asked[number] = _Asked(future, worker, request, wire)
+        self._asked[number] = _Asked(future, worker)
         future.add_done_callback(lambda _: self._asked.pop(number, None))
         if timeout:
             self._alarms.set(timeout, number, lambda: self._late(number, timeout))
@@ -202,7 +190,6 @@ class ZMQTransport:
         with self._reopening:
             if self._store is None or incarnation <= self._mesh.incarnation(worker):
                 return  # it has yet to look where others listen, or has done so already
-            self._sent[worker] = Structures()
             try:
                 self._mesh.reopen(worker, incarnation, contact_of(self._store, worker, incarnation))
             except (dist.DistError, InitializationError):  # calls to it fail
@@ -241,12 +228,6 @@ class ZMQTransport:
         first, *rest = frames
         return self._mesh.send(worker, [_ENVELOPE.pack(kind, number) + first, *rest], incarnation)
 
-    def _message(self, content: bytes, rest: Sequence[Frame]) -> Message:
-        """The message of its frames."""
-        if content[:1] == SKELETON_ALONE:
-            return Message(content[1:], [], [], [])
-        return from_wire(from_frames(content, rest), self._received)
-
     def _take(self, received: Received) -> None:
         """Handle a message."""
         worker, first, rest = received
@@ -255,36 +236,26 @@ class ZMQTransport:
         if kind == REQUEST:
             self._answer(worker, number, content, rest)
         elif number in self._asked:  # otherwise nobody waits for it any more
-            self._take_reply(kind, number, content, rest)
+            self._take_reply(number, content, rest)
 
-    def _take_reply(self, kind: int, number: int, content: bytes, rest: Sequence[Frame]) -> None:
+    def _take_reply(self, number: int, content: bytes, rest: Sequence[Frame]) -> None:
         asked = self._asked[number]
         try:
-            if kind == INCOMPLETE and asked.wire is not None:
-                # The worker has forgotten a structure, or has not received the message with it yet.
-                complete = asked.wire._replace(structures=[*asked.request.structures.items()])
-                self._send(asked.worker, REQUEST, number, to_frames(complete))
-            else:
-                asked.future.set_result(self._message(content, rest))
+            asked.future.set_result(_message(content, rest))
         except Exception as error:  # of this process, such as a lack of memory: the connection is whole
             settle(asked.future, error)
 
     def _answer(self, worker: int, number: int, content: bytes, rest: Sequence[Frame]) -> None:
-        kind: int = REPLY
         self._group.outstanding.slots = None  # what this thread has run before has requests of its own
         try:
-            request = self._message(content, rest)
+            request = _message(content, rest)
             reply = handle_request(request, self._group.kept_graphs, self._group.recorder)
-            frames = _skeleton_alone(reply)
-            if not is_skeleton(reply):
-                frames = to_frames(to_wire(reply, Structures.none(), whole_storages=False))
-        except MissingStructureError:
-            kind, frames = INCOMPLETE, [b""]
+            frames = _frames(reply)
         except BaseException as error:  # whatever was raised, the caller waits for an answer
-            frames = to_frames(to_wire(error_reply(error), Structures.none()))
+            frames = _frames(error_reply(error))
         try:
             # The graph that the reply has used up is freed only after this.
-            self._send(worker, kind, number, frames)
+            self._send(worker, REPLY, number, frames)
         except (OSError, zmq.ZMQError):
             log.debug("%s is gone, and gets no answer", self._group.names[worker], exc_info=True)
 
@@ -293,5 +264,15 @@ class ZMQTransport:
         self._mesh.probe()
 
 
-def _skeleton_alone(message: Message) -> list[Frame]:
-    return [SKELETON_ALONE + message.skeleton]
+def _frames(message: Message) -> list[Frame]:
+    """The frames of a message."""
+    if is_skeleton(message):
+        return [SKELETON_ALONE + message.skeleton]
+    return to_frames(to_wire(message, whole_storages=False))
+
+
+def _message(content: bytes, rest: Sequence[Frame]) -> Message:
+    """The inverse of :func:`_frames`."""
+    if content[:1] == SKELETON_ALONE:
+        return Message(content[1:], [], [], [])
+    return from_wire(from_frames(content, rest))
