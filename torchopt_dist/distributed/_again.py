@@ -21,7 +21,7 @@ from torchopt_dist.distributed._group import Group
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._protocol import Reply
 from torchopt_dist.distributed._serialization import pack, unpack
-from torchopt_dist.distributed._versions import Versioned
+from torchopt_dist.distributed._versions import Seen
 from torchopt_dist.distributed.transport.base import settle
 
 __all__ = ["Again", "GradientsAgain", "UnderWay"]
@@ -74,13 +74,13 @@ class GradientsAgain:
         graph: Again,
         output_grads: Sequence[Tensor | None],
         wanted: Sequence[bool],
-        inputs: Sequence[Versioned],
+        inputs: Sequence[Tensor],
         state: CallerState,
     ) -> None:
         self._graph = graph
         self._output_grads = output_grads
         self._wanted = wanted
-        self._inputs = [tensor for tensor, _ in inputs]
+        self._inputs = inputs
         self._state = state
         self._places: list[int] = []
         self._made: list[Tensor | None] | None = None
@@ -174,7 +174,7 @@ class UnderWay(NamedTuple, Generic[Graph]):
         message: the message of the request.
         reply: the future reply.
         graph: the graph of the backward itself.
-        inputs: the call's inputs, each with its version at the call.
+        inputs: the call's inputs, as they were at the call.
         arriving: the gradients that come in chunks.
         streamed: the places of the inputs that these are of.
         again: makes the gradients if workers are lost.
@@ -183,7 +183,7 @@ class UnderWay(NamedTuple, Generic[Graph]):
     message: Message
     reply: Future[Message]
     graph: Graph
-    inputs: list[Versioned]
+    inputs: Seen
     arriving: Arriving | None
     streamed: Sequence[int]
     again: GradientsAgain | None

@@ -1,4 +1,4 @@
-"""Key → what a worker holds for calls until it is freed; tensors → which of them was changed in place since."""
+"""Key → what a worker holds for calls until it is freed."""
 
 from __future__ import annotations
 
@@ -6,38 +6,12 @@ import threading
 from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar
 
-import torch
 from torch import Tensor
 
-from torchopt_dist._torch_private import tensor_version
 from torchopt_dist.distributed._protocol import Key
 from torchopt_dist.errors import ResidentError
 
-__all__ = ["HeldValues", "Snapshot"]
-
-
-class Snapshot:
-    """How tensors were at a time.
-
-    Args:
-        tensors: the tensors. Changes of those made under ``torch.inference_mode()`` are not counted by torch.
-    """
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = tensors
-        self._states = [_state(tensor) for tensor in tensors]
-
-    def changed(self) -> Tensor | None:
-        """A tensor that has been changed in place since, or has other memory; ``None`` if there is none."""
-        for tensor, state in zip(self._tensors, self._states, strict=True):
-            if _state(tensor) != state:
-                return tensor
-        return None
-
-
-def _state(tensor: Tensor) -> tuple[int | None, int | None]:
-    version = None if tensor.is_inference() else tensor_version(tensor)
-    return version, tensor.data_ptr() if tensor.layout is torch.strided else None
+__all__ = ["HeldValues"]
 
 
 class _HasTensors(Protocol):

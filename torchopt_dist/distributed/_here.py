@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import torch
 
-from torchopt_dist._serialized_exception import SerializedException
 from torchopt_dist.distributed._future import Future
 from torchopt_dist.distributed._group import Group
 from torchopt_dist.distributed._kept_graphs import KeptGraphs
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._request_handler import answer
 from torchopt_dist.distributed._spans import Recorder
+from torchopt_dist.distributed._thread_pool import settle_in_thread
 from torchopt_dist.distributed._wire_format import from_wire, to_wire
 
 __all__ = ["Beside", "Here"]
@@ -61,20 +61,8 @@ class Beside(Here):
         """See :class:`~torchopt_dist.distributed.transport.base.Sender`."""
         del worker, timeout
         future: Future[Message] = Future()
-
-        def work() -> None:
-            try:
-                reply = _sent(self._answer(_sent(request)))
-            except Exception as error:
-                future.set_exception(error)
-            except BaseException as error:  # such as an exit, which would end this thread only
-                future.set_exception(
-                    SerializedException.of(error).to_error(self._group.names[self._group.rank])
-                )
-            else:
-                future.set_result(reply)
-
-        self._group.threads.run(work)
+        name = self._group.names[self._group.rank]
+        settle_in_thread(self._group.threads, lambda: _sent(self._answer(_sent(request))), future, name)
         return future
 
 

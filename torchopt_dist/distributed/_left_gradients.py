@@ -6,7 +6,7 @@ A task works on copies of what the caller passes. A ``backward()`` inside of it 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,15 +14,15 @@ import optree
 import torch
 from torch import Tensor
 
-from torchopt_dist._torch_private import is_used_up, tensor_version
+from torchopt_dist._torch_private import is_used_up
 from torchopt_dist.distributed._lost_gradients import tensors_in
-from torchopt_dist.distributed._versions import Versioned
+from torchopt_dist.distributed._versions import Seen
 
 __all__ = ["description_of_left_gradients"]
 
 
 def description_of_left_gradients(
-    function: Callable[..., Any], tasks: Any, results: list[Any], inputs: Sequence[Versioned]
+    function: Callable[..., Any], tasks: Any, results: list[Any], inputs: Seen
 ) -> str | None:
     """Describe the tensors of the caller's in whose ``.grad`` the function has left a gradient that nobody gets.
 
@@ -33,12 +33,13 @@ def description_of_left_gradients(
         function: the function that was called.
         tasks: its arguments, ``(args, kwargs)`` for each task.
         results: what it has returned.
-        inputs: the tensors that require grad at the caller, with their versions before.
+        inputs: the tensors that require grad at the caller, as they were before.
 
     Returns:
         A sentence with what is lost and the remedy; ``None`` if nothing is lost.
     """
-    grads = {id(leaf): leaf.grad for leaf, version in inputs if version == tensor_version(leaf)}
+    changed = inputs.changed()
+    grads = {id(leaf): leaf.grad for index, leaf in enumerate(inputs.tensors) if index not in changed}
     left = {key: grad for key, grad in grads.items() if grad is not None and not grad.requires_grad}
     left = {key: grad for key, grad in left.items() if grad.is_sparse or grad.any()}
     if not left:

@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from torchopt_dist._functional import replaced
 from torchopt_dist._unconnected import Unconnected, unconnected
 
-__all__ = ["Seen", "code_of", "description_of_losses", "tensors_in", "watched"]
+__all__ = ["Watched", "code_of", "description_of_losses", "tensors_in", "watched"]
 
 
 @dataclass
-class Seen:
+class Watched:
     """What was seen while a function ran."""
 
     made: set[int] = field(default_factory=set)
@@ -50,7 +50,7 @@ def code_of(function: Callable[..., Any]) -> object:
 
 
 @contextmanager
-def watched() -> Iterator[Seen]:
+def watched() -> Iterator[Watched]:
     """A context that yields what is seen of this thread in it."""
     made: set[int] = set()
 
@@ -61,14 +61,14 @@ def watched() -> Iterator[Seen]:
 
     parameters = replaced(nn.Parameter, {"__new__": note})
     with parameters, replaced(nn.UninitializedParameter, {"__new__": note}), unconnected() as noted:
-        yield Seen(made, noted)
+        yield Watched(made, noted)
 
 
 def description_of_losses(
     function: Callable[..., Any],
     results: list[Any],
     inputs: Sequence[Tensor],
-    seen: Seen,
+    seen: Watched,
     apart: Sequence[Tensor] = (),
 ) -> tuple[str | None, bool]:
     """Describe the leaves on which the results depend and that the caller does not know, and inputs that get nothing.

@@ -16,7 +16,7 @@ from torchopt_dist._torch_private import (
     set_sequence_number,
 )
 from torchopt_dist.distributed._grad_accumulators import hold_grad_accumulators
-from torchopt_dist.distributed._versions import Versioned, versioned
+from torchopt_dist.distributed._versions import Seen
 
 __all__ = ["FIRST", "Graph", "collect", "dispatch"]
 
@@ -36,7 +36,7 @@ class Graph(Protocol):
     """
 
     number: int
-    inputs: list[Versioned]
+    inputs: Seen
     staying: Collection[int]
 
     def start_backward(self, output_grads: tuple[Tensor | None, ...], wanted: tuple[bool, ...]) -> object:
@@ -70,7 +70,7 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, graph: Graph, *inputs: Tensor) -> Tensor:
         ctx.graph = graph
-        graph.inputs = versioned(inputs)
+        graph.inputs = Seen(inputs)
         return torch.zeros((), dtype=torch.float64, device="cpu")
 
     @staticmethod

@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 import optree
 from torch import Tensor, nn
 
 from torchopt_dist._random_turns import Draws
-from torchopt_dist._serialized_exception import SerializedException
-from torchopt_dist._torch_private import tensor_version
 from torchopt_dist.distributed import _execute
 from torchopt_dist.distributed._device_placement import placed, receiving_device
-from torchopt_dist.distributed._future import Future
 from torchopt_dist.distributed._grad_accumulators import hold_grad_accumulators
 from torchopt_dist.distributed._group import current_group
 from torchopt_dist.distributed._here import Here
@@ -27,10 +23,11 @@ from torchopt_dist.distributed._payload import Payload
 from torchopt_dist.distributed._remote_graph import RemoteGraph
 from torchopt_dist.distributed._serialization import PackedModules
 from torchopt_dist.distributed._siblings import Siblings
+from torchopt_dist.distributed._versions import Seen
 from torchopt_dist.distributed._wire_format import SMALL
 from torchopt_dist.errors import SerializationError
 
-__all__ = ["prepare", "run"]
+__all__ = ["prepare"]
 
 
 def prepare(
@@ -68,51 +65,26 @@ def prepare(
             "isolate_own_share=False lets it work on the caller's own"
         )
         raise
-    shared: dict[int, int | None] = {}
     sent = message.detached()
     sent.staying = ()  # the function is given the original of a replica, not a copy
-    for number, tensor in enumerate(sent.tensors):
-        if snapshot or number in message.buffers or tensor.numel() * tensor.element_size() <= SMALL:
-            sent.tensors[number] = tensor.clone()
-        elif not tensor.is_inference():
-            shared[number] = tensor_version(tensor)
+    shared: list[Tensor] = []
+    for number, tensor in enumerate(message.tensors):
+        if snapshot or number in message.buffers or tensor.nbytes <= SMALL:
+            sent.tensors[number] = sent.tensors[number].clone()
+        else:
+            shared.append(tensor)
+    seen = Seen(shared)
 
     def work() -> list[Any]:
         reply = here.send(graph.worker, sent, 0).result()
         # What a call returns is the caller's own, and not the memory of its arguments, of a `put` value or of a global.
         values = graph.collect(anchor, reply.with_tensors([tensor.clone() for tensor in reply.tensors]))
-        changed = [
-            number for number, version in shared.items() if tensor_version(sent.tensors[number]) != version
-        ]
+        changed = seen.changed()
         if changed:
-            _warn_of_changes(payload, [message.tensors[number] for number in changed])
+            _warn_of_changes(payload, [seen.tensors[index] for index in changed])
         return values
 
     return work
-
-
-def run(
-    work: Callable[[], list[Any]], own: Future[list[Any]], busy: ExitStack, name: str | None = None
-) -> None:
-    """Run a share that is ready.
-
-    Args:
-        work: the function that :func:`prepare` has returned.
-        own: the future for the value or the exception of ``work``.
-        busy: contexts that are left when the share has run.
-        name: this worker's name, if the share runs in a thread, which an exit would end; then ``own`` gets an exit,
-            too.
-    """
-    try:
-        with busy:
-            values = work()
-        own.set_result(values)
-    except Exception as error:
-        own.set_exception(error)
-    except BaseException as error:
-        if name is None:
-            raise
-        own.set_exception(SerializedException.of(error).to_error(name))
 
 
 def _plain(payload: Payload, siblings: Siblings | None, *, in_a_thread: bool) -> Callable[[], list[Any]]:

@@ -47,12 +47,12 @@ from torchopt_dist.distributed._lost_gradients import code_of
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._nodes import collect, dispatch
 from torchopt_dist.distributed._payload import ExecutionOptions, Payload
-from torchopt_dist.distributed._protocol import BACKWARD_TWICE, Backward, Call, Key, Reply
-from torchopt_dist.distributed._serialization import PackedModules, pack, unpack
+from torchopt_dist.distributed._protocol import BACKWARD_TWICE, Backward, Call, Key
+from torchopt_dist.distributed._serialization import PackedModules, pack, reply_of
 from torchopt_dist.distributed._siblings import Siblings
 from torchopt_dist.distributed._spans import Phase, Spanned
 from torchopt_dist.distributed._unsendable import place_in_payload
-from torchopt_dist.distributed._versions import Versioned, check_versions
+from torchopt_dist.distributed._versions import Seen, check_inputs
 from torchopt_dist.distributed.transport.base import Sender
 from torchopt_dist.errors import NotInitializedError, SerializationError
 
@@ -92,7 +92,7 @@ class RemoteGraph:
         self.worker = worker
         self.worker_name = group.names[worker]
         self.key: Key = (group.rank, next(group.numbers))
-        self.inputs: list[Versioned] = []  # with versions; empty once every result is used up
+        self.inputs = Seen()  # none once every result is used up
         self.staying: Collection[int] = ()  # the places of inputs whose gradients stay on the worker
         self.streamed: Sequence[int] = ()  # of inputs whose gradients come in chunks
         self.unused: set[int] = set()  # the results that no backward has used up
@@ -255,14 +255,7 @@ class RemoteGraph:
 
     def values_of(self, message: Message) -> list[Any]:
         """The values of a reply."""
-        try:
-            reply: Reply = unpack(message)
-        except SerializationError as error:
-            raise SerializationError(
-                f"the result of {self.worker_name} cannot be rebuilt here: {error}"
-            ) from error
-        if reply.exception is not None:
-            raise self.siblings.error_of(reply.exception, self.worker_name)
+        reply = reply_of(message, self.worker_name, self.siblings.error_of)
         if reply.warning is not None:
             warnings.warn(f"{reply.warning}; strict=True makes this an error", stacklevel=1)
         self.siblings.drew |= reply.drew
@@ -334,7 +327,7 @@ class RemoteGraph:
         if not retain_graph:
             self.unused -= reached
             self.kept = bool(self.unused)
-            self.inputs = inputs if self.kept else []
+            self.inputs = inputs if self.kept else Seen()
             self.used_up = not self.kept
         graph.kept = recorded
         answered = None if self.own else self.group.outstanding.wait_for_slot(self.timeout)
@@ -346,7 +339,7 @@ class RemoteGraph:
             reply.add_done_callback(partial(_no_more_chunks, self.group, graph.key))
         again = None
         if self.again is not None:
-            again = GradientsAgain(self.again, output_grads, wanted, inputs, state)
+            again = GradientsAgain(self.again, output_grads, wanted, inputs.tensors, state)
             reply = again.instead_of(reply, self.group, self.worker)
             graph.again = again if recorded else None
         if self.used_up:
@@ -363,11 +356,11 @@ class RemoteGraph:
             RuntimeError: the backward is recorded, and an input has been changed in place.
         """
         message, reply, graph, inputs, arriving, streamed, again = under_way
-        tensors = [tensor for tensor, _ in inputs]
+        tensors = inputs.tensors
         anchor = None
         recorded = torch.is_grad_enabled()
         if recorded:
-            check_versions(inputs)
+            check_inputs(inputs)
             own = message.inputs()
             graph.staying = [len(own) + place for place in self.staying]
             anchor = dispatch(graph, [*own, *tensors])

@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchopt_dist.distributed._held_values import HeldValues, Snapshot
+from torchopt_dist.distributed._held_values import HeldValues
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._protocol import Key
 from torchopt_dist.distributed._serialization import pack
+from torchopt_dist.distributed._versions import Seen
 from torchopt_dist.errors import ResidentError
 
 __all__ = ["Before", "Held", "Home", "Options", "Replicas", "keep_grads"]
@@ -59,13 +60,14 @@ class Held:
 
     def note(self) -> None:
         """Record the tensors as they are as those of all workers."""
-        self._snapshot = Snapshot(self.tensors)
+        self._snapshot = Seen(self.tensors, memory=True)
 
     def changed(self) -> str | None:
         """A description of a tensor that has been changed since, if one has."""
-        tensor = self._snapshot.changed()
-        if tensor is None:
+        changed = self._snapshot.changed()
+        if not changed:
             return None
+        tensor = self.tensors[changed[0]]
         return f"a {'parameter' if isinstance(tensor, nn.Parameter) else 'buffer'} of shape {tuple(tensor.shape)}"
 
     def problem(self, version: int) -> ResidentError | None:

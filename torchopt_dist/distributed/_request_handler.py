@@ -30,7 +30,7 @@ from torchopt_dist.distributed._gradient_sums import add_up
 from torchopt_dist.distributed._group import answering_group
 from torchopt_dist.distributed._kept_graphs import KeptGraph, KeptGraphs
 from torchopt_dist.distributed._left_gradients import description_of_left_gradients
-from torchopt_dist.distributed._lost_gradients import Seen, code_of, description_of_losses, watched
+from torchopt_dist.distributed._lost_gradients import Watched, code_of, description_of_losses, watched
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._payload import Payload
 from torchopt_dist.distributed._protocol import Backward, Call, Errand, Release, Reply
@@ -39,7 +39,7 @@ from torchopt_dist.distributed._replicas import Home, keep_grads
 from torchopt_dist.distributed._serialization import pack, unpack
 from torchopt_dist.distributed._spans import Recorder
 from torchopt_dist.distributed._unsendable import place_in_values
-from torchopt_dist.distributed._versions import Versioned, versioned
+from torchopt_dist.distributed._versions import Seen
 from torchopt_dist.distributed.reference import ConnectedRRef
 from torchopt_dist.errors import SerializationError
 
@@ -123,8 +123,8 @@ def answer(
             run = functools.partial(run, draws=draws)
         if request.arrived:
             run = functools.partial(_with_references, request.arrived, run)
-        given = versioned(request.inputs()) if content.keep and request.tensors else []
-        seen: Seen | None = None
+        given = Seen(request.inputs()) if content.keep and request.tensors else None
+        seen: Watched | None = None
         if _looks_for_losses(content, kept_graphs):
             with watched() as seen:
                 held = held_by(content.payload)
@@ -135,7 +135,7 @@ def answer(
         if seen is not None:
             changes = description_of_changes(content.payload.function, held)
             warning = _lost_gradients(content, values, request, seen, changes, kept_graphs)
-        if given and warning is None and any(each.tensor.grad is not None for each in given):
+        if given and warning is None and any(each.grad is not None for each in given.tensors):
             warning = _left_gradients(content, values, given, kept_graphs)
         made = Reply(values, warning=warning, seconds=seconds, drew=draws is None or draws.known is True)
         inputs = request.inputs() if request.tensors else []
@@ -224,7 +224,7 @@ def _lost_gradients(
     call: Call,
     values: list[Any],
     request: Message,
-    seen: Seen,
+    seen: Watched,
     changes: str | None,
     kept_graphs: KeptGraphs,
 ) -> str | None:
@@ -243,9 +243,7 @@ def _lost_gradients(
     return lost or None
 
 
-def _left_gradients(
-    call: Call, values: list[Any], given: list[Versioned], kept_graphs: KeptGraphs
-) -> str | None:
+def _left_gradients(call: Call, values: list[Any], given: Seen, kept_graphs: KeptGraphs) -> str | None:
     """The warning for the caller about gradients that a function has left here; given once for each function.
 
     Raises:

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
-from torchopt_dist.distributed._held_values import HeldValues, Snapshot
+from torchopt_dist.distributed._held_values import HeldValues
 from torchopt_dist.distributed._protocol import Key
 from torchopt_dist.distributed._serialization import pack, unpack
+from torchopt_dist.distributed._versions import Seen
 from torchopt_dist.errors import ResidentError
 
 __all__ = ["Residents"]
@@ -37,14 +38,14 @@ class _Kept:
 
     value: Any
     tensors: list[torch.Tensor]
-    snapshot: Snapshot
+    snapshot: Seen
     digest: bytes | None = None
     holders: set[int] = field(default_factory=set)
     placed: dict[torch.device, Any] = field(default_factory=dict)
 
     def check(self) -> None:
         """Raise if the value has been changed in place."""
-        changed = self.snapshot.changed() is not None
+        changed = bool(self.snapshot.changed())
         if changed or (self.digest is not None and _digest(self.value) != self.digest):
             what = _described(self.value)
             raise ResidentError(
@@ -160,7 +161,7 @@ class Residents(HeldValues[_Kept]):
 
 def _kept(value: Any) -> _Kept:
     tensors = pack(value, main_by_name=True).tensors
-    return _Kept(value, tensors, Snapshot(tensors))
+    return _Kept(value, tensors, Seen(tensors, memory=True))
 
 
 def _digest(value: Any) -> bytes:

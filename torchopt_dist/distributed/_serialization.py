@@ -13,7 +13,7 @@ import functools
 import io
 import pickle
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FunctionType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -23,20 +23,21 @@ import torch
 from torch import nn
 from torch.distributed import rpc
 
+from torchopt_dist._serialized_exception import SerializedException
 from torchopt_dist.distributed._globals_of_code import Beginning, End, GlobalsOfCode, enclosed
 from torchopt_dist.distributed._long_bytes import Holes, Writer, reader
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._names import find, name_of
 from torchopt_dist.distributed._parametrized_modules import is_parametrized, reduced
 from torchopt_dist.distributed._plain_messages import MARK, plain_skeleton, rebuilt
-from torchopt_dist.distributed._protocol import Call
+from torchopt_dist.distributed._protocol import Call, Reply
 from torchopt_dist.distributed._sendable_tensors import Tensors
 from torchopt_dist.distributed._shared_objects import rebinds, some_can_change
 from torchopt_dist.distributed._staying import Handle, StayingModule
 from torchopt_dist.distributed.reference import ConnectedRRef, carried_by
 from torchopt_dist.errors import SerializationError, TodistError
 
-__all__ = ["PackedModules", "message_of", "pack", "unpack"]
+__all__ = ["PackedModules", "message_of", "pack", "reply_of", "unpack"]
 
 IN_THE_PICKLE = 1 << 16
 """Bytes up to which a numpy array is copied into the pickle; a larger one travels like a tensor."""
@@ -139,6 +140,25 @@ def unpack(message: Message) -> Any:
         return value
     except (Exception, SystemExit) as error:  # the objects' own code is run, which raises what it likes
         raise SerializationError(f"{type(error).__name__}: {error}") from error
+
+
+def reply_of(
+    message: Message,
+    worker: str,
+    error_of: Callable[[SerializedException, str], Exception] = SerializedException.to_error,
+) -> Reply:
+    """The reply of a worker, by its name; raises what ended the request there, as ``error_of`` makes it.
+
+    Raises:
+        SerializationError: the reply cannot be rebuilt here.
+    """
+    try:
+        reply: Reply = unpack(message)
+    except SerializationError as error:
+        raise SerializationError(f"the result of {worker} cannot be rebuilt here: {error}") from error
+    if reply.exception is not None:
+        raise error_of(reply.exception, worker)
+    return reply
 
 
 def _kept_apart(

@@ -11,8 +11,7 @@ from torchopt_dist._torch_private import engine_run
 from torchopt_dist.distributed._call_log import CallLog
 from torchopt_dist.distributed._future import Future
 from torchopt_dist.distributed._message import Message
-from torchopt_dist.distributed._protocol import Reply
-from torchopt_dist.distributed._serialization import unpack
+from torchopt_dist.distributed._serialization import reply_of
 from torchopt_dist.distributed.balance import Balance
 
 __all__ = ["Siblings"]
@@ -72,9 +71,7 @@ class Siblings:
             message = reply.result()
             if message.tensors:
                 continue
-            content: Reply = unpack(message)  # a gradient is a tensor, so this may be an error
-            if content.exception is not None:
-                raise self.error_of(content.exception, worker)
+            reply_of(message, worker, self.error_of)  # a gradient is a tensor, so this may be an error
 
 
 def _is_done(reply: Future[Message] | None) -> bool:

@@ -1,4 +1,4 @@
-"""Work → a thread that is free, or a new one. Work that waits for other work never deadlocks."""
+"""Work → a thread that is free, or a new one; there is no limit, so work that waits for other work never deadlocks."""
 
 from __future__ import annotations
 
@@ -7,14 +7,21 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import TypeAlias
+from functools import partial
+from typing import Any, TypeAlias
 
-__all__ = ["ThreadPool"]
+import torch
+
+from torchopt_dist._serialized_exception import SerializedException
+from torchopt_dist.distributed._future import Future
+
+__all__ = ["ThreadPool", "settle_by", "settle_in_thread"]
 
 IDLE_SECONDS = 1.0
 """How long a thread without work is kept for the next."""
 
 _Work: TypeAlias = Callable[[], None]
+_Unsettled: TypeAlias = Future[Any] | torch.futures.Future[Any]
 
 
 class ThreadPool:
@@ -112,3 +119,30 @@ class ThreadPool:
                     self._free.remove(own)
                     return None
             return own.get()  # it was given work just now
+
+
+def settle_by(work: Callable[[], Any], future: _Unsettled, name: str | None = None) -> None:
+    """Run ``work`` in this thread; the future gets what it returns or raises.
+
+    Args:
+        work: what to run.
+        future: the future.
+        name: of this worker, where an exit would end this thread only: the future gets an exit, too.
+    """
+    unsettled = [future]
+    del future  # the exception refers to this frame, and the future to the exception
+    try:
+        result = work()
+    except Exception as error:
+        unsettled.pop().set_exception(error)
+    except BaseException as error:
+        if name is None:
+            raise
+        unsettled.pop().set_exception(SerializedException.of(error).to_error(name))
+    else:
+        unsettled.pop().set_result(result)
+
+
+def settle_in_thread(threads: ThreadPool, work: Callable[[], Any], future: _Unsettled, name: str) -> None:
+    """Run ``work`` in a thread of its own; see :func:`settle_by`."""
+    threads.run(partial(settle_by, work, future, name))

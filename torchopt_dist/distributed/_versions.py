@@ -1,35 +1,45 @@
-"""Tensors → how often each has been changed in place, and an error where one has been changed since."""
+"""Tensors → which of them have been changed in place since they were seen, and a graph's error about its inputs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from torchopt_dist._torch_private import tensor_version
 
-__all__ = ["Versioned", "check_versions", "versioned"]
+__all__ = ["Seen", "check_inputs"]
 
 
-class Versioned(NamedTuple):
-    """A tensor, and how often it had been changed in place at a given time."""
+class Seen:
+    """Tensors as they are now. Torch does not count changes of those made under ``torch.inference_mode()``.
 
-    tensor: Tensor
-    version: int | None
+    Args:
+        tensors: the tensors.
+        memory: whether other memory, as after ``x.data = y``, is a change, too.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor] = (), *, memory: bool = False) -> None:
+        self.tensors = [*tensors]
+        self._memory = memory
+        self._states = [self._state(tensor) for tensor in self.tensors]
+
+    def changed(self) -> list[int]:
+        """The indices of the tensors that have been changed since."""
+        pairs = enumerate(zip(self.tensors, self._states, strict=True))
+        return [index for index, (tensor, state) in pairs if self._state(tensor) != state]
+
+    def _state(self, tensor: Tensor) -> tuple[int | None, int | None]:
+        version = None if tensor.is_inference() else tensor_version(tensor)
+        return version, tensor.data_ptr() if self._memory and tensor.layout is torch.strided else None
 
 
-def versioned(tensors: Iterable[Tensor]) -> list[Versioned]:
-    """The tensors with their present versions; a tensor made under ``torch.inference_mode()`` has none."""
-    return [Versioned(x, None if x.is_inference() else tensor_version(x)) for x in tensors]
-
-
-def check_versions(inputs: list[Versioned]) -> None:
-    """Raise :class:`RuntimeError` if a tensor has been changed in place since."""
-    for place, (tensor, version) in enumerate(inputs):
-        if version is not None and tensor_version(tensor) != version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"of the tensors that a remote call differentiates, number {place}, of shape {tuple(tensor.shape)}, "
-                f"is at version {tensor_version(tensor)}; expected version {version} instead"
-            )
+def check_inputs(inputs: Seen) -> None:
+    """Raise :class:`RuntimeError`, as torch does, if an input of a graph has been changed in place since."""
+    for index in inputs.changed():
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"of the tensors that a remote call differentiates, number {index}, of shape "
+            f"{tuple(inputs.tensors[index].shape)}"
+        )

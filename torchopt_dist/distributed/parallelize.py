@@ -13,7 +13,6 @@ import torch
 from torch.futures import Future
 
 from torchopt_dist._random_turns import draw_seed_returnable
-from torchopt_dist._serialized_exception import SerializedException
 from torchopt_dist.distributed import _future, _multicast, _own_share
 from torchopt_dist.distributed._awaited import Awaited
 from torchopt_dist.distributed._buffers import Buffers, Returning, check_buffers, take
@@ -26,6 +25,7 @@ from torchopt_dist.distributed._payload import ExecutionKwargs, ExecutionOptions
 from torchopt_dist.distributed._progress import Bar
 from torchopt_dist.distributed._serialization import PackedModules
 from torchopt_dist.distributed._siblings import Siblings
+from torchopt_dist.distributed._thread_pool import settle_by, settle_in_thread
 from torchopt_dist.distributed._timeout import UNSET_TIMEOUT, seconds_of
 from torchopt_dist.distributed.balance import balance_of
 from torchopt_dist.distributed.partition import Partitioner, check_partitioner, partition
@@ -158,28 +158,18 @@ def remote_async_call(
         raise
     state = CallerState.capture()
     future: Future[Any] = Awaited(call.group)
-    unsettled = [future]  # which an exception's frames so do not refer to
 
-    def work() -> None:
+    def work() -> Any:
         group.outstanding.slots = None  # those that this thread has used up before are not this call's
         try:
             with call.shown:
                 call.run_own_share()
                 with state.applied():
-                    result = call.finish()
-        except Exception as error:
+                    return call.finish()
+        finally:
             answered()  # before anybody can wait for this thread's frames to be gone
-            unsettled.pop().set_exception(error)
-        except BaseException as error:
-            # `sys.exit` in an own share ends this thread only, and the caller waits for a result.
-            name = call.group.names[call.me]
-            answered()
-            unsettled.pop().set_exception(SerializedException.of(error).to_error(name))
-        else:
-            answered()
-            unsettled.pop().set_result(result)
 
-    call.group.threads.run(work)
+    settle_in_thread(group.threads, work, future, group.names[call.me])
     return future
 
 
@@ -295,11 +285,15 @@ class _Call:
             self.bar.watch({self.me: own})
         busy = ExitStack()
         busy.enter_context(self.group.retries.own_share())
+
+        def run() -> list[Any]:
+            with busy:
+                return work()
+
         if self.seconds and self.payloads[self.me][0].options.isolate_own_share:
-            name = self.group.names[self.me]
-            self.group.threads.run(functools.partial(_own_share.run, work, own, busy, name))
+            settle_in_thread(self.group.threads, run, own, self.group.names[self.me])
         else:
-            _own_share.run(work, own, busy)
+            settle_by(run, own)
 
     def finish(self) -> Any:
         """Wait for the others, and reduce."""

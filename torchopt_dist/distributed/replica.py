@@ -23,6 +23,7 @@ from torchopt_dist.distributed._group import Group, answering_group, current_gro
 from torchopt_dist.distributed._protocol import Key
 from torchopt_dist.distributed._replicas import Before, Held, Options
 from torchopt_dist.distributed._staying import StayingModule
+from torchopt_dist.distributed._thread_pool import settle_in_thread
 from torchopt_dist.errors import ResidentError
 
 __all__ = ["Replica", "replica"]
@@ -228,19 +229,7 @@ class Replica(StayingModule):
     def _beside(self, work: Callable[[], None]) -> Future[list[Any]]:
         """Do work that waits in C++ for workers in another thread, since a worker may be lost meanwhile."""
         future: Future[list[Any]] = Future()
-
-        def settle() -> None:
-            try:
-                work()
-            except BaseException as error:
-                future.set_exception(error)
-            else:
-                future.set_result([])
-
-        if self._others:
-            self._group.threads.run(settle)
-        else:
-            settle()
+        settle_in_thread(self._group.threads, work, future, self._group.names[self._group.rank])
         return future
 
     def _end(self) -> Exception | None:
