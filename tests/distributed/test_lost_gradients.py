@@ -11,7 +11,6 @@ from torch import nn
 
 import torchopt_dist as todist
 from tests.distributed.programs import mlp, mse
-from torchopt_dist.distributed._lost_gradients import Seen, description_of_losses
 
 model = nn.Linear(2, 1)
 tables = {"scale": torch.ones(2, requires_grad=True)}
@@ -103,15 +102,6 @@ LOSSES = {
     "dictionary": (uses_a_dictionary, r": tables\['scale'\]\. "),
     "unnamed": (uses_what_it_cannot_be_named_by, r": a parameter of shape \(1, 3\) that the worker holds\. "),
 }
-
-
-def test_nothing_is_made_on_the_default_device():
-    x = torch.ones(1, 3, requires_grad=True)
-    result = uses_what_it_cannot_be_named_by(x)
-    with torch.device("xpu"):  # one that is not to be had
-        text, _ = description_of_losses(uses_what_it_cannot_be_named_by, [result], [x], Seen())
-    assert text is not None
-    assert "a parameter of shape (1, 3) that the worker holds" in text
 
 
 def test_lost_gradients_are_told_once_by_name_and_are_errors_if_strict(world):

@@ -6,8 +6,6 @@ buffers, so what comes back does not depend on the number of workers.
 
 from __future__ import annotations
 
-import inspect
-import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple, Self, TypeAlias
@@ -18,9 +16,8 @@ from torch import Tensor, nn
 from torchopt_dist._torch_private import buffers_of, transforms_are_active
 from torchopt_dist._vmap import for_each_sample
 from torchopt_dist.distributed._containers import flatten
-from torchopt_dist.distributed._payload import Payload
 
-__all__ = ["Buffers", "Held", "Returning", "check_buffers", "description_of_changes", "held_by", "take"]
+__all__ = ["Buffers", "Place", "Returning", "buffers_in", "check_buffers", "differs", "take"]
 
 Buffers: TypeAlias = Literal["mean", "first"] | None
 """What becomes of buffers that tasks have changed."""
@@ -38,7 +35,7 @@ def check_buffers(buffers: Any) -> None:
         raise ValueError(f'buffers must be "mean", "first" or None, got {buffers!r}')
 
 
-class _Place(NamedTuple):
+class Place(NamedTuple):
     """Where a buffer is."""
 
     key: _Key
@@ -47,7 +44,7 @@ class _Place(NamedTuple):
     tensor: Tensor
 
 
-def _places(function: Any, args: Any, kwargs: Any) -> Iterator[_Place]:
+def buffers_in(function: Any, args: Any, kwargs: Any) -> Iterator[Place]:
     """The buffers of the modules among the arguments, and of the function, if it is a module or a method of one."""
     while isinstance(function, partial):
         args, kwargs = (*function.args, *args), {**function.keywords, **kwargs}
@@ -59,7 +56,7 @@ def _places(function: Any, args: Any, kwargs: Any) -> Iterator[_Place]:
             for inside, owner in module.named_modules():
                 for name, tensor in buffers_of(owner).items():
                     if tensor is not None:
-                        yield _Place((path, f"{inside}.{name}".lstrip(".")), owner, name, tensor)
+                        yield Place((path, f"{inside}.{name}".lstrip(".")), owner, name, tensor)
 
 
 class Returning(partial):  # type: ignore[type-arg]
@@ -78,7 +75,7 @@ class Returning(partial):  # type: ignore[type-arg]
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> tuple[Any, dict[_Key, Tensor]]:
         """Call the function on buffers of the call's own."""
-        places = list(_places(self, args, kwargs))
+        places = list(buffers_in(self, args, kwargs))
         own = {id(place.tensor): place.tensor for place in places}
         own = {key: for_each_sample(tensor.detach()).clone() for key, tensor in own.items()}
         for place in places:
@@ -90,14 +87,15 @@ class Returning(partial):  # type: ignore[type-arg]
             for place in places:
                 buffers_of(place.owner)[place.name] = place.tensor
         changed = {
-            place.key: now.detach() for place, now in found if now is not None and _differs(place.tensor, now)
+            place.key: now.detach() for place, now in found if now is not None and differs(place.tensor, now)
         }
         return value, changed
 
 
-def _differs(before: Tensor, now: Tensor) -> bool:
+def differs(before: Tensor, now: Tensor) -> bool:
+    """Whether a buffer has changed; inside a transform nobody can look, so it has."""
     if transforms_are_active():
-        return True  # nobody can look inside
+        return True
     same_kind = before.shape == now.shape and before.dtype == now.dtype and before.device == now.device
     return not same_kind or not bool(((before == now) | (before.isnan() & now.isnan())).all())
 
@@ -120,12 +118,12 @@ def take(
     Raises:
         ValueError: a mean is wanted, and the tasks have made a buffer of different shapes.
     """
-    found: dict[int, tuple[_Place, list[Tensor], list[float]]] = {}
+    found: dict[int, tuple[Place, list[Tensor], list[float]]] = {}
     changed: set[int] = set()
     for part, (_, made) in zip(partitions, results, strict=True):
         _, args, kwargs = part
         seen: set[int] = set()
-        for place in _places(function, args, kwargs):
+        for place in buffers_in(function, args, kwargs):
             key = id(place.tensor)
             if key not in seen:
                 seen.add(key)
@@ -145,7 +143,7 @@ def take(
     return [value for value, _ in results]
 
 
-def _mean(place: _Place, values: list[Tensor], sizes: list[float]) -> Tensor:
+def _mean(place: Place, values: list[Tensor], sizes: list[float]) -> Tensor:
     if len({value.shape for value in values}) > 1:
         shapes = sorted({tuple(value.shape) for value in values})
         raise ValueError(
@@ -158,55 +156,3 @@ def _mean(place: _Place, values: list[Tensor], sizes: list[float]) -> Tensor:
     wide = stacked.to(torch.complex128 if stacked.is_complex() else torch.float64)
     weights = torch.tensor(sizes, dtype=wide.dtype, device=wide.device) / (sum(sizes) or 1.0)
     return torch.tensordot(weights, wide, 1).to(stacked.dtype)
-
-
-Held: TypeAlias = list[tuple[str, _Place, Tensor]]
-"""Buffers before a call: a name for messages, where the buffer is, a copy."""
-
-
-def held_by(payload: Payload) -> Held:
-    """The buffers of the modules among the arguments of a payload's tasks, each once, to see which change."""
-    found: dict[int, tuple[str, _Place, Tensor]] = {}
-    for args, kwargs, *_ in payload.tasks:  # with a mark, where tensors of later tasks are still on their way
-        for place in _places(payload.function, args, kwargs):
-            if id(place.tensor) not in found:
-                name = _described(payload.function, place.key)
-                found[id(place.tensor)] = name, place, place.tensor.clone()
-    return list(found.values())
-
-
-def _described(function: Any, key: _Key) -> str:
-    path, name = key
-    match = re.match(r"\[0\]\[(\d+)\](.*)|\[1\]\['(\w+)'\](.*)", path)
-    if match is None:
-        return name
-    number, rest, keyword, more = match.groups()
-    if number is None:
-        return f"{keyword}{more}.{name}"
-    try:
-        parameters = [
-            p.name for p in inspect.signature(function).parameters.values() if p.kind < p.VAR_POSITIONAL
-        ]
-    except (TypeError, ValueError):
-        parameters = []
-    return f"{parameters[int(number)] if int(number) < len(parameters) else f'args[{number}]'}{rest}.{name}"
-
-
-def description_of_changes(function: Any, held: Held) -> str | None:
-    """Describe the buffers that have changed since, which the caller does not get; ``None`` if there are none."""
-    names = [
-        name
-        for name, place, before in held
-        if (now := buffers_of(place.owner).get(place.name)) is not None and _differs(before, now)
-    ]
-    if not names:
-        return None
-    listed = ", ".join(f"`{name}`" for name in names[:5]) + (
-        f" and {len(names) - 5} more" if len(names) > 5 else ""
-    )
-    title = getattr(function, "__qualname__", type(function).__qualname__)
-    return (
-        f"`{title}` has changed buffers of its arguments, which do not come back from a worker: {listed}. Write "
-        '`parallelize(..., buffers="mean")`, or "first", to set the caller\'s; or let the function leave them alone, '
-        "as `eval()` or `track_running_stats=False` does"
-    )

@@ -31,7 +31,6 @@ class KeptGraph:
             forgotten.
         end: a sequence number above those of its nodes.
         homes: for the places of inputs whose gradients stay on this worker, the replica and the place there.
-        lock: held while a backward uses the ``.grad`` of the inputs.
     """
 
     inputs: list[torch.Tensor]
@@ -39,7 +38,6 @@ class KeptGraph:
     shared: bool = False
     end: int = 0
     homes: dict[int, Home] = field(default_factory=dict)
-    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 class KeptGraphs:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
-__all__ = ["find", "name_of"]
+from torch import nn
+
+__all__ = ["code_of", "find", "name_of"]
 
 
 def name_of(obj: Any, main_by_name: bool) -> tuple[str, str, int] | None:
@@ -34,3 +39,16 @@ def find(module: str, qualname: str, depth: int) -> Any:
     for _ in range(depth):
         found = found.__wrapped__
     return found
+
+
+def code_of(function: Callable[..., Any]) -> object:
+    """The code of a function, which is the same in all calls, even if each call rebuilds the function."""
+    if type(function) is FunctionType:
+        return function.__code__
+    if isinstance(function, functools.partial):
+        code = code_of(function.func)
+        return code if type(function) is functools.partial else (type(function), code)
+    if isinstance(function, nn.Module):
+        return type(function)
+    function = getattr(function, "__func__", function)
+    return getattr(function, "__code__", type(function))

@@ -43,8 +43,8 @@ from torchopt_dist.distributed._grad_accumulators import apart_from
 from torchopt_dist.distributed._gradient_sums import with_gradients
 from torchopt_dist.distributed._group import Group, find_group
 from torchopt_dist.distributed._here import Beside, Here
-from torchopt_dist.distributed._lost_gradients import code_of
 from torchopt_dist.distributed._message import Message
+from torchopt_dist.distributed._names import code_of
 from torchopt_dist.distributed._nodes import collect, dispatch
 from torchopt_dist.distributed._payload import ExecutionOptions, Payload
 from torchopt_dist.distributed._protocol import BACKWARD_TWICE, Backward, Call, Key

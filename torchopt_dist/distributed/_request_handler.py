@@ -23,23 +23,19 @@ from torchopt_dist._torch_private import (
     next_sequence_number,
 )
 from torchopt_dist.distributed import _execute
-from torchopt_dist.distributed._buffers import description_of_changes, held_by
 from torchopt_dist.distributed._chunks import Deferred
 from torchopt_dist.distributed._device_placement import receiving_device
 from torchopt_dist.distributed._gradient_sums import add_up
 from torchopt_dist.distributed._group import answering_group
 from torchopt_dist.distributed._kept_graphs import KeptGraph, KeptGraphs
-from torchopt_dist.distributed._left_gradients import description_of_left_gradients
-from torchopt_dist.distributed._lost_gradients import Watched, code_of, description_of_losses, watched
+from torchopt_dist.distributed._left_behind import LeftBehind, is_looked_at
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._payload import Payload
 from torchopt_dist.distributed._protocol import Backward, Call, Errand, Release, Reply
-from torchopt_dist.distributed._reentrant_checkpoint import gradients_by_backward, has_reentrant_checkpoint
 from torchopt_dist.distributed._replicas import Home, keep_grads
 from torchopt_dist.distributed._serialization import pack, unpack
 from torchopt_dist.distributed._spans import Recorder
 from torchopt_dist.distributed._unsendable import place_in_values
-from torchopt_dist.distributed._versions import Seen
 from torchopt_dist.distributed.reference import ConnectedRRef
 from torchopt_dist.errors import SerializationError
 
@@ -123,20 +119,14 @@ def answer(
             run = functools.partial(run, draws=draws)
         if request.arrived:
             run = functools.partial(_with_references, request.arrived, run)
-        given = Seen(request.inputs()) if content.keep and request.tensors else None
-        seen: Watched | None = None
-        if _looks_for_losses(content, kept_graphs):
-            with watched() as seen:
-                held = held_by(content.payload)
-                values, seconds = recorder.record("run", key, key[0], run, content.payload)
-        else:  # a context that does nothing would be three more calls of Python code
-            values, seconds = recorder.record("run", key, key[0], run, content.payload)
         warning = None
-        if seen is not None:
-            changes = description_of_changes(content.payload.function, held)
-            warning = _lost_gradients(content, values, request, seen, changes, kept_graphs)
-        if given and warning is None and any(each.grad is not None for each in given.tensors):
-            warning = _left_gradients(content, values, given, kept_graphs)
+        if content.keep and is_looked_at(content.payload, kept_graphs.known):
+            left = LeftBehind(content.payload, request)
+            with left.watched():
+                values, seconds = recorder.record("run", key, key[0], run, content.payload)
+            warning = left.warning(values, kept_graphs.known)
+        else:
+            values, seconds = recorder.record("run", key, key[0], run, content.payload)
         made = Reply(values, warning=warning, seconds=seconds, drew=draws is None or draws.known is True)
         inputs = request.inputs() if request.tensors else []
     elif isinstance(content, Errand):
@@ -193,18 +183,14 @@ def _differentiate(
             deferred = stack.enter_context(
                 streams.deferring([graph.inputs[place] for place in content.streamed])
             )
-        if not content.keep and has_reentrant_checkpoint(outputs):
-            with graph.lock:
-                found = gradients_by_backward(outputs, output_grads, wanted, retain_graph=retain_graph)
-        else:
-            found = torch.autograd.grad(
-                outputs,
-                wanted,
-                output_grads,
-                retain_graph=retain_graph,
-                create_graph=content.keep,
-                allow_unused=True,
-            )
+        found = torch.autograd.grad(
+            outputs,
+            wanted,
+            output_grads,
+            retain_graph=retain_graph,
+            create_graph=content.keep,
+            allow_unused=True,
+        )
     grads = iter(found)
     all_grads = [next(grads) if is_wanted else None for is_wanted in content.wanted]
     if content.streamed:
@@ -212,52 +198,6 @@ def _differentiate(
             all_grads, graph.inputs, content.streamed, deferred, content.key, recorded=content.keep
         )
     return keep_grads(content.key, graph.homes, all_grads), outputs
-
-
-def _looks_for_losses(call: Call, kept_graphs: KeptGraphs) -> bool:
-    """Whether to look for lost gradients: once for each function, since it takes time, unless the call is strict."""
-    payload = call.payload
-    return call.keep and (payload.options.strict or code_of(payload.function) not in kept_graphs.known)
-
-
-def _lost_gradients(
-    call: Call,
-    values: list[Any],
-    request: Message,
-    seen: Watched,
-    changes: str | None,
-    kept_graphs: KeptGraphs,
-) -> str | None:
-    """The warning for the caller about lost gradients, and about buffers that have changed.
-
-    Raises:
-        RuntimeError: something is lost, and the call is strict.
-    """
-    payload = call.payload
-    lost, is_all = description_of_losses(payload.function, values, request.tensors, seen, request.apart)
-    if is_all:
-        kept_graphs.known.add(code_of(payload.function))
-    lost = ". ".join(text for text in (lost, changes) if text)
-    if lost and payload.options.strict:
-        raise RuntimeError(f"{lost}, or drop strict=True")
-    return lost or None
-
-
-def _left_gradients(call: Call, values: list[Any], given: Seen, kept_graphs: KeptGraphs) -> str | None:
-    """The warning for the caller about gradients that a function has left here; given once for each function.
-
-    Raises:
-        RuntimeError: there are such gradients, and the call is strict.
-    """
-    payload, known = call.payload, ("left", code_of(call.payload.function))
-    if known in kept_graphs.known and not payload.options.strict:
-        return None
-    left = description_of_left_gradients(payload.function, payload.tasks, values, given)
-    if left and payload.options.strict:
-        raise RuntimeError(f"{left}, or drop strict=True")
-    if left:
-        kept_graphs.known.add(known)
-    return left
 
 
 def _reply(
