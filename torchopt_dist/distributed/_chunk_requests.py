@@ -7,7 +7,6 @@ from typing import Any
 
 from torchopt_dist.distributed._chunks import Chunk
 from torchopt_dist.distributed._group import answering_group
-from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._protocol import Errand
 
 __all__ = ["TakeChunk"]
@@ -29,8 +28,7 @@ class TakeChunk(Errand):
         """Its fields, without their names."""
         return TakeChunk, (self.key, self.keep, self.index, self.chunk)
 
-    def run(self, request: Message) -> list[Any]:
+    def values(self) -> list[Any]:
         """See :class:`Errand`."""
-        del request
         answering_group().streams.put(self.key, self.index, self.chunk)
         return []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,7 +37,7 @@ class KeptGraph:
     outputs: list[Any]
     shared: bool = False
     end: int = 0
-    homes: dict[int, Home] = field(default_factory=dict)
+    homes: Mapping[int, Home] = field(default_factory=dict)
 
 
 class KeptGraphs:

@@ -1,11 +1,12 @@
-"""The requests of a caller to a worker, ``Call``, ``Backward`` and ``Release`` → the ``Reply`` to each."""
+"""The requests of a caller to a worker, each of which runs itself there → what it has made, with the ``Reply``."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -14,10 +15,94 @@ from torchopt_dist.distributed._caller_state import CallerState
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._payload import Payload
 
-__all__ = ["Backward", "Call", "Errand", "Key", "Release", "Reply"]
+__all__ = ["Backward", "Call", "Errand", "Key", "Made", "Release", "Reply", "Request", "Worker"]
 
 Key: TypeAlias = tuple[int, int]
 """Names a graph that a worker keeps: the caller's rank and a number that the caller never uses again."""
+
+
+@dataclass
+class Reply:
+    """The answer to a request.
+
+    Attributes:
+        values: one for each task of a call; one for each input of a graph, ``None`` where it has no gradient.
+        exception: the exception that ended the request, if one did.
+        warning: the text of a warning for the caller.
+        seconds: how long a sample of a call took, if the call asks.
+        drew: whether tasks of a call drew random numbers; true also for a call with gradients, which nobody asks.
+    """
+
+    values: list[Any] = field(default_factory=list)
+    exception: SerializedException | None = None
+    warning: str | None = None
+    seconds: float = 0.0
+    drew: bool = True
+
+    def __reduce__(self) -> tuple[type[Reply], tuple[Any, ...]]:
+        """Its fields, without their names."""
+        return Reply, (self.values, self.exception, self.warning, self.seconds, self.drew)
+
+
+class Made(NamedTuple):
+    """What a request has made on a worker.
+
+    Attributes:
+        reply: the reply.
+        inputs: the tensors from which the graph leads to the reply's, if it is to be kept.
+        homes: for the indices of inputs whose gradients stay here, the replica and the place there.
+        shared: whether that graph has nodes in common with another one that is kept.
+        left_out: the indices of values that are not sent, since the caller has them.
+        used_up: what is to be freed only after the reply has been sent.
+    """
+
+    reply: Reply
+    inputs: Sequence[torch.Tensor] = ()
+    homes: Mapping[int, Any] = MappingProxyType({})
+    shared: bool = False
+    left_out: Sequence[int] = ()
+    used_up: Any = None
+
+
+class Worker(Protocol):
+    """The worker that has got a request.
+
+    Attributes:
+        message: the request, with its tensors as they are used.
+        homes: for the indices of its inputs whose gradients stay here, the replica and the place there.
+    """
+
+    message: Message
+    homes: dict[int, Any]
+
+    def execute(self, call: Call) -> Made:
+        """Run a payload."""
+
+    def differentiate(self, backward: Backward) -> Made:
+        """Differentiate a graph that is kept here."""
+
+    def release(self, request: Release) -> Made:
+        """Forget graphs and values."""
+
+
+class Request(Protocol):
+    """What a worker is asked to do.
+
+    Attributes:
+        key: names the request, and the graph from the message's tensors to the reply's, if that is kept.
+        keep: whether to keep the graph.
+    """
+
+    @property
+    def key(self) -> Key | None:
+        """See above; ``None`` if it makes no graph."""
+
+    @property
+    def keep(self) -> bool:
+        """See above."""
+
+    def run(self, worker: Worker) -> Made:
+        """Do it."""
 
 
 @dataclass
@@ -33,6 +118,10 @@ class Call:
     payload: Payload
     key: Key
     keep: bool
+
+    def run(self, worker: Worker) -> Made:
+        """See :class:`Request`."""
+        return worker.execute(self)
 
     def __reduce__(self) -> tuple[Callable[..., Call], tuple[Any, ...]]:
         """As plain values, of which a pickler knows what to do without asking each object."""
@@ -57,13 +146,13 @@ class Errand(ABC):
     key: Key
     keep: bool
 
-    @abstractmethod
-    def run(self, request: Message) -> list[Any]:
-        """Run the errand; returns the values of the reply.
+    def run(self, worker: Worker) -> Made:
+        """See :class:`Request`."""
+        return Made(Reply(self.values(), drew=False), worker.message.inputs(), worker.homes)
 
-        Args:
-            request: the message that the errand is made of, as it is used.
-        """
+    @abstractmethod
+    def values(self) -> list[Any]:
+        """Do it; returns the values of the reply."""
 
 
 BACKWARD_TWICE = (
@@ -97,6 +186,10 @@ class Backward:
     state: CallerState
     streamed: tuple[int, ...] = ()
 
+    def run(self, worker: Worker) -> Made:
+        """See :class:`Request`."""
+        return worker.differentiate(self)
+
     def plain(self) -> tuple[Any, ...]:
         """Its fields but the gradients, with the fields of the caller's state instead of the state."""
         graph, _, wanted, retain_graph, key, keep, state, *rest = vars(self).values()
@@ -129,26 +222,9 @@ class Release:
 
     graphs: tuple[Key, ...] = ()
     residents: tuple[Key, ...] = ()
+    key: ClassVar[None] = None
+    keep: ClassVar[bool] = False
 
-
-@dataclass
-class Reply:
-    """The answer to a request.
-
-    Attributes:
-        values: one for each task of a call; one for each input of a graph, ``None`` where it has no gradient.
-        exception: the exception that ended the request, if one did.
-        warning: the text of a warning for the caller.
-        seconds: how long a sample of a call took, if the call asks.
-        drew: whether tasks of a call drew random numbers; true also for a call with gradients, which nobody asks.
-    """
-
-    values: list[Any] = field(default_factory=list)
-    exception: SerializedException | None = None
-    warning: str | None = None
-    seconds: float = 0.0
-    drew: bool = True
-
-    def __reduce__(self) -> tuple[type[Reply], tuple[Any, ...]]:
-        """Its fields, without their names."""
-        return Reply, (self.values, self.exception, self.warning, self.seconds, self.drew)
+    def run(self, worker: Worker) -> Made:
+        """See :class:`Request`."""
+        return worker.release(self)

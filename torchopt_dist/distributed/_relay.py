@@ -292,9 +292,8 @@ class Relay(Errand):
             self.mends,
         )
 
-    def run(self, request: Message) -> list[Parcel | Missing]:
+    def values(self) -> list[Parcel | Missing]:
         """See :class:`Errand`."""
-        del request
         group = answering_group()
         flat: list[Tensor] = []
         for leaf, shape in zip(self.hoisted, self.shapes, strict=True):

@@ -8,7 +8,7 @@ of a sum does not depend on threads.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeAlias
 
@@ -233,7 +233,9 @@ class Replicas(HeldValues[Held]):
         return {number: (self.held(key), place) for number, (key, place) in message.staying_inputs().items()}
 
 
-def keep_grads(backward: Key, homes: dict[int, Home], grads: Iterable[Tensor | None]) -> list[Tensor | None]:
+def keep_grads(
+    backward: Key, homes: Mapping[int, Home], grads: Iterable[Tensor | None]
+) -> list[Tensor | None]:
     """Accumulate the gradients that stay; returns the others.
 
     Args:

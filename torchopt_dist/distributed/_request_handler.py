@@ -31,7 +31,7 @@ from torchopt_dist.distributed._kept_graphs import KeptGraph, KeptGraphs
 from torchopt_dist.distributed._left_behind import LeftBehind, is_looked_at
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._payload import Payload
-from torchopt_dist.distributed._protocol import Backward, Call, Errand, Release, Reply
+from torchopt_dist.distributed._protocol import Backward, Call, Key, Made, Release, Reply, Request
 from torchopt_dist.distributed._replicas import Home, keep_grads
 from torchopt_dist.distributed._serialization import pack, unpack
 from torchopt_dist.distributed._spans import Recorder
@@ -75,10 +75,7 @@ def error_reply(error: BaseException) -> Message:
 
 
 def answer(
-    request: Message,
-    device: torch.device | None,
-    kept_graphs: KeptGraphs,
-    recorder: Recorder,
+    request: Message, device: torch.device | None, kept_graphs: KeptGraphs, recorder: Recorder
 ) -> Message:
     """Handle a request; exceptions are raised.
 
@@ -89,141 +86,153 @@ def answer(
         recorder: as for :func:`handle_request`.
     """
     began = time.perf_counter()
-    homes: dict[int, Home] = {}
-    if request.staying:
-        replicas = answering_group().replicas
-        request = replicas.fill(request).received(device)
-        homes = replicas.homes(request)
-    elif request.tensors:
-        request = request.received(device)
-    content = unpack(request)
-    if isinstance(content, Release):
-        for key in content.graphs:
-            kept_graphs.release(key)
-            answering_group().streams.forget(key)
-        for key in content.residents:
-            answering_group().residents.forget(key)
-            answering_group().replicas.forget(key)
-        return pack(Reply(), main_by_name=True)
+    worker = _Worker(request, device, kept_graphs, recorder)
+    content: Request = unpack(worker.message)
     key = content.key
+    if key is None:
+        return pack(content.run(worker).reply, main_by_name=True)
     if recorder.profile.on:
         recorder.add("receive", began, key, key[0])
-    used_up: tuple[KeptGraph, list[torch.Tensor]] | None = None
-    shared = False
-    if isinstance(content, Call):
-        run = _execute.timed
-        if request.moved:
-            run = functools.partial(run, moved=True)
-        draws = None if content.payload.state.grad_enabled else Draws(False)
-        if draws is not None:
-            run = functools.partial(run, draws=draws)
-        if request.arrived:
-            run = functools.partial(_with_references, request.arrived, run)
-        warning = None
-        if content.keep and is_looked_at(content.payload, kept_graphs.known):
-            left = LeftBehind(content.payload, request)
-            with left.watched():
-                values, seconds = recorder.record("run", key, key[0], run, content.payload)
-            warning = left.warning(values, kept_graphs.known)
-        else:
-            values, seconds = recorder.record("run", key, key[0], run, content.payload)
-        made = Reply(values, warning=warning, seconds=seconds, drew=draws is None or draws.known is True)
-        inputs = request.inputs() if request.tensors else []
-    elif isinstance(content, Errand):
-        made, inputs = Reply(content.run(request), drew=False), request.inputs()
-    else:
-        graph = kept_graphs.find(content.graph)
-        input_grads, outputs = recorder.record(
-            "backward", key, key[0], _differentiate, content, graph, kept_graphs
-        )
-        own = request.inputs()
-        made, inputs = Reply(input_grads), [*own, *graph.inputs]
-        homes = {len(own) + place: home for place, home in graph.homes.items()}
-        used_up, shared = (graph, outputs), content.keep
-    reply = recorder.record(
-        "reply", key, key[0], _reply, made, inputs, content, kept_graphs, homes, shared=shared
-    )
-    reply.used_up = used_up
+    made = content.run(worker)
+    reply = recorder.record("reply", key, key[0], _reply, made, key if content.keep else None, kept_graphs)
+    reply.used_up = made.used_up
     return reply
 
 
+class _Worker:
+    """See :class:`~torchopt_dist.distributed._protocol.Worker`; the arguments are those of :func:`answer`."""
+
+    def __init__(
+        self, request: Message, device: torch.device | None, kept_graphs: KeptGraphs, recorder: Recorder
+    ) -> None:
+        self.message = request
+        self.homes: dict[int, Home] = {}
+        if request.staying:
+            replicas = answering_group().replicas
+            self.message = replicas.fill(request).received(device)
+            self.homes = replicas.homes(request)
+        elif request.tensors:
+            self.message = request.received(device)
+        self._kept_graphs = kept_graphs
+        self._recorder = recorder
+
+    def execute(self, call: Call) -> Made:
+        """Run a payload."""
+        message, payload, known = self.message, call.payload, self._kept_graphs.known
+        draws = None if payload.state.grad_enabled else Draws(False)
+        run = functools.partial(_execute.timed, payload, moved=message.moved, draws=draws)
+        if message.arrived:
+            run = functools.partial(_with_references, message.arrived, run, payload)
+        warning = None
+        if call.keep and is_looked_at(payload, known):
+            left = LeftBehind(payload, message)
+            with left.watched():
+                values, seconds = self._recorder.record("run", call.key, call.key[0], run)
+            warning = left.warning(values, known)
+        else:
+            values, seconds = self._recorder.record("run", call.key, call.key[0], run)
+        reply = Reply(values, warning=warning, seconds=seconds, drew=draws is None or draws.known is True)
+        return Made(reply, message.inputs() if message.tensors else (), self.homes)
+
+    def differentiate(self, backward: Backward) -> Made:
+        """Differentiate a graph that is kept here."""
+        graph = self._kept_graphs.find(backward.graph)
+        reached = {place: grad for place, grad in enumerate(backward.output_grads) if grad is not None}
+        outputs = [graph.outputs[place] for place in reached]  # the caller asks for no output that is used up
+        graph.shared |= backward.keep
+        if not backward.retain_graph:
+            self._kept_graphs.use_up(backward.graph, graph, [*reached])
+        # A gradient may be on the CPU where its output is on a GPU.
+        output_grads = [grad.to(y.device) for y, grad in zip(outputs, reached.values(), strict=True)]
+        grads = self._recorder.record(
+            "backward", backward.key, backward.key[0], _differentiate, backward, graph, outputs, output_grads
+        )
+        own = self.message.inputs()
+        return Made(
+            Reply(keep_grads(backward.key, graph.homes, grads)),
+            [*own, *graph.inputs],
+            {len(own) + place: home for place, home in graph.homes.items()},
+            shared=backward.keep,
+            left_out=backward.streamed if backward.keep else (),
+            used_up=(graph, outputs),
+        )
+
+    def release(self, request: Release) -> Made:
+        """Forget graphs and values."""
+        group = answering_group()
+        for key in request.graphs:
+            self._kept_graphs.release(key)
+            group.streams.forget(key)
+        for key in request.residents:
+            group.residents.forget(key)
+            group.replicas.forget(key)
+        return Made(Reply())
+
+
 def _with_references(
-    arrived: Sequence[ConnectedRRef], run: Callable[[Payload], tuple[list[Any], float]], payload: Payload
+    arrived: Sequence[ConnectedRRef], run: Callable[[], tuple[list[Any], float]], payload: Payload
 ) -> tuple[list[Any], float]:
     """What ``run`` returns, with references that are connected while it runs."""
     for reference in arrived:
         reference.begin(answering_group().ask, outlives=payload.options.outlives_workers)
     try:
-        return run(payload)
+        return run()
     finally:
         for reference in arrived:
             reference.end()
 
 
 def _differentiate(
-    content: Backward, graph: KeptGraph, kept_graphs: KeptGraphs
-) -> tuple[list[torch.Tensor | None], list[torch.Tensor]]:
-    """The gradients of the graph's inputs, and the outputs that they are of."""
-    graph.shared |= content.keep
-    reached = {place: grad for place, grad in enumerate(content.output_grads) if grad is not None}
-    outputs = [graph.outputs[place] for place in reached]  # the caller asks for no output that is used up
-    if not content.retain_graph:
-        kept_graphs.use_up(content.graph, graph, [*reached])
-    # A gradient may be on the CPU where its output is on a GPU.
-    output_grads = [grad.to(y.device) for y, grad in zip(outputs, reached.values(), strict=True)]
-    wanted = [leaf for leaf, is_wanted in zip(graph.inputs, content.wanted, strict=True) if is_wanted]
-    if content.keep:  # so that sums have one order, whichever thread this is
+    backward: Backward,
+    graph: KeptGraph,
+    outputs: Sequence[torch.Tensor],
+    output_grads: Sequence[torch.Tensor],
+) -> list[torch.Tensor | None]:
+    """The gradients of the graph's inputs."""
+    wanted = [leaf for leaf, is_wanted in zip(graph.inputs, backward.wanted, strict=True) if is_wanted]
+    if backward.keep:  # so that sums have one order, whichever thread this is
         advance_sequence_numbers(graph.end)
-    retain_graph = content.retain_graph or graph.shared
-    found: Sequence[torch.Tensor | None]
-    with content.state.applied(), torch.enable_grad(), ExitStack() as stack:
+    with backward.state.applied(), torch.enable_grad(), ExitStack() as stack:
         deferred: list[Deferred] = []
-        if content.streamed:
+        if backward.streamed:
             streams = answering_group().streams
             deferred = stack.enter_context(
-                streams.deferring([graph.inputs[place] for place in content.streamed])
+                streams.deferring([graph.inputs[place] for place in backward.streamed])
             )
-        found = torch.autograd.grad(
-            outputs,
-            wanted,
-            output_grads,
-            retain_graph=retain_graph,
-            create_graph=content.keep,
-            allow_unused=True,
+        found = iter(
+            torch.autograd.grad(
+                outputs,
+                wanted,
+                output_grads,
+                retain_graph=backward.retain_graph or graph.shared,
+                create_graph=backward.keep,
+                allow_unused=True,
+            )
         )
-    grads = iter(found)
-    all_grads = [next(grads) if is_wanted else None for is_wanted in content.wanted]
-    if content.streamed:
-        all_grads = add_up(
-            all_grads, graph.inputs, content.streamed, deferred, content.key, recorded=content.keep
-        )
-    return keep_grads(content.key, graph.homes, all_grads), outputs
+    grads = [next(found) if is_wanted else None for is_wanted in backward.wanted]
+    if not backward.streamed:
+        return grads
+    return add_up(grads, graph.inputs, backward.streamed, deferred, backward.key, recorded=backward.keep)
 
 
-def _reply(
-    content: Reply,
-    inputs: list[torch.Tensor],
-    request: Call | Errand | Backward,
-    kept_graphs: KeptGraphs,
-    homes: dict[int, Home],
-    *,
-    shared: bool = False,
-) -> Message:
+def _reply(made: Made, key: Key | None, kept_graphs: KeptGraphs) -> Message:
+    """The reply's message, ready to be sent; its graph is kept under a key, if there is one."""
+    values = made.reply.values
     try:
-        reply = pack(content, main_by_name=True)
+        reply = pack(made.reply, main_by_name=True)
     except SerializationError as error:
-        place = place_in_values(content.values) if isinstance(request, Call) else ""
-        raise SerializationError(f"the result cannot be sent: {place}{error}") from error
-    if request.keep and inputs:
-        leaves = {id(tensor) for tensor in inputs}
+        raise SerializationError(f"the result cannot be sent: {place_in_values(values)}{error}") from error
+    if key is not None and made.inputs:
+        leaves = {id(tensor) for tensor in made.inputs}
         outputs = {
             number: tensor
             for number, tensor in enumerate(reply.tensors)
             if tensor.requires_grad and (tensor.grad_fn is not None or id(tensor) in leaves)
         }
         if outputs:
-            kept = KeptGraph(inputs, list(outputs.values()), shared, next_sequence_number(), homes)
-            kept_graphs.keep(request.key, kept)
+            end = next_sequence_number()
+            kept = KeptGraph([*made.inputs], [*outputs.values()], made.shared, end, made.homes)
+            kept_graphs.keep(key, kept)
             reply.connected = tuple(outputs)
     if not reply.tensors:
         return reply
@@ -233,10 +242,8 @@ def _reply(
         for number, (wanted, tensor) in enumerate(zip(reply.requires_grad, reply.tensors, strict=True))
     ]
     sent = reply.detached()
-    if isinstance(request, Backward) and request.keep and request.streamed:
-        came = {id(content.values[place]) for place in request.streamed}
-        sent.tensors = [
-            tensor.new_empty(0) if id(whole) in came else tensor
-            for whole, tensor in zip(reply.tensors, sent.tensors, strict=True)
-        ]
+    left_out = {id(values[place]) for place in made.left_out}
+    for number, tensor in enumerate(reply.tensors) if left_out else ():
+        if id(tensor) in left_out:
+            sent.tensors[number] = tensor.new_empty(0)
     return sent
