@@ -20,7 +20,7 @@ from tests.distributed.programs import kept, lie_right
 from torchopt_dist.distributed import _chunks, _multicast, _relay
 from torchopt_dist.distributed._chunks import CHUNK, Deferred, Streams, chunks_of
 from torchopt_dist.distributed._group import current_group
-from torchopt_dist.distributed._kept_graphs import GIVEN_UP, KeptGraph, KeptGraphs
+from torchopt_dist.distributed._kept import GIVEN_UP, Kept, KeptGraph, graph_missing
 from torchopt_dist.distributed._payload import ExecutionOptions, group_by_worker
 from torchopt_dist.distributed._tree import tree
 from torchopt_dist.distributed._wire_format import SMALL
@@ -181,10 +181,10 @@ def test_chunks_can_be_put_together_after_they_were_taken_for_a_sum():
 def test_a_graph_that_is_there_after_its_caller_was_lost_is_not_kept():
     """The caller was a relay, and its request was still at work: nobody releases that graph."""
     gone = set()
-    graphs = KeptGraphs(has_gone=gone.__contains__)
+    graphs = Kept(graph_missing, gone.__contains__)
     graphs.keep((1, 0), KeptGraph([], []))
     gone |= {(1, 0), (1, 1)}
-    graphs.forget_caller(1)
+    graphs.forget_owner(1)
     graphs.keep((1, 1), KeptGraph([], []))
     assert not len(graphs)
     graphs.keep((1, 2), KeptGraph([], []))  # of the rank's next process
@@ -193,9 +193,9 @@ def test_a_graph_that_is_there_after_its_caller_was_lost_is_not_kept():
 
 def test_graphs_that_never_come_are_not_remembered_for_ever():
     """A function that raises makes no graph, and its caller releases it all the same."""
-    graphs = KeptGraphs()
+    graphs = Kept(graph_missing)
     for number in range(3 * GIVEN_UP):
-        graphs.release((0, number))
+        graphs.release((0, number), coming=True)
     assert len(vars(graphs)["_given_up"]) == GIVEN_UP
     graphs.keep((0, 3 * GIVEN_UP - 1), KeptGraph([], []))
     assert not len(graphs)

@@ -25,7 +25,7 @@ from torchopt_dist.errors import NotInitializedError, ResidentError, WorkerLostE
 
 def kept_here():
     residents = current_group().residents
-    return len(residents), residents.nbytes()
+    return len(residents), sum(tensor.nbytes for kept in residents.values() for tensor in kept.tensors)
 
 
 def kept_everywhere():
@@ -54,16 +54,16 @@ def test_a_value_that_is_freed_while_it_is_on_its_way_is_not_kept(fails):
     residents, key = Residents(lambda _: False), (0, 7)
 
     def fetch():
-        residents.forget(key)
+        residents.release(key)
         if fails:
             raise WorkerLostError("gone")
         return torch.ones(3)
 
     if fails:
         with pytest.raises(WorkerLostError):
-            residents.find(key, None, fetch)
+            residents.on(key, None, fetch)
     else:
-        assert residents.find(key, None, fetch).sum() == 3
+        assert residents.on(key, None, fetch).sum() == 3
     assert len(residents) == len(vars(residents)["_coming"]) == 0
 
 

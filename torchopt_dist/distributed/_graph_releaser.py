@@ -24,17 +24,10 @@ class GraphReleaser:
         self._closed = False
 
     def release(self, transport: Sender, worker: int, key: Key) -> None:
-        """Let ``worker`` forget the graph under ``key``, unless the group has ended, and all graphs with it."""
-        self._put(transport, worker, Release(graphs=(key,)))
-
-    def release_resident(self, transport: Sender, worker: int, key: Key) -> None:
-        """Let ``worker`` forget the resident under ``key``, unless the group has ended."""
-        self._put(transport, worker, Release(residents=(key,)))
-
-    def _put(self, transport: Sender, worker: int, request: Release) -> None:
+        """Let ``worker`` forget what it keeps under ``key``, unless the group has ended, and all of that with it."""
         if self._closed:
             return
-        self._requests.put((transport, worker, request))
+        self._requests.put((transport, worker, Release((key,))))
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="todist-graph-releaser", daemon=True)
             self._thread.start()

@@ -15,7 +15,7 @@ from typing import Any
 from torchopt_dist.distributed._chunks import Streams
 from torchopt_dist.distributed._future import Future
 from torchopt_dist.distributed._graph_releaser import GraphReleaser
-from torchopt_dist.distributed._kept_graphs import KeptGraphs
+from torchopt_dist.distributed._kept import Kept, KeptGraph, graph_missing
 from torchopt_dist.distributed._members import Member, OnLoss
 from torchopt_dist.distributed._membership import Membership
 from torchopt_dist.distributed._outstanding import Outstanding
@@ -52,6 +52,7 @@ class Group:
         first_number: the first of this process's numbers; those of earlier processes of the rank are smaller.
         names: the workers' names, by rank.
         kept_graphs: the graphs of the calls that this worker has answered.
+        known_functions: those of which this worker has told callers what there is to tell, by their code.
         releaser: tells other workers to forget the graphs of calls that this worker has made.
         threads: run work that must not wait for a thread.
         residents: values that stay on this worker.
@@ -84,7 +85,8 @@ class Group:
         self.first_number = self.incarnation << NUMBER_BITS
         self.names = tuple(member.name for member in self.members)
         self.numbers = itertools.count(self.first_number)
-        self.kept_graphs = KeptGraphs(has_gone=self.has_gone)
+        self.kept_graphs = Kept[KeptGraph](graph_missing, self.has_gone)
+        self.known_functions: set[object] = set()
         self.threads = ThreadPool()
         self.residents = Residents(self.has_gone)
         self.replicas = Replicas()

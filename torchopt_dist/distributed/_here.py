@@ -8,7 +8,7 @@ import torch
 
 from torchopt_dist.distributed._future import Future
 from torchopt_dist.distributed._group import Group
-from torchopt_dist.distributed._kept_graphs import KeptGraphs
+from torchopt_dist.distributed._kept import Kept, KeptGraph, graph_missing
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._request_handler import answer
 from torchopt_dist.distributed._spans import Recorder
@@ -33,7 +33,7 @@ class Here:
     def __init__(self, device: torch.device | None, group: Group, recorder: Recorder | None = None) -> None:
         self._device = device
         self._group = group
-        self.kept_graphs = KeptGraphs(group.kept_graphs.known)
+        self.kept_graphs = Kept[KeptGraph](graph_missing)
         self._recorder = recorder or group.recorder
 
     def send(self, worker: int, request: Message, timeout: float) -> Future[Message]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
@@ -106,7 +105,7 @@ class KeptGraph:
     outputs: list[Any]
     shared: bool = False
     end: int = 0
-    homes: Mapping[int, Home] = MappingProxyType({})
+    homes: Mapping[int, Home] = field(default_factory=dict)
 
     def use_up(self, places: list[int]) -> bool:
         """Forget some outputs; returns whether these were the last."""

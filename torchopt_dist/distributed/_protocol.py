@@ -82,7 +82,7 @@ class Worker(Protocol):
         """Differentiate a graph that is kept here."""
 
     def release(self, request: Release) -> Made:
-        """Forget graphs and values."""
+        """Forget what is kept under keys."""
 
 
 class Request(Protocol):
@@ -213,15 +213,13 @@ class Backward:
 
 @dataclass(frozen=True)
 class Release:
-    """Forget graphs and values that are not needed any more.
+    """Forget what is not needed any more.
 
     Attributes:
-        graphs: keys of graphs of calls whose part of the graph at the caller has been freed.
-        residents: keys of values whose handles have been closed or freed.
+        keys: of graphs whose part at the caller has been freed, and of values whose handles have been closed or freed.
     """
 
-    graphs: tuple[Key, ...] = ()
-    residents: tuple[Key, ...] = ()
+    keys: tuple[Key, ...]
     key: ClassVar[None] = None
     keep: ClassVar[bool] = False
 

@@ -203,7 +203,7 @@ class RemoteGraph:
 
     def _warn_of_much(self, payload: Payload, code: GlobalsOfCode, nbytes: int) -> None:
         """Warn once of a function that takes large global variables with it."""
-        known, key = self.group.kept_graphs.known, ("much", code_of(payload.function))
+        known, key = self.group.known_functions, ("much", code_of(payload.function))
         if nbytes > MUCH_CODE and key not in known:
             known.add(key)
             text = description_of_much(

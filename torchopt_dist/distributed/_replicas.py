@@ -16,23 +16,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchopt_dist.distributed._held_values import HeldValues
+from torchopt_dist.distributed._kept import Home, Kept
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._protocol import Key
 from torchopt_dist.distributed._serialization import pack
 from torchopt_dist.distributed._versions import Seen
 from torchopt_dist.errors import ResidentError
 
-__all__ = ["Before", "Held", "Home", "Options", "Replicas", "keep_grads"]
+__all__ = ["Before", "Held", "Options", "Replicas", "keep_grads"]
 
 Options: TypeAlias = Sequence[dict[str, Any]]
 """For each group of an optimizer's parameters, what of its options has changed."""
 Before: TypeAlias = Callable[[nn.Module], object]
 """Done with a module before a step."""
-
-
-Home: TypeAlias = "tuple[Held, int]"
-"""A replica, and the place of a tensor there."""
 
 
 class Held:
@@ -202,11 +198,11 @@ class Held:
         self.note()
 
 
-class Replicas(HeldValues[Held]):
+class Replicas(Kept[Held]):
     """The replicas of a worker."""
 
     def __init__(self) -> None:
-        super().__init__("a replica was used after its end, or where it is not: make a new `todist.replica`")
+        super().__init__(_missing)
 
     def fill(self, message: Message) -> Message:
         """Put this worker's tensors in the place of those that were not sent.
@@ -218,7 +214,7 @@ class Replicas(HeldValues[Held]):
         """
         tensors = [*message.tensors]
         for key, version, places in message.staying:
-            held = self.held(key)
+            held = self.find(key)
             problem = held.problem(version)
             if problem is not None:
                 raise problem
@@ -230,7 +226,11 @@ class Replicas(HeldValues[Held]):
 
     def homes(self, message: Message) -> dict[int, Home]:
         """For inputs of a request whose gradients stay, by their indices: the replica and the index there."""
-        return {number: (self.held(key), place) for number, (key, place) in message.staying_inputs().items()}
+        return {number: (self.find(key), place) for number, (key, place) in message.staying_inputs().items()}
+
+
+def _missing() -> ResidentError:
+    return ResidentError("a replica was used after its end, or where it is not: make a new `todist.replica`")
 
 
 def keep_grads(

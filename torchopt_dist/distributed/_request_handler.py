@@ -27,12 +27,12 @@ from torchopt_dist.distributed._chunks import Deferred
 from torchopt_dist.distributed._device_placement import receiving_device
 from torchopt_dist.distributed._gradient_sums import add_up
 from torchopt_dist.distributed._group import answering_group
-from torchopt_dist.distributed._kept_graphs import KeptGraph, KeptGraphs
+from torchopt_dist.distributed._kept import Home, Kept, KeptGraph
 from torchopt_dist.distributed._left_behind import LeftBehind, is_looked_at
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._payload import Payload
 from torchopt_dist.distributed._protocol import Backward, Call, Key, Made, Release, Reply, Request
-from torchopt_dist.distributed._replicas import Home, keep_grads
+from torchopt_dist.distributed._replicas import keep_grads
 from torchopt_dist.distributed._serialization import pack, unpack
 from torchopt_dist.distributed._spans import Recorder
 from torchopt_dist.distributed._unsendable import place_in_values
@@ -42,7 +42,7 @@ from torchopt_dist.errors import SerializationError
 __all__ = ["answer", "error_reply", "handle_request"]
 
 
-def handle_request(request: Message, kept_graphs: KeptGraphs, recorder: Recorder) -> Message:
+def handle_request(request: Message, kept_graphs: Kept[KeptGraph], recorder: Recorder) -> Message:
     """Handle a request; an exception becomes the reply's exception.
 
     Args:
@@ -75,7 +75,7 @@ def error_reply(error: BaseException) -> Message:
 
 
 def answer(
-    request: Message, device: torch.device | None, kept_graphs: KeptGraphs, recorder: Recorder
+    request: Message, device: torch.device | None, kept_graphs: Kept[KeptGraph], recorder: Recorder
 ) -> Message:
     """Handle a request; exceptions are raised.
 
@@ -103,7 +103,7 @@ class _Worker:
     """See :class:`~torchopt_dist.distributed._protocol.Worker`; the arguments are those of :func:`answer`."""
 
     def __init__(
-        self, request: Message, device: torch.device | None, kept_graphs: KeptGraphs, recorder: Recorder
+        self, request: Message, device: torch.device | None, kept_graphs: Kept[KeptGraph], recorder: Recorder
     ) -> None:
         self.message = request
         self.homes: dict[int, Home] = {}
@@ -118,7 +118,7 @@ class _Worker:
 
     def execute(self, call: Call) -> Made:
         """Run a payload."""
-        message, payload, known = self.message, call.payload, self._kept_graphs.known
+        message, payload, known = self.message, call.payload, answering_group().known_functions
         draws = None if payload.state.grad_enabled else Draws(False)
         run = functools.partial(_execute.timed, payload, moved=message.moved, draws=draws)
         if message.arrived:
@@ -140,8 +140,8 @@ class _Worker:
         reached = {place: grad for place, grad in enumerate(backward.output_grads) if grad is not None}
         outputs = [graph.outputs[place] for place in reached]  # the caller asks for no output that is used up
         graph.shared |= backward.keep
-        if not backward.retain_graph:
-            self._kept_graphs.use_up(backward.graph, graph, [*reached])
+        if not backward.retain_graph and graph.use_up([*reached]):
+            self._kept_graphs.release(backward.graph)
         # A gradient may be on the CPU where its output is on a GPU.
         output_grads = [grad.to(y.device) for y, grad in zip(outputs, reached.values(), strict=True)]
         grads = self._recorder.record(
@@ -158,14 +158,12 @@ class _Worker:
         )
 
     def release(self, request: Release) -> Made:
-        """Forget graphs and values."""
+        """Forget what is kept under keys."""
         group = answering_group()
-        for key in request.graphs:
-            self._kept_graphs.release(key)
-            group.streams.forget(key)
-        for key in request.residents:
-            group.residents.forget(key)
-            group.replicas.forget(key)
+        for key in request.keys:
+            if group.residents.release(key) is None and group.replicas.release(key) is None:
+                self._kept_graphs.release(key, coming=True)
+                group.streams.forget(key)
         return Made(Reply())
 
 
@@ -215,7 +213,7 @@ def _differentiate(
     return add_up(grads, graph.inputs, backward.streamed, deferred, backward.key, recorded=backward.keep)
 
 
-def _reply(made: Made, key: Key | None, kept_graphs: KeptGraphs) -> Message:
+def _reply(made: Made, key: Key | None, kept_graphs: Kept[KeptGraph]) -> Message:
     """The reply's message, ready to be sent; its graph is kept under a key, if there is one."""
     values = made.reply.values
     try:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from torchopt_dist.distributed._held_values import HeldValues
+from torchopt_dist.distributed._kept import Kept
 from torchopt_dist.distributed._protocol import Key
 from torchopt_dist.distributed._serialization import pack, unpack
 from torchopt_dist.distributed._versions import Seen
@@ -62,7 +62,7 @@ class _Kept:
         return self.placed[device]
 
 
-class Residents(HeldValues[_Kept]):
+class Residents(Kept[_Kept]):
     """The values that stay on a worker.
 
     Args:
@@ -73,9 +73,8 @@ class Residents(HeldValues[_Kept]):
     """
 
     def __init__(self, has_gone: Callable[[Key], bool]) -> None:
-        super().__init__("a resident was used after its handle had been closed: `put` the value again")
+        super().__init__(_missing, has_gone)
         self.in_use = False
-        self._has_gone = has_gone
         self._coming: dict[Key, Future[_Kept]] = {}
 
     def put(self, key: Key, value: Any, *, check: bool) -> None:
@@ -95,9 +94,9 @@ class Residents(HeldValues[_Kept]):
                 )
         kept.digest = _digest(value) if check else None
         self.in_use = True
-        self.hold(key, kept)
+        self.keep(key, kept)
 
-    def find(self, key: Key, device: torch.device | None, fetch: Callable[[], Any] | None = None) -> Any:
+    def on(self, key: Key, device: torch.device | None, fetch: Callable[[], Any] | None = None) -> Any:
         """The value; threads that want it at the same time fetch it once.
 
         Args:
@@ -111,14 +110,14 @@ class Residents(HeldValues[_Kept]):
         mine = None
         with self._lock:
             self.in_use = True
-            kept, coming = self._held.get(key), self._coming.get(key)
+            kept, coming = self._kept.get(key), self._coming.get(key)
             if kept is None and coming is None and fetch is not None:
                 coming = mine = self._coming[key] = Future()
         if mine is not None and fetch is not None:
             self._fetch(key, fetch, mine)
         if kept is None and coming is not None:
             kept = coming.result()
-        kept = kept or self.held(key)
+        kept = kept or self.find(key)
         kept.check()
         return kept.on(device)
 
@@ -136,14 +135,14 @@ class Residents(HeldValues[_Kept]):
         with self._lock:
             if self._coming.get(key) is coming:
                 del self._coming[key]
-                if not (kept is None or self._has_gone(key)):
-                    self._held[key] = kept
+                if kept is not None:
+                    self.keep(key, kept)
 
-    def forget(self, key: Key) -> _Kept | None:
-        """See :class:`HeldValues`; who waits for a value that is on its way still gets it, but it is not kept."""
+    def release(self, key: Key, *, coming: bool = False) -> _Kept | None:
+        """See :class:`Kept`; who waits for a value that is on its way still gets it, but it is not kept."""
         with self._lock:
             self._coming.pop(key, None)
-            return super().forget(key)
+            return super().release(key, coming=coming)
 
     def hand_out(self, key: Key, worker: int) -> Any:
         """At the value's home: the value, for a worker that keeps it from now on; errors as for :meth:`check`."""
@@ -154,9 +153,13 @@ class Residents(HeldValues[_Kept]):
 
     def check(self, key: Key) -> _Kept:
         """Raise :class:`ResidentError` if a value of this worker has been changed in place or freed; else return it."""
-        kept = self.held(key)
+        kept = self.find(key)
         kept.check()
         return kept
+
+
+def _missing() -> ResidentError:
+    return ResidentError("a resident was used after its handle had been closed: `put` the value again")
 
 
 def _kept(value: Any) -> _Kept:

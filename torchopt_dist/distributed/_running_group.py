@@ -239,9 +239,9 @@ class RunningGroup:
 
     def _forget_values(self, group: Group, rank: int) -> None:
         """Free what a worker that is lost would have freed."""
-        group.kept_graphs.forget_caller(rank)
-        group.residents.forget_home(rank)
-        group.replicas.forget_home(rank)
+        group.kept_graphs.forget_owner(rank)
+        group.residents.forget_owner(rank)
+        group.replicas.forget_owner(rank)
 
     def _orphaned(self) -> None:
         """In a thread: the agent that has started this worker has ended."""

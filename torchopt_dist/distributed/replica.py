@@ -188,7 +188,7 @@ class Replica(StayingModule):
         self._changed_options()
         gather(self._ask(_hold, self._key, self.module, self.optimizer, held.version), self._group.names)
         self._held = held
-        self._group.replicas.hold(self._key, held)
+        self._group.replicas.keep(self._key, held)
         self._called = False
 
     def close(self) -> None:
@@ -209,7 +209,7 @@ class Replica(StayingModule):
         """Send the module to the other workers, and connect all of them."""
         group = self._group
         gather(self._ask(_hold, self._key, self.module, self.optimizer, 0), group.names)
-        group.replicas.hold(self._key, self._held)
+        group.replicas.keep(self._key, self._held)
         if not self._others:
             return
         host = _network.local_address(os.environ.get("MASTER_ADDR", "127.0.0.1"))
@@ -284,9 +284,9 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _let_go(group: Group, key: Key, others: list[int]) -> None:
-    group.replicas.forget(key)
+    group.replicas.release(key)
     for worker in others:
-        group.releaser.release_resident(group.transport, worker, key)
+        group.releaser.release(group.transport, worker, key)
 
 
 # What the other workers do.
@@ -295,23 +295,23 @@ def _let_go(group: Group, key: Key, others: list[int]) -> None:
 def _hold(key: Key, module: nn.Module, optimizer: torch.optim.Optimizer, version: int) -> None:
     replicas, held = answering_group().replicas, Held(module, optimizer)
     if version:
-        held.adopt(replicas.held(key))
-    replicas.hold(key, held)
+        held.adopt(replicas.find(key))
+    replicas.keep(key, held)
 
 
 def _connect(key: Key, host: str, port: int, ranks: list[int], backend: str, seconds: float) -> None:
     group = answering_group()
     limit = timedelta(seconds=seconds)
     store = dist.TCPStore(host, port, None, is_master=False, wait_for_workers=False, timeout=limit)
-    group.replicas.held(key).connect(store, ranks.index(group.rank), len(ranks), backend, seconds)
+    group.replicas.find(key).connect(store, ranks.index(group.rank), len(ranks), backend, seconds)
 
 
 def _drop(key: Key) -> None:
-    answering_group().replicas.held(key).drop()
+    answering_group().replicas.find(key).drop()
 
 
 def _step(key: Key, version: int, trained: list[int], options: Options, before: Before | None) -> None:
-    held = answering_group().replicas.held(key)
+    held = answering_group().replicas.find(key)
     problem = held.problem(version)
     held.reduce(trained, problem=problem is not None)
     if problem is not None:

@@ -78,14 +78,14 @@ class Resident(Handle):
         home, number = self._key
         lives = group.members[home].incarnation == incarnation_of(number)
         if home == group.rank and lives:
-            return group.residents.find(self._key, device)
+            return group.residents.on(self._key, device)
 
         def fetch() -> Any:
             if not lives:
                 raise group.membership.loss_of(home)
             return group.ask(home, _hand_out, self._key, group.rank).result()[0]
 
-        return group.residents.find(self._key, device, fetch)
+        return group.residents.on(self._key, device, fetch)
 
     def close(self) -> None:
         """Free the value on all workers. Closing a worker's copy of the handle has no effect."""
@@ -196,6 +196,6 @@ def _hand_out(key: Key, worker: int) -> Any:
 
 
 def _let_go(group: Group, key: Key) -> None:
-    kept = group.residents.forget(key)
+    kept = group.residents.release(key)
     for worker in () if kept is None else kept.holders:
-        group.releaser.release_resident(group.transport, worker, key)
+        group.releaser.release(group.transport, worker, key)

@@ -136,12 +136,13 @@ def _here() -> dict[str, int]:
 
 
 def _own(group: Group) -> dict[str, int]:
+    held: list[Any] = [*group.residents.values(), *group.replicas.values()]
     return {
         "process": os.getpid(),
         "requests": group.transport.unanswered(),
         "kept_graphs": len(group.kept_graphs),
-        "residents": len(group.residents) + len(group.replicas),
-        "resident_bytes": group.residents.nbytes() + group.replicas.nbytes(),
+        "residents": len(held),
+        "resident_bytes": sum(tensor.nbytes for each in held for tensor in each.tensors),
         "memory": _memory(),
         "gpu_memory": torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0,
     }
