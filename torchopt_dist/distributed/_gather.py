@@ -11,7 +11,7 @@ from torchopt_dist._tracebacks import from_user_code
 from torchopt_dist.distributed._future import Future, as_completed
 from torchopt_dist.errors import CallTimeoutError, TodistError
 
-__all__ = ["gather"]
+__all__ = ["GRACE_SECONDS", "gather"]
 
 GRACE_SECONDS = 0.1
 """How long the other workers are waited for after a first error or the time-out, so that all errors are reported."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from torchopt_dist import _network
 from torchopt_dist.distributed._future import Future, as_completed
-from torchopt_dist.distributed._gather import gather
+from torchopt_dist.distributed._gather import GRACE_SECONDS, gather
 from torchopt_dist.distributed._group import Group, answering_group, current_group, find_group
 from torchopt_dist.distributed._protocol import Key
 from torchopt_dist.distributed._replicas import Before, Held, Options
@@ -268,9 +269,10 @@ class Replica(StayingModule):
 
 
 def _wait(own: Future[list[Any]], replies: dict[int, Future[list[Any]]]) -> None:
-    """Until this worker's part is done, or another one has failed."""
+    """Until this worker's part is done, or another one has failed and this one's does not end as soon."""
     for future in as_completed([own, *replies.values()]):
         if own.done() or future.exception() is not None:
+            deque(as_completed([own], GRACE_SECONDS), maxlen=0)
             return
 
 
