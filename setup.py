@@ -233,9 +233,11 @@ class CompileCuda(Command):
     def compile(self, source: str, target: Path) -> bool:
         """Compile one file, say what it takes, and whether that is well."""
         archs = [arch.replace(".", "") for arch in self.architectures.split(";")]
+        # What nobody links the host's compiler need not make fast; what the GPU runs stays as it is.
+        unkept = [] if self.objects or sys.platform == "win32" else ["-Xcompiler", "-O0"]
         command = [
             *(str(nvcc()), "-c", source, "-o", str(target / (Path(source).parent.name + ".o"))),
-            *(*CUDA_FLAGS, "-Xptxas", "-v", "-Xcompiler", "-fPIC,-fvisibility=hidden"),
+            *(*CUDA_FLAGS, "-Xptxas", "-v", "-Xcompiler", "-fPIC,-fvisibility=hidden", *unkept),
             *(f"-DTORCH_TARGET_VERSION={OLDEST_TORCH}", "-DUSE_CUDA", *cpp_extension.COMMON_NVCC_FLAGS),
             *(f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs),
             *(flag for folder in cpp_extension.include_paths() for flag in ("-isystem", folder)),

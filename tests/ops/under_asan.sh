@@ -6,8 +6,10 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 python=$(realpath -s "${1:-$root/.venv/bin/python}")
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-cp -r "$root"/{csrc,torchopt_dist,tests,setup.py,pyproject.toml,README.md,conftest.py} "$work"
-rm -f "$work"/torchopt_dist/_C*.so
+cd "$root"
+# Without what tests that run meanwhile make and remove there.
+find csrc torchopt_dist tests setup.py pyproject.toml README.md LICENSE conftest.py \
+    -name __pycache__ -prune -o -type f ! -name "_C*.so" -exec cp --parents -t "$work" {} +
 cd "$work"
 # Addresses are checked at -O1, too, and setup.py's -O3 takes the compiler thrice as long.
 mkdir bin
