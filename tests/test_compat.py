@@ -48,9 +48,9 @@ assert not hasattr(torchopt, "NoSuchName") and not hasattr(todist, "_private")
 """
 
 
-def python(*arguments: object, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    """Run Python with these arguments; a module, as users start it, in a new one."""
-    return warm_python().run(*arguments, cwd=cwd, warm=arguments[0] != "-m", timeout=250)
+def python(*arguments: object, cwd: Path = ROOT, warm: bool = True) -> subprocess.CompletedProcess[str]:
+    """Run Python with these arguments."""
+    return warm_python().run(*arguments, cwd=cwd, warm=warm, timeout=250)
 
 
 def test_torchopt_means_torchopt_dist() -> None:
@@ -311,7 +311,8 @@ def test_a_script_runs_as_python_would_run_it(tmp_path: Path) -> None:
         "    print(sys.argv, sys.path[0], _own_member._program(), os.getcwd() in sys.path, main(), sep='\\n')\n"
         "    sys.exit(7)\n"
     )
-    ended = python("-m", "torchopt_dist.compat", script, "--lr", "0.1", "-m", cwd=ROOT)
+    # In a new Python, as users start it.
+    ended = python("-m", "torchopt_dist.compat", script, "--lr", "0.1", "-m", warm=False)
     assert ended.returncode == 7, ended.stderr
     assert ended.stdout.splitlines() == [
         str([str(script), "--lr", "0.1", "-m"]),

@@ -6,6 +6,7 @@ Between the files of a room there is no circle either, and an import in a string
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import re
 from collections.abc import Iterator
@@ -72,10 +73,16 @@ ROOF = {"__init__", "__main__", "bench", "compat", "report"}
 """These stand on everything."""
 
 
+@functools.cache
+def nodes(source: str) -> list[ast.AST]:
+    """All nodes of a file's syntax tree; each file is asked for by several tests."""
+    return list(ast.walk(ast.parse(source)))
+
+
 def imports(path: Path) -> Iterator[tuple[int, str]]:
     """Line and name, without ``torchopt_dist.``, of everything of the package that a file imports."""
     here = ["torchopt_dist", *path.relative_to(PACKAGE).parent.parts]
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes(path.read_text(encoding="utf-8")):
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -93,7 +100,7 @@ def hidden_imports(path: Path) -> Iterator[tuple[int, str]]:
 
     Such are names for ``importlib.import_module`` or ``__import__``, and programs for another interpreter.
     """
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes(path.read_text(encoding="utf-8")):
         strings: list[str] = []
         if isinstance(node, ast.Call):
             called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")

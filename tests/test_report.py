@@ -8,7 +8,6 @@ import platform
 import re
 import shlex
 import socket
-import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -19,6 +18,7 @@ import pytest
 import torch
 
 import torchopt_dist as todist
+from tests.warm_python import warm_python
 from torchopt_dist import __main__ as program
 from torchopt_dist import report as page
 from torchopt_dist.launch import _cluster as cluster
@@ -41,34 +41,32 @@ SHOWN = {
 }
 
 
-def run(*arguments: str, env: dict[str, str] | None = None, cores: set[int] | None = None) -> str:
-    """What the command prints; nothing may be said on standard error."""
-    command = [sys.executable, "-W", "error", "-m", "torchopt_dist", *arguments]
-    if cores:
-        program = f"import os; os.sched_setaffinity(0, {cores}); os.execv({sys.executable!r}, {command})"
-        command = [sys.executable, "-c", program]
-    ended = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, **(env or {})},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
+BOUND = """
+import os, runpy, sys
+
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+runpy.run_module("torchopt_dist", run_name="__main__", alter_sys=True)
+"""
+"""The command, by a process that may use one core."""
+
+
+def run(*arguments: str, warm: bool = True, **env: str) -> str:
+    """What Python prints when it is run with these arguments; nothing may be said on standard error."""
+    environ = {**os.environ, **env}
+    ended = warm_python().run("-W", "error", *arguments, cwd=ROOT, env=environ, warm=warm, timeout=250)
     assert (ended.returncode, ended.stderr) == (0, "")
     return ended.stdout
 
 
 @pytest.fixture(scope="module")
 def text() -> str:
-    return run(env={**SECRETS, **SHOWN})
+    """In a new Python, as users start it."""
+    return run("-m", "torchopt_dist", warm=False, **SECRETS, **SHOWN)
 
 
 @pytest.fixture(scope="module")
 def report() -> dict:
-    core = min(os.sched_getaffinity(0))
-    return json.loads(run("--json", env={**SECRETS, **SHOWN, "OMP_NUM_THREADS": "1"}, cores={core}))
+    return json.loads(run("-c", BOUND, "--json", **SECRETS, **SHOWN, OMP_NUM_THREADS="1"))
 
 
 def test_no_secret_is_printed(text: str, report: dict) -> None:
@@ -258,7 +256,7 @@ def test_the_page_of_the_docs_shows_every_section_and_commands_that_run() -> Non
     for command, start in zip(commands, ("versions\n", "{"), strict=True):
         python, *arguments = shlex.split(command)
         assert python == "python"
-        assert subprocess.check_output([sys.executable, *arguments], text=True, cwd=ROOT).startswith(start)
+        assert run(*arguments).startswith(start)
 
 
 def test_an_unknown_option_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,12 +6,13 @@ import json
 import logging
 import shutil
 import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.warm_python import WarmPython
 from torchopt_dist import ops
 from torchopt_dist.ops import library
 from torchopt_dist.ops._remedy import remedy
@@ -21,19 +22,25 @@ BUILT = any(PACKAGE.glob("_C.*"))
 WITH_CUDA = ops.why_not("adam", "cuda") in (None, "torch finds no GPU")
 
 
+@pytest.fixture(scope="module")
+def python() -> Iterator[WarmPython]:
+    """Forks of a process that has imported torch, and no part of this package."""
+    server = WarmPython("torch", "torch.distributed.rpc")
+    yield server
+    server.close()
+
+
 def run_copy(
-    tmp_path: Path, code: str, files: dict[str, str], keep: str = ""
+    python: WarmPython, tmp_path: Path, code: str, files: dict[str, str], keep: str = ""
 ) -> subprocess.CompletedProcess[str]:
     """Run code on a copy of the package that has these files instead of its libraries, except one to keep."""
-    ignore = shutil.ignore_patterns("_C*", "_build_note.txt", "_cuda_note.txt", "__pycache__")
+    ignore = shutil.ignore_patterns("_C*", "_build_note.txt", "_cuda_note.txt", "*.pyc.*")
     shutil.copytree(PACKAGE, tmp_path / "torchopt_dist", ignore=ignore)
     for path in PACKAGE.glob(keep) if keep else ():
         shutil.copy(path, tmp_path / "torchopt_dist")
     for name, text in files.items():
         (tmp_path / "torchopt_dist" / name).write_text(text)
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=250
-    )
+    return python.run("-W", "error", "-c", code, cwd=tmp_path, timeout=250)
 
 
 def test_truth_about_this_build():
@@ -113,8 +120,8 @@ except RuntimeError as error:
 """
 
 
-def test_package_without_library_works_and_says_so_once(tmp_path):
-    done = run_copy(tmp_path, WITHOUT, {"_build_note.txt": "there is no C++ compiler"})
+def test_package_without_library_works_and_says_so_once(python, tmp_path):
+    done = run_copy(python, tmp_path, WITHOUT, {"_build_note.txt": "there is no C++ compiler"})
     assert done.returncode == 0, done.stderr
     reason = "the kernel library was not built: there is no C++ compiler"
     assert done.stdout.splitlines() == [reason, f"`fused=True` cannot be used: {reason}"]
@@ -175,8 +182,8 @@ def test_the_remedy_installs_what_was_installed(tmp_path, monkeypatch, noted, co
     assert remedy(other) == f"cd '{other.parent}' && python setup.py build_ext --inplace"
 
 
-def test_package_with_broken_library_works_and_says_so_in_one_process_of_a_program(tmp_path):
-    done = run_copy(tmp_path, WITHOUT + ONCE, {"_C.abi3.so": "broken"})
+def test_package_with_broken_library_works_and_says_so_in_one_process_of_a_program(python, tmp_path):
+    done = run_copy(python, tmp_path, WITHOUT + ONCE, {"_C.abi3.so": "broken"})
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("the kernel library failed to load: ")
     assert done.stderr.count("torchopt_dist runs without its kernels") == 2  # the first one's, and rank 0's
@@ -192,9 +199,9 @@ print(ops.why_not("adam", "cuda"))
 
 @pytest.mark.skipif(not BUILT, reason="the kernel library is not built here")
 @pytest.mark.parametrize("gpus", [0, 1])
-def test_a_missing_cuda_library_is_said_once_where_there_is_a_gpu(tmp_path, gpus):
+def test_a_missing_cuda_library_is_said_once_where_there_is_a_gpu(python, tmp_path, gpus):
     done = run_copy(
-        tmp_path, CUDA_NOTE.format(gpus=gpus), {"_cuda_note.txt": "there is no nvcc"}, keep="_C.*"
+        python, tmp_path, CUDA_NOTE.format(gpus=gpus), {"_cuda_note.txt": "there is no nvcc"}, keep="_C.*"
     )
     assert done.returncode == 0, done.stderr
     because = "the CUDA library was not built: there is no nvcc"
@@ -203,20 +210,17 @@ def test_a_missing_cuda_library_is_said_once_where_there_is_a_gpu(tmp_path, gpus
     assert [line.partition(". This command")[0] for line in done.stderr.splitlines()] == [note] * gpus
 
 
-def test_the_note_can_be_silenced(tmp_path):
+def test_the_note_can_be_silenced(python, tmp_path):
     code = (
         "import logging; logging.getLogger('torchopt_dist').setLevel(logging.ERROR); import torchopt_dist.ops"
     )
-    done = run_copy(tmp_path, code, {})
+    done = run_copy(python, tmp_path, code, {})
     assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.skipif(not BUILT, reason="the kernel library is not built here")
-def test_a_built_package_says_nothing():
-    code = "import torchopt_dist.ops"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True, timeout=250
-    )
+def test_a_built_package_says_nothing(python):
+    done = python.run("-c", "import torchopt_dist.ops", cwd=PACKAGE.parent, timeout=250)
     assert (done.returncode, done.stderr) == (0, "")
 
 
