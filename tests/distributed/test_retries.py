@@ -119,6 +119,58 @@ def test_after_so_many_retries_a_loss_is_an_error(world, tmp_path):
     assert survive(world(4), body) == ([1, 2], (0, 3))
 
 
+class Deadly(torch.autograd.Function):
+    """The identity; its backward kills each worker but the caller."""
+
+    @staticmethod
+    def forward(ctx, x, folder):
+        ctx.folder = folder
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        count(ctx.folder)
+        if todist.get_rank():
+            os.kill(os.getpid(), signal.SIGKILL)
+        return grad, None
+
+
+def deadly(folder, x):
+    return Deadly.apply(x, folder)
+
+
+def test_after_so_many_retries_a_loss_in_backward_is_an_error(world, tmp_path):
+    def body():
+        x = torch.ones((), requires_grad=True)
+        (value,) = todist.remote_sync_call(deadly, args=(tmp_path, x), partitioner=1, retries=1)
+        with pytest.raises(todist.WorkerLostError):
+            value.backward()
+        assert x.grad is None
+        return runs(tmp_path), todist.alive()
+
+    assert survive(world(4), body) == ([1, 2], (0, 3))
+
+
+def test_a_graph_that_is_retained_is_made_again_for_each_backward_after_a_loss(world, tmp_path):
+    def body():
+        x = torch.full((), 3.0, requires_grad=True)
+        (value,) = todist.remote_sync_call(cube, args=(tmp_path, x), partitioner=1, retries=1)
+        with pytest.raises(todist.WorkerLostError):
+            todist.remote_call(1, signal.raise_signal, signal.SIGKILL)
+        for _ in range(3):
+            (grad,) = torch.autograd.grad(value, x, retain_graph=True)
+            assert grad.item() == 27.0
+        del value
+        return runs(tmp_path), kept_on(2)
+
+    assert survive(world(3), body) == ([1, 2, 2, 2], 0)
+
+
+def cube(folder, x):
+    count(folder)
+    return x**3
+
+
 def test_when_all_others_are_lost_the_caller_does_their_work(world, tmp_path):
     def body():
         x = torch.full((), 3.0, requires_grad=True)
@@ -219,14 +271,14 @@ def test_the_first_answer_of_a_backward_that_is_late_counts(world, tmp_path):
         x = torch.full((), 3.0, requires_grad=True)
         call = todist.parallelize(1, lambda values: values[0], hedge_after=0.1)(late_backward)
         value = call(tmp_path, x)
-        for _ in range(2):  # the second time its graph is where the answer came from
+        for _ in range(2):  # each time the late worker is asked, and its graph made again elsewhere
             (grad,) = torch.autograd.grad(value, x, retain_graph=True)
-        ran = runs(tmp_path)
+        ran = sorted(runs(tmp_path))
         say(tmp_path / "counted")
         del value
         return grad.item(), ran, kept_on(1), kept_on(2)
 
-    assert survive(world(3), body) == (27.0, [1, 2, 2], 0, 0)
+    assert survive(world(3), body) == (27.0, [1, 1, 2, 2], 0, 0)
 
 
 class LateSecondBackward(torch.autograd.Function):

@@ -1,30 +1,35 @@
-"""A graph that lost workers kept → its outputs again, made elsewhere; with these, the gradients that were asked for.
+"""A graph whose worker is lost → its outputs again, made elsewhere; with these, the gradients that were asked for.
 
-A graph in a tree leads through several workers. If one of them is lost in a backward, the graph is made again without
-it, from the same inputs, and differentiated there. So what comes out is connected to the caller's graph to any order.
+Only calls are sent again. If a worker is lost in a backward, or before, its graph is made again without it: the call is
+sent once more, connected to views of the inputs, and what comes back is differentiated. So what comes out is connected
+to the caller's graph to any order, whether the graph was one worker's or led through a tree of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from torchopt_dist.distributed._ask import ANOTHER_GRAPH
+from torchopt_dist.distributed._ask import ANOTHER_GRAPH, Deadline, Sent
 from torchopt_dist.distributed._caller_state import CallerState
 from torchopt_dist.distributed._chunks import Arriving
 from torchopt_dist.distributed._future import Future
 from torchopt_dist.distributed._group import Group
 from torchopt_dist.distributed._message import Message
+from torchopt_dist.distributed._payload import ExecutionOptions
 from torchopt_dist.distributed._protocol import Reply
 from torchopt_dist.distributed._serialization import pack, unpack
 from torchopt_dist.distributed._versions import Seen
 from torchopt_dist.distributed.transport.base import settle
 
-__all__ = ["Again", "GradientsAgain", "UnderWay"]
+__all__ = ["Again", "CallAgain", "GradientsAgain", "UnderWay"]
 
 Graph = TypeVar("Graph")
 
@@ -33,20 +38,28 @@ class Again(Protocol):
     """What makes the outputs of a graph again.
 
     Attributes:
-        workers: the ranks of those that keep the graph.
+        workers: the ranks of those that keep the graph, besides the one that is asked for it.
     """
 
     workers: Collection[int]
 
-    def found(self, outputs: Sequence[Tensor], values: Iterable[Any]) -> None:
-        """Note where the outputs are among the values of the reply."""
+    def found(self, reply: Message, values: Iterable[Any]) -> None:
+        """Note where the outputs are in the reply that has made the graph."""
 
-    def outputs(self, numbers: Sequence[int], instead: Mapping[int, Tensor]) -> list[Tensor]:
+    def outputs(
+        self,
+        numbers: Sequence[int],
+        instead: Mapping[int, Tensor],
+        left: ExecutionOptions,
+        deadline: Deadline,
+    ) -> list[Tensor]:
         """Make outputs again; waits until they are there.
 
         Args:
             numbers: of these outputs.
             instead: by the id of an input of the graph, the tensor to which they are connected in its place.
+            left: the options of the call, with the retries that are left.
+            deadline: the time limit.
         """
 
     def is_loss(self, worker: int, error: BaseException) -> bool:
@@ -56,6 +69,77 @@ class Again(Protocol):
             worker: the one that was asked.
             error: of its reply.
         """
+
+    def avoid(self, worker: int) -> None:
+        """Let no graph be made again on a worker that is late."""
+
+
+class CallAgain:
+    """The graph of one call on one worker; see :class:`Again`.
+
+    Args:
+        group: the group.
+        sent: the call.
+        inputs: the inputs of its graph.
+        new: makes the record of such a graph, from a time limit and options.
+    """
+
+    workers: Collection[int] = ()
+
+    def __init__(
+        self,
+        group: Group,
+        sent: Sent,
+        inputs: Sequence[Tensor],
+        new: Callable[..., Any],
+    ) -> None:
+        self._group = group
+        self._sent = sent
+        self._inputs = inputs
+        self._new = new
+        self._avoided: set[int] = set()
+        self._connected: tuple[int, ...] = ()
+
+    def found(self, reply: Message, values: Iterable[Any]) -> None:
+        """See :class:`Again`."""
+        del values
+        self._connected = reply.connected
+
+    def outputs(
+        self,
+        numbers: Sequence[int],
+        instead: Mapping[int, Tensor],
+        left: ExecutionOptions,
+        deadline: Deadline,
+    ) -> list[Tensor]:
+        """See :class:`Again`."""
+        graph = self._new(deadline.left(), options=left)
+        message = self._sent.message
+        inputs = [instead[id(tensor)] for tensor in self._inputs]
+        places = iter(inputs)
+        tensors = [
+            next(places) if is_input else tensor
+            for tensor, is_input in zip(message.tensors, message.requires_grad, strict=True)
+        ]
+        anchor = graph.connect(message.with_tensors(tensors), keep=True)
+        graph.again = CallAgain(self._group, self._sent, inputs, self._new)
+        asked = graph.ask(self._sent, avoided=frozenset(self._avoided))
+        with self._group.retries.waiting(beside=True):
+            arrived = asked.result()
+        graph.timeout = deadline.left()
+        reply = graph.connected(anchor, arrived.received())
+        graph.again.found(reply, graph.values_of(reply))
+        if reply.connected != self._connected:
+            raise RuntimeError(ANOTHER_GRAPH)
+        return [reply.tensors[self._connected[number]] for number in numbers]
+
+    def is_loss(self, worker: int, error: BaseException) -> bool:
+        """See :class:`Again`."""
+        return self._group.retries.is_loss(worker, error)
+
+    def avoid(self, worker: int) -> None:
+        """See :class:`Again`."""
+        self._avoided.add(worker)
 
 
 class GradientsAgain:
@@ -91,14 +175,24 @@ class GradientsAgain:
         made, self._made = self._made, None
         return made
 
-    def found(self, outputs: Sequence[Tensor], values: Iterable[Any]) -> None:
+    def found(self, reply: Message, values: Iterable[Any]) -> None:
         """See :class:`Again`."""
         places = {id(grad): place for place, grad in enumerate(values)}
-        self._places = [places[id(output)] for output in outputs]
+        self.are_at([places[id(reply.tensors[number])] for number in reply.connected])
 
-    def outputs(self, numbers: Sequence[int], instead: Mapping[int, Tensor]) -> list[Tensor]:
+    def are_at(self, places: list[int]) -> None:
+        """Note which of the gradients are the outputs of the backward's graph."""
+        self._places = places
+
+    def outputs(
+        self,
+        numbers: Sequence[int],
+        instead: Mapping[int, Tensor],
+        left: ExecutionOptions,
+        deadline: Deadline,
+    ) -> list[Tensor]:
         """See :class:`Again`."""
-        grads = self._make(instead)
+        grads = self._make(instead, left, deadline)
         found = [grads[self._places[number]] for number in numbers]
         outputs = [grad for grad in found if grad is not None and grad.requires_grad]
         if len(outputs) < len(found):
@@ -109,43 +203,99 @@ class GradientsAgain:
         """See :class:`Again`."""
         return self._graph.is_loss(worker, error)
 
-    def instead_of(self, reply: Future[Message], group: Group, worker: int) -> Future[Message]:
-        """The reply to the backward, or if a worker is lost, an empty one as soon as the gradients are made again.
+    def avoid(self, worker: int) -> None:
+        """See :class:`Again`."""
+        self._graph.avoid(worker)
 
-        Whoever keeps that reply keeps no gradients, whose graph may lead back there.
+    def instead_of(
+        self,
+        reply: Future[Message] | None,
+        group: Group,
+        worker: int,
+        left: ExecutionOptions,
+        deadline: Deadline,
+    ) -> Future[Message]:
+        """The reply to the backward, or an empty one as soon as the gradients are made again.
+
+        They are if a worker is lost, or if the reply is late; what is there first counts. Whoever keeps the empty reply
+        keeps no gradients, whose graph may lead back there.
 
         Args:
-            reply: the reply.
+            reply: the reply; ``None`` if there is nobody to ask.
             group: the group.
             worker: the one that sends it.
+            left: the options of the call, with the retries that are left.
+            deadline: the time limit.
         """
         settled: Future[Message] = Future()
+        lock, at_work, begun = threading.Lock(), int(reply is not None), False
         busy = ExitStack()
-        busy.enter_context(group.retries.busy(self.workers))
 
         def arrived(done: Future[Message]) -> None:
             busy.close()
             error = done.exception()
-            if error is None and not done.result().tensors:
-                content: Reply = unpack(done.result())
+            result: Message | BaseException = done.result() if error is None else error
+            if isinstance(result, Message) and not result.tensors:
+                content: Reply = unpack(result)
                 if content.exception is not None:
                     error = content.exception.to_error(group.names[worker])
-            if error is not None and self.is_loss(worker, error):
-                group.threads.run(make)
+            if error is not None and left.retries and self.is_loss(worker, error):
+                begin(replace(left, retries=left.retries - 1))
+                ended(error)
             else:
-                _pass_on(done, settled)
+                ended(result)
 
-        def make() -> None:
+        def begin(left: ExecutionOptions) -> None:
+            """Make the gradients again, unless that has begun."""
+            nonlocal at_work, begun
+            with lock:
+                if begun or settled.done():
+                    return
+                begun = True
+                at_work += 1
+            group.threads.run(partial(make, left))
+
+        def make(left: ExecutionOptions) -> None:
+            result: Message | BaseException
             try:
-                self._made = self._make({})
-                settle(settled, pack(Reply(), main_by_name=True))
+                made = self._make({}, left, deadline)
+                result = pack(Reply(), main_by_name=True)
+                if not settled.done():
+                    self._made = made
             except Exception as error:
-                settle(settled, error)
+                result = error
+            ended(result)
 
+        def ended(result: Message | BaseException) -> None:
+            """Settle it, unless it is an error and somebody else is still at work."""
+            nonlocal at_work
+            with lock:
+                at_work -= 1
+                is_last = not at_work
+            if isinstance(result, Message):
+                settle(settled, result)
+            elif is_last:
+                settled.set_exception(result)
+
+        def late() -> None:
+            self.avoid(worker)
+            begin(replace(left, hedge_after=None))
+
+        if reply is None:
+            begin(left)
+            return settled
+        busy.enter_context(group.retries.busy({worker, *self.workers}))
+        if left.hedge_after is not None:
+            timer = threading.Timer(left.hedge_after, late)
+            timer.daemon = True
+            timer.start()
+            settled.add_done_callback(lambda _: timer.cancel())
         reply.add_done_callback(arrived)
         return settled
 
-    def _make(self, instead: Mapping[int, Tensor]) -> list[Tensor | None]:
+    def _make(
+        self, instead: Mapping[int, Tensor], left: ExecutionOptions, deadline: Deadline
+    ) -> list[Tensor | None]:
         numbers = [number for number, grad in enumerate(self._output_grads) if grad is not None]
         output_grads = [instead.get(id(grad), grad) for grad in self._output_grads if grad is not None]
         with torch.enable_grad():
@@ -153,7 +303,7 @@ class GradientsAgain:
             inputs = [instead.get(id(tensor), tensor) for tensor in self._inputs]
             views = [tensor.view_as(tensor) for tensor in inputs]
             connected = {id(tensor): view for tensor, view in zip(self._inputs, views, strict=True)}
-            outputs = self._graph.outputs(numbers, connected)
+            outputs = self._graph.outputs(numbers, connected, left, deadline)
         with self._state.applied():
             found = iter(
                 torch.autograd.grad(
@@ -187,11 +337,3 @@ class UnderWay(NamedTuple, Generic[Graph]):
     arriving: Arriving | None
     streamed: Sequence[int]
     again: GradientsAgain | None
-
-
-def _pass_on(done: Future[Message], settled: Future[Message]) -> None:
-    error = done.exception()
-    if error is None:
-        settled.set_result(done.result())
-    else:
-        settled.set_exception(error)

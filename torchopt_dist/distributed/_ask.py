@@ -1,24 +1,23 @@
-"""A request → one that can be sent again, together with the requests that made the graph to which it goes."""
+"""A call → one that can be sent again, to any worker and any number of times, and what may still be tried for it."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from torchopt_dist._torch_private import tensor_version
 from torchopt_dist.distributed._future import Future
 from torchopt_dist.distributed._message import Message
-from torchopt_dist.distributed._payload import ExecutionOptions
 from torchopt_dist.distributed._protocol import Key
 from torchopt_dist.distributed._wire_format import SMALL
 from torchopt_dist.distributed.transport.base import Sender
 from torchopt_dist.errors import CallTimeoutError
 
-__all__ = ["ANOTHER_GRAPH", "Ask", "Sent", "check_unchanged", "is_copied"]
+__all__ = ["ANOTHER_GRAPH", "Ask", "Attempt", "Deadline", "Sent", "check_unchanged", "is_copied"]
 
 ANOTHER_GRAPH = (
     "the share of a lost worker has another graph when it runs again: its function depends on more than its arguments "
@@ -46,22 +45,39 @@ def check_unchanged(tensor: Tensor, version: int | None) -> None:
         )
 
 
+class Deadline:
+    """A time limit of so many seconds from now on; 0: none."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._until = time.monotonic() + seconds
+
+    def left(self) -> float:
+        """How many seconds are left; 0: no limit. Raises ``CallTimeoutError`` if none are."""
+        if not self._seconds:
+            return 0.0
+        left = self._until - time.monotonic()
+        if left <= 0:
+            raise CallTimeoutError(f"no worker has answered within timeout={self._seconds:g} s")
+        return left
+
+
 @dataclass
 class Sent:
-    """A request that can be sent again.
+    """A call that can be sent again.
 
     Attributes:
         message: the request, with copies of small tensors and of those that a module may change.
+        key: the key in the request; each time but the first another one is sent beside the request.
         versions: for the other tensors, which are the caller's own, how often each had been changed in place.
-        connected: the tensors of its reply that belong to the graph which the worker keeps; ``None`` until it is there.
     """
 
     message: Message
+    key: Key
     versions: dict[int, int | None]
-    connected: tuple[int, ...] | None = None
 
     @classmethod
-    def of(cls, message: Message) -> Sent:
+    def of(cls, message: Message, key: Key) -> Sent:
         """Keep a request."""
         kept, versions = message.detached(), {}
         for number, tensor in enumerate(kept.tensors):
@@ -69,10 +85,10 @@ class Sent:
                 kept.tensors[number] = tensor.clone()
             elif not tensor.is_inference():
                 versions[number] = tensor_version(tensor)
-        return cls(kept, versions)
+        return cls(kept, key, versions)
 
-    def again(self) -> Message:
-        """The request, to be sent.
+    def again(self, key: Key) -> Message:
+        """The request, to be sent under this key.
 
         Raises:
             RuntimeError: a tensor of the caller has been changed in place since.
@@ -82,77 +98,73 @@ class Sent:
             if number in self.versions:
                 check_unchanged(tensor, self.versions[number])
             tensors.append(tensor.detach() if number in self.versions else tensor.clone())
-        return replace(self.message, tensors=tensors)
+        return replace(self.message, tensors=tensors, key=None if key == self.key else key)
+
+
+class Attempt(NamedTuple):
+    """One sending of a call: to a worker, by a transport, under a key that no other sending has."""
+
+    worker: int
+    transport: Sender
+    key: Key
 
 
 class Graph(Protocol):
-    """The caller's record of a graph that a worker keeps."""
+    """The caller's record of the graph that the worker keeps which answers."""
 
     key: Key
     worker: int
+    transport: Sender
+    kept: bool
 
-    def moved(self, worker: int, transport: Sender) -> None:
-        """Record that another worker keeps it."""
+    def is_at(self, attempt: Attempt) -> None:
+        """Record which attempt was answered."""
 
 
 @dataclass(eq=False)
 class Ask:
-    """A request that some worker is to answer.
+    """A call that some worker is to answer.
 
     Attributes:
-        requests: the requests that make the graph to which it goes, and then the request itself.
-        graphs: the graphs at the worker that answers; the first is at the worker that is asked first.
-        transport: the transport to that worker.
-        tried: the workers that must not be asked again; one set for all graphs of a call, so that no worker has two of
-            one key.
-        seconds: the time limit for all of it; 0: none.
-        options: the call's options, with ``retries`` and ``hedge_after``.
-        resident: whether the first worker has the graph, so that the request waits for that worker.
-        movable: whether another worker can be asked.
+        sent: the call.
+        graph: its graph, at the worker that is asked first.
+        retries: how many losses of workers it outlives.
+        hedge_after: after how many seconds without an answer another worker is asked as well; ``None``: never.
+        deadline: the time limit for all of it.
         beside: makes a transport to this process.
         may_go: whether a survivor of this rank can be asked.
-        before: the graphs that led there, which who makes the graph again makes, too: their keys, and what finds their
-            records, if these are left.
-        spent: how many of the retries an earlier request for the same has used.
+        avoided: workers that are not asked.
         future: the future of the reply.
-        under_way: the workers that work on it.
+        attempts: all that have been made.
+        under_way: those that are not answered yet.
         elsewhere: whether another worker than the first is to be asked.
         answered: whether the future has its result.
         since: the time, by ``time.monotonic``, since when it waits for a worker.
     """
 
-    requests: list[Sent]
-    graphs: Sequence[Graph]
-    transport: Sender
-    tried: set[int]
-    seconds: float
-    options: ExecutionOptions
-    resident: bool
-    movable: bool
+    sent: Sent
+    graph: Graph
+    retries: int
+    hedge_after: float | None
+    deadline: Deadline
     beside: Callable[[], Sender]
     may_go: Callable[[int], bool]
-    before: Sequence[tuple[Key, Callable[[], Graph | None]]] = ()
-    spent: int = 0
+    avoided: Collection[int] = ()
     future: Future[Message] = field(default_factory=Future)
-    under_way: set[int] = field(default_factory=set)
+    attempts: list[Attempt] = field(default_factory=list)
+    under_way: list[Attempt] = field(default_factory=list)
     elsewhere: bool = False
     answered: bool = False
     since: float = 0.0
 
     def __post_init__(self) -> None:
-        self.retries = max(0, self.options.retries - self.spent)
-        self.started = time.monotonic()
-        self.first = self.graphs[0].worker
+        self.home = Attempt(self.graph.worker, self.graph.transport, self.graph.key)
+        self.elsewhere = self.home.worker in self.avoided
+
+    def has_tried(self, worker: int) -> bool:
+        """Whether a worker has been asked already, or is not to be asked."""
+        return worker in self.avoided or any(attempt.worker == worker for attempt in self.attempts)
 
     def is_strange(self, worker: int) -> bool:
         """Whether a worker should have nothing of it to do: it was sent there instead, or is answered already."""
-        return self.answered or worker != self.first
-
-    def seconds_left(self) -> float:
-        """How many seconds a worker may take; 0 means no limit."""
-        if not self.seconds:
-            return 0.0
-        left = self.started + self.seconds - time.monotonic()
-        if left <= 0:
-            raise CallTimeoutError(f"no worker has answered within timeout={self.seconds:g} s")
-        return left
+        return self.answered or worker != self.home.worker

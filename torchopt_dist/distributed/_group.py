@@ -98,7 +98,7 @@ class Group:
         self.ending = False
         self.transport = transport(self)
         membership.links.on_cut = self._cut
-        self.retries = Retries(membership, self.threads, self.releaser, self.transport)
+        self.retries = Retries(membership, self.threads, self.releaser, self.transport, self.new_key)
         self.outstanding = Outstanding(len(self.names), self.retries.waiting)
 
     @property
@@ -115,6 +115,10 @@ class Group:
     def lost(self) -> Mapping[int, WorkerLostError]:
         """The ranks that were lost, in the order of their loss, each with the error that says how."""
         return self.membership.lost
+
+    def new_key(self) -> Key:
+        """A key that no other graph or value has."""
+        return self.rank, next(self.numbers)
 
     def has_gone(self, key: Key) -> bool:
         """Whether the process that has made a key is known to have ended; another one may have its rank."""

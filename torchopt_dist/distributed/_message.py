@@ -35,7 +35,7 @@ class Message:
         references: the ``torch.distributed.rpc.RRef``s that the skeleton mentions.
         staying: the tensors that a transport leaves out, since the receiver has them.
         handles: at the sender, the handles that the skeleton mentions, whose values are there while the message is.
-        moved: of a request, whether another worker was to answer it first, so that this one has work of its own.
+        key: of a call that is sent again, its key, instead of the one that the skeleton has.
         arrived: of a call that has been rebuilt, what its tasks get for RRefs that are connected to it.
         code: at the sender, the global variables that functions bring that are sent as code.
         apart: of a call that has been rebuilt, its tensors that only such variables hold. They are the receiver's own:
@@ -55,7 +55,7 @@ class Message:
     references: list[Any] = field(default_factory=list)
     staying: tuple[Staying, ...] = ()
     handles: list[Handle] = field(default_factory=list)
-    moved: bool = False
+    key: tuple[int, int] | None = None
     arrived: Sequence[ConnectedRRef] = ()
     code: GlobalsOfCode | None = None
     apart: Sequence[torch.Tensor] = ()

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from torchopt_dist._serialized_exception import PassedOnError
 from torchopt_dist.distributed._again import Again
+from torchopt_dist.distributed._ask import Sent
 from torchopt_dist.distributed._chunk_requests import TakeChunk
 from torchopt_dist.distributed._chunks import Chunk
 from torchopt_dist.distributed._device_placement import receiving_device
@@ -137,7 +138,8 @@ class Children:
         prepare: a function from a tensor to the one to send.
         instead: by the id of a tensor of the shares, the tensor to which the replies are connected in its place.
         mends: whether the caller sends again what lost workers were to forward, so that their loss is no error.
-        options: the options of the call, if these shares may run on any worker, each by itself.
+        options: the options of the call.
+        alone: whether these shares may run on any worker, each by itself.
         again: makes what makes the graphs of a branch again, from the ranks of its workers; ``None``: nothing does.
     """
 
@@ -155,14 +157,15 @@ class Children:
         instead: Mapping[int, Tensor] | None = None,
         mends: bool = False,
         options: ExecutionOptions | None = None,
+        alone: bool = False,
         again: Callable[[list[int]], Again] | None = None,
     ) -> None:
         self._group = group
         self._mends = mends
-        self._children = [_Child(group, branch, seconds, siblings, options) for branch in branches]
+        self._children = [_Child(group, branch, seconds, siblings, options, alone) for branch in branches]
         for child in self._children:
             child.start(hoisted, chunks, keep, mends, prepare, instead or {})
-            if again is not None:
+            if again is not None and not alone:
                 child.graph.again = again([parcel.worker for parcel in child.branch.parcels()])
 
     def hand_on(self, index: int, chunk: Chunk) -> None:
@@ -203,14 +206,13 @@ class _Child:
         seconds: float,
         siblings: Siblings,
         options: ExecutionOptions | None,
+        alone: bool,
     ) -> None:
         worker = branch.parcel.worker
         transport = group.transport.to(worker)
         self.branch = branch
         self.graph = RemoteGraph(group, worker, transport, seconds, options=options, siblings=siblings)
-        self._moves = options is not None
-        if self._moves:
-            self.graph.spent = int(transport.has_lost(worker))
+        self._alone = alone
         self._seconds = seconds
         self._anchor: Tensor | None = None
         self.reply: Future[Message] = Future()
@@ -242,16 +244,22 @@ class _Child:
             for number, tensor in enumerate(message.tensors)
         ]
         with graph.span("send"):
-            self.reply = graph.ask(sent, movable=self._moves)
+            self.reply = self._send(sent)
         if graph.siblings.log is not None:
             graph.siblings.log.watch(message, self.reply)
+
+    def _send(self, message: Message) -> Future[Message]:
+        if not self._alone:
+            return self.graph.send(message)
+        spent = int(self.graph.transport.has_lost(self.graph.worker))
+        return self.graph.ask(Sent.of(message, self.graph.key), spent=spent)
 
     def send(self, index: int, chunk: Chunk) -> None:
         """Send a part of the hoisted tensors; the reply fails if it does not arrive, as for a lack of memory."""
         graph = self.graph
         with graph.span("send"):
             message = pack(TakeChunk(graph.key, False, index, chunk), main_by_name=True).detached()
-            sent = graph.transport.send(graph.worker, message, graph.timeout)
+            sent = graph.send(message)
         sent.add_done_callback(partial(_check_taken, graph, self.reply))
 
     def collect(self, message: Message) -> list[Parcel | Missing]:

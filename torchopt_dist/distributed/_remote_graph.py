@@ -18,7 +18,6 @@ These nodes are used inside the contexts of ``torch.distributed.autograd`` too: 
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -32,8 +31,8 @@ from torchopt_dist._torch_private import (
     engine_keeps_graph,
     transforms_are_active,
 )
-from torchopt_dist.distributed._again import Again, GradientsAgain, UnderWay
-from torchopt_dist.distributed._ask import Ask, Sent
+from torchopt_dist.distributed._again import Again, CallAgain, GradientsAgain, UnderWay
+from torchopt_dist.distributed._ask import Ask, Attempt, Deadline, Sent
 from torchopt_dist.distributed._caller_state import CallerState
 from torchopt_dist.distributed._chunks import Deferred
 from torchopt_dist.distributed._device_placement import receiving_device
@@ -74,18 +73,12 @@ class RemoteGraph:
         siblings: Siblings | None = None,
     ) -> None:
         self.kept = False  # set first, since `__del__` reads it
+        self.gone = False  # whether no worker keeps it, and a backward makes it again
         self.options = options or ExecutionOptions()
         self.siblings = siblings or Siblings()
         self.own = own  # the graph of this worker's own share
         self.number = len(group.names) + 1 if own else len(group.names) - worker  # of its *dispatch*
-        self.requests: list[Sent] = []  # those that make it, if it is to outlive its worker
-        self.tried: set[int] = set()
-        self.before: list[
-            tuple[Key, weakref.ref[RemoteGraph]]
-        ] = []  # the graphs of the first of these requests
-        self.spent = 0  # how many retries have been used for it before
-        self.again: Again | None = None  # makes it again, if it leads through several workers
-        self.used_up = self.has_moved = self.has_sent = False
+        self.again: Again | None = None  # makes it again, if it is to outlive its workers
         self.group = group
         self.transport = transport
         self.timeout = timeout
@@ -113,45 +106,37 @@ class RemoteGraph:
         """Whether the worker's graph has ended with the RPC group; the caller's own ends with its autograd graph."""
         return not isinstance(self.transport, Here) and find_group() is not self.group
 
-    def moved(self, worker: int, transport: Sender) -> None:
-        """Note that another worker keeps the graph."""
-        self.worker, self.transport, self.has_moved = worker, transport, True
-        self.worker_name = self.group.names[worker]
-        if self.used_up:
-            self.release()  # of the results that earlier backwards have used up, too
+    def is_at(self, attempt: Attempt) -> None:
+        """Note which attempt was answered: its worker keeps the graph, under its key."""
+        self.worker, self.transport, self.key = attempt
+        self.worker_name = self.group.names[self.worker]
 
-    def ask(
-        self, message: Message, child: RemoteGraph | None = None, *, movable: bool = False
-    ) -> Future[Message]:
-        """Send a request to the worker, or to another one if the worker is lost and the request can be moved.
+    def send(self, message: Message) -> Future[Message]:
+        """Send a request to the worker."""
+        return self.transport.send(self.worker, message, self.timeout)
+
+    def ask(self, sent: Sent, *, spent: int = 0, avoided: Collection[int] = ()) -> Future[Message]:
+        """Send a call to the worker, or to another one if the worker is lost or late.
 
         Args:
-            message: the request, as it travels.
-            child: the graph that a backward lets the worker keep in addition.
-            movable: of a call: whether another worker is asked, since this one is known to be lost.
+            sent: the call.
+            spent: how many of its retries have been used before.
+            avoided: the workers that are not asked.
         """
-        outlives = self.options.outlives_workers
-        if not (outlives or movable or self.has_moved):
-            return self.transport.send(self.worker, message, self.timeout)
-        requests = [*self.requests, Sent.of(message)]
-        if outlives and (child or not self.has_sent):
-            (child or self).requests = requests
-        group, device = self.group, requests[0].message.device
+        options, device, group = self.options, sent.message.device, self.group
+        if self.kept and self.again is None and options.outlives_workers:
+            new = partial(RemoteGraph, group, self.worker, self.transport)
+            self.again = CallAgain(group, sent, self.inputs.tensors, new)
         ask = Ask(
-            requests,
-            [self] if child is None else [self, child],
-            self.transport,
-            self.tried,
-            self.timeout,
-            self.options,
-            resident=self.has_sent,
-            movable=outlives or not self.has_sent,
+            sent,
+            self,
+            max(0, options.retries - spent),
+            options.hedge_after,
+            Deadline(self.timeout),
             beside=lambda: Beside(receiving_device(device), group),
             may_go=lambda rank: not self._main_by_name or group.same_program(rank),
-            before=self.before,
-            spent=0 if self.has_sent else self.spent,
+            avoided=avoided,
         )
-        self.has_sent = True
         return group.retries.ask(ask)
 
     def span(self, phase: Phase) -> Spanned:
@@ -228,12 +213,12 @@ class RemoteGraph:
         return self.group.recorder.record("unpack", self.key, self.worker, self._values, anchor, message)
 
     def _values(self, anchor: Tensor | None, message: Message) -> list[Any]:
-        if message.tensors or self.kept or self.requests:
+        if message.tensors or self.kept:
             message = self.connected(anchor, message.received())
         values = self.values_of(message)
         if self.again is not None:
             if self.kept:
-                self.again.found([message.tensors[number] for number in message.connected], values)
+                self.again.found(message, values)
             else:
                 self.again = None
         return values
@@ -241,10 +226,6 @@ class RemoteGraph:
     def connected(self, anchor: Tensor | None, message: Message) -> Message:
         """The node next to the results; returns the reply, whose tensors are connected to the anchor."""
         self.kept = anchor is not None and bool(message.connected)
-        if self.kept and self.requests:
-            self.requests[-1].connected = message.connected
-        else:
-            self.requests = []
         if anchor is not None and message.connected:
             outputs = [message.tensors[number].detach() for number in message.connected]
             self.unused = set(range(len(outputs)))
@@ -312,9 +293,8 @@ class RemoteGraph:
             siblings=self.siblings,
         )
         graph.number = self.number
-        graph.before = [*self.before, (self.key, weakref.ref(self))]
-        graph.tried, graph.has_moved, graph.has_sent = self.tried, self.has_moved, True
-        streamed = tuple(place for place in self.streamed if wanted[place])
+        nobody = self.again is not None and (self.gone or self._has_lost_worker())
+        streamed = () if nobody else tuple(place for place in self.streamed if wanted[place])
         arriving = self.group.streams.expect(graph.key, keeps=recorded) if streamed else None
         with graph.span("pack") as span:
             key = graph.key
@@ -326,28 +306,53 @@ class RemoteGraph:
         inputs = self.inputs
         if not retain_graph:
             self.unused -= reached
-            self.kept = bool(self.unused)
-            self.inputs = inputs if self.kept else Seen()
-            self.used_up = not self.kept
-        graph.kept = recorded
-        answered = None if self.own else self.group.outstanding.wait_for_slot(self.timeout)
-        with nullcontext() if self.own else graph.span("send"):
-            reply = self.ask(sent, graph if recorded else None)
-        if answered is not None:
-            reply.add_done_callback(answered)
-        if arriving is not None:  # all chunks have come when the reply is there, or has failed
+            self.kept = bool(self.unused) and not self.gone
+            self.inputs = inputs if self.unused else Seen()
+        reply = None if nobody else self._send_backward(graph, sent, recorded=recorded)
+        if arriving is not None and reply is not None:  # all chunks have come when it is there, or has failed
             reply.add_done_callback(partial(_no_more_chunks, self.group, graph.key))
         again = None
         if self.again is not None:
             again = GradientsAgain(self.again, output_grads, wanted, inputs.tensors, state)
-            reply = again.instead_of(reply, self.group, self.worker)
+            reply = again.instead_of(reply, self.group, self.worker, self.options, Deadline(self.timeout))
             graph.again = again if recorded else None
-        if self.used_up:
-            self.requests = []
-            self.again = None
+            self.again = self.again if self.unused else None
+        assert reply is not None
         if not self.own:
             self.siblings.add(reply, self.worker_name)
         return UnderWay(message, reply, graph, inputs, arriving, streamed, again)
+
+    def _has_lost_worker(self) -> bool:
+        return self.transport.has_lost(self.worker) and self.group.retries.goes_on_without(self.worker)
+
+    def _send_backward(self, graph: RemoteGraph, message: Message, *, recorded: bool) -> Future[Message]:
+        graph.kept = recorded
+        if self.own:
+            return self.send(message)
+        answered = self.group.outstanding.wait_for_slot(self.timeout)
+        with graph.span("send"):
+            reply = self.send(message)
+        reply.add_done_callback(answered)
+        return reply
+
+    def made_elsewhere(self, anchor: Tensor | None, grads: list[Tensor | None]) -> list[Tensor | None]:
+        """The node next to gradients that were made again, by graphs that are gone.
+
+        The caller's graph has the same nodes as without a loss, so that the engine adds up in the same order.
+        """
+        if self.kept:  # by a worker that was only late
+            self.kept = False
+            self.release()
+        self.gone = True
+        places = [place for place, grad in enumerate(grads) if grad is not None and grad.requires_grad]
+        found = [grad if grad is None else grad.detach() for grad in grads]
+        if anchor is not None and places and isinstance(self.again, GradientsAgain):
+            self.again.are_at(places)
+            self.unused = set(range(len(places)))
+            outputs = [grad for grad in (found[place] for place in places) if grad is not None]
+            for place, output in zip(places, collect(self, anchor, outputs), strict=True):
+                found[place] = output
+        return found
 
     def finish_backward(self, under_way: UnderWay[RemoteGraph]) -> list[Tensor | None]:
         """Wait for the inputs' gradients; if recorded, these are connected to the results' gradients and to the inputs.
@@ -378,9 +383,8 @@ class RemoteGraph:
             made = None if again is None else again.take()
             if made is None:
                 return graph.collect(anchor, with_gradients(arrived, whole) if recorded else arrived)
-            graph.kept = False
             whole.clear()
-            return made
+            return graph.made_elsewhere(anchor, made)
 
         if arriving is not None and self.group.streams.put_off(cut, Deferred(tensors, arriving, finish)):
             return [None] * len(tensors)

@@ -11,7 +11,8 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 
@@ -88,6 +89,8 @@ def answer(
     began = time.perf_counter()
     worker = _Worker(request, device, kept_graphs, recorder)
     content: Request = unpack(worker.message)
+    if request.key is not None:
+        content = replace(cast("Any", content), key=request.key)
     key = content.key
     if key is None:
         return pack(content.run(worker).reply, main_by_name=True)
@@ -120,7 +123,7 @@ class _Worker:
         """Run a payload."""
         message, payload, known = self.message, call.payload, answering_group().known_functions
         draws = None if payload.state.grad_enabled else Draws(False)
-        run = functools.partial(_execute.timed, payload, moved=message.moved, draws=draws)
+        run = functools.partial(_execute.timed, payload, moved=message.key is not None, draws=draws)
         if message.arrived:
             run = functools.partial(_with_references, message.arrived, run, payload)
         warning = None

@@ -1,4 +1,4 @@
-"""A request whose worker is lost or late → the same request at another worker, or at the caller itself.
+"""A call whose worker is lost or late → the same call at another worker, or at the caller itself.
 
 A share is moved as a whole: its tasks stay together, wherever they run, so that sums over them keep their order and all
 numbers stay the same. A lost share goes to a worker that has no work for this caller, or waits until there is one, and
@@ -8,8 +8,8 @@ But all others may be waiting themselves, perhaps for that very share. So a shar
 a worker that has other work. There it is a guest: it computes while the other work waits, since two shares that compute
 would draw from one random generator.
 
-The graphs of a lost worker are lost. So a request to a graph is kept together with the requests that made the graph: on
-another worker all of them are repeated, one after another.
+Only calls are sent again. The graphs of a lost worker are lost, and a backward through one is made again from the call
+(``_again.py``).
 """
 
 from __future__ import annotations
@@ -19,20 +19,19 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 
 from torchopt_dist._random_turns import wait_for_guests
-from torchopt_dist.distributed._ask import ANOTHER_GRAPH, Ask, Sent
+from torchopt_dist.distributed._ask import Ask, Attempt
 from torchopt_dist.distributed._future import Future
 from torchopt_dist.distributed._graph_releaser import GraphReleaser
 from torchopt_dist.distributed._membership import Membership
 from torchopt_dist.distributed._message import Message
-from torchopt_dist.distributed._protocol import Reply
-from torchopt_dist.distributed._serialization import unpack
+from torchopt_dist.distributed._protocol import Key
 from torchopt_dist.distributed._thread_pool import ThreadPool
-from torchopt_dist.distributed.transport.base import Sender, Transport, settle
+from torchopt_dist.distributed.transport.base import Transport, settle
 from torchopt_dist.errors import PeerFailedError, RemoteError, WorkerLostError
 
 __all__ = ["Retries"]
@@ -44,18 +43,25 @@ SHORT_PATIENCE = 0.05
 
 
 class Retries:
-    """The requests of this worker that can be moved to another worker, and who works on them.
+    """The calls of this worker that can be sent to another worker, and who works on them.
 
     Args:
         membership: knows which workers are lost.
         threads: run the shares that the caller takes over, and other long work.
         releaser: tells a worker whose answer came too late to forget its graph.
         transport: the transport to the other workers.
+        new_key: makes a key.
     """
 
     def __init__(
-        self, membership: Membership, threads: ThreadPool, releaser: GraphReleaser, transport: Transport
+        self,
+        membership: Membership,
+        threads: ThreadPool,
+        releaser: GraphReleaser,
+        transport: Transport,
+        new_key: Callable[[], Key],
     ) -> None:
+        self._new_key = new_key
         self._membership = membership
         self._threads = threads
         self._releaser = releaser
@@ -74,7 +80,7 @@ class Retries:
         return worker in self._membership.failures
 
     def ask(self, ask: Ask) -> Future[Message]:
-        """Send a request.
+        """Send a call.
 
         Returns:
             A future of the reply; it fails as a transport's does, but not for the loss of a worker, as long as
@@ -83,8 +89,8 @@ class Retries:
         with self._lock:
             self._wait_for_worker(ask)
         self._assign(ask)
-        if ask.options.hedge_after is not None:
-            timer = threading.Timer(ask.options.hedge_after, self._hedge, (weakref.ref(ask),))
+        if ask.hedge_after is not None:
+            timer = threading.Timer(ask.hedge_after, self._hedge, (weakref.ref(ask),))
             timer.daemon = True
             timer.start()
             ask.future.add_done_callback(lambda _: timer.cancel())
@@ -162,31 +168,30 @@ class Retries:
                 if ask is None or worker is None:
                     self._set_alarm()
                     return
-                first = not ask.elsewhere and worker == ask.first
+                attempt = self._attempt(ask, worker)
                 self._pending.remove(ask)
                 self._at_work[worker].append(ask)
-                ask.under_way.add(worker)
-                ask.tried.add(worker)
+                ask.attempts.append(attempt)
+                ask.under_way.append(attempt)
                 ask.elsewhere = True
-            if first:
-                transport, requests = ask.transport, ask.requests[-1:]
-            else:
-                transport, requests = (
-                    self._transport.to(worker) if worker != self._me else ask.beside(),
-                    ask.requests,
-                )
-            send = partial(self._send, ask, worker, transport, requests)
             if ask is new or worker == self._me:
-                send()
+                self._send(ask, attempt)
             else:
-                self._threads.run(send)
+                self._threads.run(partial(self._send, ask, attempt))
+
+    def _attempt(self, ask: Ask, worker: int) -> Attempt:
+        home = ask.home
+        if worker == home.worker and not (ask.elsewhere or home.transport.has_lost(worker)):
+            return home
+        transport = ask.beside() if worker == self._me else self._transport.to(worker)
+        return Attempt(worker, transport, self._new_key())
 
     def _free_worker(self, ask: Ask) -> int | None:
         """Who is to do it now; what is not where it was first to be goes to a worker that has nothing else to do."""
-        home = ask.first
-        if not (ask.elsewhere or (ask.movable and ask.transport.has_lost(home))):
+        home = ask.home.worker
+        if not (ask.elsewhere or ask.home.transport.has_lost(home)):
             moved = any(other is not None and other.is_strange(home) for other in self._at_work[home])
-            if ask.resident or not moved:
+            if not moved:
                 return home
         others = self._others(ask)
         for rank in others:
@@ -205,7 +210,7 @@ class Retries:
     def _others(self, ask: Ask) -> list[int]:
         """Who else could do it; several lost workers' requests go to different ones."""
         size = self._membership.world_size
-        ranks = ((ask.first + distance) % size for distance in range(size))
+        ranks = ((ask.home.worker + distance) % size for distance in range(size))
         return [rank for rank in ranks if self._may_have(ask, rank)]
 
     def _set_alarm(self) -> None:
@@ -223,97 +228,56 @@ class Retries:
         self._assign()
 
     def _may_have(self, ask: Ask, rank: int) -> bool:
-        return not (rank == self._me or self.is_lost(rank) or rank in ask.tried) and ask.may_go(rank)
+        return not (rank == self._me or self.is_lost(rank) or ask.has_tried(rank)) and ask.may_go(rank)
 
-    def _send(self, ask: Ask, worker: int, transport: Sender, requests: list[Sent]) -> None:
+    def _send(self, ask: Ask, attempt: Attempt) -> None:
         try:
-            message = requests[0].again()
-            message.moved = worker != ask.first
-            reply = transport.send(worker, message, ask.seconds_left())
+            message = ask.sent.again(attempt.key)
+            reply = attempt.transport.send(attempt.worker, message, ask.deadline.left())
         except Exception as error:
-            self._ended(ask, worker, transport, error)
+            self._ended(ask, attempt, error)
             return
-        reply.add_done_callback(partial(self._arrived, ask, worker, transport, requests))
+        reply.add_done_callback(partial(self._arrived, ask, attempt))
 
-    def _arrived(
-        self, ask: Ask, worker: int, transport: Sender, requests: list[Sent], reply: Future[Message]
-    ) -> None:
+    def _arrived(self, ask: Ask, attempt: Attempt, reply: Future[Message]) -> None:
         error = reply.exception()
-        if error is None and len(requests) > 1 and not ask.answered:
-            error = self._difference(worker, requests[0], reply.result())
-            if error is None:
-                self._send(ask, worker, transport, requests[1:])
-                return
-        self._ended(ask, worker, transport, reply.result() if error is None else error)
+        self._ended(ask, attempt, reply.result() if error is None else error)
 
-    def _difference(self, worker: int, request: Sent, message: Message) -> Exception | None:
-        """The difference between a graph that a worker has made again and the lost one, if there is any."""
-        try:
-            reply: Reply = unpack(message.received())
-        except Exception as error:
-            return error
-        if reply.exception is not None:
-            return reply.exception.to_error(self._name(worker))
-        if message.connected != request.connected:
-            return RuntimeError(ANOTHER_GRAPH)
-        return None
-
-    def _ended(self, ask: Ask, worker: int, transport: Sender, result: Message | BaseException) -> None:
+    def _ended(self, ask: Ask, attempt: Attempt, result: Message | BaseException) -> None:
         """Record the result of an attempt."""
-        settled: Message | BaseException | None = None
-        late: set[int] = set()
+        settled = False
         with self._lock:
-            self._at_work[worker].remove(ask)
-            ask.under_way.discard(worker)
+            self._at_work[attempt.worker].remove(ask)
+            ask.under_way.remove(attempt)
             if ask.answered:
                 pass
             elif isinstance(result, Message):
-                settled, late = result, set(ask.under_way)
-                if ask.first in ask.tried - {worker} and not ask.transport.has_lost(ask.first):
-                    late.add(ask.first)  # it may have failed, as by a time-out, and keep a graph
+                settled = True
             elif ask.under_way or ask in self._pending:
                 pass  # another attempt may do better
-            elif worker != self._me and ask.retries and self.is_loss(worker, result):
+            elif attempt.worker != self._me and ask.retries and self.is_loss(attempt.worker, result):
                 ask.retries -= 1
                 self._wait_for_worker(ask)
             else:
-                settled = result
-            ask.answered |= settled is not None
-        for other in late:
-            self._let_go(ask, other)
-        if isinstance(result, BaseException) and not self.is_lost(worker) and worker != ask.first:
-            self._let_go(ask, worker)
-        if isinstance(settled, Message):
-            if transport is not ask.transport or worker != ask.first:
-                self._move(ask, worker, transport)
-            settle(ask.future, settled)
-        elif settled is not None:
-            ask.future.set_exception(settled)
+                settled = True
+            ask.answered |= settled
+        if settled:
+            answered = attempt if isinstance(result, Message) else ask.home
+            for each in ask.attempts:
+                if each is not answered:
+                    self._let_go(ask, each)
+            if isinstance(result, Message):
+                ask.graph.is_at(attempt)
+                settle(ask.future, result)
+            else:
+                ask.future.set_exception(result)
         self._assign()
 
-    def _let_go(self, ask: Ask, worker: int) -> None:
-        """Let a worker forget what it has made of a request, or is about to make."""
-        if worker == self._me:
-            return  # what is made here goes with its transport
-        keys = [graph.key for graph in ask.graphs]
-        if worker != ask.first:  # it makes the graphs that lead there, too
-            keys += [key for key, _ in ask.before]
-        for key in keys:
-            self._releaser.release(self._transport, worker, key)
-
-    def _move(self, ask: Ask, worker: int, transport: Sender) -> None:
-        """Note that a worker has made the graphs of a request again."""
-        for graph in ask.graphs:
-            graph.moved(worker, transport)
-        for key, record in ask.before:
-            earlier = record()
-            if earlier is not None and earlier.worker == ask.first and ask.transport.has_lost(ask.first):
-                earlier.moved(worker, transport)
-            elif worker != self._me:  # the graph is where it was
-                self._releaser.release(self._transport, worker, key)
-
-    def _name(self, worker: int) -> str:
-        return self._membership.members[worker].name
+    def _let_go(self, ask: Ask, attempt: Attempt) -> None:
+        """Let a worker forget the graph that it has made, or is about to make."""
+        here = attempt.worker == self._me  # what is made here goes with its transport
+        if ask.graph.kept and not (here or attempt.transport.has_lost(attempt.worker)):
+            self._releaser.release(attempt.transport, attempt.worker, attempt.key)
 
 
 class _Waiting(AbstractContextManager[None]):

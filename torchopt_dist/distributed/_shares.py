@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from torchopt_dist._torch_private import tensor_version
-from torchopt_dist.distributed._ask import ANOTHER_GRAPH, check_unchanged, is_copied
+from torchopt_dist.distributed._ask import ANOTHER_GRAPH, Deadline, check_unchanged, is_copied
 from torchopt_dist.distributed._chunks import can_be_cut, chunks_of
 from torchopt_dist.distributed._future import Future
 from torchopt_dist.distributed._group import Group
@@ -126,7 +126,7 @@ class Shares:
             reply.add_done_callback(partial(self._arrived, branch, collect, siblings, instead, stack))
         for worker in alone:
             branches = [self._branch(Twig(worker, ()))]
-            children = self._children(branches, (), siblings, instead, options=self._options)
+            children = self._children(branches, (), siblings, instead, alone=True)
             for reply, collect in children.replies().items():
                 one = {worker: replies[worker]}
                 reply.add_done_callback(partial(self._arrived, one, collect, siblings, instead, ExitStack()))
@@ -137,9 +137,10 @@ class Shares:
         hoisted: Sequence[Tensor],
         siblings: Siblings,
         instead: Mapping[int, Tensor],
-        options: ExecutionOptions | None = None,
+        *,
+        alone: bool = False,
     ) -> Children:
-        again = partial(_RepliesAgain, self, instead) if self._options.retries and options is None else None
+        again = partial(_RepliesAgain, self, instead) if self._options.retries else None
         return Children(
             self._group,
             branches,
@@ -151,7 +152,8 @@ class Shares:
             prepare=self._as_sent,
             instead=instead,
             mends=self._options.retries > 0,
-            options=options,
+            options=self._options,
+            alone=alone,
             again=again,
         )
 
@@ -229,7 +231,7 @@ class _RepliesAgain:
         self._instead = instead
         self._places: list[tuple[int, int]] = []
 
-    def found(self, outputs: Sequence[Tensor], values: Iterable[Any]) -> None:
+    def found(self, reply: Message, values: Iterable[Any]) -> None:
         """See :class:`~torchopt_dist.distributed._again.Again`."""
         places = {
             id(tensor): (parcel.worker, number)
@@ -237,10 +239,21 @@ class _RepliesAgain:
             if isinstance(parcel, Parcel)
             for number, tensor in enumerate(parcel.tensors)
         }
-        self._places = [places[id(output)] for output in outputs]
+        self._places = [places[id(reply.tensors[number])] for number in reply.connected]
 
-    def outputs(self, numbers: Sequence[int], instead: Mapping[int, Tensor]) -> list[Tensor]:
+    def avoid(self, worker: int) -> None:
         """See :class:`~torchopt_dist.distributed._again.Again`."""
+        self._shares.avoid(worker)
+
+    def outputs(
+        self,
+        numbers: Sequence[int],
+        instead: Mapping[int, Tensor],
+        left: ExecutionOptions,
+        deadline: Deadline,
+    ) -> list[Tensor]:
+        """See :class:`~torchopt_dist.distributed._again.Again`; each loss of a worker of a tree is mended."""
+        del left, deadline
         places = [self._places[number] for number in numbers]
         workers = dict.fromkeys(worker for worker, _ in places)
         of_messages = {which: instead.get(id(tensor), tensor) for which, tensor in self._instead.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from torchopt_dist.distributed._ask import Sent
 from torchopt_dist.distributed._future import Future
 from torchopt_dist.distributed._group import current_group
 from torchopt_dist.distributed._message import Message
@@ -70,7 +71,11 @@ def call(
         sent = message.detached()
         if snapshot:
             sent.tensors = [tensor.clone() for tensor in sent.tensors]
-    reply = group.recorder.record("send", graph.key, worker, graph.ask, sent, movable=moves)
+    if moves or payload.options.outlives_workers:
+        kept = Sent.of(sent, graph.key)
+        reply = group.recorder.record("send", graph.key, worker, graph.ask, kept)
+    else:
+        reply = group.recorder.record("send", graph.key, worker, graph.send, sent)
     future: Future[list[Any]] = Future()  # made while the message is on its way, as all that can wait
     if graph.siblings.log is not None:
         graph.siblings.log.watch(message, reply)

@@ -46,7 +46,7 @@ class WireMessage(NamedTuple):
 
     Attributes:
         skeleton: as in the message; so are ``requires_grad``, ``is_parameter``, ``structures``, ``connected``,
-            ``device``, ``holes``, ``references``, ``staying`` and ``moved``.
+            ``device``, ``holes``, ``references``, ``staying`` and ``key``.
         buffers: tensors of their own, and flat tensors in which small ones lie one after another.
         places: for each tensor that is sent its buffer, its shape, and whether it was on a GPU.
         shared: which buffers are flat ones.
@@ -64,13 +64,13 @@ class WireMessage(NamedTuple):
     holes: tuple[tuple[int, int], ...] = ()
     references: Sequence[Any] = ()
     staying: tuple[Staying, ...] = ()
-    moved: bool = False
+    key: tuple[int, int] | None = None
 
 
 def is_skeleton(message: Message) -> bool:
     """Whether the message consists of a skeleton, which a transport can send as it is."""
     beside = message.tensors or message.structures or message.device or message.references
-    return not (beside or message.moved)
+    return not (beside or message.key)
 
 
 def to_wire(message: Message, *, direct: bool = False, whole_storages: bool = True) -> WireMessage:
@@ -124,7 +124,7 @@ def to_wire(message: Message, *, direct: bool = False, whole_storages: bool = Tr
         message.holes,
         message.references,
         message.staying,
-        message.moved,
+        message.key,
     )
 
 
@@ -143,7 +143,7 @@ def _without_tensors(message: Message) -> WireMessage:
         message.holes,
         references,
         message.staying,
-        message.moved,
+        message.key,
     )
 
 
@@ -164,7 +164,7 @@ def from_wire(wire: WireMessage) -> Message:
     """Rebuild a message."""
     if not (wire.requires_grad or wire.structures):
         references = list(wire.references)
-        return Message(wire.skeleton, [], [], [], device=wire.device, references=references, moved=wire.moved)
+        return Message(wire.skeleton, [], [], [], device=wire.device, references=references, key=wire.key)
     sizes: dict[int, list[int]] = {}
     for place in wire.places:
         sizes.setdefault(place.buffer, []).append(torch.Size(place.shape).numel())
@@ -198,5 +198,5 @@ def from_wire(wire: WireMessage) -> Message:
         holes=wire.holes,
         references=list(wire.references),
         staying=wire.staying,
-        moved=wire.moved,
+        key=wire.key,
     )
