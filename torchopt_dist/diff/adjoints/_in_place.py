@@ -6,7 +6,8 @@ graph), that stays as it was: the step leaves the parameter's memory alone, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,24 +23,25 @@ __all__ = ["moved_in_place", "owned"]
 
 
 def owned(
-    leaves: Sequence[Tensor],
-    state: OptState,
-    places: Sequence[int],
-    copied: Callable[[Tensor], Tensor] | None = None,
+    leaves: Sequence[Tensor], state: OptState, places: Sequence[int], *, but: Sequence[Any] | None = None
 ) -> tuple[list[Tensor], OptState]:
     """Copies, without history, of the leaves at ``places`` and of a state; other leaves stay the same tensors.
 
-    Args:
-        leaves: the parameters.
-        state: the optimizer's.
-        places: of what is copied.
-        copied: makes a copy; it has new memory, if not given.
+    If ``but`` is given, only of what is in the memory of one of these.
     """
-    copy = copied or _copied
+    taken = None if but is None else {_memory(leaf) for leaf in but if isinstance(leaf, Tensor)}
+
+    def copy(tensor: Tensor) -> Tensor:
+        return _copied(tensor) if taken is None or _memory(tensor) in taken else tensor
+
     copies = list(leaves)
     for place in places:
         copies[place] = copy(copies[place])
     return copies, pytree.map_tensors(copy, state)
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else id(tensor)
 
 
 def _copied(tensor: Tensor) -> Tensor:

@@ -179,12 +179,20 @@ class Loop:
             params, state = moved_in_place(self.optimizer, self.model, carry.params, found.grads, carry.state)
         return Carry(params, state, found.buffers)
 
-    def own(self, carry: Carry, copied: Callable[[Tensor], Tensor] | None = None) -> Carry:
-        """The same numbers, without history, in memory that :meth:`training_step` may overwrite; ``copied`` copies."""
+    def own(self, carry: Carry) -> Carry:
+        """The same numbers, without history, in memory that :meth:`training_step` may overwrite."""
         if not self.trains_in_place:
             return self.cut(carry)
-        params, state = owned(carry.params, carry.state, self.model.moved_places, copied)
+        params, state = owned(carry.params, carry.state, self.model.moved_places)
         return Carry(self._tied(params), state, [buffer.detach() for buffer in carry.buffers])
+
+    def apart(self, carry: Carry, other: Carry) -> Carry:
+        """The same numbers; what is in the memory of another carry is copied, so that a step may overwrite it."""
+        if not self.trains_in_place:
+            return carry
+        leaves = [*other.params, *pytree.flatten(other.state)[0]]
+        params, state = owned(carry.params, carry.state, self.model.moved_places, but=leaves)
+        return carry._replace(params=self._tied(params), state=state)
 
     def first_order_step(self, carry: Carry, number: int) -> tuple[Carry, Tensor, Any]:
         """A step whose gradient is a constant; the optimizer's update is recorded."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +14,9 @@ from torchopt_dist._formulas.attention import attention_by_formula
 from torchopt_dist.diff.adjoints._loop import Loop, Outcome
 from torchopt_dist.diff.adjoints._samples import outcome_of_samples, over_samples, samples_around
 from torchopt_dist.diff.adjoints.adjoint import Adjoint
-from torchopt_dist.diff.replay._binomial import steps_run_again
 from torchopt_dist.diff.replay._blockwise import by_blocks
 from torchopt_dist.diff.replay._connected import connected
+from torchopt_dist.diff.replay._plan import Plan
 from torchopt_dist.diff.replay._snapshots import Store, bytes_of, number_of_bytes
 from torchopt_dist.diff.replay._tape import Tape
 
@@ -127,23 +126,15 @@ class Replayed(Adjoint):
         return loop if self.blocks is None else by_blocks(loop, self.blocks)
 
     def _replayed(self, loop: Loop) -> Outcome:
-        count, spacing, gradients = self._room(loop)
-        return connected(Tape(loop, count, spacing, Store(self.store), self.sweep, self.check, gradients))
+        return connected(Tape(loop, self._plan(loop), Store(self.store), self.sweep, self.check))
 
-    def _room(self, loop: Loop) -> tuple[int, int | None, int]:
-        """For what there is room.
-
-        Returns:
-            For how many snapshots; if for the gradients of all steps, how far snapshots are apart; and otherwise for
-            how many gradients beside the snapshots.
-        """
-        every = max(1, loop.steps)
-        # So many steps share a snapshot, and have one each while they are gone back through.
-        spacing = math.isqrt(every - 1) + 1
+    def _plan(self, loop: Loop) -> Plan:
+        """What there is room for."""
+        steps = max(1, loop.steps)
         if self.memory is None:
             if self.snapshots in (None, "all"):
-                return every, spacing, 0
-            return int(self.snapshots or 1), None, 0
+                return Plan.of_all_gradients(steps)
+            return Plan.of_snapshots(steps, int(self.snapshots or 1))
         moved = [loop.first.params[place] for place in loop.model.moved_places]
         size = max(1, bytes_of([*moved, *pytree.flatten(loop.first.state)[0], *loop.first.buffers]))
         budget = number_of_bytes(self.memory)
@@ -151,26 +142,4 @@ class Replayed(Adjoint):
             raise ValueError(
                 f"`memory` must have room for one snapshot, which takes {size:,} bytes, got {self.memory!r}"
             )
-        kept = max(1, bytes_of([*moved, *loop.first.buffers]))
-        if budget >= every * kept + (math.ceil(every / spacing) + spacing - 1) * size:
-            return every, spacing, 0
-        return _fewest_evaluations(every, budget, size, kept)
-
-
-def _fewest_evaluations(steps: int, budget: int, snapshot: int, gradient: int) -> tuple[int, None, int]:
-    """Share a budget among snapshots and inner gradients, so that the loss is evaluated the fewest times.
-
-    The gradients of the last step and of the first ones are kept: the first ones are needed again and again, and the
-    last one makes room before there is need of it. Parameters are made again by the steps of known gradients, each time
-    from the first ones, so these are not many.
-    """
-    best = (steps * steps, 1, 0)
-    for snapshots in range(1, min(steps, budget // snapshot) + 1):
-        gradients = min(
-            (budget - snapshots * snapshot) // gradient, 1 + min(2 * math.isqrt(steps), 200), steps
-        )
-        rest = steps - max(0, gradients - 1)
-        evaluations = steps_run_again(rest, snapshots) + rest - (gradients > 0)
-        best = min(best, (evaluations, snapshots, gradients))
-    _, snapshots, gradients = best
-    return snapshots, None, gradients
+        return Plan.of_memory(steps, budget, size, max(1, bytes_of([*moved, *loop.first.buffers])))

@@ -97,7 +97,7 @@ class _Replay(torch.autograd.Function):
             return None, None, None, *[None] * len(tensors)
         if with_graph:
             return None, None, None, *_pulled(ctx.tape, tensors, given)
-        kept = list(ctx.tape.kept) if engine_keeps_graph() else ctx.tape.kept
+        kept = ctx.tape.kept.copy() if engine_keeps_graph() else ctx.tape.kept
         return None, None, None, *ctx.tape.pull(given, kept)
 
 
@@ -109,10 +109,10 @@ def _pulled(
     if not tape.outcome.losses:
         return tape.record(tensors, bars)
     trail: Trail = []
-    kept = list(tape.kept)
+    kept = tape.kept.copy()
     with torch.no_grad():  # and not in `forward` of the node, as above
         given = [None if bar is None else bar.detach() for bar in bars]
-        made = tape.pull(given, list(kept), trail)
+        made = tape.pull(given, kept.copy(), trail)
     found: tuple[OptionalTensor, ...] = _Pull.apply(tape, kept, trail, made, *tensors, *bars)
     return found
 
@@ -126,7 +126,7 @@ class _Pull(torch.autograd.Function):
     def forward(
         ctx: Any,
         tape: Tape,
-        kept: list[Kept],
+        kept: Kept,
         trail: Trail,
         made: list[OptionalTensor],
         *given: OptionalTensor,

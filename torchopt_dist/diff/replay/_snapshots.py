@@ -1,4 +1,4 @@
-"""The start of a step → a snapshot in memory, on the CPU or in a folder, until it is read."""
+"""Tensors of a step → kept in memory, on the CPU or in a folder, until they are read for the last time."""
 
 from __future__ import annotations
 
@@ -6,50 +6,25 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
-from torchopt_dist.diff.adjoints._loop import Carry
-from torchopt_dist.diff.replay._constants import filled
-from torchopt_dist.typing import OptionalTensor
 
-__all__ = ["Snapshot", "Store", "bytes_of", "number_of_bytes"]
+__all__ = ["Store", "bytes_of", "number_of_bytes"]
 
 
-class Snapshot(NamedTuple):
-    """The start of a step."""
-
-    number: int
-    """Of the step."""
-    carry: Carry
-    """Of a snapshot that is not whole, only the buffers."""
-    grads: list[OptionalTensor] | None
-    """The gradients of the step's loss, where they are kept, too."""
-    earlier: list[list[OptionalTensor]] | None = None
-    """If not ``None``, the averages in the state are those before some steps whose gradients these are, and the
-    parameters are those after the step itself."""
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the parameters and the state are there; otherwise the gradients of the steps before lead to them."""
-        return bool(self.carry.params)
-
-    def filled(self) -> Snapshot:
-        """The same; where it is of the first step, no tensor of the state is one element that is repeated."""
-        if self.number:
-            return self
-        return self._replace(carry=self.carry._replace(state=filled(self.carry.state)))
+T = TypeVar("T")
 
 
 class Store:
-    """Keeps snapshots.
+    """Keeps what a way back needs.
 
     Args:
         where: ``None`` for memory, the tensors themselves; ``'cpu'`` for copies there; otherwise a folder, in which
-            each snapshot is a file until it is no longer needed.
+            each is a file until it is no longer needed.
     """
 
     def __init__(self, where: str | Path | None) -> None:
@@ -57,24 +32,24 @@ class Store:
 
     @property
     def copies(self) -> bool:
-        """Whether snapshots have their own memory."""
+        """Whether what is kept has its own memory."""
         return self._where is not None
 
-    def keep(self, snapshot: Snapshot) -> Callable[[], Snapshot]:
-        """Keep a snapshot; the function returned gives it back, as often as it is called."""
+    def keep(self, value: T) -> Callable[[], T]:
+        """Keep a tree of tensors; the function returned gives it back, as often as it is called."""
         if self._where is None:
-            return lambda: snapshot
-        parts: Any = snapshot
+            return lambda: value
+        parts: Any = value
         leaves, spec = pytree.flatten(parts)
         devices = [leaf.device if isinstance(leaf, Tensor) else None for leaf in leaves]
         cpu = [leaf.to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         kept = cpu if self._where == "cpu" else _File(Path(self._where), cpu)
         del cpu
 
-        def give() -> Snapshot:
+        def give() -> T:
             held = kept.read() if isinstance(kept, _File) else kept
             back = [leaf if at is None else leaf.to(at) for leaf, at in zip(held, devices, strict=True)]
-            return cast("Snapshot", pytree.unflatten(spec, back))
+            return cast("T", pytree.unflatten(spec, back))
 
         return give
 

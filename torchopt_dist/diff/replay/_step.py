@@ -32,21 +32,31 @@ from torchopt_dist.diff.replay._blocks import Tangents, sweep
 from torchopt_dist.diff.replay._blockwise import BlockwiseLoop
 from torchopt_dist.diff.replay._duals import NoForwardModeError, loses_tangents
 from torchopt_dist.diff.replay._links import through_links
+from torchopt_dist.diff.replay._own_memory import add_to, apart_from, own, room_like
 from torchopt_dist.diff.replay._places import portions
-from torchopt_dist.diff.replay._pool import Pool, add_to, apart_from, own, room_like
 from torchopt_dist.diff.replay._reverse_mode import Graph, graph_of, leaf_like, leaves_at
-from torchopt_dist.diff.replay._snapshots import Snapshot, bytes_of
+from torchopt_dist.diff.replay._snapshots import bytes_of
 from torchopt_dist.ops._columns import put
 from torchopt_dist.transform._pulled_step import Room, StepBars
 from torchopt_dist.transform.apply_updates import parts_of, pulls_in_place, step_pulled_back
 from torchopt_dist.typing import OptionalTensor
 
-__all__ = ["Bars", "StepGradient", "SweepMode"]
+__all__ = ["Bars", "Start", "StepGradient", "SweepMode"]
 
 SweepMode = Literal["forward", "reverse"]
 """Of the derivative of an inner gradient: forward over reverse, or reverse over reverse."""
 SMALL = 1 << 24
 """Bytes of a graph that are not worth the time of forward mode."""
+
+
+class Start(NamedTuple):
+    """What a step starts from."""
+
+    number: int
+    """Of the step."""
+    carry: Carry
+    grads: list[OptionalTensor] | None
+    """The inner gradient, if it is known."""
 
 
 class Bars(NamedTuple):
@@ -86,16 +96,6 @@ class StepGradient:
         self._in_place = not self._blocks and pulls_in_place(self._optimizer)
         self._chooses = sweep is None and not self._blocks and self._ways[0] == "forward"
 
-    @property
-    def retraces(self) -> bool:
-        """Whether steps are gone back through in place, and none had to be recorded, as far as is known."""
-        return self._in_place and self._ways[0] != "recorded"
-
-    @property
-    def reuses_memory(self) -> bool:
-        """Whether memory is worth less than time: not where it is gone through by blocks."""
-        return not self._blocks
-
     def choose(self, loss: Tensor) -> None:
         """Choose the mode of the sweep by the graph of the first step's loss, unless the caller has chosen."""
         if not self._chooses:
@@ -108,7 +108,7 @@ class StepGradient:
             self._ways.insert(0, "reverse")
 
     def pull(
-        self, start: list[Snapshot], bars: Bars, loss_bar: OptionalTensor, pool: Pool | None = None
+        self, start: list[Start], bars: Bars, loss_bar: OptionalTensor, *, overwrite: bool = False
     ) -> tuple[Bars, list[OptionalTensor]]:
         """Differentiate one step.
 
@@ -116,14 +116,14 @@ class StepGradient:
             start: what the step started from, in a list from which it is taken.
             bars: gradients of the carry after it; they are used up.
             loss_bar: gradient of its loss, 0-d.
-            pool: takes the memory of what the step started from; if given, that of ``bars`` may be overwritten.
+            overwrite: whether the memory of ``bars`` may be overwritten.
 
         Returns:
             The gradients of its start, and one for each declared tensor.
         """
         # What is no longer needed is let go at once: copies of all parameters are much of the memory.
-        number, carry, grads, earlier = start.pop()
-        if self._ways[0] == "recorded" and earlier is None:
+        number, carry, grads = start.pop()
+        if self._ways[0] == "recorded":
             return self._recorded(carry, number, bars, loss_bar)
         graph = None
         if grads is None and self._ways[0] == "reverse":
@@ -135,15 +135,11 @@ class StepGradient:
                 grads = put([None] * len(carry.params), self._loop.model.moved_places, cut)
         if grads is None:
             grads = self._loop.gradient(carry, number, record=False).grads
-        before, direct, through = self._through_update(carry, bars, list(grads), pool is not None, earlier)
+        before, direct, through = self._through_update(carry, bars, list(grads), overwrite)
         if loss_bar is None and all(bar is None for bar in through):
             return before, direct
         del grads
-        used = pytree.flatten(carry.state)[0]
         carry = carry._replace(state=None)
-        if pool is not None:
-            pool.take_back(used)
-        del used
         bars.params.clear()
         bars.state.clear()
         found = None
@@ -166,11 +162,6 @@ class StepGradient:
         for place, more in enumerate(along):
             before.params[place], along[place] = sum_of(before.params[place], more), None
         del found, graph
-        if pool is not None:
-            self._loop.model.let_go()
-            used = list(carry.params)
-            del carry
-            pool.take_back(used)
         if before.are_own and self._room is not None:
             mixed = [apart_from(self._room.grads, bar) for bar in mixed]
         return before, [plus(a, b) for a, b in zip(direct, mixed, strict=True)]
@@ -197,14 +188,13 @@ class StepGradient:
         bars: Bars,
         grads: list[OptionalTensor],
         overwrite: bool,
-        earlier: list[list[OptionalTensor]] | None,
     ) -> tuple[Bars, list[OptionalTensor], list[OptionalTensor]]:
         room = None
         if overwrite and self._in_place:
             room = self._room = self._room or room_like(carry.params, self._loop.model.moved_places)
         if room is not None and not bars.are_own:
             bars = Bars([own(bar) for bar in bars.params], [own(bar) for bar in bars.state], True)
-        known = self._by_derivative(carry, bars, grads, room, earlier)
+        known = self._by_derivative(carry, bars, grads, room)
         if known is not None:
             return known
         given, inputs = self.inputs(carry)
@@ -226,7 +216,6 @@ class StepGradient:
         bars: Bars,
         grads: list[OptionalTensor],
         room: Room | None,
-        earlier: list[list[OptionalTensor]] | None,
     ) -> tuple[Bars, list[OptionalTensor], list[OptionalTensor]] | None:
         """As :meth:`_through_update`, by the derivative that comes with the optimizer's step, if one does.
 
@@ -256,7 +245,6 @@ class StepGradient:
                     state,
                     StepBars(of_params, of_state),
                     room,
-                    earlier,
                 )
             if pulled is None:
                 return None

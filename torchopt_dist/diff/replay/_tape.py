@@ -1,7 +1,6 @@
-"""A loop, a number of snapshots → the loop run without a graph, and its backward pass, one step at a time.
+"""A loop, a plan of what is kept of its steps → the loop run without a graph, and its backward pass, step by step.
 
-The backward pass goes from the last step to the first. The start of a step is a snapshot, or is reached from the
-nearest snapshot before it by running steps again; snapshots that are no longer needed make room for new ones.
+The backward pass goes from the last step to the first, and comes to the start of each as the plan says.
 """
 
 from __future__ import annotations
@@ -9,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,21 +21,44 @@ from torchopt_dist.diff.adjoints._declared import depend_on_each_other, differen
 from torchopt_dist.diff.adjoints._loop import Carry, Evaluation, Loop, Outcome
 from torchopt_dist.diff.adjoints._randomness import kept_generators
 from torchopt_dist.diff.adjoints._undeclared import refuse
-from torchopt_dist.diff.replay._binomial import places, split
 from torchopt_dist.diff.replay._blockwise import BlockwiseLoop
 from torchopt_dist.diff.replay._constants import expanded, filled
 from torchopt_dist.diff.replay._places import state_places
-from torchopt_dist.diff.replay._pool import Pool
-from torchopt_dist.diff.replay._retrace import Retrace
+from torchopt_dist.diff.replay._plan import Plan, WayBack
 from torchopt_dist.diff.replay._reverse_mode import leaf_like
-from torchopt_dist.diff.replay._snapshots import Snapshot, Store
-from torchopt_dist.diff.replay._step import Bars, StepGradient, SweepMode
+from torchopt_dist.diff.replay._snapshots import Store
+from torchopt_dist.diff.replay._step import Bars, Start, StepGradient, SweepMode
 from torchopt_dist.diff.replay._twice import Trail, back_through_pull
 from torchopt_dist.typing import OptionalTensor
 
 __all__ = ["Kept", "Tape"]
 
-Kept = tuple[int, Callable[[], Snapshot]]
+
+class Gradient(NamedTuple):
+    """What one goes by from the start of a step to that of the next, beside the start itself."""
+
+    grads: list[OptionalTensor]
+    """The inner gradient, one a leaf of the parameters."""
+    buffers: list[Tensor]
+    """The module's buffers after the step."""
+
+
+@dataclass
+class Kept:
+    """What is kept of steps; each function gives it back."""
+
+    starts: dict[int, Callable[[], Carry]] = field(default_factory=dict)
+    gradients: dict[int, Callable[[], Gradient]] = field(default_factory=dict)
+
+    def copy(self) -> Kept:
+        """The same, of which some may be used up."""
+        return Kept(dict(self.starts), dict(self.gradients))
+
+    def start(self, number: int) -> Carry:
+        """The start of a step, which is not to be overwritten."""
+        carry = self.starts[number]()
+        # The first state is the only one of which a tensor may be one element that is repeated.
+        return carry if number else carry._replace(state=filled(carry.state))
 
 
 @dataclass
@@ -45,25 +66,14 @@ class Tape:
     """A loop with a backward pass."""
 
     loop: Loop
-    snapshots: int
-    """How many are kept at a time."""
-    spacing: int | None
-    """Keep the inner gradients of every step, and a snapshot of every so many; ``None``: keep snapshots alone."""
+    plan: Plan
     store: Store
     sweep: SweepMode | None
     """In which mode an inner gradient is differentiated; ``None`` chooses."""
     check: bool
     """Run the first step twice, and demand the same loss and gradients."""
-    gradients: int = 0
-    """Beside snapshots alone: keep so many inner gradients, that of the last step and those of the first ones."""
-    kept: list[Kept] = field(default_factory=list)
+    kept: Kept = field(default_factory=Kept)
     outcome: Outcome | None = None
-    last: tuple[int, list[OptionalTensor]] | None = None
-    """The number and the inner gradient of the last step, where it is kept beside snapshots alone."""
-    _retrace: Retrace | None = None
-    """Of a backward pass in memory that is reused, where the gradients of all steps are kept."""
-    run_again: int = 0
-    """Steps that the last backward pass has run again only to come back to a place."""
 
     def __post_init__(self) -> None:
         self._autocast = current_autocast()
@@ -108,25 +118,22 @@ class Tape:
 
     def run(self) -> list[Tensor]:
         """Run the loop; returns the outputs: parameters, leaves of the state, and all losses in one tensor."""
-        known = max(0, self.gradients - 1)
-        wanted = {known + place for place in places(self.loop.steps - known, self.snapshots)}
         first = self.loop.cut(self.loop.first)
 
         def step(carry: Carry, number: int) -> tuple[Carry, Tensor, Any]:
-            self.last = None
+            if number > self.plan.gradients:  # the gradient of the last step was that of the last one so far
+                self.kept.gradients.pop(number - 1, None)
             found = self._loop.gradient(carry, number, record=False)
             if self.check and number == 0:
                 self._check(found, carry)
-            start = carry if number else first
-            self.last = (number, found.grads) if self.gradients else None
-            if self.spacing is not None:
-                start = start if number % self.spacing == 0 else Carry([], None, carry.buffers)
-                self._keep(self.kept, number, start, found.grads)
-            elif number <= known and known:  # the gradients before lead to these
-                start = Carry([], None, carry.buffers) if number else start
-                self._keep(self.kept, number, start, found.grads if number < known else None)
-            elif number in wanted:
-                self._keep(self.kept, number, start, None)
+            if number in self.plan.starts:
+                again = first if number == 0 else carry if self.store.copies else self.loop.own(carry)
+                self.kept.starts[number] = self.store.keep(again)
+            gradient = Gradient(found.grads, found.buffers)
+            if number < self.plan.gradients:
+                self.kept.gradients[number] = self.store.keep(gradient)
+            elif self.plan.last:
+                self.kept.gradients[number] = lambda: gradient
             return self._loop.trained(carry, found), found.loss, found.aux
 
         with attention_by_formula():
@@ -135,19 +142,6 @@ class Tape:
         self.loop.model.let_go()
         last = [_own(tensor) for tensor in self._gradient.outputs(self.outcome.carry)]
         return [*last, torch.stack(losses) if losses else torch.zeros(0)]
-
-    def _keep(
-        self,
-        kept: list[Kept],
-        number: int,
-        carry: Carry,
-        grads: list[OptionalTensor] | None,
-        copy: bool = True,
-    ) -> None:
-        """Take a snapshot of what the next step overwrites; the initial parameters and state are not overwritten."""
-        if copy and carry.params and number and not self.store.copies:
-            carry = self.loop.own(carry)
-        kept.append((number, self.store.keep(Snapshot(number, carry, grads))))
 
     def _check(self, found: Evaluation, carry: Carry) -> None:
         again = self._loop.gradient(carry, 0, record=False)
@@ -162,7 +156,7 @@ class Tape:
     def pull(
         self,
         bars: list[OptionalTensor],
-        kept: list[Kept],
+        kept: Kept,
         trail: Trail | None = None,
         starts: Sequence[Bars] | None = None,
     ) -> list[OptionalTensor]:
@@ -170,7 +164,7 @@ class Tape:
 
         Args:
             bars: the gradients, which are used up.
-            kept: the snapshots, which are used up.
+            kept: what is kept, which is used up.
             trail: is filled.
             starts: gradients of what each step starts from, to be added.
         """
@@ -179,20 +173,20 @@ class Tape:
         now, loss_bars = Bars(bars[:count], bars[count:-1]), bars[-1]
         bars.clear()
         totals: list[OptionalTensor] = [None] * len(self.declared)
-        reuse = trail is None and starts is None and self._gradient.reuses_memory
-        pool = Pool(self.loop) if reuse else None
-        self._retrace = None
-        if pool is not None and self.spacing is not None:
-            self._retrace = Retrace(self.loop, self._gradient, pool)
-        self.run_again = 0
+        steps = len(self.outcome.losses)
+        way = WayBack(self.plan, steps)
+        overwrite = trail is None and starts is None
         with self._contexts():
-            for number in reversed(range(len(self.outcome.losses))):
+            for number in reversed(range(steps)):
                 loss_bar = None if loss_bars is None else loss_bars[number]
                 if trail is not None:
                     trail.insert(0, (Bars(list(now.params), list(now.state)), loss_bar))
+                known = kept.gradients.pop(number, None)
                 if any(bar is not None for bar in (*now.params, *now.state, loss_bar)):
-                    start = [self._known_of(number, kept, pool)]  # which it takes out, and can let go of
-                    now, more = self._gradient.pull(start, now, loss_bar, pool)
+                    carry = self._start_of(number, way, kept)
+                    start = [Start(number, carry, None if known is None else known().grads)]
+                    del carry, known  # nobody else has them, so that they can be let go of
+                    now, more = self._gradient.pull(start, now, loss_bar, overwrite=overwrite)
                     totals = [plus(a, b) for a, b in zip(totals, more, strict=True)]
                 if starts is not None:
                     also = starts[number]
@@ -203,22 +197,20 @@ class Tape:
                 forget_casts()
         return [*now.params, *now.state, *totals]
 
-    def pull_twice(
-        self, kept: list[Kept], trail: Trail, cots: Sequence[OptionalTensor]
-    ) -> list[OptionalTensor]:
+    def pull_twice(self, kept: Kept, trail: Trail, cots: Sequence[OptionalTensor]) -> list[OptionalTensor]:
         """Gradients of what :meth:`pull` has found → of the inputs and of the gradients of the outputs.
 
         Args:
-            kept: the snapshots, which stay.
+            kept: what is kept, which stays.
             trail: what :meth:`pull` has filled.
             cots: the gradients.
         """
         with self._contexts():
             starts, more, of_bars, of_losses = back_through_pull(
-                self.loop, self._gradient, self.declared, kept[0][1]().filled().carry, trail, cots
+                self.loop, self._gradient, self.declared, kept.start(0), trail, cots
             )
         size = len(of_bars.params) + len(of_bars.state)
-        found = self.pull([None] * (size + 1), list(kept), starts=starts)
+        found = self.pull([None] * (size + 1), kept.copy(), starts=starts)
         totals = [plus(a, b) for a, b in zip(found[size:], more, strict=True)]
         like = next((loss for loss in of_losses if loss is not None), None)
         of_loss = None
@@ -237,91 +229,35 @@ class Tape:
             stack.enter_context(self._autocast.again())
             yield
 
-    def _known_of(self, number: int, kept: list[Kept], pool: Pool | None) -> Snapshot:
-        """As :meth:`_start_of`, with the gradient of the step, if it is the last one and its gradient is kept."""
-        found, last = self._start_of(number, kept, pool), self.last
-        if last is None or last[0] != number:
-            return found
-        if kept is self.kept:
-            self.last = None
-        return found._replace(grads=last[1])
+    def _start_of(self, number: int, way: WayBack, kept: Kept) -> Carry:
+        """Come to the start of a step."""
+        carry, is_own = Carry([], None, []), False  # its own is what a step may overwrite
+        actions = way.to(number)
+        with kept_generators():
+            for place, (do, at) in enumerate(actions, start=1):
+                if do == "drop":
+                    del kept.starts[at]
+                elif do == "load":
+                    carry, is_own = kept.start(at), False
+                elif do == "keep":
+                    kept.starts[at] = self.store.keep(carry)
+                    is_own = self.store.copies
+                elif is_own:
+                    carry = self.loop.trained(carry, self._evaluation(do, at, carry, kept))
+                else:
+                    after = self.loop.moved(carry, self._evaluation(do, at, carry, kept), record=False)
+                    is_own = place < len(actions) and (self.store.copies or actions[place].do != "keep")
+                    # What the step has left alone is still that of the start that is kept.
+                    carry = self.loop.apart(after, carry) if is_own else after
+                    del after
+        return carry
 
-    def _start_of(self, number: int, kept: list[Kept], pool: Pool | None) -> Snapshot:
-        """The start of a step; the snapshots that are left are those of steps before it."""
-        while kept[-1][0] > number:
-            kept.pop()
-        if pool is not None:
-            pool.room = self.spacing or self.snapshots - len(kept) + 1
-        at, give = kept[-1]
-        if at == number:
-            found = give()
-            if found.earlier is not None and self._retrace is not None:
-                kept.pop()
-                return self._retrace.start_of(found)
-            if not found.is_whole and self.spacing is not None:
-                self._fill(kept, pool)
-                return self._start_of(number, kept, pool)
-            found = found.filled() if found.is_whole else found._replace(carry=self._remade(kept, pool))
-            kept.pop()
-            if self._retrace is not None and self.spacing is not None and number % self.spacing == 0:
-                self._retrace.note(found)
-            return found
-        # With a pool, the step after a snapshot is made out of it, and not in a copy.
-        again = pool if self.loop.trains_in_place else None
-        whole = give()
-        is_kept = again is not None and whole.is_whole
-        carry = whole.filled().carry if is_kept else self._remade(kept, pool)
-        rest = number + 1 - at
-        room = self.snapshots - len(kept) + 1 + max(0, self.gradients - 1)
-        while at < number:
-            ahead = split(rest, room) if room > 1 else rest - 1
-            with kept_generators():
-                for _ in range(ahead):
-                    if again is not None and is_kept:
-                        carry = again.step(carry, self.loop.gradient(carry, at, record=False))
-                    else:
-                        carry, _loss, _aux = self.loop.training_step(carry, at)
-                    is_kept = False
-                    at += 1
-                    self.run_again += 1
-            rest, room = rest - ahead, room - 1
-            if at < number:
-                is_kept = again is not None and not self.store.copies
-                self._keep(kept, at, carry, None, copy=not is_kept)
-        return Snapshot(number, carry, None)
-
-    def _remade(self, kept: list[Kept], pool: Pool | None) -> Carry:
-        """The start of the last snapshot's step, in memory of its own: by known gradients, from a whole snapshot."""
-        *before, (_, give) = kept
-        last = give()
-        if last.is_whole:
-            return self.loop.own(last.carry, None if pool is None else pool.copied)
-        carry, grads = self._remade(before, pool), before[-1][1]().grads
-        assert grads is not None
-        found = Evaluation(carry.params[0], None, grads, last.carry.buffers)
-        return self.loop.trained(carry, found)
-
-    def _fill(self, kept: list[Kept], pool: Pool | None) -> None:
-        """Make the last snapshots whole, back to one that is, by steps whose gradients are known."""
-        waiting: list[Snapshot] = []
-        while not (last := kept.pop()[1]()).is_whole:
-            waiting.append(last)
-        kept.append((last.number, partial(Snapshot._make, last)))
-        last = last.filled()
-        again = self._retrace.snapshots([last, *reversed(waiting)]) if self._retrace is not None else None
-        if again is not None:
-            kept += [(step.number, partial(Snapshot._make, step)) for step in again]
-            return
-        while waiting:
-            assert last.grads is not None
-            given, after = last.carry, waiting.pop()
-            found = Evaluation(given.params[0], None, last.grads, after.carry.buffers)
-            if pool is None or not self.loop.trains_in_place:
-                carry = self.loop.moved(given, found, record=False)
-            else:
-                carry = pool.step(given, found)
-            last = Snapshot(after.number, carry, after.grads)
-            kept.append((last.number, partial(Snapshot._make, last)))
+    def _evaluation(self, do: str, number: int, carry: Carry, kept: Kept) -> Evaluation:
+        """The gradient of a step, which is kept, or of the step run again."""
+        if do == "run":
+            return self.loop.gradient(carry, number, record=False)
+        grads, buffers = kept.gradients[number]()
+        return Evaluation(carry.params[0], None, grads, buffers)
 
     def record(
         self,
