@@ -7,10 +7,6 @@ STABLE_TORCH_LIBRARY(todist, library) {
       "float factor, float kept, float b1, float b2, float eps, float eps_root, float weight_decay, "
       "bool maximize) -> Tensor[]");
   library.def(
-      "adam_into_(Tensor(a!)[] new_params, Tensor(b!)[] new_exp_avgs, Tensor(c!)[] new_exp_avg_sqs, Tensor[] grads, "
-      "Tensor[] exp_avgs, Tensor[] exp_avg_sqs, Tensor[] params, Tensor corrections, float factor, float kept, "
-      "float b1, float b2, float eps, float eps_root, float weight_decay, bool maximize) -> ()");
-  library.def(
       "adam_backward(Tensor[] moved_grads, Tensor[] exp_avg_grads, Tensor[] exp_avg_sq_grads, "
       "Tensor[] grads, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, Tensor[] params, Tensor corrections, "
       "float factor, float kept, float b1, float b2, float eps, float eps_root, float weight_decay, "
@@ -19,14 +15,6 @@ STABLE_TORCH_LIBRARY(todist, library) {
       "adam_backward_(Tensor(a!)[] to_grads, Tensor(b!)[] terms, Tensor(c!)[] exp_avg_grads, "
       "Tensor(d!)[] exp_avg_sq_grads, Tensor[] moved_grads, Tensor[] grads, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, "
       "Tensor corrections, float factor, float b1, float b2, float eps, float eps_root, bool maximize) -> ()");
-  library.def(
-      "adam_ahead_(Tensor(a!)[] new_exp_avgs, Tensor(b!)[] new_exp_avg_sqs, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, "
-      "Tensor[] first, Tensor[] second, Tensor[] third, Tensor[] fourth, float b1, float b2, bool maximize) -> ()");
-  library.def(
-      "adam_retrace_(Tensor(a!)[] to_grads, Tensor(b!)[] terms, Tensor(c!)[] exp_avg_grads, "
-      "Tensor(d!)[] exp_avg_sq_grads, Tensor(e!)[] params, Tensor[] moved_grads, Tensor[] grads, Tensor[] exp_avgs, "
-      "Tensor[] exp_avg_sqs, Tensor[] first, Tensor[] second, Tensor[] third, Tensor corrections, float factor, "
-      "float kept, float b1, float b2, float eps, float eps_root, bool maximize) -> ()");
 
   library.def(
       "sgd(Tensor[] grads, Tensor[] momentum_buffers, Tensor[] params, Tensor taken, "

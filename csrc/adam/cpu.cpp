@@ -6,9 +6,6 @@
 
 STABLE_TORCH_LIBRARY_IMPL(todist, CPU, library) {
   library.impl("adam", TORCH_BOX(&todist::adam));
-  library.impl("adam_ahead_", TORCH_BOX(&todist::adam_ahead_));
-  library.impl("adam_retrace_", TORCH_BOX(&todist::adam_retrace_));
-  library.impl("adam_into_", TORCH_BOX(&todist::adam_into_));
   library.impl("adam_backward", TORCH_BOX(&todist::adam_backward));
   library.impl("adam_backward_", TORCH_BOX(&todist::adam_backward_));
 }

@@ -22,7 +22,6 @@ struct AdamNumbers {
   double kept = 1;          // what the parameter is multiplied by, for a decoupled weight decay
   double weight_decay = 0;  // how much of the parameter is added to its gradient
   bool maximize = false;
-  int earlier = 0;  // how many steps' gradients come between the averages and the step
 };
 
 // The averages' next values.
@@ -153,68 +152,6 @@ struct AdamBackwardInPlace : AdamBackward<A> {
     to_grad = sign * this->through(direction, exp_avg_grad, exp_avg_sq_grad, of_moved, exp_avg_grad, exp_avg_sq_grad,
                                    sign * grad, exp_avg, exp_avg_sq);
     term = of_moved * direction;
-  }
-};
-
-// Averages -> the same, so many steps later: the first N of the gradients that there is room for.
-template <class A, size_t kRoom>
-struct AdamAhead {
-  AdamAverages<A> averages;
-  A sign;
-  Choice<A> there[kRoom];
-
-  explicit AdamAhead(const AdamNumbers& n) : averages(n), sign(n.maximize ? -1 : 1) {
-    for (size_t i = 0; i < kRoom; ++i) {
-      there[i] = i < static_cast<size_t>(n.earlier);
-    }
-  }
-
-  template <size_t kPlace = 0, class... Rest>
-  C10_HOST_DEVICE inline void ahead(A& exp_avg, A& exp_avg_sq, A grad, Rest... rest) const {
-    A next = exp_avg;
-    A next_sq = exp_avg_sq;
-    averages(sign * grad, next, next_sq);
-    exp_avg = there[kPlace] != 0 ? next : exp_avg;
-    exp_avg_sq = there[kPlace] != 0 ? next_sq : exp_avg_sq;
-    if constexpr (sizeof...(rest) > 0) {
-      ahead<kPlace + 1>(exp_avg, exp_avg_sq, rest...);
-    }
-  }
-
-  C10_HOST_DEVICE inline void operator()(A& new_exp_avg, A& new_exp_avg_sq, A exp_avg, A exp_avg_sq, A first, A second,
-                                         A third, A fourth) const {
-    ahead(exp_avg, exp_avg_sq, first, second, third, fourth);
-    new_exp_avg = exp_avg;
-    new_exp_avg_sq = exp_avg_sq;
-  }
-};
-
-// AdamBackwardInPlace of a step whose averages are those of up to three steps before it, and whose moved parameter is
-// overwritten by the one that it was before.
-template <class A>
-struct AdamRetrace : AdamBackward<A> {
-  AdamAhead<A, 3> averages_ahead;
-  A over_kept;
-
-  explicit AdamRetrace(const AdamNumbers& n)
-      : AdamBackward<A>(n), averages_ahead(n), over_kept(static_cast<A>(1 / n.kept)) {}
-
-  C10_HOST_DEVICE inline void operator()(A& to_grad, A& exp_avg_grad, A& exp_avg_sq_grad, A& param, A of_moved, A grad,
-                                         A exp_avg, A exp_avg_sq, A first, A second, A third) const {
-    A term;
-    (*this)(to_grad, term, exp_avg_grad, exp_avg_sq_grad, param, of_moved, grad, exp_avg, exp_avg_sq, first, second,
-            third);
-  }
-
-  C10_HOST_DEVICE inline void operator()(A& to_grad, A& term, A& exp_avg_grad, A& exp_avg_sq_grad, A& param, A of_moved,
-                                         A grad, A exp_avg, A exp_avg_sq, A first, A second, A third) const {
-    const A sign = this->descent.sign;
-    averages_ahead.ahead(exp_avg, exp_avg_sq, first, second, third);
-    A direction;
-    to_grad = sign * this->through(direction, exp_avg_grad, exp_avg_sq_grad, of_moved, exp_avg_grad, exp_avg_sq_grad,
-                                   sign * grad, exp_avg, exp_avg_sq);
-    term = of_moved * direction;
-    param = (param - this->factor * direction) * over_kept;
   }
 };
 

@@ -22,20 +22,6 @@ struct DirectionOp {
   using Formula = AdamDirection<A>;
 };
 
-struct IntoOp {
-  static constexpr const char* kName = "adam_into_";
-  static constexpr std::array<Argument, 7> kArguments{{{"new_params", Role::kWritten},
-                                                       {"new_exp_avgs", Role::kWritten},
-                                                       {"new_exp_avg_sqs", Role::kWritten},
-                                                       {"grads", Role::kRead},
-                                                       {"exp_avgs", Role::kRead},
-                                                       {"exp_avg_sqs", Role::kRead},
-                                                       {"params", Role::kRead}}};
-  using Numbers = AdamNumbers;
-  template <class A>
-  using Formula = AdamDirection<A>;
-};
-
 struct BackwardOp {
   static constexpr const char* kName = "adam_backward";
   static constexpr std::array<Argument, 9> kArguments{{{"to_grads", Role::kNew, 6},
@@ -99,58 +85,6 @@ struct BackwardOfFactorOp {
   using Formula = AdamBackwardInPlace<A>;
 };
 
-struct AheadOp {
-  static constexpr const char* kName = "adam_ahead_";
-  static constexpr std::array<Argument, 8> kArguments{{{"new_exp_avgs", Role::kWritten},
-                                                       {"new_exp_avg_sqs", Role::kWritten},
-                                                       {"exp_avgs", Role::kRead},
-                                                       {"exp_avg_sqs", Role::kRead},
-                                                       {"first", Role::kRead},
-                                                       {"second", Role::kOptional},
-                                                       {"third", Role::kOptional},
-                                                       {"fourth", Role::kOptional}}};
-  using Numbers = AdamNumbers;
-  template <class A>
-  using Formula = AdamAhead<A, 4>;
-};
-
-struct RetraceOp {
-  static constexpr const char* kName = "adam_retrace_";
-  static constexpr std::array<Argument, 11> kArguments{{{"to_grads", Role::kWritten},
-                                                        {"exp_avg_grads", Role::kUpdated},
-                                                        {"exp_avg_sq_grads", Role::kUpdated},
-                                                        {"params", Role::kUpdated},
-                                                        {"moved_grads", Role::kRead},
-                                                        {"grads", Role::kRead},
-                                                        {"exp_avgs", Role::kRead},
-                                                        {"exp_avg_sqs", Role::kRead},
-                                                        {"first", Role::kOptional},
-                                                        {"second", Role::kOptional},
-                                                        {"third", Role::kOptional}}};
-  using Numbers = AdamNumbers;
-  template <class A>
-  using Formula = AdamRetrace<A>;
-};
-
-struct RetraceOfFactorOp {
-  static constexpr const char* kName = "adam_retrace_";
-  static constexpr std::array<Argument, 12> kArguments{{{"to_grads", Role::kWritten},
-                                                        {"terms", Role::kWritten},
-                                                        {"exp_avg_grads", Role::kUpdated},
-                                                        {"exp_avg_sq_grads", Role::kUpdated},
-                                                        {"params", Role::kUpdated},
-                                                        {"moved_grads", Role::kRead},
-                                                        {"grads", Role::kRead},
-                                                        {"exp_avgs", Role::kRead},
-                                                        {"exp_avg_sqs", Role::kRead},
-                                                        {"first", Role::kOptional},
-                                                        {"second", Role::kOptional},
-                                                        {"third", Role::kOptional}}};
-  using Numbers = AdamNumbers;
-  template <class A>
-  using Formula = AdamRetrace<A>;
-};
-
 // Row i of `corrections` completes what all tensors have in common.
 template <class Op>
 StableIValue run_with(const Lists<Op>& lists, const AdamNumbers& common, const Tensor& corrections) {
@@ -175,16 +109,6 @@ StableIValue adam(const List& grads, const List& exp_avgs, const List& exp_avg_s
                ": `params` must have the length of `grads` where `weight_decay` is not 0, ", grads.size(), "; got ",
                params.size());
   return run_with<DirectionOp>({&grads, &exp_avgs, &exp_avg_sqs, &params}, numbers, corrections);
-}
-
-void adam_into_(const List& new_params, const List& new_exp_avgs, const List& new_exp_avg_sqs, const List& grads,
-                const List& exp_avgs, const List& exp_avg_sqs, const List& params, const Tensor& corrections,
-                double factor, double kept, double b1, double b2, double eps, double eps_root, double weight_decay,
-                bool maximize) {
-  const Arguments arguments{&new_params, &new_exp_avgs, &new_exp_avg_sqs, &grads, &exp_avgs, &exp_avg_sqs, &params};
-  const AdamNumbers numbers{b1, b2, eps, eps_root, 1, 1, factor, kept, weight_decay, maximize};
-  run_with<IntoOp>({&new_params, &new_exp_avgs, &new_exp_avg_sqs, &grads, &exp_avgs, &exp_avg_sqs, &params}, numbers,
-                   corrections);
 }
 
 StableIValue adam_backward(const List& moved_grads, const List& exp_avg_grads, const List& exp_avg_sq_grads,
@@ -221,51 +145,6 @@ void adam_backward_(const List& to_grads, const List& terms, const List& exp_avg
   run_with<BackwardOfFactorOp>(
       {&to_grads, &terms, &exp_avg_grads, &exp_avg_sq_grads, &moved_grads, &grads, &exp_avgs, &exp_avg_sqs}, numbers,
       corrections);
-}
-
-// How many of these lists are there. One that is there must not follow one that is not.
-template <class... More>
-int lists_there(const char* op, const More&... lists) {
-  int there = 0;
-  bool ended = false;
-  const auto count = [&](const List& list) {
-    TODIST_CHECK(list.empty() || !ended, op, ": gradients must be given from the first on, got some after an empty list");
-    ended = list.empty();
-    there += !ended;
-  };
-  (count(lists), ...);
-  return there;
-}
-
-void adam_ahead_(const List& new_exp_avgs, const List& new_exp_avg_sqs, const List& exp_avgs, const List& exp_avg_sqs,
-                 const List& first, const List& second, const List& third, const List& fourth, double b1, double b2,
-                 bool maximize) {
-  const Arguments arguments{&new_exp_avgs, &new_exp_avg_sqs, &exp_avgs, &exp_avg_sqs,
-                            &first,        &second,          &third,    &fourth};
-  AdamNumbers numbers{b1, b2, 0, 0, 1, 1, 1, 1, 0, maximize};
-  numbers.earlier = lists_there("adam_ahead_", first, second, third, fourth);
-  run<AheadOp>({&new_exp_avgs, &new_exp_avg_sqs, &exp_avgs, &exp_avg_sqs, &first, &second, &third, &fourth},
-               [&](size_t) { return numbers; });
-}
-
-void adam_retrace_(const List& to_grads, const List& terms, const List& exp_avg_grads, const List& exp_avg_sq_grads,
-                   const List& params, const List& moved_grads, const List& grads, const List& exp_avgs,
-                   const List& exp_avg_sqs, const List& first, const List& second, const List& third,
-                   const Tensor& corrections, double factor, double kept, double b1, double b2, double eps,
-                   double eps_root, bool maximize) {
-  const Arguments arguments{&to_grads, &terms,    &exp_avg_grads, &exp_avg_sq_grads, &params, &moved_grads,
-                            &grads,    &exp_avgs, &exp_avg_sqs,   &first,            &second, &third};
-  AdamNumbers numbers{b1, b2, eps, eps_root, 1, 1, factor, kept, 0, maximize};
-  numbers.earlier = lists_there("adam_retrace_", first, second, third);
-  if (terms.empty()) {
-    run_with<RetraceOp>({&to_grads, &exp_avg_grads, &exp_avg_sq_grads, &params, &moved_grads, &grads, &exp_avgs,
-                         &exp_avg_sqs, &first, &second, &third},
-                        numbers, corrections);
-    return;
-  }
-  run_with<RetraceOfFactorOp>({&to_grads, &terms, &exp_avg_grads, &exp_avg_sq_grads, &params, &moved_grads, &grads,
-                               &exp_avgs, &exp_avg_sqs, &first, &second, &third},
-                              numbers, corrections);
 }
 
 }  // namespace

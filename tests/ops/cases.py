@@ -18,9 +18,16 @@ from tests.ops import formulas
 from torchopt_dist import ops
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-OPS = ["adam", "adam_backward", "adam_backward_", "adam_into_", "adam_ahead_", "adam_retrace_"]
-OPS += ["sgd", "sgd_backward", "rmsprop_", "rmsprop", "rmsprop_backward"]
-LATER = ("second", "third", "fourth")
+OPS = [
+    "adam",
+    "adam_backward",
+    "adam_backward_",
+    "sgd",
+    "sgd_backward",
+    "rmsprop_",
+    "rmsprop",
+    "rmsprop_backward",
+]
 kernels: Any = torch.ops.todist
 needs_kernels = pytest.mark.skipif(not ops.is_available("adam"), reason=f"no kernel: {ops.why_not('adam')}")
 
@@ -135,14 +142,6 @@ def case(op: str, rng: random.Random, shapes: list[list[int]], dtypes: list[torc
             lambda *x: formulas.adam_gradients(*x, *settings), *map(wide, lists.values()), list(corrections)
         )
         return Case(op, lists, (corrections, *settings), expected)
-    if op == "adam_into_":
-        settings = (lr, rng.choice([1.0, 0.9]), b1, b2, eps, rng.choice([0.0, 1e-3]), weight_decay, maximize)
-        inner = {"grads": g, "exp_avgs": make(), "exp_avg_sqs": make(positive=True), "params": make()}
-        written = {name: make() for name in ("new_params", "new_exp_avgs", "new_exp_avg_sqs")}
-        expected = rows(
-            lambda *x: formulas.adam(*x, *settings), *map(wide, inner.values()), list(corrections)
-        )
-        return Case(op, {**written, **inner}, (corrections, *settings), expected, list(written))
     if op == "adam_backward_":
         numbers = (lr, b1, b2, eps, rng.choice([0.0, 1e-3]), maximize)
         lists = {
@@ -160,35 +159,6 @@ def case(op: str, rng: random.Random, shapes: list[list[int]], dtypes: list[torc
             lambda *x: formulas.adam_gradients_in_place(*x, *numbers), terms, *inner, list(corrections)
         )
         written = [name for name, tensors in lists.items() if tensors][: 3 + bool(terms)]
-        return Case(op, lists, (corrections, *numbers), expected, written)
-    if op == "adam_ahead_":
-        inner = {"exp_avgs": make(), "exp_avg_sqs": make(positive=True), "first": g}
-        count = rng.randrange(4)
-        inner |= {name: make(expand=True) if i < count else [] for i, name in enumerate(LATER)}
-        written = {name: make() for name in ("new_exp_avgs", "new_exp_avg_sqs")}
-        expected = rows(lambda *x: formulas.adam_ahead(*x, b1, b2, maximize), *map(wide, inner.values()))
-        return Case(op, {**written, **inner}, (b1, b2, maximize), expected, list(written))
-    if op == "adam_retrace_":
-        numbers = (lr, rng.choice([1.0, 0.9]), b1, b2, eps, rng.choice([0.0, 1e-3]), maximize)
-        lists = {
-            "to_grads": make(),
-            "terms": rng.choice([[], make()]),
-            "exp_avg_grads": make(),
-            "exp_avg_sq_grads": make(),
-            "params": make(),
-            "moved_grads": make(expand=True),
-            "grads": g,
-            "exp_avgs": make(),
-            "exp_avg_sqs": make(positive=True),
-        }
-        count = rng.randrange(4)
-        lists |= {
-            name: make(expand=True) if i < count else []
-            for i, name in enumerate(("first", "second", "third"))
-        }
-        _, terms, *inner = map(wide, lists.values())
-        expected = rows(lambda *x: formulas.adam_retraced(*x, *numbers), terms, *inner, list(corrections))
-        written = [name for name, tensors in lists.items() if tensors][: 4 + bool(terms)]
         return Case(op, lists, (corrections, *numbers), expected, written)
     if op.startswith("sgd"):
         sums = make() if momentum else []

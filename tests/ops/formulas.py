@@ -87,26 +87,6 @@ def adam_gradients_in_place(terms, dm, dv, du, g, m, v, c, factor, b1, b2, eps, 
     return to_g, du * adam(g, m, v, None, c, 1.0, 1.0, b1, b2, eps, eps_root, 0.0, maximize)[0], to_m, to_v
 
 
-def adam_ahead(m, v, *gradients_and_numbers):
-    """The averages, of as many gradients as there are."""
-    *gradients, b1, b2, maximize = gradients_and_numbers
-    for g in gradients:
-        if g is not None:
-            one = torch.ones(2, dtype=torch.float64)
-            _, m, v = adam(g, m, v, None, one, 1.0, 1.0, b1, b2, 1.0, 0.0, 0.0, maximize)
-    return m, v
-
-
-def adam_retraced(terms, dm, dv, p, du, g, m, v, first, second, third, c, *numbers):
-    """The derivative with the averages as they were, and the parameter from which the step comes to this one."""
-    factor, kept, b1, b2, eps, eps_root, maximize = numbers
-    m, v = adam_ahead(m, v, first, second, third, b1, b2, maximize)
-    inner = (b1, b2, eps, eps_root)
-    found = adam_gradients_in_place(terms, dm, dv, du, g, m, v, c, factor, *inner, maximize)
-    step = adam(g, m, v, None, c, factor, 1.0, *inner, 0.0, maximize)[0]
-    return *found, (p - step) / kept
-
-
 def rmsprop_gradients(dp, dv, da, db, g, v, a, *settings):
     """What autograd makes of the formula."""
     b = None if settings[3] == 0 else torch.zeros_like(g)

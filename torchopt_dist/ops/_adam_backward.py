@@ -1,7 +1,4 @@
-"""Gradients of the results of a step of Adam → of what it was made of, over the memory of the former, by one kernel.
-
-It goes back through a run of steps, too, of which only the first one's averages and all gradients are kept.
-"""
+"""Gradients of the results of a step of Adam → of what it was made of, over the memory of the former, by one kernel."""
 
 from __future__ import annotations
 
@@ -15,10 +12,7 @@ from torchopt_dist.ops import _dispatch as dispatch
 from torchopt_dist.ops._adam import corrections_of
 from torchopt_dist.ops._columns import flatten
 
-__all__ = ["AHEAD", "adam_ahead_", "adam_backward_"]
-
-AHEAD = 4
-"""So many gradients at most are taken into the averages at a time."""
+__all__ = ["adam_backward_"]
 
 
 def adam_backward_(
@@ -42,7 +36,6 @@ def adam_backward_(
     decoupled: bool = False,
     maximize: bool = False,
     fused: bool | None = None,
-    earlier: Sequence[list[Tensor]] | None = None,
 ) -> Tensor | None:
     """Go back through a step of Adam or AdamW; see :func:`~torchopt_dist.ops._adam.adam` for what is not said here.
 
@@ -66,8 +59,6 @@ def adam_backward_(
         decoupled: whether weight decay moves the parameters by itself, as in AdamW.
         maximize: whether the step ascends.
         fused: None and True use the kernel where there is one; False never does.
-        earlier: if given, ``params`` are the moved ones and are overwritten by those before the step, and the averages
-            are those of so many steps before: the gradients of these steps, less than ``AHEAD``, in their order.
 
     Returns:
         The gradient of ``lr``, 0-d, or 0 where it is not asked for; ``None`` where there is no kernel: then nothing is
@@ -83,29 +74,6 @@ def adam_backward_(
     ):
         return None
     of_first, of_second = bias_correction.bias_corrections((b1, b2), steps, ahead=1)
-    if earlier is not None:
-        written.append(params)
-        torch.ops.todist.adam_retrace_(
-            to_grads,
-            terms or [],
-            exp_avg_grads,
-            exp_avg_sq_grads,
-            params,
-            moved_grads,
-            grads,
-            exp_avgs,
-            exp_avg_sqs,
-            *_filled_up(earlier, AHEAD - 1),
-            corrections_of(of_first, of_second, len(grads)),
-            -lr,
-            1 - lr * weight_decay,
-            b1,
-            b2,
-            eps,
-            eps_root,
-            maximize,
-        )
-        return _of_lr(moved_grads, terms, params, lr, weight_decay, written)
     torch.ops.todist.adam_backward_(
         to_grads,
         terms or [],
@@ -123,18 +91,6 @@ def adam_backward_(
         eps_root,
         maximize,
     )
-    return _of_lr(moved_grads, terms, params, lr, weight_decay, written)
-
-
-def _of_lr(
-    moved_grads: list[Tensor],
-    terms: list[Tensor] | None,
-    params: list[Tensor],
-    lr: float,
-    weight_decay: float,
-    written: list[list[Tensor]],
-) -> Tensor:
-    """The gradient of the learning rate; what is left for weight decay is done, too."""
     of_lr = torch.zeros((), dtype=torch.float64, device=moved_grads[0].device)
     for place, term in enumerate(terms or []):
         of_lr -= term.sum()
@@ -144,60 +100,3 @@ def _of_lr(
         torch._foreach_mul_(moved_grads, 1 - lr * weight_decay)
     torch.autograd.graph.increment_version([x for column in written for x in column])
     return of_lr
-
-
-def _filled_up(columns: Sequence[list[Tensor]], length: int) -> list[list[Tensor]]:
-    return [*columns, *[[] for _ in range(length - len(columns))]]
-
-
-def adam_ahead_(
-    new_exp_avgs: list[Tensor] | None,
-    new_exp_avg_sqs: list[Tensor] | None,
-    *,
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    grads: Sequence[list[Tensor]],
-    lr: float,
-    b1: float,
-    b2: float,
-    weight_decay: float = 0.0,
-    decoupled: bool = False,
-    maximize: bool = False,
-    fused: bool | None = None,
-    **_options: float,
-) -> bool:
-    """Take the gradients of several steps into Adam's averages, in one pass and without the parameters.
-
-    Args:
-        new_exp_avgs: tensors like ``exp_avgs``, which are overwritten by those after the steps; ``None``: it is only
-            told whether that can be done.
-        new_exp_avg_sqs: likewise.
-        exp_avgs: the averages before the first step, which stay as they are.
-        exp_avg_sqs: the averages of squares, likewise.
-        grads: the gradients of 1 to ``AHEAD`` steps, in their order.
-        lr: learning rate; with ``weight_decay``, that of the first step.
-        b1: decay of the averages, in [0, 1).
-        b2: decay of the averages of squares, in [0, 1).
-        weight_decay: factor of the parameters.
-        decoupled: whether weight decay moves the parameters by itself.
-        maximize: whether the steps ascend.
-        fused: None and True use the kernel where there is one; False never does.
-
-    Returns:
-        Whether it can be done: not without a kernel, nor where :func:`adam_backward_` could not go back through the
-        steps, which is so, too, where weight decay takes more than half of a parameter.
-    """
-    written = [column for column in (new_exp_avgs, new_exp_avg_sqs) if column is not None]
-    rest = flatten([*written, exp_avgs, exp_avg_sqs, *grads[1:]])[1]
-    if (
-        (weight_decay != 0 and (not decoupled or lr * weight_decay > 0.5))
-        or {x.dtype for x in grads[0]} - {torch.float32, torch.float64}
-        or not dispatch.use_kernel("adam_ahead_", grads[0], rest, None if fused else fused)
-    ):
-        return False
-    if written:
-        torch.ops.todist.adam_ahead_(
-            *written, exp_avgs, exp_avg_sqs, *_filled_up(grads, AHEAD), b1, b2, maximize
-        )
-        torch.autograd.graph.increment_version([x for column in written for x in column])
-    return True

@@ -71,11 +71,8 @@ def _check_devices(xs: list[Tensor]) -> None:
 
 FAKES: dict[str, Callable[..., Any]] = {
     "adam": _moved,
-    "adam_ahead_": _nothing,
     "adam_backward": _adam_backward,
     "adam_backward_": _nothing,
-    "adam_into_": _nothing,
-    "adam_retrace_": _nothing,
     "rmsprop": _rmsprop,
     "rmsprop_": _nothing,
     "rmsprop_backward": _rmsprop_backward,

@@ -27,11 +27,8 @@ __all__ = ["accelerated_op_available", "is_available", "why_not"]
 
 OPS = (
     "adam",
-    "adam_ahead_",
     "adam_backward",
     "adam_backward_",
-    "adam_into_",
-    "adam_retrace_",
     "rmsprop",
     "rmsprop_",
     "rmsprop_backward",

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torchopt_dist.ops._adam import adam, adam_
-from torchopt_dist.ops._adam_backward import adam_ahead_, adam_backward_
-from torchopt_dist.ops._adam_into import adam_into_
+from torchopt_dist.ops._adam_backward import adam_backward_
 from torchopt_dist.transform._fused_step import FusedStep, fused_step
 from torchopt_dist.transform.scale_by_adam import ScaleByAdamState
 
@@ -23,8 +22,6 @@ def fused_adam(**options: Any) -> FusedStep | None:
         adam_,
         adam,
         ScaleByAdamState,
-        into=adam_into_,
         backward_in_place=adam_backward_,
-        ahead=adam_ahead_,
         **options,
     )

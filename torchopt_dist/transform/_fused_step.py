@@ -14,8 +14,7 @@ from torchopt_dist import pytree
 from torchopt_dist.ops._columns import as_complex, as_real, pick, present, put
 from torchopt_dist.ops._foreach import runs_in_a_loop
 from torchopt_dist.transform._hyperparameters import is_number
-from torchopt_dist.transform._pulled_step import AheadFn, PulledFn, leaves_of, pulled_step
-from torchopt_dist.transform._states_ahead import states_ahead
+from torchopt_dist.transform._pulled_step import PulledFn, leaves_of, pulled_step
 from torchopt_dist.typing import OptionalTensor, OptState, Params, ScalarOrSchedule, Schedule, Updates
 
 __all__ = ["FusedStep", "fused_step"]
@@ -31,32 +30,6 @@ class InPlaceFn(Protocol):
             params: the leaves of the parameters.
             grads: as many gradients; one that is ``None`` leaves its parameter and its state alone.
             state: the states of the links that the step stands for.
-        """
-
-
-class IntoFn(Protocol):
-    """Parameters, gradients, state → the next parameters and state, in memory that is there; or nothing is done."""
-
-    def __call__(
-        self,
-        params: Sequence[Any],
-        grads: Sequence[Any],
-        state: Any,
-        new_params: Sequence[Any],
-        new_state: Any,
-        /,
-    ) -> bool:
-        """Make one step, without recording a graph.
-
-        Args:
-            params: as of an :class:`InPlaceFn`, but they stay as they are, likewise the other two.
-            grads: likewise.
-            state: likewise.
-            new_params: tensors like ``params``, which are overwritten.
-            new_state: likewise, like ``state``.
-
-        Returns:
-            Whether the step is made.
         """
 
 
@@ -82,14 +55,10 @@ class FusedStep:
 
     in_place: InPlaceFn | None = None
     """The step that overwrites parameters and state; ``None`` where none is known."""
-    into: IntoFn | None = None
-    """The step that overwrites other memory."""
     differentiable: DifferentiableFn | None = None
     """The step that is recorded in the graph."""
     pulled: PulledFn | None = None
     """The derivative of the differentiable step, by itself."""
-    ahead: AheadFn | None = None
-    """States of several steps whose gradients are known, by which ``pulled`` can go back through them."""
     first_link: int = 0
     """The steps stand for this link of the chain and all after it; the links before it run first, as they are."""
     pulls_in_place: bool = False
@@ -111,10 +80,8 @@ class FusedStep:
         made: dict[str, Any] = {}
         steps = {
             "in_place": self.in_place,
-            "into": self.into,
             "differentiable": self.differentiable,
             "pulled": self.pulled,
-            "ahead": self.ahead,
         }
         for name, step in steps.items():
             if isinstance(step, partial):
@@ -129,9 +96,7 @@ def fused_step(
     in_place: Callable[..., None] | None,
     differentiable: Callable[..., tuple[list[Any], ...]] | None,
     *state_types: type[Any] | None,
-    into: Callable[..., bool] | None = None,
     backward_in_place: Callable[..., OptionalTensor] | None = None,
-    ahead: Callable[..., bool] | None = None,
     **options: Any,
 ) -> FusedStep | None:
     """Make the whole steps of a chain from two ops.
@@ -143,14 +108,9 @@ def fused_step(
             links' states by theirs where they are not ``()``, and the options; gives the moved parameters and the next
             fields, in the order of the chain. With gradients of these, but for a last field that counts steps, as
             ``bars``, it gives those of its gradients, of these fields and of the parameters.
-        into: takes by name what ``in_place`` does and overwrites none of it, but lists that come first: of parameters
-            and the fields. Gives whether it has done anything.
         backward_in_place: as ``differentiable`` with ``bars``, but it takes the gradients of its results as lists, and
             overwrites them, and what is to be overwritten by the gradients of its gradients as ``to_grads``; with
             ``terms``, tensors to compute in, it gives the gradient of ``lr``. ``None`` from it: nothing was done.
-        ahead: takes lists that it overwrites by the fields, ``step`` left out, as they are after several steps, or
-            ``None`` for each; the fields by name, and as ``grads`` a list of gradients for each step. Gives whether
-            that can be done, and then ``backward_in_place`` takes ``earlier``.
         state_types: the types of those links' states, ``None`` for a link left out; the other links have no state.
         options: the hyper-parameters, and whatever else both ops take; one that is ``None`` is not passed. ``lr``
             may be a schedule, if the last link is the one that it makes, or a tensor of one element on the CPU: then
@@ -168,14 +128,12 @@ def fused_step(
     types = tuple(kind for kind in state_types if kind is not None)
     return FusedStep(
         None if in_place is None else partial(_step_in_place, in_place, schedule, given),
-        None if into is None else partial(_step_into, into, schedule, given),
         None
         if differentiable is None
         else partial(_differentiable_step, differentiable, types, schedule, given),
         None
         if differentiable is None
         else partial(pulled_step, differentiable, backward_in_place, types, schedule, given),
-        None if ahead is None else partial(states_ahead, ahead, types, schedule, given),
         pulls_in_place=backward_in_place is not None,
         of_gradients_alone=(
             differentiable is not None and schedule is None and not given.get("weight_decay", 0.0)
@@ -218,43 +176,6 @@ def _step_in_place(
         given = [as_real(column) for column in given]
         picked = {name: as_real(column) for name, column in picked.items()}
     op(*given, **picked, **options)
-
-
-def _step_into(
-    op: Callable[..., bool],
-    schedule: Schedule | Tensor | None,
-    options: dict[str, Any],
-    params: Sequence[Any],
-    grads: Sequence[Any],
-    state: OptState,
-    new_params: Sequence[Any],
-    new_state: OptState,
-    /,
-) -> bool:
-    if isinstance(schedule, Tensor):
-        number = {**options, "lr": schedule.item()}
-        return _step_into(op, None, number, params, grads, state, new_params, new_state)
-    if schedule is not None:
-        (*state, counted), (*new_state, new_counted) = state, new_state
-        number = {**options, "lr": float(schedule(counted.step.to(torch.float64)))}
-        made = _step_into(op, None, number, params, grads, state, new_params, new_state)
-        if made:
-            new_counted.step.copy_(counted.step + 1)
-        return made
-    if any(map(Tensor.is_complex, params)):
-        return False
-    fields = [(f"{name}s", field) for own in state for name, field in zip(own._fields, own, strict=True)]
-    old = {name: leaves for name, field in fields if (leaves := leaves_of(field))}
-    new = [leaves for own in new_state for field in own if (leaves := leaves_of(field))]
-    places = set(present(grads))
-    stay = [place for place in range(len(grads)) if place not in places]
-    for before, after in zip([params, *old.values()], [new_params, *new], strict=True):
-        for place in stay:
-            if after[place] is not before[place]:
-                after[place].copy_(before[place])
-    at = sorted(places)
-    named = {name: pick(column, at) for name, column in (("params", params), ("grads", grads), *old.items())}
-    return op(*(pick(column, at) for column in [new_params, *new]), **named, **options)
 
 
 def _differentiable_step(

@@ -16,7 +16,6 @@ from torchopt_dist.ops._columns import pick, present, put
 from torchopt_dist.typing import OptionalTensor, OptState, Schedule
 
 __all__ = [
-    "AheadFn",
     "PulledFn",
     "PulledStep",
     "Room",
@@ -71,7 +70,6 @@ class PulledFn(Protocol):
         state: Any,
         bars: StepBars,
         room: Room | None = None,
-        earlier: Sequence[Sequence[Any]] | None = None,
         /,
     ) -> PulledStep | None:
         """Go back through one step.
@@ -83,32 +81,6 @@ class PulledFn(Protocol):
             bars: the gradients of its results.
             room: if given, it and the memory of ``bars`` may be overwritten: the results are there, if there is
                 ``of_lr``.
-            earlier: with ``room``, where :class:`AheadFn` has given the state: the gradients that it says. Then
-                ``params`` are those after the step, and are overwritten by those before.
-        """
-
-
-class AheadFn(Protocol):
-    """A state, the gradients of several steps → for each step a state that is enough to go back through it."""
-
-    def __call__(
-        self,
-        state: Any,
-        grads: Sequence[Sequence[Any]],
-        memory_for: Callable[[Tensor], Tensor],
-        /,
-    ) -> list[Any] | None:
-        """Look ahead.
-
-        Args:
-            state: the states of the links that the steps stand for, before the first step.
-            grads: of each step one a leaf of the parameters; all the steps have gradients of the same leaves.
-            memory_for: gives a tensor like another one, whatever is in it.
-
-        Returns:
-            The state before each step, and after the last one, with the count of its steps; but the averages before a
-            step are those before the first step of its four, so that they need the gradients from there to it, those
-            of the step itself not included. ``None``: steps are to be made again.
         """
 
 
@@ -128,7 +100,6 @@ def pulled_step(
     state: OptState,
     bars: StepBars,
     room: Room | None = None,
-    earlier: Sequence[Sequence[Any]] | None = None,
     /,
 ) -> PulledStep | None:
     """See :class:`PulledFn`; the other arguments are those of ``fused_step``."""
@@ -153,9 +124,7 @@ def pulled_step(
     lr = learning_rate(schedule, state)
     options = options if lr is None else {**options, "lr": float(lr)}
     places = [
-        place
-        for place in present(grads)
-        if earlier is not None or any(x[place] is not None for x in (bars.params, *of.values()))
+        place for place in present(grads) if any(x[place] is not None for x in (bars.params, *of.values()))
     ]
     to_grads: Sequence[OptionalTensor] = [None] * len(params)
     to_params, to_state = bars.params, list(bars.state)
@@ -174,7 +143,6 @@ def pulled_step(
             params=pick(params, places),
             **named,
             **options,
-            **({} if earlier is None else {"earlier": [pick(column, places) for column in earlier]}),
         )
         if of_lr is not None:
             for name, column in zip(fields, columns[1:], strict=True):
@@ -182,7 +150,6 @@ def pulled_step(
                     to_state[starts[name] + place] = bar
             before = StepBars(put(to_params, places, columns[0]), to_state)
             return PulledStep(before, put(to_grads, places, pick(room.grads, places)), with_graph, of_lr)
-    assert earlier is None, "a step can only be gone back through like this where its states were made for it"
     if places:
         found, *of_fields, moved = op(
             pick(grads, places),

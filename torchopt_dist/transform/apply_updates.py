@@ -22,11 +22,9 @@ __all__ = [
     "move_",
     "parts_of",
     "pulls_in_place",
-    "states_ahead",
     "step_in_place",
     "step_pulled_back",
     "training_step",
-    "training_step_into",
 ]
 
 
@@ -179,7 +177,6 @@ def step_pulled_back(
     state: OptState,
     bars: StepBars,
     room: Room | None = None,
-    earlier: Sequence[Sequence[OptionalTensor]] | None = None,
 ) -> tuple[PulledStep, Tensor | None] | None:
     """Gradients of what :func:`differentiable_step` makes → of what it is made of, without a graph.
 
@@ -190,7 +187,6 @@ def step_pulled_back(
         state: likewise.
         bars: the gradients.
         room: see :class:`~torchopt_dist.transform._pulled_step.PulledFn`.
-        earlier: likewise; with a state of :func:`states_ahead`.
 
     Returns:
         The gradients, and that of the learning rate, if it has a graph; ``None`` where that is not known for the chain.
@@ -203,7 +199,7 @@ def step_pulled_back(
     leaves, spec = pytree.flatten(params)
     with torch.no_grad():
         of_leaves = pytree.flatten_like(spec, grads, "updates", "params")
-        found = pull(leaves, of_leaves, state, bars, room, earlier)
+        found = pull(leaves, of_leaves, state, bars, room)
         if found is None or found.lr is None:
             return None if found is None else (found, None)
         if found.of_lr is not None:
@@ -218,20 +214,6 @@ def step_pulled_back(
         for x, bar in pairs:
             total -= _inner(x, bar).to(total)
         return found, total
-
-
-def states_ahead(
-    impl: GradientTransformation,
-    state: OptState,
-    grads: Sequence[Sequence[OptionalTensor]],
-    memory_for: Callable[[Tensor], Tensor],
-) -> list[OptState] | None:
-    """See :class:`~torchopt_dist.transform._pulled_step.AheadFn`; ``None`` if the transformation has none."""
-    fused_step = impl.fused_step if isinstance(impl, ChainedGradientTransformation) else None
-    if fused_step is None or fused_step.ahead is None or fused_step.first_link != 0:
-        return None
-    with torch.no_grad():
-        return fused_step.ahead(state, grads, memory_for)
 
 
 def _inner(x: Tensor, y: Tensor) -> Tensor:
@@ -291,26 +273,6 @@ def _add_gradients_(params: list[Tensor], grads: list[OptionalTensor], factor: f
         return False
     torch._foreach_add_(old, step, alpha=factor)
     return True
-
-
-def training_step_into(
-    impl: GradientTransformation,
-    params: Sequence[Tensor],
-    grads: Sequence[OptionalTensor],
-    state: OptState,
-    new_params: Sequence[Tensor],
-    new_state: OptState,
-) -> bool:
-    """As :func:`training_step`, but it overwrites tensors like the parameters and the state, and not these.
-
-    Returns:
-        Whether the step is made; if not, what was to be overwritten may have anything in it.
-    """
-    fused_step = impl.fused_step if isinstance(impl, ChainedGradientTransformation) else None
-    if fused_step is None or fused_step.into is None or fused_step.first_link != 0:
-        return False
-    with torch.no_grad():
-        return fused_step.into(params, grads, state, new_params, new_state)
 
 
 def _leaves(params: Params, updates: Updates) -> list[OptionalTensor]:
