@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Generic, TypeAlias, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
 from torchopt_dist.distributed._protocol import BACKWARD_TWICE, Key
 
-__all__ = ["Home", "Kept", "KeptGraph", "graph_missing"]
+__all__ = ["HeldLeaf", "Kept", "KeptGraph", "graph_missing"]
 
 GIVEN_UP = 1 << 12
 """How many keys are remembered that were released before their graphs were there. Most never come: a function has
 raised an error, or another worker was sooner done."""
-
-Home: TypeAlias = tuple[Any, int]
-"""A replica, and the place of a tensor there."""
 
 T = TypeVar("T")
 
@@ -87,25 +84,39 @@ class Kept(Generic[T]):
             self._given_up.clear()
 
 
+class HeldLeaf(NamedTuple):
+    """Why the gradient of a graph's leaf stays on this worker: the leaf stands for a replica's tensor.
+
+    Attributes:
+        hook: the index of the graph's input that the caller's graph has in its place.
+        held: the replica.
+        place: the index of the tensor there.
+    """
+
+    hook: int
+    held: Any
+    place: int
+
+
 @dataclass
 class KeptGraph:
     """The graph of a call, or of a backward that is itself to be differentiated.
 
     Attributes:
-        inputs: its leaves.
+        inputs: its leaves, those of ``held`` the last.
         outputs: the tensors that were sent from it; ``None`` for one that a backward has used up.
         shared: whether the graph of a recorded backward has nodes in common with it. A backward through one of the two
             must then retain the nodes for the other, whatever its caller asks; the nodes are freed when both graphs are
             forgotten.
         end: a sequence number above those of its nodes.
-        homes: for the places of inputs whose gradients stay on this worker, the replica and the place there.
+        held: what the last leaves are whose gradients stay on this worker.
     """
 
     inputs: list[torch.Tensor]
     outputs: list[Any]
     shared: bool = False
     end: int = 0
-    homes: Mapping[int, Home] = field(default_factory=dict)
+    held: Sequence[HeldLeaf] = ()
 
     def use_up(self, places: list[int]) -> bool:
         """Forget some outputs; returns whether these were the last."""

@@ -26,7 +26,6 @@ from torchopt_dist._functional import replaced
 from torchopt_dist._torch_private import buffers_of, is_used_up
 from torchopt_dist._unconnected import Unconnected, unconnected
 from torchopt_dist.distributed._buffers import Place, buffers_in, differs
-from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._names import code_of
 from torchopt_dist.distributed._payload import Payload
 from torchopt_dist.distributed._versions import Seen
@@ -44,13 +43,15 @@ class LeftBehind:
 
     Args:
         payload: the call's.
-        message: that it came in, with the tensors that the tasks get.
+        tensors: that the tasks get.
+        apart: tensors that only global variables hold that came with the code of functions.
     """
 
-    def __init__(self, payload: Payload, message: Message) -> None:
+    def __init__(self, payload: Payload, tensors: Sequence[Tensor], apart: Sequence[Tensor]) -> None:
         self._payload = payload
-        self._message = message
-        self._inputs = Seen(message.inputs())
+        self._tensors = tensors
+        self._apart = apart
+        self._inputs = Seen(tensor for tensor in tensors if tensor.requires_grad)
         self._before = _buffers_of(payload)
         self._unconnected: Sequence[Unconnected] = ()
         self._made: set[int] = set()  # the ids of the parameters that were made, as long as they live
@@ -94,7 +95,7 @@ class LeftBehind:
 
     def _lost_gradients(self, returned: list[Any]) -> tuple[str | None, bool]:
         """About leaves below the results that are not the caller's; and whether the function has made one of them."""
-        name, inputs = _name(self._payload.function), self._message.tensors
+        name, inputs = _name(self._payload.function), self._tensors
         outputs = [leaf for leaf in returned if isinstance(leaf, Tensor)]
         parts = [tensor for leaf in returned if isinstance(leaf, nn.Module) for tensor in leaf.parameters()]
         leaves = _leaves_below(outputs)
@@ -104,7 +105,7 @@ class LeftBehind:
         names: dict[int, str] = {}
         for path, tensor in _globals_of(self._payload.function, set()) if leaves else ():
             names.setdefault(id(tensor), path)
-        brought = {id(leaf) for leaf in self._message.apart}
+        brought = {id(leaf) for leaf in self._apart}
         lost: list[str] = []
         uses_made = False
         for leaf in leaves:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from torchopt_dist.distributed._globals_of_code import GlobalsOfCode
-from torchopt_dist.distributed._staying import Handle, Staying
+from torchopt_dist.distributed._staying import Handle, StayingModule
 from torchopt_dist.distributed.reference import ConnectedRRef
 
 __all__ = ["Message"]
@@ -33,7 +33,6 @@ class Message:
             of those on the memory of numpy arrays.
         holes: where long ``bytes`` are left out of the skeleton, and the numbers of the tensors that lie on them.
         references: the ``torch.distributed.rpc.RRef``s that the skeleton mentions.
-        staying: the tensors that a transport leaves out, since the receiver has them.
         handles: at the sender, the handles that the skeleton mentions, whose values are there while the message is.
         key: of a call that is sent again, its key, instead of the one that the skeleton has.
         arrived: of a call that has been rebuilt, what its tasks get for RRefs that are connected to it.
@@ -53,8 +52,7 @@ class Message:
     buffers: frozenset[int] = frozenset()
     holes: tuple[tuple[int, int], ...] = ()
     references: list[Any] = field(default_factory=list)
-    staying: tuple[Staying, ...] = ()
-    handles: list[Handle] = field(default_factory=list)
+    handles: list[Handle | StayingModule] = field(default_factory=list)
     key: tuple[int, int] | None = None
     arrived: Sequence[ConnectedRRef] = ()
     code: GlobalsOfCode | None = None
@@ -93,22 +91,8 @@ class Message:
         """The tensors whose gradients are wanted."""
         return [tensor for tensor in self.tensors if tensor.requires_grad]
 
-    def staying_inputs(self) -> dict[int, tuple[tuple[int, int], int]]:
-        """For the index of an input that is not sent, among :meth:`inputs`, the replica's key and the place there."""
-        places: dict[int, int] = {}
-        for number, wanted in enumerate(self.requires_grad):
-            if wanted:
-                places[number] = len(places)
-        return {
-            places[number]: (each.key, place)
-            for each in self.staying
-            for number, place in each.places.items()
-            if number in places
-        }
-
     def nbytes(self) -> int:
         """How many bytes of the message the network carries: pickles and tensors."""
         pickles = len(self.skeleton) + sum(map(len, self.structures))
         tensors = sum(tensor.nbytes for tensor in self.tensors)
-        left_out = sum(self.tensors[number].nbytes for each in self.staying for number in each.places)
-        return pickles + tensors - left_out
+        return pickles + tensors

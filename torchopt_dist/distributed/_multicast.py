@@ -7,7 +7,7 @@ forwards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -122,10 +122,6 @@ def _down_a_tree(
     one = next(iter(payloads.values()))
     if any(message.references for message in messages.values()):
         return {}  # torch's count of an RRef's users does not come back to zero if a relay passes the RRef on
-    if any(message.staying for message in messages.values()) and (
-        one.options.outlives_workers or _stay_for_some(messages.values())
-    ):
-        return {}
     shares = Shares(
         group,
         messages,
@@ -141,17 +137,6 @@ def _down_a_tree(
         futures[worker] = Future()
         reply.add_done_callback(partial(_arrived, graphs[worker], futures[worker]))
     return futures
-
-
-def _stay_for_some(messages: Iterable[Message]) -> bool:
-    """Whether tensors that one worker has are sent to another one, so that their gradients are to come back."""
-    sent: set[int] = set()
-    stay: set[int] = set()
-    for message in messages:
-        has = {number for each in message.staying for number in each.places}
-        for number, tensor in enumerate(message.tensors):
-            (stay if number in has else sent).add(id(tensor))
-    return not sent.isdisjoint(stay)
 
 
 def _arrived(graph: RemoteGraph, future: Future[list[Any]], reply: Future[Message]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from torchopt_dist._torch_private import (
-    engine_captures_leaf,
     engine_needs_node,
     held_by_run,
     set_sequence_number,
@@ -32,12 +31,10 @@ class Graph(Protocol):
             one, since the gradients of an input are added up in this order. Among equal ones the engine's order is that
             of a heap, which every other node changes.
         inputs: the inputs of *dispatch*, set by it.
-        staying: the indices of inputs whose gradients stay on the worker.
     """
 
     number: int
     inputs: Seen
-    staying: Collection[int]
 
     def start_backward(self, output_grads: tuple[Tensor | None, ...], wanted: tuple[bool, ...]) -> object:
         """Send the gradients of the results; returns the argument of :meth:`finish_backward`."""
@@ -89,11 +86,6 @@ class _Collect(torch.autograd.Function):
     def backward(ctx: Any, *output_grads: Tensor | None) -> tuple[Tensor | None, ...]:
         ((dispatch, _),) = ctx.next_functions
         wanted = tuple(engine_needs_node(node) for node, _ in dispatch.next_functions)
-        if any(engine_captures_leaf(dispatch.next_functions[place][0]) for place in ctx.graph.staying):
-            raise RuntimeError(
-                "torch.autograd.grad was asked for gradients of a replica's parameters, which stay on the workers: "
-                "call backward() of the loss, or pass the module itself instead of its replica"
-            )
         if not any(wanted):  # the engine of torch.distributed.autograd does not say
             wanted = (True,) * len(wanted)
         ticket = torch.zeros((), dtype=torch.float64, device="cpu")

@@ -66,7 +66,6 @@ def prepare(
         )
         raise
     sent = message.detached()
-    sent.staying = ()  # the function is given the original of a replica, not a copy
     shared: list[Tensor] = []
     for number, tensor in enumerate(message.tensors):
         if snapshot or number in message.buffers or tensor.nbytes <= SMALL:

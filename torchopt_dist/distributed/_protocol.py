@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import torch
 
 from torchopt_dist._serialized_exception import SerializedException
 from torchopt_dist.distributed._caller_state import CallerState
-from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._payload import Payload
 
 __all__ = ["Backward", "Call", "Errand", "Key", "Made", "Release", "Reply", "Request", "Worker"]
@@ -50,7 +48,7 @@ class Made(NamedTuple):
     Attributes:
         reply: the reply.
         inputs: the tensors from which the graph leads to the reply's, if it is to be kept.
-        homes: for the indices of inputs whose gradients stay here, the replica and the place there.
+        held: what the last of these are, if they stand for tensors of replicas.
         shared: whether that graph has nodes in common with another one that is kept.
         left_out: the indices of values that are not sent, since the caller has them.
         used_up: what is to be freed only after the reply has been sent.
@@ -58,7 +56,7 @@ class Made(NamedTuple):
 
     reply: Reply
     inputs: Sequence[torch.Tensor] = ()
-    homes: Mapping[int, Any] = MappingProxyType({})
+    held: Sequence[Any] = ()
     shared: bool = False
     left_out: Sequence[int] = ()
     used_up: Any = None
@@ -68,12 +66,12 @@ class Worker(Protocol):
     """The worker that has got a request.
 
     Attributes:
-        message: the request, with its tensors as they are used.
-        homes: for the indices of its inputs whose gradients stay here, the replica and the place there.
+        inputs: the leaves of the request that require grad.
+        held: what the last of these are, if they stand for tensors of replicas.
     """
 
-    message: Message
-    homes: dict[int, Any]
+    inputs: Sequence[torch.Tensor]
+    held: Sequence[Any]
 
     def execute(self, call: Call) -> Made:
         """Run a payload."""
@@ -148,7 +146,7 @@ class Errand(ABC):
 
     def run(self, worker: Worker) -> Made:
         """See :class:`Request`."""
-        return Made(Reply(self.values(), drew=False), worker.message.inputs(), worker.homes)
+        return Made(Reply(self.values(), drew=False), worker.inputs, worker.held)
 
     @abstractmethod
     def values(self) -> list[Any]:

@@ -32,7 +32,6 @@ from torchopt_dist.distributed._protocol import Errand, Key, Reply
 from torchopt_dist.distributed._remote_graph import RemoteGraph
 from torchopt_dist.distributed._serialization import pack, unpack
 from torchopt_dist.distributed._siblings import Siblings
-from torchopt_dist.distributed._staying import Staying
 from torchopt_dist.distributed.transport.base import settle
 from torchopt_dist.errors import WorkerLostError
 
@@ -45,7 +44,7 @@ class Parcel(NamedTuple):
     Attributes:
         worker: the rank of the worker to which, or from which, it is sent.
         key: the key of the call.
-        skeleton: as in the message; so are ``structures``, ``holes``, ``device``, ``references`` and ``staying``.
+        skeleton: as in the message; so are ``structures``, ``holes``, ``device`` and ``references``.
         tensors: the tensors of the message, which the other message has, too.
     """
 
@@ -57,7 +56,6 @@ class Parcel(NamedTuple):
     holes: tuple[tuple[int, int], ...]
     device: str | None
     references: tuple[Any, ...]
-    staying: tuple[Staying, ...]
 
     @classmethod
     def of(cls, worker: int, key: Key, message: Message) -> Parcel:
@@ -71,7 +69,6 @@ class Parcel(NamedTuple):
             message.holes,
             message.device,
             tuple(message.references),
-            message.staying,
         )
 
     def message(self) -> Message:
@@ -88,9 +85,8 @@ class Parcel(NamedTuple):
         )
 
     def sent(self) -> dict[int, Tensor]:
-        """The tensors that its worker does not have, by their ids."""
-        has = {number for each in self.staying for number in each.places}
-        return {id(tensor): tensor for number, tensor in enumerate(self.tensors) if number not in has}
+        """The tensors, by their ids."""
+        return {id(tensor): tensor for tensor in self.tensors}
 
 
 class Missing(NamedTuple):
@@ -112,16 +108,6 @@ class Branch(NamedTuple):
     def parcels(self) -> list[Parcel]:
         """All shares, the worker's own first."""
         return [self.parcel, *(parcel for branch in self.branches for parcel in branch.parcels())]
-
-    def staying(self, tensors: Sequence[Tensor]) -> tuple[Staying, ...]:
-        """Those of these tensors that the workers have."""
-        numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
-        found: dict[tuple[Key, int], dict[int, int]] = {}
-        for parcel in self.parcels():
-            for key, version, places in parcel.staying:
-                there = {numbers[id(parcel.tensors[number])]: place for number, place in places.items()}
-                found.setdefault((key, version), {}).update(there)
-        return tuple(Staying(key, version, places) for (key, version), places in found.items())
 
 
 class Children:
@@ -172,11 +158,6 @@ class Children:
         """Send the children a part of the hoisted tensors."""
         for child in self._children:
             child.send(index, chunk)
-
-    def pass_over_staying(self) -> None:
-        """Let gradients that stay on the children count as none, though a backward here asks for them."""
-        for child in self._children:
-            child.graph.staying = ()
 
     def replies(self) -> dict[Future[Message], Callable[[Message], list[Parcel | Missing]]]:
         """For each child the future reply, and a function that makes the workers' own replies from it."""
@@ -232,7 +213,6 @@ class _Child:
         relay = Relay(graph.key, keep, tuple(hoisted), shapes, chunks, self._seconds, branch, mends)
         with graph.span("pack") as span:
             message = pack(relay, main_by_name=True)
-            message.staying = branch.staying(message.tensors)
             span.made(message)
         connected = [instead.get(id(tensor), tensor) for tensor in message.tensors]
         self._anchor = graph.connect(message.with_tensors(connected), keep=keep)
@@ -321,7 +301,6 @@ class Relay(Errand):
                 siblings=Siblings(error_of=PassedOnError),
                 mends=self.mends,
             )
-            children.pass_over_staying()
             for index, chunk in enumerate(arriving):
                 children.hand_on(index, chunk)
                 for number, start, values in chunk:

@@ -50,6 +50,7 @@ from torchopt_dist.distributed._protocol import BACKWARD_TWICE, Backward, Call, 
 from torchopt_dist.distributed._serialization import PackedModules, pack, reply_of
 from torchopt_dist.distributed._siblings import Siblings
 from torchopt_dist.distributed._spans import Phase, Spanned
+from torchopt_dist.distributed._staying import StayingModule
 from torchopt_dist.distributed._unsendable import place_in_payload
 from torchopt_dist.distributed._versions import Seen, check_inputs
 from torchopt_dist.distributed.transport.base import Sender
@@ -86,7 +87,6 @@ class RemoteGraph:
         self.worker_name = group.names[worker]
         self.key: Key = (group.rank, next(group.numbers))
         self.inputs = Seen()  # none once every result is used up
-        self.staying: Collection[int] = ()  # the places of inputs whose gradients stay on the worker
         self.streamed: Sequence[int] = ()  # of inputs whose gradients come in chunks
         self.unused: set[int] = set()  # the results that no backward has used up
         self._main_by_name = group.same_program(worker)
@@ -144,7 +144,9 @@ class RemoteGraph:
         return self.group.recorder.span(phase, self.key, self.worker)
 
     def pack(self, request: Call | Backward, modules: PackedModules | None = None) -> Message:
-        return pack(request, main_by_name=self._main_by_name, modules=modules)
+        return pack(
+            request, main_by_name=self._main_by_name, modules=modules, here=isinstance(self.transport, Here)
+        )
 
     def start(self, payload: Payload, modules: PackedModules | None) -> tuple[Message, Tensor | None]:
         """The message that asks for a call, and the anchor, if gradients are wanted.
@@ -170,7 +172,7 @@ class RemoteGraph:
             raise SerializationError(
                 f"`{function}` and its arguments cannot be sent to {self.worker_name}: {place}{error}"
             ) from error
-        if message.staying and self.options.outlives_workers:
+        if self.options.outlives_workers and any(isinstance(each, StayingModule) for each in message.handles):
             raise ValueError(
                 f"`{_name(payload)}` is called with a replica, whose gradients stay on the worker that computes them: "
                 "leave out retries and hedge_after"
@@ -202,7 +204,6 @@ class RemoteGraph:
     def connect(self, message: Message, *, keep: bool) -> Tensor | None:
         """The anchor, if gradients are wanted."""
         inputs = message.inputs() if keep else []
-        self.staying = message.staying_inputs() if message.staying else ()
         anchor = dispatch(self, inputs) if inputs else None
         # The worker is assumed to keep its graph until the reply says so: a reply may come too late to be heard.
         self.kept = anchor is not None
@@ -367,7 +368,6 @@ class RemoteGraph:
         if recorded:
             check_inputs(inputs)
             own = message.inputs()
-            graph.staying = [len(own) + place for place in self.staying]
             anchor = dispatch(graph, [*own, *tensors])
 
         whole: dict[int, Tensor] = {}

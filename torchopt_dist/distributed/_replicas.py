@@ -1,14 +1,14 @@
 """Key → this worker's copy of a module and its optimizer, and gradients that are not summed yet.
 
-A call's message mentions the module's tensors by their indices, and a worker puts its own there. In a backward pass
-their gradients stay, by the number of the backward, and are added in the order of these numbers, so that the last bit
-of a sum does not depend on threads.
+A call's message mentions the module's tensors by their indices, and a worker puts leaves on its own there. In a
+backward pass their gradients stay, by the number of the backward, and are added in the order of these numbers, so that
+the last bit of a sum does not depend on threads.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeAlias
 
@@ -16,14 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchopt_dist.distributed._kept import Home, Kept
-from torchopt_dist.distributed._message import Message
+from torchopt_dist.distributed._kept import HeldLeaf, Kept
 from torchopt_dist.distributed._protocol import Key
 from torchopt_dist.distributed._serialization import pack
 from torchopt_dist.distributed._versions import Seen
 from torchopt_dist.errors import ResidentError
 
-__all__ = ["Before", "Held", "Options", "Replicas", "keep_grads"]
+__all__ = ["Before", "Held", "HeldLeaves", "Options", "Replicas", "keep_grads"]
 
 Options: TypeAlias = Sequence[dict[str, Any]]
 """For each group of an optimizer's parameters, what of its options has changed."""
@@ -204,52 +203,86 @@ class Replicas(Kept[Held]):
     def __init__(self) -> None:
         super().__init__(_missing)
 
-    def fill(self, message: Message) -> Message:
-        """Put this worker's tensors in the place of those that were not sent.
-
-        Parameters use the replica's memory; buffers are copies, as those of a call are.
-
-        Raises:
-            ResidentError: a task has changed this worker's copy in place.
-        """
-        tensors = [*message.tensors]
-        for key, version, places in message.staying:
-            held = self.find(key)
-            problem = held.problem(version)
-            if problem is not None:
-                raise problem
-            held.fold()
-            for number, place in places.items():
-                kept = held.tensors[place].detach()
-                tensors[number] = kept if message.is_parameter[number] else kept.clone()
-        return message.with_tensors(tensors)
-
-    def homes(self, message: Message) -> dict[int, Home]:
-        """For inputs of a request whose gradients stay, by their indices: the replica and the index there."""
-        return {number: (self.find(key), place) for number, (key, place) in message.staying_inputs().items()}
-
 
 def _missing() -> ResidentError:
     return ResidentError("a replica was used after its end, or where it is not: make a new `todist.replica`")
 
 
-def keep_grads(
-    backward: Key, homes: Mapping[int, Home], grads: Iterable[Tensor | None]
-) -> list[Tensor | None]:
-    """Accumulate the gradients that stay; returns the others.
+class HeldLeaves:
+    """The leaves of one request in the places of tensors of replicas, each once; made while the request is rebuilt.
+
+    Args:
+        device: for the leaves; ``None`` leaves them where the tensors are.
+        find: finds this worker's replica of a key.
+    """
+
+    def __init__(self, device: torch.device | None, find: Callable[[Key], Held]) -> None:
+        self._device = device
+        self._find = find
+        self._replicas: dict[Key, Held] = {}
+        self._leaves: dict[tuple[Key, int], tuple[Tensor, Tensor]] = {}
+
+    def leaf(
+        self, hook: Tensor, key: Key, version: int, place: int, is_parameter: bool, requires_grad: bool
+    ) -> Tensor:
+        """A leaf on the memory of a parameter, or on a copy of a buffer, as that of the sender is.
+
+        Args:
+            hook: the tensor that the sender's graph has in its place.
+            key: of the replica.
+            version: of the replica at the sender.
+            place: the index of the tensor in the replica.
+            is_parameter: whether it is a parameter there.
+            requires_grad: whether it requires grad there.
+
+        Raises:
+            ResidentError: a task has changed this worker's copy in place.
+        """
+        if key not in self._replicas:
+            held = self._find(key)
+            problem = held.problem(version)
+            if problem is not None:
+                raise problem
+            held.fold()
+            self._replicas[key] = held
+        if (key, place) not in self._leaves:
+            tensor = self._replicas[key].tensors[place].detach()
+            tensor = (tensor if is_parameter else tensor.clone()).to(self._device)
+            leaf = (
+                nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
+            )
+            self._leaves[key, place] = leaf, hook
+        return self._leaves[key, place][0]
+
+    def tensors(self) -> list[Tensor]:
+        """All leaves."""
+        return [leaf for leaf, _ in self._leaves.values()]
+
+    def inputs(self, sent: Sequence[Tensor]) -> tuple[list[Tensor], list[HeldLeaf]]:
+        """The inputs of a graph, those that were sent and these leaves behind them, and what these are."""
+        indices = {id(tensor): index for index, tensor in enumerate(sent)}
+        wanted = {
+            at: each for at, each in self._leaves.items() if each[0].requires_grad and id(each[1]) in indices
+        }
+        leaves = [leaf for leaf, _ in wanted.values()]
+        held = [
+            HeldLeaf(indices[id(hook)], self._replicas[key], place)
+            for (key, place), (_, hook) in wanted.items()
+        ]
+        return [*sent, *leaves], held
+
+
+def keep_grads(backward: Key, staying: Sequence[HeldLeaf], grads: Sequence[Tensor | None]) -> None:
+    """Accumulate the gradients that stay.
 
     Args:
         backward: the key of the backward.
-        homes: for the index of a gradient, the replica and the index there.
-        grads: the gradients of all inputs.
+        staying: what the leaves are.
+        grads: the gradient of each.
     """
-    sent: list[Tensor | None] = [*grads]
-    staying: dict[int, tuple[Held, dict[int, Tensor]]] = {}
-    for number, (held, place) in homes.items():
-        grad = sent[number]
+    by_replica: dict[int, tuple[Held, dict[int, Tensor]]] = {}
+    for (_, held, place), grad in zip(staying, grads, strict=True):
         if grad is not None:
-            staying.setdefault(id(held), (held, {}))[1][place] = grad.detach()
-            sent[number] = None
-    for held, found in staying.values():
+            by_replica.setdefault(id(held), (held, {}))[1][place] = grad.detach()
+    for held, found in by_replica.values():
         held.accumulate(backward, found)
-    return sent

@@ -28,12 +28,12 @@ from torchopt_dist.distributed._chunks import Deferred
 from torchopt_dist.distributed._device_placement import receiving_device
 from torchopt_dist.distributed._gradient_sums import add_up
 from torchopt_dist.distributed._group import answering_group
-from torchopt_dist.distributed._kept import Home, Kept, KeptGraph
+from torchopt_dist.distributed._kept import HeldLeaf, Kept, KeptGraph
 from torchopt_dist.distributed._left_behind import LeftBehind, is_looked_at
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._payload import Payload
 from torchopt_dist.distributed._protocol import Backward, Call, Key, Made, Release, Reply, Request
-from torchopt_dist.distributed._replicas import keep_grads
+from torchopt_dist.distributed._replicas import HeldLeaves, keep_grads
 from torchopt_dist.distributed._serialization import pack, unpack
 from torchopt_dist.distributed._spans import Recorder
 from torchopt_dist.distributed._unsendable import place_in_values
@@ -88,7 +88,7 @@ def answer(
     """
     began = time.perf_counter()
     worker = _Worker(request, device, kept_graphs, recorder)
-    content: Request = unpack(worker.message)
+    content = worker.unpack()
     if request.key is not None:
         content = replace(cast("Any", content), key=request.key)
     key = content.key
@@ -108,16 +108,22 @@ class _Worker:
     def __init__(
         self, request: Message, device: torch.device | None, kept_graphs: Kept[KeptGraph], recorder: Recorder
     ) -> None:
-        self.message = request
-        self.homes: dict[int, Home] = {}
-        if request.staying:
-            replicas = answering_group().replicas
-            self.message = replicas.fill(request).received(device)
-            self.homes = replicas.homes(request)
-        elif request.tensors:
-            self.message = request.received(device)
+        self.message = request.received(device) if request.tensors else request
+        self.inputs: Sequence[torch.Tensor] = self.message.inputs() if request.tensors else []
+        self.held: Sequence[HeldLeaf] = ()
+        self._leaves: Sequence[torch.Tensor] = ()
+        self._device = device
         self._kept_graphs = kept_graphs
         self._recorder = recorder
+
+    def unpack(self) -> Request:
+        """The request; tensors of replicas that it mentions are this worker's."""
+        leaves = HeldLeaves(self._device, lambda key: answering_group().replicas.find(key))
+        content: Request = unpack(self.message, leaves.leaf)
+        self._leaves = leaves.tensors()
+        if self._leaves:
+            self.inputs, self.held = leaves.inputs(self.inputs)
+        return content
 
     def execute(self, call: Call) -> Made:
         """Run a payload."""
@@ -128,14 +134,14 @@ class _Worker:
             run = functools.partial(_with_references, message.arrived, run, payload)
         warning = None
         if call.keep and is_looked_at(payload, known):
-            left = LeftBehind(payload, message)
+            left = LeftBehind(payload, [*message.tensors, *self._leaves], message.apart)
             with left.watched():
                 values, seconds = self._recorder.record("run", call.key, call.key[0], run)
             warning = left.warning(values, known)
         else:
             values, seconds = self._recorder.record("run", call.key, call.key[0], run)
         reply = Reply(values, warning=warning, seconds=seconds, drew=draws is None or draws.known is True)
-        return Made(reply, message.inputs() if message.tensors else (), self.homes)
+        return Made(reply, self.inputs, self.held)
 
     def differentiate(self, backward: Backward) -> Made:
         """Differentiate a graph that is kept here."""
@@ -150,11 +156,11 @@ class _Worker:
         grads = self._recorder.record(
             "backward", backward.key, backward.key[0], _differentiate, backward, graph, outputs, output_grads
         )
-        own = self.message.inputs()
+        own = self.inputs
         return Made(
-            Reply(keep_grads(backward.key, graph.homes, grads)),
+            Reply(grads),
             [*own, *graph.inputs],
-            {len(own) + place: home for place, home in graph.homes.items()},
+            [each._replace(hook=len(own) + each.hook) for each in graph.held],
             shared=backward.keep,
             left_out=backward.streamed if backward.keep else (),
             used_up=(graph, outputs),
@@ -189,8 +195,9 @@ def _differentiate(
     outputs: Sequence[torch.Tensor],
     output_grads: Sequence[torch.Tensor],
 ) -> list[torch.Tensor | None]:
-    """The gradients of the graph's inputs."""
-    wanted = [leaf for leaf, is_wanted in zip(graph.inputs, backward.wanted, strict=True) if is_wanted]
+    """The gradients of the graph's inputs; those of tensors of replicas stay here."""
+    are_wanted = [*backward.wanted, *(backward.wanted[each.hook] for each in graph.held)]
+    wanted = [leaf for leaf, is_wanted in zip(graph.inputs, are_wanted, strict=True) if is_wanted]
     if backward.keep:  # so that sums have one order, whichever thread this is
         advance_sequence_numbers(graph.end)
     with backward.state.applied(), torch.enable_grad(), ExitStack() as stack:
@@ -210,7 +217,9 @@ def _differentiate(
                 allow_unused=True,
             )
         )
-    grads = [next(found) if is_wanted else None for is_wanted in backward.wanted]
+    grads = [next(found) if is_wanted else None for is_wanted in are_wanted]
+    grads, staying = grads[: len(backward.wanted)], grads[len(backward.wanted) :]
+    keep_grads(backward.key, graph.held, staying)
     if not backward.streamed:
         return grads
     return add_up(grads, graph.inputs, backward.streamed, deferred, backward.key, recorded=backward.keep)
@@ -232,7 +241,7 @@ def _reply(made: Made, key: Key | None, kept_graphs: Kept[KeptGraph]) -> Message
         }
         if outputs:
             end = next_sequence_number()
-            kept = KeptGraph([*made.inputs], [*outputs.values()], made.shared, end, made.homes)
+            kept = KeptGraph([*made.inputs], [*outputs.values()], made.shared, end, made.held)
             kept_graphs.keep(key, kept)
             reply.connected = tuple(outputs)
     if not reply.tensors:

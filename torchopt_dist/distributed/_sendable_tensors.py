@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from torchopt_dist._torch_private import forward_mode_is_active, is_batched_gradient, is_functorch_tensor
 from torchopt_dist.distributed._globals_of_code import GlobalsOfCode
 from torchopt_dist.distributed._names import name_of
-from torchopt_dist.distributed._staying import Handle, Staying, StayingModule
+from torchopt_dist.distributed._staying import Handle, StayingModule
 from torchopt_dist.errors import SerializationError
 
 __all__ = ["Tensors", "check_sendable"]
@@ -78,16 +78,18 @@ class Tensors:
     Args:
         main_by_name: as of ``pack``.
         connects: whether the values of references of RPC, or what these are to be connected to, are sent, too.
+        here: whether the message stays in this process, so that a replica is the module itself.
     """
 
-    def __init__(self, main_by_name: bool, *, connects: bool = False) -> None:
+    def __init__(self, main_by_name: bool, *, connects: bool = False, here: bool = False) -> None:
         self._main_by_name = main_by_name
         self.connects = connects
+        self.here = here
         self.all: list[torch.Tensor] = []
         self.buffers: set[int] = set()
         self.references: list[Any] = []
-        self.handles: list[Handle] = []
-        self.staying: list[Staying] = []
+        self.handles: list[Handle | StayingModule] = []
+        self.staying: dict[int, tuple[Any, ...]] = {}  # by the id of a tensor, what finds it at the receiver
         self.of_globals: GlobalsOfCode | None = None
         self._numbers: dict[int, int] = {}
 
@@ -140,19 +142,23 @@ class Tensors:
 
     def mark_staying(self, module: StayingModule) -> None:
         """Record the tensors that the receiver has."""
-        key, version, tensors = module.staying()
-        places = {self.number(tensor): place for place, tensor in enumerate(tensors)}
+        self.handles.append(module)
+        hook, key, version, tensors = module.staying()
+        if self.here:
+            return
         if self.of_globals is not None:  # a replica is the same on all workers, however it is sent
-            self.of_globals.numbers -= places.keys()
-        self.staying.append(Staying(key, version, places))
+            self.of_globals.numbers.discard(self.number(hook))
+        for place, x in enumerate(tensors):
+            kind = isinstance(x, nn.Parameter), x.requires_grad
+            self.staying[id(x)] = hook, key, version, place, *kind
 
-    def mark(self) -> tuple[int, int, int]:
-        return len(self.all), len(self.references), len(self.staying)
+    def mark(self) -> tuple[int, int]:
+        return len(self.all), len(self.references)
 
-    def forget_since(self, marks: tuple[int, int, int]) -> None:
-        mark, references, staying = marks
+    def forget_since(self, marks: tuple[int, int]) -> None:
+        mark, references = marks
         for tensor in self.all[mark:]:
             del self._numbers[id(tensor)]
-        del self.all[mark:], self.references[references:], self.staying[staying:]
+        del self.all[mark:], self.references[references:]
         self.buffers = {number for number in self.buffers if number < mark}
         self.of_globals = None  # of modules among what is forgotten

@@ -55,7 +55,9 @@ _Structures: TypeAlias = dict[bytes, int]
 """The pickles of modules without their tensors, each with its number: modules that look alike have one."""
 
 
-def pack(value: Any, *, main_by_name: bool, modules: PackedModules | None = None) -> Message:
+def pack(
+    value: Any, *, main_by_name: bool, modules: PackedModules | None = None, here: bool = False
+) -> Message:
     """Pickle ``value``, with its tensors beside.
 
     Args:
@@ -63,6 +65,7 @@ def pack(value: Any, *, main_by_name: bool, modules: PackedModules | None = None
         main_by_name: whether functions and classes of ``__main__`` can be sent by name, since the receiver runs the
             same program; else their code is sent. Importable functions and classes are always sent by name.
         modules: the modules that were packed before and have not changed since; more are added.
+        here: whether the message stays in this process.
 
     Returns:
         The message; its tensors are those of ``value``, with their graph.
@@ -78,13 +81,13 @@ def pack(value: Any, *, main_by_name: bool, modules: PackedModules | None = None
     plain = plain_skeleton(value, tensors, main_by_name)
     if plain is not None:
         return message_of(plain, tensors)
-    tensors = Tensors(main_by_name, connects=connects)
+    tensors = Tensors(main_by_name, connects=connects, here=here)
     try:
         try:
             skeleton, holes, pickler = _dump(value, main_by_name, tensors, structures, packed)
             pickler.check_disjoint()
         except _OverlapError:  # only one pickle keeps what is shared one
-            tensors, structures = Tensors(main_by_name, connects=connects), {}
+            tensors, structures = Tensors(main_by_name, connects=connects, here=here), {}
             skeleton, holes, _ = _dump(value, main_by_name, tensors, None, packed)
             tensors.mark_buffers(tensors.all)
     except TodistError:
@@ -104,7 +107,7 @@ def message_of(
 ) -> Message:
     """The message with these parts."""
     structures = tuple(structures)
-    if not (tensors.all or structures or tensors.staying):
+    if not (tensors.all or structures):
         references, handles = tensors.references, tensors.handles
         return Message(skeleton, [], [], [], holes=holes, references=references, handles=handles)
     return Message(
@@ -116,16 +119,20 @@ def message_of(
         buffers=frozenset(tensors.buffers),
         holes=holes,
         references=tensors.references,
-        staying=tuple(tensors.staying),
         handles=tensors.handles,
     )
 
 
-def unpack(message: Message) -> Any:
+def unpack(message: Message, held: Callable[..., torch.Tensor] | None = None) -> Any:
     """Rebuild what :func:`pack` packed, with the message's tensors as they are.
+
+    Args:
+        message: the message.
+        held: makes the leaf in the place of a replica's tensor; see ``HeldLeaves``.
 
     Raises:
         SerializationError: a module, function or class that it mentions does not exist here.
+        ResidentError: a replica in it is not here, or not as it was where it was made.
     """
     try:
         if message.skeleton[:1] == MARK:
@@ -134,10 +141,12 @@ def unpack(message: Message) -> Any:
         if skeleton[:1] == _APART:
             skeleton, tensors, message.apart = _kept_apart(skeleton, tensors)
         file = reader(skeleton, message.holes, tensors)
-        unpickler = _Unpickler(file, tensors, message.structures, message.references)
+        unpickler = _Unpickler(file, tensors, message.structures, message.references, held)
         value = unpickler.load()
         message.arrived = unpickler.arrived
         return value
+    except TodistError:
+        raise
     except (Exception, SystemExit) as error:  # the objects' own code is run, which raises what it likes
         raise SerializationError(f"{type(error).__name__}: {error}") from error
 
@@ -206,7 +215,7 @@ def _dump(
         of_globals = tensors.of_globals
         if of_globals is not None and of_globals.matter(tensors.all):
             # What was met in them first may be met elsewhere again, unseen, since the pickler knows it by then.
-            others = Tensors(main_by_name, connects=tensors.connects)
+            others = Tensors(main_by_name, connects=tensors.connects, here=tensors.here)
             again: _Structures | None = None if structures is None else {}
             _CodePickler(Writer(None), main_by_name, others, again, packed, with_globals=False).dump(value)
             apart = others.of_globals.numbers if others.of_globals else ()
@@ -241,7 +250,8 @@ class _OutOfBandPickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         """Called for all objects but the plainest; ``persistent_id`` would be called for these, too."""
         if isinstance(obj, torch.Tensor):
-            return _tensor, (self._tensors.number(obj),)
+            staying = self._tensors.staying.get(id(obj))
+            return (_tensor, (self._tensors.number(obj),)) if staying is None else (_held, staying)
         if isinstance(obj, StayingModule):
             self._tensors.mark_staying(obj)
             return _itself, (obj.module,)
@@ -282,14 +292,17 @@ class _OutOfBandPickler(pickle.Pickler):
         if family & self._families:
             raise _OverlapError
         self._families |= family
-        packed = self._packed.get((id(module), self._main_by_name))
+        staying = frozenset(self._tensors.staying)
+        packed = self._packed.get((id(module), self._main_by_name, staying))
         if packed is None:
-            own = Tensors(self._main_by_name)  # numbered from 0, so that equal structures are equal bytes
+            # Numbered from 0, so that equal structures are equal bytes.
+            own = Tensors(self._main_by_name, here=self._tensors.here)
+            own.staying = dict(self._tensors.staying)
             structure, _, pickler = _dump(module, self._main_by_name, own, None, {}, whole=True)
             if own.references:  # a structure is packed once, and a reference must be sent with each message
                 raise _OverlapError
             packed = _PackedModule(module, structure, own.all, own.handles, pickler, own.of_globals)
-            self._packed[id(module), self._main_by_name] = packed
+            self._packed[id(module), self._main_by_name, staying] = packed
         self._parts.append(packed.pickler)
         number = structures.setdefault(packed.structure, len(structures))
         numbers = self._tensors.numbers_of(packed.tensors, packed.of_globals)
@@ -320,13 +333,13 @@ class _PackedModule(NamedTuple):
     module: nn.Module  # kept, so that its id is not used again
     structure: bytes
     tensors: list[torch.Tensor]
-    handles: list[Handle]
+    handles: list[Handle | StayingModule]
     pickler: _OutOfBandPickler
     of_globals: GlobalsOfCode | None
 
 
-PackedModules: TypeAlias = dict[tuple[int, bool], _PackedModule]
-"""Modules by their id and by whether ``__main__`` goes by name: one that goes to several workers is packed once."""
+PackedModules: TypeAlias = dict[tuple[int, bool, frozenset[int]], _PackedModule]
+"""By id, by whether ``__main__`` goes by name, by what stays: a module that goes to several workers is packed once."""
 
 
 class _NamePickler(_OutOfBandPickler):
@@ -385,6 +398,7 @@ class _Unpickler(pickle.Unpickler):
         tensors: list[torch.Tensor],
         structures: Sequence[bytes],
         references: Sequence[Any] = (),
+        held: Callable[..., torch.Tensor] | None = None,
     ) -> None:
         super().__init__(file)
         self.arrived: list[ConnectedRRef] = []
@@ -392,7 +406,8 @@ class _Unpickler(pickle.Unpickler):
         # part of a cycle, and its tensors would stay until the garbage collector comes.
         self._found = {
             "_tensor": tensors.__getitem__,
-            "_module": _Modules(tensors, structures).load,
+            "_module": _Modules(tensors, structures, held).load,
+            "_held": held or _held,
             "_reference": functools.partial(_referred, references, self.arrived),
         }
 
@@ -405,7 +420,13 @@ class _Unpickler(pickle.Unpickler):
 class _Modules:
     """The modules of a message, each rebuilt once."""
 
-    def __init__(self, tensors: list[torch.Tensor], structures: Sequence[bytes]) -> None:
+    def __init__(
+        self,
+        tensors: list[torch.Tensor],
+        structures: Sequence[bytes],
+        held: Callable[..., torch.Tensor] | None,
+    ) -> None:
+        self._held = held
         self._tensors = tensors
         self._structures = structures
         self._modules: dict[int, nn.Module] = {}
@@ -413,7 +434,8 @@ class _Modules:
     def load(self, which: int, structure: int, numbers: tuple[int, ...]) -> nn.Module:
         if which not in self._modules:
             tensors = [self._tensors[number] for number in numbers]
-            self._modules[which] = _Unpickler(io.BytesIO(self._structures[structure]), tensors, ()).load()
+            file = io.BytesIO(self._structures[structure])
+            self._modules[which] = _Unpickler(file, tensors, (), (), self._held).load()
         return self._modules[which]
 
 
@@ -429,6 +451,11 @@ def _itself(module: nn.Module) -> nn.Module:
 def _tensor(number: int) -> torch.Tensor:
     """In a pickle: the tensor with this number, which an :class:`_Unpickler` finds."""
     raise NotImplementedError(number)
+
+
+def _held(*staying: Any) -> torch.Tensor:
+    """In a pickle: a leaf on a worker's own tensor, which an :class:`_Unpickler` finds."""
+    raise NotImplementedError(staying)
 
 
 def _reference(number: int, *carried: Any) -> Any:

@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-__all__ = ["Handle", "Staying", "StayingModule"]
+from torchopt_dist._torch_private import engine_captures_leaf
+
+__all__ = ["Handle", "StayingModule", "hook_of"]
 
 
 class Handle:
     """Stands in a message for a value that workers fetch, as long as the handle lives."""
 
     __slots__ = ()
-
-
-class Staying(NamedTuple):
-    """The tensors of a message that are not sent, since the receiver has them.
-
-    Attributes:
-        key: the key of the replica: the rank that made it, and a number.
-        version: the version of its tensors: how often they have been stepped or sent again.
-        places: for the number of a tensor in the message, its index among the replica's.
-    """
-
-    key: tuple[int, int]
-    version: int
-    places: dict[int, int]
 
 
 class StayingModule(nn.Module):
@@ -39,6 +28,32 @@ class StayingModule(nn.Module):
 
     module: nn.Module
 
-    def staying(self) -> tuple[tuple[int, int], int, Sequence[Tensor]]:
-        """The key, the version and the tensors; raises if the workers' are not the same."""
+    def staying(self) -> tuple[Tensor, tuple[int, int], int, Sequence[Tensor]]:
+        """The hook, the key, the version and the tensors; raises if the workers' are not the same."""
         raise NotImplementedError
+
+
+def hook_of(parameters: Sequence[Tensor]) -> Tensor:
+    """A tensor without elements, in the places of a replica's parameters in the caller's graph of a call."""
+    apply: Callable[..., Tensor] = _Hook.apply
+    return apply(*parameters)
+
+
+class _Hook(torch.autograd.Function):
+    """Parameters → their hook; they get no gradients from there, since these stay on the workers."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: Tensor) -> Tensor:
+        del parameters
+        ctx.set_materialize_grads(False)
+        return torch.zeros(0, device="cpu")
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, ...]:
+        del grad
+        if any(engine_captures_leaf(node) for node, _ in ctx.next_functions):
+            raise RuntimeError(
+                "torch.autograd.grad was asked for gradients of a replica's parameters, which stay on the workers: "
+                "call backward() of the loss, or pass the module itself instead of its replica"
+            )
+        return (None,) * len(ctx.next_functions)

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 
 from torchopt_dist.distributed._message import Message
-from torchopt_dist.distributed._staying import Staying
 
 __all__ = [
     "Place",
@@ -46,7 +45,7 @@ class WireMessage(NamedTuple):
 
     Attributes:
         skeleton: as in the message; so are ``requires_grad``, ``is_parameter``, ``structures``, ``connected``,
-            ``device``, ``holes``, ``references``, ``staying`` and ``key``.
+            ``device``, ``holes``, ``references`` and ``key``.
         buffers: tensors of their own, and flat tensors in which small ones lie one after another.
         places: for each tensor that is sent its buffer, its shape, and whether it was on a GPU.
         shared: which buffers are flat ones.
@@ -63,7 +62,6 @@ class WireMessage(NamedTuple):
     device: str | None
     holes: tuple[tuple[int, int], ...] = ()
     references: Sequence[Any] = ()
-    staying: tuple[Staying, ...] = ()
     key: tuple[int, int] | None = None
 
 
@@ -87,10 +85,7 @@ def to_wire(message: Message, *, direct: bool = False, whole_storages: bool = Tr
     places: list[Place] = []
     shared: list[bool] = []
     open_buffers: dict[tuple[type, torch.dtype], tuple[int, list[torch.Tensor]]] = {}
-    staying = {number for each in message.staying for number in each.places}
-    for number, tensor in enumerate(message.tensors):
-        if number in staying:
-            continue
+    for tensor in message.tensors:
         flat = tensor.detach().resolve_conj().resolve_neg()
         if not direct:
             flat = _on_cpu(flat)
@@ -123,7 +118,6 @@ def to_wire(message: Message, *, direct: bool = False, whole_storages: bool = Tr
         message.device,
         message.holes,
         message.references,
-        message.staying,
         message.key,
     )
 
@@ -142,7 +136,6 @@ def _without_tensors(message: Message) -> WireMessage:
         message.device,
         message.holes,
         references,
-        message.staying,
         message.key,
     )
 
@@ -182,14 +175,9 @@ def from_wire(wire: WireMessage) -> Message:
             tensor = _aligned(wire.buffers[place.buffer])
         staged = place.on_gpu and not tensor.is_cuda and torch.cuda.is_available()
         received.append(tensor.cuda() if staged else tensor)
-    staying = {number for each in wire.staying for number in each.places}
-    tensors = received
-    if staying:
-        sent, absent = iter(received), torch.empty(0)
-        tensors = [absent if n in staying else next(sent) for n in range(len(wire.requires_grad))]
     return Message(
         wire.skeleton,
-        tensors,
+        received,
         wire.requires_grad,
         wire.is_parameter,
         wire.structures,
@@ -197,6 +185,5 @@ def from_wire(wire: WireMessage) -> Message:
         wire.device,
         holes=wire.holes,
         references=list(wire.references),
-        staying=wire.staying,
         key=wire.key,
     )

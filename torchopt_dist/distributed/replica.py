@@ -23,7 +23,7 @@ from torchopt_dist.distributed._gather import GRACE_SECONDS, gather
 from torchopt_dist.distributed._group import Group, answering_group, current_group, find_group
 from torchopt_dist.distributed._protocol import Key
 from torchopt_dist.distributed._replicas import Before, Held, Options
-from torchopt_dist.distributed._staying import StayingModule
+from torchopt_dist.distributed._staying import StayingModule, hook_of
 from torchopt_dist.distributed._thread_pool import settle_in_thread
 from torchopt_dist.errors import ResidentError
 
@@ -196,15 +196,17 @@ class Replica(StayingModule):
         """Free the copies on all workers. The module and the optimizer in this process stay as they are."""
         self._release()
 
-    def staying(self) -> tuple[Key, int, Sequence[Tensor]]:
-        """The tensors that a call does not send.
+    def staying(self) -> tuple[Tensor, Key, int, Sequence[Tensor]]:
+        """The tensors that a call does not send, and how a worker finds its own.
 
         Raises:
             ResidentError: the workers do not have them as they are here.
         """
         self._check()
         self._called |= torch.is_grad_enabled()
-        return self._key, self._held.version, self._held.tensors
+        tensors = self._held.tensors
+        hook = hook_of([tensor for tensor in tensors if tensor.requires_grad])
+        return hook, self._key, self._held.version, tensors
 
     def _start(self, backend: str, seconds: float) -> None:
         """Send the module to the other workers, and connect all of them."""
