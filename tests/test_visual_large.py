@@ -10,7 +10,7 @@ import torch
 
 from torchopt_dist.visual import make_dot
 
-DEPTH = 60_000
+DEPTH = 40_000  # without a remedy the process dies some 30,000 operations deep
 
 
 def deep(start=None):

@@ -42,7 +42,7 @@ def shares(output: str) -> list[float]:
 
 def test_one_worker_and_two_print_the_same_and_reweighting_helps(tmp_path):
     picture = tmp_path / "new" / "weights.png"
-    short = ["--steps", "200", "--seeds", "1", "--output", str(picture)]
+    short = ["--steps", "100", "--seeds", "1", "--output", str(picture)]
     alone = run_python(EXAMPLE, *short)
     picture.unlink()
     spread = torchrun.run("--standalone", "--nproc_per_node=2", EXAMPLE, *short)

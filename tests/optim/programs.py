@@ -36,7 +36,7 @@ def make(dtype=torch.float32):
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).to(dtype)
 
 
-def losses(dtype, maximize=False, count=50):
+def losses(dtype, maximize=False, count=30):
     generator = torch.Generator().manual_seed(1)
     for _ in range(count):
         x = torch.randn(5, 3, generator=generator, dtype=DOUBLE).to(dtype)

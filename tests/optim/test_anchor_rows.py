@@ -59,7 +59,7 @@ ROWS = {
         "test_the_anchor_tensors_that_do_not_require_grad_are_skipped",
     ),
     "compiles": ("optim/test_every_optimizer.py", "test_update_compiles_without_a_graph_break"),
-    "complex": ("optim/test_every_optimizer.py", "test_fifty_steps_equal_the_twin"),
+    "complex": ("optim/test_every_optimizer.py", "test_many_steps_equal_the_twin"),
 }
 
 

@@ -33,7 +33,7 @@ def losses(dtype, maximize, count=50):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_fifty_steps_equal_torch(options, dtype):
+def test_thirty_steps_equal_torch(options, dtype):
     lr = 0.05
     twin, ours, meta, functional = (make(dtype) for _ in range(4))
     twin_optimizer = torch.optim.SGD(twin.parameters(), lr, **options)
