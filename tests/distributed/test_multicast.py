@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -17,11 +18,15 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import torchopt_dist as todist
 from tests.distributed.programs import kept, lie_right
+from torchopt_dist._serialized_exception import SerializedException
 from torchopt_dist.distributed import _chunks, _multicast, _relay
 from torchopt_dist.distributed._chunks import CHUNK, Deferred, Streams, chunks_of
 from torchopt_dist.distributed._group import current_group
 from torchopt_dist.distributed._kept import GIVEN_UP, Kept, KeptGraph, graph_missing
+from torchopt_dist.distributed._message import Late
 from torchopt_dist.distributed._payload import ExecutionOptions, group_by_worker
+from torchopt_dist.distributed._protocol import Reply
+from torchopt_dist.distributed._serialization import pack, raised, reply_of, unpack
 from torchopt_dist.distributed._tree import tree
 from torchopt_dist.distributed._wire_format import SMALL
 from torchopt_dist.errors import CallTimeoutError, WorkerLostError
@@ -176,6 +181,32 @@ def test_chunks_can_be_put_together_after_they_were_taken_for_a_sum():
         assert arriving.take(index) is chunk
     streams.forget((0, 1))
     assert torch.equal(arriving.put_together([values])[0], values)
+
+
+def test_a_message_inside_another_one_has_its_tensors_there():
+    x, other = torch.randn(3, requires_grad=True), nn.Parameter(torch.randn(2))
+    inner = pack((x, "text", b"b" * (1 << 20), other), main_by_name=True)
+    inner.late = Late((0,), ((3,),), 1, 2.0)
+    outer = pack([other, inner, x], main_by_name=True)
+    assert len(outer.tensors) == 3  # with the memory of the long bytes
+    parameter, found, y = unpack(outer.detached().received())
+    assert found.late == inner.late
+    assert found.late_tensors() == [y]
+    rebuilt = unpack(found)
+    assert rebuilt[0] is y
+    assert rebuilt[1:3] == ("text", b"b" * (1 << 20))
+    assert rebuilt[3] is parameter
+    assert [*map(type, found.tensors)].count(nn.Parameter) == 1
+    assert y.requires_grad
+
+
+def test_a_reply_says_that_it_is_an_exception_before_it_is_rebuilt():
+    message = pack(Reply(exception=SerializedException.of(ValueError("wrong"))), main_by_name=True)
+    assert raised(message)
+    with pytest.raises(ValueError, match="wrong"):
+        reply_of(message, "worker1")
+    for values in ([1], [[1]], [{"x": torch.ones(2)}]):
+        assert not raised(pack(Reply(values), main_by_name=True))
 
 
 def test_a_graph_that_is_there_after_its_caller_was_lost_is_not_kept():
@@ -361,6 +392,29 @@ def values_are_those_of_a_star():
     assert future.wait() == 8 * (len(buffer) + 3) + 28
 
 
+def refuse_to_relay(refuses):
+    """On a worker: whether it refuses requests to hand something on."""
+    values = getattr(_relay, "values_before", _relay.Relay.values)
+    _relay.values_before = values
+    _relay.Relay.values = _refuse if refuses else values
+
+
+def _refuse(relay):
+    raise AssertionError(f"worker {relay.branch.worker} is asked to hand on")
+
+
+def workers_without_others_below_are_called_as_by_a_star():
+    model, hosts = Model(), [member.host for member in current_group().members]
+    parents = {parent for parent, _ in edges(tree(0, range(1, 8), hosts, 2))}
+    for refusing, error in (({*range(8)} - parents, None), ({max(parents)}, AssertionError)):
+        for worker in refusing:
+            todist.remote_call(worker, refuse_to_relay, True)
+        with nullcontext() if error is None else pytest.raises(error, match="is asked to hand on"):
+            derivatives(2, model)
+        for worker in refusing:
+            todist.remote_call(worker, refuse_to_relay, False)
+
+
 def shifted(buffer, small, rank):
     total = float(buffer.sum() + small.sum()) + rank
     buffer.add_(1)  # of this worker alone
@@ -468,6 +522,7 @@ def test_derivatives_values_and_errors_through_trees(world):
     def body():
         gradients_are_those_of_finite_differences()
         values_are_those_of_a_star()
+        workers_without_others_below_are_called_as_by_a_star()
         gradients_that_some_workers_do_not_have()
         calls_nest_in_relays()
         errors_name_the_worker_that_has_raised()
@@ -499,9 +554,9 @@ def kill_when(moment):
         os.kill(os.getpid(), signal.SIGKILL)
 
     if moment == "before":
-        _relay.Children.__init__ = die
+        _relay.Child.__init__ = die
     elif moment == "while":
-        _relay.Children.hand_on = die
+        _relay.Child.hand_on = die
 
 
 class _Dies(torch.autograd.Function):

@@ -68,16 +68,16 @@ class Sent:
 
     Attributes:
         message: the request, with copies of small tensors and of those that a module may change.
-        key: the key in the request; each time but the first another one is sent beside the request.
+        key: the key in the request; if another one is to be used, or this is ``None``, it is sent beside the request.
         versions: for the other tensors, which are the caller's own, how often each had been changed in place.
     """
 
     message: Message
-    key: Key
+    key: Key | None
     versions: dict[int, int | None]
 
     @classmethod
-    def of(cls, message: Message, key: Key) -> Sent:
+    def of(cls, message: Message, key: Key | None) -> Sent:
         """Keep a request."""
         kept, versions = message.detached(), {}
         for number, tensor in enumerate(kept.tensors):

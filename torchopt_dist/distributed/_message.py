@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -13,7 +13,23 @@ from torchopt_dist.distributed._globals_of_code import GlobalsOfCode
 from torchopt_dist.distributed._staying import Handle, StayingModule
 from torchopt_dist.distributed.reference import ConnectedRRef
 
-__all__ = ["Message"]
+__all__ = ["Late", "Message"]
+
+
+class Late(NamedTuple):
+    """Which tensors of a message come later, in chunks.
+
+    Attributes:
+        numbers: the numbers of these tensors, which are sent empty.
+        shapes: their shapes.
+        chunks: how many chunks come.
+        seconds: how long to wait for these; 0: for ever.
+    """
+
+    numbers: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    chunks: int
+    seconds: float
 
 
 @dataclass
@@ -34,7 +50,8 @@ class Message:
         holes: where long ``bytes`` are left out of the skeleton, and the numbers of the tensors that lie on them.
         references: the ``torch.distributed.rpc.RRef``s that the skeleton mentions.
         handles: at the sender, the handles that the skeleton mentions, whose values are there while the message is.
-        key: of a call that is sent again, its key, instead of the one that the skeleton has.
+        key: of a call that is sent again, or handed on, its key, instead of the one that the skeleton has.
+        late: the tensors that come later, if any do.
         arrived: of a call that has been rebuilt, what its tasks get for RRefs that are connected to it.
         code: at the sender, the global variables that functions bring that are sent as code.
         apart: of a call that has been rebuilt, its tensors that only such variables hold. They are the receiver's own:
@@ -54,6 +71,7 @@ class Message:
     references: list[Any] = field(default_factory=list)
     handles: list[Handle | StayingModule] = field(default_factory=list)
     key: tuple[int, int] | None = None
+    late: Late | None = None
     arrived: Sequence[ConnectedRRef] = ()
     code: GlobalsOfCode | None = None
     apart: Sequence[torch.Tensor] = ()
@@ -79,13 +97,22 @@ class Message:
             ]
         )
 
-    def with_tensors(self, tensors: list[torch.Tensor]) -> Message:
-        """The same with other tensors."""
+    def with_tensors(self, tensors: list[torch.Tensor], **changes: Any) -> Message:
+        """The same with other tensors, and perhaps with other values of other fields."""
         other = object.__new__(
             Message
         )  # `copy.copy` takes ten times as long, and each call has four of these
-        vars(other).update(vars(self), tensors=tensors)
+        vars(other).update(vars(self), tensors=tensors, **changes)
         return other
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Inside another message: its content, whose tensors the other message has, too."""
+        content = self.structures, self.holes, self.device, self.references, self.late
+        return _inner, (self.skeleton, self.tensors, *content)
+
+    def late_tensors(self) -> list[torch.Tensor]:
+        """The tensors that come later."""
+        return [] if self.late is None else [self.tensors[number] for number in self.late.numbers]
 
     def inputs(self) -> list[torch.Tensor]:
         """The tensors whose gradients are wanted."""
@@ -96,3 +123,19 @@ class Message:
         pickles = len(self.skeleton) + sum(map(len, self.structures))
         tensors = sum(tensor.nbytes for tensor in self.tensors)
         return pickles + tensors
+
+
+def _inner(skeleton: bytes, tensors: list[torch.Tensor], *content: Any) -> Message:
+    """In a pickle: a message that is forwarded."""
+    structures, holes, device, references, late = content
+    return Message(
+        skeleton,
+        tensors,
+        [tensor.requires_grad for tensor in tensors],
+        [isinstance(tensor, nn.Parameter) for tensor in tensors],
+        structures,
+        device=device,
+        holes=holes,
+        references=references,
+        late=late,
+    )

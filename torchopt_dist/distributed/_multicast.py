@@ -11,17 +11,19 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from torchopt_dist.distributed._future import Future
 from torchopt_dist.distributed._group import Group, current_group
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._payload import Payload
+from torchopt_dist.distributed._relay import Branch, Child, Sending
 from torchopt_dist.distributed._remote_graph import RemoteGraph
 from torchopt_dist.distributed._serialization import PackedModules
 from torchopt_dist.distributed._shares import Shares, common
 from torchopt_dist.distributed._siblings import Siblings
-from torchopt_dist.distributed._unicast import call
 
-__all__ = ["calls"]
+__all__ = ["call", "calls"]
 
 AUTO_FAN_OUT = 3
 """Of little: a tree of three children is at most a tenth slower than one without a limit, up to a thousand workers."""
@@ -44,38 +46,75 @@ def calls(
     siblings: Siblings,
     snapshot: bool,
 ) -> dict[int, Future[list[Any]]]:
-    """Run payloads on other workers; see :func:`~torchopt_dist.distributed._unicast.call`.
+    """Run payloads on other workers.
 
     Args:
         payloads: of one call, by rank, in the order in which they are sent.
-        seconds: how long they may take; 0: for ever.
+        seconds: how long they, or a backward through their values, may take, or else fail with
+            :class:`~torchopt_dist.errors.CallTimeoutError`; 0: for ever.
         movable: of a worker: whether another one is to run its payload if it is known to be lost.
         modules: those that the same call has packed.
         siblings: the shares of the same call.
-        snapshot: send copies.
+        snapshot: send copies, so that tensors may be changed in place as soon as this returns.
 
     Returns:
-        A future of each worker's values.
+        A future of each worker's values; it fails with what a task raised. Tensors among the values are connected to
+        those of the payload, if its state has grad mode on and any of these requires grad.
+
+    Raises:
+        SerializationError: a payload cannot be sent.
     """
     group = current_group()
-    fan_out = _fan_out_for(group, payloads) if len(payloads) > 1 else 0
+    group.check_process()
     futures: dict[int, Future[list[Any]]] = {}
+    if not payloads:
+        return futures
+    one = next(iter(payloads.values()))
+    sending = Sending(group, seconds, one.state.grad_enabled, siblings, one.options)
+    fan_out = _fan_out_for(group, payloads) if len(payloads) > 1 else 0
     if fan_out:
-        group.check_process()
         there = {worker: each for worker, each in payloads.items() if not group.retries.is_lost(worker)}
-        futures = _down_a_tree(group, there, fan_out, seconds, modules, siblings, snapshot=snapshot)
+        futures = _down_a_tree(sending, there, fan_out, modules, snapshot=snapshot)
+    if snapshot:
+        sending = sending._replace(as_sent=_copied)
+    lost = group.membership.failures
     for worker, payload in payloads.items():
         if worker not in futures:
-            futures[worker] = call(
-                worker,
-                payload,
-                seconds,
-                snapshot=snapshot,
-                modules=modules,
-                siblings=siblings,
-                moves=worker in group.membership.failures and movable(worker),
-            )
+            moves = worker in lost and movable(worker)
+            futures[worker] = call(sending, worker, payload, modules, moves=moves)
     return futures
+
+
+def call(
+    sending: Sending,
+    worker: int,
+    payload: Payload,
+    modules: PackedModules | None = None,
+    *,
+    moves: bool = False,
+) -> Future[list[Any]]:
+    """Run a payload on another worker, or elsewhere if it ``moves``; see :func:`calls`."""
+    graph = sending.graph(worker)
+    message = sending.group.recorder.record("pack", graph.key, worker, graph.packed, payload, modules)
+    spent = 0 if moves or payload.options.outlives_workers else None
+    child = Child(sending, Branch(worker, message), graph, spent=spent)
+    future: Future[list[Any]] = Future()  # made while the message is on its way, as all that can wait
+    child.reply.add_done_callback(partial(_collected, graph, child.anchor, future))
+    return future
+
+
+def _collected(
+    graph: RemoteGraph, anchor: Tensor | None, future: Future[list[Any]], reply: Future[Message]
+) -> None:
+    """Pass a worker's values, connected to what it was sent, or its error, to its future."""
+    try:
+        future.set_result(graph.collect(anchor, reply.result()))
+    except Exception as error:
+        future.set_exception(error)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
 
 
 def _fan_out_for(group: Group, payloads: Mapping[int, Payload]) -> int:
@@ -103,37 +142,22 @@ def _fan_out_for(group: Group, payloads: Mapping[int, Payload]) -> int:
 
 
 def _down_a_tree(
-    group: Group,
-    payloads: Mapping[int, Payload],
-    fan_out: int,
-    seconds: float,
-    modules: PackedModules,
-    siblings: Siblings,
-    *,
-    snapshot: bool,
+    sending: Sending, payloads: Mapping[int, Payload], fan_out: int, modules: PackedModules, *, snapshot: bool
 ) -> dict[int, Future[list[Any]]]:
     """Send the payloads down a tree; none if each must be a call by itself."""
     graphs: dict[int, RemoteGraph] = {}
     messages: dict[int, Message] = {}
     for worker, payload in payloads.items():
-        graph = RemoteGraph(group, worker, group.transport.to(worker), seconds, siblings=siblings)
+        graph = sending.graph(worker)
         with graph.span("pack"):
             graphs[worker], messages[worker] = graph, graph.packed(payload, modules)
-    one = next(iter(payloads.values()))
+    options = next(iter(payloads.values())).options
     if any(message.references for message in messages.values()):
         return {}  # torch's count of an RRef's users does not come back to zero if a relay passes the RRef on
-    shares = Shares(
-        group,
-        messages,
-        {worker: graph.key for worker, graph in graphs.items()},
-        one.options,
-        fan_out=fan_out,
-        seconds=seconds,
-        keep=one.state.grad_enabled,
-        snapshot=snapshot,
-    )
+    sending = sending._replace(mends=options.retries > 0)
+    shares = Shares(sending, messages, fan_out, snapshot=snapshot)
     futures: dict[int, Future[list[Any]]] = {}
-    for worker, reply in shares.send(payloads, siblings).items():
+    for worker, reply in shares.send(payloads, sending.siblings).items():
         futures[worker] = Future()
         reply.add_done_callback(partial(_arrived, graphs[worker], futures[worker]))
     return futures

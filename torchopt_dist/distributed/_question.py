@@ -12,8 +12,11 @@ from typing import Any
 
 from torchopt_dist.distributed._caller_state import CallerState
 from torchopt_dist.distributed._future import Future
+from torchopt_dist.distributed._group import current_group
+from torchopt_dist.distributed._multicast import call
 from torchopt_dist.distributed._payload import ExecutionOptions, Payload
-from torchopt_dist.distributed._unicast import call
+from torchopt_dist.distributed._relay import Sending
+from torchopt_dist.distributed._siblings import Siblings
 
 __all__ = ["ask"]
 
@@ -35,4 +38,7 @@ def ask(
         A future of a list with the function's value.
     """
     state = replace(CallerState.capture(), grad_enabled=recorded, autocast=())
-    return call(worker, Payload(function, ((args, {}),), (0,), state, ExecutionOptions()), seconds)
+    group = current_group()
+    group.check_process()
+    payload = Payload(function, ((args, {}),), (0,), state, ExecutionOptions())
+    return call(Sending(group, seconds, recorded, Siblings(), payload.options), worker, payload)

@@ -1,26 +1,24 @@
-"""A share and those of the workers below in the tree → on a worker: forward the others, run its own, reply with all.
+"""Shares of a call → a message to each worker, or to few; there: to those below theirs, run the own, reply with all.
 
-Such a request is a call of calls, as if a function had called the workers below: the worker's graph leads from the
-tensors that it received through its own share, and through the *dispatch* and *collect* of each child. So tensors that
-shares have in common are sent to a child once, their gradients are summed on the way back, and derivatives of every
-order are exact, as with nested calls. The shares and results of other workers are forwarded as messages, without being
-rebuilt.
+A share for a worker alone is sent as it is. One with others for the workers below goes as a :class:`Relay`, which is a
+call of calls, as if a function had called the workers below: the worker's graph leads from the tensors that it received
+through its own share, and through the *dispatch* and *collect* of each child. So tensors that shares have in common are
+sent to a child once, their gradients are summed on the way back, and derivatives of every order are exact, as with
+nested calls. The shares and results of other workers are forwarded as messages, without being rebuilt.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchopt_dist._serialized_exception import PassedOnError
-from torchopt_dist.distributed._again import Again
 from torchopt_dist.distributed._ask import Sent
-from torchopt_dist.distributed._chunk_requests import TakeChunk
+from torchopt_dist.distributed._chunk_requests import TakeChunk, arriving
 from torchopt_dist.distributed._chunks import Chunk
 from torchopt_dist.distributed._device_placement import receiving_device
 from torchopt_dist.distributed._future import Future, as_completed
@@ -28,223 +26,163 @@ from torchopt_dist.distributed._group import Group, answering_group
 from torchopt_dist.distributed._here import Here
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._payload import ExecutionOptions
-from torchopt_dist.distributed._protocol import Errand, Key, Reply
+from torchopt_dist.distributed._protocol import Errand
 from torchopt_dist.distributed._remote_graph import RemoteGraph
-from torchopt_dist.distributed._serialization import pack, unpack
+from torchopt_dist.distributed._serialization import pack, raised, reply_of
 from torchopt_dist.distributed._siblings import Siblings
 from torchopt_dist.distributed.transport.base import settle
 from torchopt_dist.errors import WorkerLostError
 
-__all__ = ["Branch", "Children", "Missing", "Parcel"]
-
-
-class Parcel(NamedTuple):
-    """A message inside another one.
-
-    Attributes:
-        worker: the rank of the worker to which, or from which, it is sent.
-        key: the key of the call.
-        skeleton: as in the message; so are ``structures``, ``holes``, ``device`` and ``references``.
-        tensors: the tensors of the message, which the other message has, too.
-    """
-
-    worker: int
-    key: Key
-    skeleton: bytes
-    tensors: tuple[Tensor, ...]
-    structures: tuple[bytes, ...]
-    holes: tuple[tuple[int, int], ...]
-    device: str | None
-    references: tuple[Any, ...]
-
-    @classmethod
-    def of(cls, worker: int, key: Key, message: Message) -> Parcel:
-        """The parcel of a message."""
-        return cls(
-            worker,
-            key,
-            message.skeleton,
-            tuple(message.tensors),
-            message.structures,
-            message.holes,
-            message.device,
-            tuple(message.references),
-        )
-
-    def message(self) -> Message:
-        """The message again, with all tensors, also those that the worker had."""
-        return Message(
-            self.skeleton,
-            list(self.tensors),
-            [tensor.requires_grad for tensor in self.tensors],
-            [isinstance(tensor, nn.Parameter) for tensor in self.tensors],
-            self.structures,
-            holes=self.holes,
-            device=self.device,
-            references=list(self.references),
-        )
-
-    def sent(self) -> dict[int, Tensor]:
-        """The tensors, by their ids."""
-        return {id(tensor): tensor for tensor in self.tensors}
-
-
-class Missing(NamedTuple):
-    """In the place of the replies of a branch: its first worker is lost.
-
-    Attributes:
-        worker: the rank of that worker.
-    """
-
-    worker: int
+__all__ = ["Branch", "Child", "Relay", "Sending", "spread"]
 
 
 class Branch(NamedTuple):
-    """A worker's share, and those of the workers below it."""
+    """A worker, the message of its share, and the branches below it."""
 
-    parcel: Parcel
-    branches: tuple[Branch, ...]
+    worker: int
+    message: Message
+    branches: tuple[Branch, ...] = ()
 
-    def parcels(self) -> list[Parcel]:
-        """All shares, the worker's own first."""
-        return [self.parcel, *(parcel for branch in self.branches for parcel in branch.parcels())]
+    def workers(self) -> list[int]:
+        """The ranks of the worker and of all below it."""
+        return [self.worker, *(worker for branch in self.branches for worker in branch.workers())]
+
+    def messages(self) -> list[Message]:
+        """Their messages, in the same order."""
+        return [self.message, *(message for branch in self.branches for message in branch.messages())]
 
 
-class Children:
-    """The workers to which a worker forwards shares.
+class Sending(NamedTuple):
+    """What the shares of a call that are sent have in common.
+
+    Attributes:
+        group: the group.
+        seconds: how long the call may take; 0: for ever.
+        keep: whether to keep graphs.
+        siblings: the shares of the call.
+        options: of the call; ``None`` on a relay, which sends nothing again.
+        mends: whether the caller sends again what lost workers were to forward, so that their loss is no error.
+        as_sent: a function from a tensor of a message to the one to send.
+        instead: by the id of a tensor of a message, the tensor to which the replies are connected in its place.
+    """
+
+    group: Group
+    seconds: float
+    keep: bool
+    siblings: Siblings
+    options: ExecutionOptions | None = None
+    mends: bool = False
+    as_sent: Callable[[Tensor], Tensor] = Tensor.detach
+    instead: Mapping[int, Tensor] = {}
+
+    def graph(self, worker: int) -> RemoteGraph:
+        """The record of a graph that a worker is to keep."""
+        group, seconds = self.group, self.seconds
+        transport = group.transport.to(worker)
+        return RemoteGraph(group, worker, transport, seconds, options=self.options, siblings=self.siblings)
+
+
+class Child:
+    """One request to one worker, for its share and those below it; it is sent when this object is made.
 
     Args:
-        group: the group.
-        branches: the shares of each child and of the workers below it.
-        hoisted: tensors of all shares, which go to the children in chunks.
-        chunks: how many chunks there are.
-        seconds: how long a call may take; 0: for ever.
-        keep: whether to keep graphs.
-        siblings: the shares of these calls.
-        prepare: a function from a tensor to the one to send.
-        instead: by the id of a tensor of the shares, the tensor to which the replies are connected in its place.
-        mends: whether the caller sends again what lost workers were to forward, so that their loss is no error.
-        options: the options of the call.
-        alone: whether these shares may run on any worker, each by itself.
-        again: makes what makes the graphs of a branch again, from the ranks of its workers; ``None``: nothing does.
+        sending: what it has in common with others.
+        branch: the shares.
+        graph: the graph under whose key the share was packed; ``None``: it is sent under a key of its own.
+        spent: if another worker may be asked: how many of the retries have been used.
+
+    Attributes:
+        branch: as given.
+        graph: of the worker, with those of all below it.
+        anchor: the anchor of that graph.
+        reply: the future reply.
     """
 
     def __init__(
         self,
-        group: Group,
-        branches: Sequence[Branch],
-        hoisted: Sequence[Tensor],
-        chunks: int,
-        seconds: float,
+        sending: Sending,
+        branch: Branch,
+        graph: RemoteGraph | None = None,
         *,
-        keep: bool,
-        siblings: Siblings,
-        prepare: Callable[[Tensor], Tensor] = Tensor.detach,
-        instead: Mapping[int, Tensor] | None = None,
-        mends: bool = False,
-        options: ExecutionOptions | None = None,
-        alone: bool = False,
-        again: Callable[[list[int]], Again] | None = None,
+        spent: int | None = None,
     ) -> None:
-        self._group = group
-        self._mends = mends
-        self._children = [_Child(group, branch, seconds, siblings, options, alone) for branch in branches]
-        for child in self._children:
-            child.start(hoisted, chunks, keep, mends, prepare, instead or {})
-            if again is not None and not alone:
-                child.graph.again = again([parcel.worker for parcel in child.branch.parcels()])
+        self.branch = branch
+        self.graph = sending.graph(branch.worker) if graph is None else graph
+        message = branch.message if graph is not None else self._packed(sending)
+        self.anchor: Tensor | None = None
+        sent = message
+        if message.tensors:
+            self.anchor = self._connected(sending, message)
+            late = {id(tensor) for tensor in branch.message.late_tensors()}
+            sent = message.with_tensors(
+                [
+                    tensor.new_empty(0) if id(tensor) in late else sending.as_sent(tensor)
+                    for tensor in message.tensors
+                ]
+            )
+        record = self.graph.group.recorder.record
+        if spent is None:
+            self.reply = record("send", self.graph.key, branch.worker, self.graph.send, sent)
+        else:
+            kept = Sent.of(sent, self.graph.key if graph is not None else None)
+            self.reply = record("send", self.graph.key, branch.worker, self.graph.ask, kept, spent=spent)
+        if sending.siblings.log is not None:
+            sending.siblings.log.watch(message, self.reply)
+
+    def _packed(self, sending: Sending) -> Message:
+        """The shares under a key of their own."""
+        graph, message = self.graph, self.branch.message
+        with graph.span("pack") as span:
+            if not self.branch.branches:
+                return span.made(message.with_tensors(message.tensors, key=graph.key))
+            relay = Relay(graph.key, sending.keep, self.branch, sending.seconds, sending.mends)
+            return span.made(pack(relay, main_by_name=True))
+
+    def _connected(self, sending: Sending, message: Message) -> Tensor | None:
+        graph, tensors = self.graph, message.tensors
+        if sending.instead:
+            tensors = [sending.instead.get(id(tensor), tensor) for tensor in tensors]
+        anchor = graph.connect(message.with_tensors(tensors), keep=sending.keep)
+        late = self.branch.message.late
+        if late is not None and late.chunks > 1:
+            places = {id(tensor): place for place, tensor in enumerate(message.inputs())}
+            numbers = (id(tensor) for tensor in self.branch.message.late_tensors())
+            graph.streamed = [places[number] for number in numbers if number in places]
+        return anchor
 
     def hand_on(self, index: int, chunk: Chunk) -> None:
-        """Send the children a part of the hoisted tensors."""
-        for child in self._children:
-            child.send(index, chunk)
-
-    def replies(self) -> dict[Future[Message], Callable[[Message], list[Parcel | Missing]]]:
-        """For each child the future reply, and a function that makes the workers' own replies from it."""
-        return {child.reply: child.collect for child in self._children}
-
-    def parcels(self) -> list[Parcel | Missing]:
-        """Wait for the replies of all workers; raises the first error that comes."""
-        children = {child.reply: child for child in self._children}
-        found: dict[Future[Message], list[Parcel | Missing]] = {}
-        for reply in as_completed(children):
-            child = children[reply]
-            try:
-                found[reply] = child.collect(reply.result())
-            except WorkerLostError as error:
-                worker = child.branch.parcel.worker
-                if not (self._mends and self._group.retries.is_loss(worker, error)):
-                    raise
-                found[reply] = [Missing(worker)]
-        return [each for reply in children for each in found[reply]]
-
-
-class _Child:
-    def __init__(
-        self,
-        group: Group,
-        branch: Branch,
-        seconds: float,
-        siblings: Siblings,
-        options: ExecutionOptions | None,
-        alone: bool,
-    ) -> None:
-        worker = branch.parcel.worker
-        transport = group.transport.to(worker)
-        self.branch = branch
-        self.graph = RemoteGraph(group, worker, transport, seconds, options=options, siblings=siblings)
-        self._alone = alone
-        self._seconds = seconds
-        self._anchor: Tensor | None = None
-        self.reply: Future[Message] = Future()
-
-    def start(
-        self,
-        hoisted: Sequence[Tensor],
-        chunks: int,
-        keep: bool,
-        mends: bool,
-        prepare: Callable[[Tensor], Tensor],
-        instead: Mapping[int, Tensor],
-    ) -> None:
-        """Send all but the hoisted tensors."""
-        graph, branch = self.graph, self.branch
-        shapes = tuple(tuple(tensor.shape) for tensor in hoisted)
-        relay = Relay(graph.key, keep, tuple(hoisted), shapes, chunks, self._seconds, branch, mends)
-        with graph.span("pack") as span:
-            message = pack(relay, main_by_name=True)
-            span.made(message)
-        connected = [instead.get(id(tensor), tensor) for tensor in message.tensors]
-        self._anchor = graph.connect(message.with_tensors(connected), keep=keep)
-        if chunks > 1:
-            graph.streamed = range(sum(tensor.requires_grad for tensor in hoisted))
-        sent = message.detached()
-        sent.tensors = [
-            tensor.new_empty(0) if number < len(hoisted) else prepare(tensor)
-            for number, tensor in enumerate(message.tensors)
-        ]
-        with graph.span("send"):
-            self.reply = self._send(sent)
-        if graph.siblings.log is not None:
-            graph.siblings.log.watch(message, self.reply)
-
-    def _send(self, message: Message) -> Future[Message]:
-        if not self._alone:
-            return self.graph.send(message)
-        spent = int(self.graph.transport.has_lost(self.graph.worker))
-        return self.graph.ask(Sent.of(message, self.graph.key), spent=spent)
-
-    def send(self, index: int, chunk: Chunk) -> None:
-        """Send a part of the hoisted tensors; the reply fails if it does not arrive, as for a lack of memory."""
+        """Send a part of the late tensors; the reply fails if it does not arrive, as for a lack of memory."""
         graph = self.graph
         with graph.span("send"):
             message = pack(TakeChunk(graph.key, False, index, chunk), main_by_name=True).detached()
             sent = graph.send(message)
         sent.add_done_callback(partial(_check_taken, graph, self.reply))
 
-    def collect(self, message: Message) -> list[Parcel | Missing]:
-        """The replies of the workers on this branch, connected to what was sent."""
-        return self.graph.collect(self._anchor, message)
+    def replies(self, reply: Message) -> dict[int, Message | None]:
+        """The replies of the branch's workers, connected to what was sent, by rank.
+
+        One that is lost has ``None``, and those below it are not there. Raises what one of them has raised.
+        """
+        graph = self.graph
+        if self.branch.branches:
+            values: list[dict[int, Message | None]] = graph.collect(self.anchor, reply)
+            return values[0]
+        if raised(reply):
+            graph.values_of(reply)
+        with graph.span("unpack"):
+            connected = graph.connected(self.anchor, reply.received())
+        found: dict[int, Message | None] = {self.branch.worker: connected}
+        graph.found(connected, [found])
+        return found
+
+
+def spread(sending: Sending, branches: Iterable[Branch], chunks: Iterable[Chunk] = ()) -> list[Child]:
+    """Send each branch its shares, and then all of them the chunks of their late tensors."""
+    children = [Child(sending, branch) for branch in branches]
+    for index, chunk in enumerate(chunks):
+        for child in children:
+            child.hand_on(index, chunk)
+    return children
 
 
 @dataclass(frozen=True)
@@ -252,95 +190,64 @@ class Relay(Errand):
     """Run a share, and let the workers below run theirs.
 
     Attributes:
-        hoisted: the tensors that come in chunks; they are the first tensors of the message, which has them empty.
-        shapes: the shapes of these.
-        chunks: the number of chunks.
-        seconds: how long to wait for these, and how long a call of a child may take; 0: no limit.
-        branch: the shares.
+        branch: the shares. The tensors that come late are those of the own share's message, and others have them, too.
+        seconds: how long a call of a child may take; 0: no limit.
         mends: whether the caller sends again what lost workers were to forward.
     """
 
-    hoisted: tuple[Tensor, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    chunks: int
-    seconds: float
     branch: Branch
+    seconds: float
     mends: bool
 
-    def __reduce__(self) -> tuple[Callable[..., Relay], tuple[Any, ...]]:
-        """Its fields, the tensors first, so that they have the first numbers."""
-        return _relay, (
-            self.hoisted,
-            self.key,
-            self.keep,
-            self.shapes,
-            self.chunks,
-            self.seconds,
-            self.branch,
-            self.mends,
-        )
-
-    def values(self) -> list[Parcel | Missing]:
+    def values(self) -> list[Any]:
         """See :class:`Errand`."""
         group = answering_group()
-        flat: list[Tensor] = []
-        for leaf, shape in zip(self.hoisted, self.shapes, strict=True):
-            leaf.data = torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
-            flat.append(leaf.data.view(-1))  # has a version counter of its own
-        group.transport.about_to_wait()
-        with group.streams.opened(self.key, self.chunks, self.seconds) as arriving:
-            if group.has_gone(self.key):
-                raise group.membership.loss_of(self.key[0])
-            children = Children(
-                group,
-                self.branch.branches,
-                self.hoisted,
-                self.chunks,
-                self.seconds,
-                keep=self.keep,
-                siblings=Siblings(error_of=PassedOnError),
-                mends=self.mends,
-            )
-            for index, chunk in enumerate(arriving):
-                children.hand_on(index, chunk)
-                for number, start, values in chunk:
-                    flat[number][start : start + len(values)].copy_(values)
-        with group.running_shares.alone(self.branch.parcel.key, group.transport.about_to_wait):
-            if self.mends and group.has_gone(self.key):  # these shares run elsewhere now
-                raise group.membership.loss_of(self.key[0])
-            own = self._run_own(group)
-        return [own, *children.parcels()]
+        siblings = Siblings(error_of=PassedOnError)
+        sending = Sending(group, self.seconds, self.keep, siblings, mends=self.mends)
+        with arriving(self.branch.message, self.key) as chunks:
+            children = spread(sending, self.branch.branches, chunks)
+        if self.mends and group.has_gone(self.key):  # these shares run elsewhere now
+            raise group.membership.loss_of(self.key[0])
+        own = self._run_own(group)
+        return [{self.branch.worker: own, **self._replies(group, children)}]
 
-    def _run_own(self, group: Group) -> Parcel:
-        parcel = self.branch.parcel
-        message = parcel.message()
+    def _run_own(self, group: Group) -> Message:
+        message = self.branch.message
         # Messages that are sent are recorded by who sends them.
         here = Here(receiving_device(message.device), group, group.recorder.only("run", "backward"))
         graph = RemoteGraph(group, group.rank, here, 0, own=True)
-        graph.key = parcel.key
         anchor = graph.connect(message, keep=self.keep)
-        sent = message.detached()
-        on_the_way = {which for other in self.branch.parcels()[1:] for which in other.sent()}
-        on_the_way -= {id(tensor) for tensor in self.hoisted}  # of these the chunks are on the way
-        for number, tensor in enumerate(parcel.tensors):
-            if id(tensor) in on_the_way:
-                sent.tensors[number] = tensor.detach().clone()
-        reply = graph.connected(anchor, here.send(group.rank, sent, 0).result().received())
-        return Parcel.of(parcel.worker, parcel.key, reply)
+        on_the_way = {id(tensor) for each in self.branch.messages()[1:] for tensor in each.tensors}
+        on_the_way -= {id(tensor) for tensor in message.late_tensors()}  # of these the chunks are on the way
+        sent = message.with_tensors(
+            [
+                tensor.detach().clone() if id(tensor) in on_the_way else tensor.detach()
+                for tensor in message.tensors
+            ],
+            late=None,
+            key=graph.key,
+        )
+        return graph.connected(anchor, here.send(group.rank, sent, 0).result().received())
+
+    def _replies(self, group: Group, children: Sequence[Child]) -> dict[int, Message | None]:
+        """The replies of all workers below; raises the first error that comes."""
+        found: dict[int, Message | None] = {}
+        by_reply = {child.reply: child for child in children}
+        for reply in as_completed(by_reply):
+            child = by_reply[reply]
+            try:
+                found.update(child.replies(reply.result()))
+            except WorkerLostError as error:
+                worker = child.branch.worker
+                if not (self.mends and group.retries.is_loss(worker, error)):
+                    raise
+                found[worker] = None
+        return {worker: found[worker] for worker in self.branch.workers() if worker in found}
 
 
 def _check_taken(graph: RemoteGraph, reply: Future[Message], sent: Future[Message]) -> None:
-    error = sent.exception()
-    if error is None:
-        answer: Reply = unpack(sent.result())
-        if answer.exception is None:
-            return
-        error = answer.exception.to_error(graph.worker_name)
-    if isinstance(error, Exception):
-        settle(reply, error)
+    try:
+        reply_of(sent.result(), graph.worker_name)
+    except Exception as error:
+        settle(reply, error.with_traceback(None))  # whose frames would keep the reply, and this the error
         graph.release()
-
-
-def _relay(hoisted: tuple[Tensor, ...], key: Key, keep: bool, *rest: Any) -> Relay:
-    """Rebuild a relay from the values of its ``__reduce__``."""
-    return Relay(key, keep, hoisted, *rest)

@@ -217,12 +217,16 @@ class RemoteGraph:
         if message.tensors or self.kept:
             message = self.connected(anchor, message.received())
         values = self.values_of(message)
+        self.found(message, values)
+        return values
+
+    def found(self, reply: Message, values: list[Any]) -> None:
+        """Note what would make the graph again, if it is kept."""
         if self.again is not None:
             if self.kept:
-                self.again.found(message, values)
+                self.again.found(reply, values)
             else:
                 self.again = None
-        return values
 
     def connected(self, anchor: Tensor | None, message: Message) -> Message:
         """The node next to the results; returns the reply, whose tensors are connected to the anchor."""

@@ -11,8 +11,7 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -24,6 +23,7 @@ from torchopt_dist._torch_private import (
     next_sequence_number,
 )
 from torchopt_dist.distributed import _execute
+from torchopt_dist.distributed._chunk_requests import arriving
 from torchopt_dist.distributed._chunks import Deferred
 from torchopt_dist.distributed._device_placement import receiving_device
 from torchopt_dist.distributed._gradient_sums import add_up
@@ -89,14 +89,20 @@ def answer(
     began = time.perf_counter()
     worker = _Worker(request, device, kept_graphs, recorder)
     content = worker.unpack()
-    if request.key is not None:
-        content = replace(cast("Any", content), key=request.key)
-    key = content.key
-    if key is None:
+    key = request.key or content.key
+    if key is None or content.key is None:
         return pack(content.run(worker).reply, main_by_name=True)
     if recorder.profile.on:
         recorder.add("receive", began, key, key[0])
-    made = content.run(worker)
+    if request.key is None:
+        made = content.run(worker)
+    else:
+        group = answering_group()
+        with group.running_shares.alone(content.key, group.transport.about_to_wait):
+            if group.has_gone(key):  # the share runs elsewhere now
+                raise group.membership.loss_of(key[0])
+            worker.is_moved = key != content.key and key[0] == content.key[0]
+            made = content.run(worker)
     reply = recorder.record("reply", key, key[0], _reply, made, key if content.keep else None, kept_graphs)
     reply.used_up = made.used_up
     return reply
@@ -109,10 +115,15 @@ class _Worker:
         self, request: Message, device: torch.device | None, kept_graphs: Kept[KeptGraph], recorder: Recorder
     ) -> None:
         self.message = request.received(device) if request.tensors else request
+        if request.late is not None and request.key is not None:
+            with arriving(self.message, request.key) as chunks:
+                for _ in chunks:
+                    pass
         self.inputs: Sequence[torch.Tensor] = self.message.inputs() if request.tensors else []
         self.held: Sequence[HeldLeaf] = ()
         self._leaves: Sequence[torch.Tensor] = ()
         self._device = device
+        self.is_moved = False  # whether another worker was asked first, so that this one has work of its own
         self._kept_graphs = kept_graphs
         self._recorder = recorder
 
@@ -129,7 +140,7 @@ class _Worker:
         """Run a payload."""
         message, payload, known = self.message, call.payload, answering_group().known_functions
         draws = None if payload.state.grad_enabled else Draws(False)
-        run = functools.partial(_execute.timed, payload, moved=message.key is not None, draws=draws)
+        run = functools.partial(_execute.timed, payload, moved=self.is_moved, draws=draws)
         if message.arrived:
             run = functools.partial(_with_references, message.arrived, run, payload)
         warning = None

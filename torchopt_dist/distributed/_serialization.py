@@ -37,7 +37,7 @@ from torchopt_dist.distributed._staying import Handle, StayingModule
 from torchopt_dist.distributed.reference import ConnectedRRef, carried_by
 from torchopt_dist.errors import SerializationError, TodistError
 
-__all__ = ["PackedModules", "message_of", "pack", "reply_of", "unpack"]
+__all__ = ["PackedModules", "message_of", "pack", "raised", "reply_of", "unpack"]
 
 IN_THE_PICKLE = 1 << 16
 """Bytes up to which a numpy array is copied into the pickle; a larger one travels like a tensor."""
@@ -47,6 +47,8 @@ _REFERENCES: tuple[type, ...] = (rpc.PyRRef, ConnectedRRef) if rpc.is_available(
 
 _APART = b"\1"
 """Begins a skeleton before which the numbers of the tensors are pickled that the receiver keeps apart."""
+_RAISED = b"\2"
+"""Begins the skeleton of a reply that is an exception, so that who hands it on need not rebuild it to know."""
 
 _ModuleId: TypeAlias = tuple[int, int, tuple[int, ...]]
 """Which module of the message, the number of its structure, the numbers of its tensors."""
@@ -97,6 +99,8 @@ def pack(
     apart = tensors.keep_apart() if connects else ()
     if apart:
         skeleton = _APART + pickle.dumps(apart) + skeleton
+    if type(value) is Reply and value.exception is not None:
+        skeleton = _RAISED + skeleton
     message = message_of(skeleton, tensors, structures, holes)
     message.code = tensors.of_globals
     return message
@@ -140,6 +144,8 @@ def unpack(message: Message, held: Callable[..., torch.Tensor] | None = None) ->
         skeleton, tensors = message.skeleton, message.tensors
         if skeleton[:1] == _APART:
             skeleton, tensors, message.apart = _kept_apart(skeleton, tensors)
+        elif skeleton[:1] == _RAISED:
+            skeleton = skeleton[1:]
         file = reader(skeleton, message.holes, tensors)
         unpickler = _Unpickler(file, tensors, message.structures, message.references, held)
         value = unpickler.load()
@@ -149,6 +155,11 @@ def unpack(message: Message, held: Callable[..., torch.Tensor] | None = None) ->
         raise
     except (Exception, SystemExit) as error:  # the objects' own code is run, which raises what it likes
         raise SerializationError(f"{type(error).__name__}: {error}") from error
+
+
+def raised(reply: Message) -> bool:
+    """Whether a reply is an exception."""
+    return reply.skeleton[:1] == _RAISED
 
 
 def reply_of(

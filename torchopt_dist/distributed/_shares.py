@@ -7,7 +7,7 @@ graphs are lost, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -18,11 +18,9 @@ from torchopt_dist._torch_private import tensor_version
 from torchopt_dist.distributed._ask import ANOTHER_GRAPH, Deadline, check_unchanged, is_copied
 from torchopt_dist.distributed._chunks import can_be_cut, chunks_of
 from torchopt_dist.distributed._future import Future
-from torchopt_dist.distributed._group import Group
-from torchopt_dist.distributed._message import Message
+from torchopt_dist.distributed._message import Late, Message
 from torchopt_dist.distributed._payload import ExecutionOptions
-from torchopt_dist.distributed._protocol import Key
-from torchopt_dist.distributed._relay import Branch, Children, Missing, Parcel
+from torchopt_dist.distributed._relay import Branch, Child, Sending, spread
 from torchopt_dist.distributed._siblings import Siblings
 from torchopt_dist.distributed._tree import Twig, tree
 from torchopt_dist.errors import CallTimeoutError, RemoteError, WorkerLostError
@@ -37,44 +35,27 @@ def common(held: Sequence[Iterable[Tensor]]) -> list[Tensor]:
 
 
 class Shares:
-    """The shares of a call, which can be sent more than once.
+    """The shares of a call that go down a tree; they can be sent more than once.
 
     Args:
-        group: the group.
+        sending: what they have in common.
         messages: the message of each worker.
-        keys: the key of each message.
-        options: of the call.
         fan_out: how many children a worker has.
-        seconds: how long the call may take; 0: for ever.
-        keep: whether to keep graphs.
         snapshot: send copies.
     """
 
     def __init__(
-        self,
-        group: Group,
-        messages: Mapping[int, Message],
-        keys: Mapping[int, Key],
-        options: ExecutionOptions,
-        *,
-        fan_out: int,
-        seconds: float,
-        keep: bool,
-        snapshot: bool,
+        self, sending: Sending, messages: Mapping[int, Message], fan_out: int, *, snapshot: bool
     ) -> None:
-        self._group = group
+        self._group = sending.group
         self._messages = messages
-        self._keys = keys
-        self._options = options
         self._fan_out = fan_out
-        self._seconds = seconds
-        self._keep = keep
-        sent = [
-            Parcel.of(worker, keys[worker], message).sent().values() for worker, message in messages.items()
-        ]
-        shared = common(sent)
+        self._mends = sending.mends
+        as_sent = _AsSent(messages.values(), snapshot=snapshot, again=sending.mends)
+        self._sending = sending._replace(as_sent=as_sent)
+        shared = common([message.tensors for message in messages.values()])
         self._hoisted = [tensor for tensor in shared if can_be_cut(tensor)]
-        self._as_sent = _AsSent(messages.values(), snapshot=snapshot, again=options.retries > 0)
+        self._chunks = len(chunks_of(self._hoisted))
         self._avoided: set[int] = set()
 
     def send(
@@ -91,17 +72,15 @@ class Shares:
             A future of each worker's reply, whose tensors are connected to those of the messages.
         """
         replies: dict[int, Future[Message]] = {worker: Future() for worker in workers}
-        self._send(replies, siblings, instead or {})
+        self._send(replies, self._sending._replace(siblings=siblings, instead=instead or {}))
         return replies
 
     def avoid(self, worker: int) -> None:
         """Let no tree lead through a worker any more."""
         self._avoided.add(worker)
 
-    def _send(
-        self, replies: Mapping[int, Future[Message]], siblings: Siblings, instead: Mapping[int, Tensor]
-    ) -> None:
-        group, mends = self._group, self._options.retries > 0
+    def _send(self, replies: Mapping[int, Future[Message]], sending: Sending) -> None:
+        group, mends = self._group, self._mends
         alone = {
             worker
             for worker in replies
@@ -115,88 +94,64 @@ class Shares:
             for twig, stack in zip(twigs, busy, strict=True) if mends else ():
                 stack.enter_context(group.retries.busy(twig.workers()))
                 undone.callback(stack.close)
-            branches = [self._branch(twig) for twig in twigs]
-            children = self._children(branches, self._hoisted, siblings, instead)
-            hoisted = [self._as_sent(tensor) for tensor in self._hoisted] if twigs else []
-            for index, chunk in enumerate(chunks_of(hoisted)):
-                children.hand_on(index, chunk)
+            hoisted = [sending.as_sent(tensor) for tensor in self._hoisted] if twigs else []
+            children = spread(sending, [self._branch(twig) for twig in twigs], chunks_of(hoisted))
             undone.pop_all()
-        for twig, stack, (reply, collect) in zip(twigs, busy, children.replies().items(), strict=True):
-            branch = {worker: replies[worker] for worker in twig.workers()}
-            reply.add_done_callback(partial(self._arrived, branch, collect, siblings, instead, stack))
+        for child, stack in zip(children, busy, strict=True):
+            workers = child.branch.workers()
+            if mends:
+                child.graph.again = _RepliesAgain(self, sending.instead, workers)
+            branch = {worker: replies[worker] for worker in workers}
+            child.reply.add_done_callback(partial(self._arrived, branch, child, sending, stack))
         for worker in alone:
-            branches = [self._branch(Twig(worker, ()))]
-            children = self._children(branches, (), siblings, instead, alone=True)
-            for reply, collect in children.replies().items():
-                one = {worker: replies[worker]}
-                reply.add_done_callback(partial(self._arrived, one, collect, siblings, instead, ExitStack()))
-
-    def _children(
-        self,
-        branches: Sequence[Branch],
-        hoisted: Sequence[Tensor],
-        siblings: Siblings,
-        instead: Mapping[int, Tensor],
-        *,
-        alone: bool = False,
-    ) -> Children:
-        again = partial(_RepliesAgain, self, instead) if self._options.retries else None
-        return Children(
-            self._group,
-            branches,
-            hoisted,
-            len(chunks_of(hoisted)),
-            self._seconds,
-            keep=self._keep,
-            siblings=siblings,
-            prepare=self._as_sent,
-            instead=instead,
-            mends=self._options.retries > 0,
-            options=self._options,
-            alone=alone,
-            again=again,
-        )
+            spent = int(group.transport.to(worker).has_lost(worker))
+            child = Child(sending, Branch(worker, self._messages[worker]), spent=spent)
+            one = {worker: replies[worker]}
+            child.reply.add_done_callback(partial(self._arrived, one, child, sending, ExitStack()))
 
     def _branch(self, twig: Twig) -> Branch:
-        message = self._messages[twig.worker]
-        parcel = Parcel.of(twig.worker, self._keys[twig.worker], message)
-        return Branch(parcel, tuple(self._branch(each) for each in twig.twigs))
+        message, hoisted = self._messages[twig.worker], self._hoisted
+        if hoisted:
+            places = {id(tensor): number for number, tensor in enumerate(message.tensors)}
+            numbers = tuple(places[id(tensor)] for tensor in hoisted)
+            shapes = tuple(tuple(tensor.shape) for tensor in hoisted)
+            late = Late(numbers, shapes, self._chunks, self._sending.seconds)
+            message = message.with_tensors(message.tensors, late=late)
+        return Branch(twig.worker, message, tuple(self._branch(each) for each in twig.twigs))
 
     def _arrived(
         self,
         replies: dict[int, Future[Message]],
-        collect: Callable[[Message], list[Parcel | Missing]],
-        siblings: Siblings,
-        instead: Mapping[int, Tensor],
+        child: Child,
+        sending: Sending,
         busy: ExitStack,
         reply: Future[Message],
     ) -> None:
         """Pass the replies of a branch, or its error, to the futures of its workers."""
         busy.close()
-        first = next(iter(replies))
+        first = child.branch.worker
+        found: dict[int, Message | None]
         try:
-            found = collect(reply.result())
+            found = child.replies(reply.result())
         except Exception as error:
             alone = first in self._avoided
-            if not (self._options.retries and not alone and self._group.retries.is_loss(first, error)):
+            if not (self._mends and not alone and self._group.retries.is_loss(first, error)):
                 failure = self._late([*replies]) if type(error) is CallTimeoutError else error
                 for future in replies.values():
                     future.set_exception(failure)
                 return
-            found = [Missing(first)]
-        for each in found:
-            if isinstance(each, Missing):
-                self.avoid(each.worker)
+            found = {first: None}
+        for worker, message in found.items():
+            if message is None:
+                self.avoid(worker)
             else:
-                replies.pop(each.worker).set_result(each.message())
+                replies.pop(worker).set_result(message)
         if replies:
-            self._group.threads.run(partial(self._send_again, replies, siblings, instead))
+            self._group.threads.run(partial(self._send_again, replies, sending))
 
-    def _send_again(
-        self, replies: dict[int, Future[Message]], siblings: Siblings, instead: Mapping[int, Tensor]
-    ) -> None:
+    def _send_again(self, replies: dict[int, Future[Message]], sending: Sending) -> None:
         try:
-            self._send(replies, siblings, instead)
+            self._send(replies, sending)
         except Exception as error:
             for future in replies.values():
                 if not future.done():
@@ -206,7 +161,7 @@ class Shares:
         """Nobody here knows which worker of a branch is late."""
         names = [self._group.names[worker] for worker in workers]
         which = f"one of {', '.join(names)}" if len(names) > 1 else names[0]
-        return CallTimeoutError(f"{which} took longer than timeout={self._seconds:g} s")
+        return CallTimeoutError(f"{which} took longer than timeout={self._sending.seconds:g} s")
 
     def is_loss_of(self, workers: Iterable[int], asked: int, error: BaseException) -> int | None:
         """The one of ``workers`` that is lost, if the error of the one that was asked says so."""
@@ -234,10 +189,11 @@ class _RepliesAgain:
     def found(self, reply: Message, values: Iterable[Any]) -> None:
         """See :class:`~torchopt_dist.distributed._again.Again`."""
         places = {
-            id(tensor): (parcel.worker, number)
-            for parcel in values
-            if isinstance(parcel, Parcel)
-            for number, tensor in enumerate(parcel.tensors)
+            id(tensor): (worker, number)
+            for found in values
+            for worker, message in found.items()
+            if message is not None
+            for number, tensor in enumerate(message.tensors)
         }
         self._places = [places[id(reply.tensors[number])] for number in reply.connected]
 

@@ -11,7 +11,7 @@ from torchopt_dist._torch_private import engine_run
 from torchopt_dist.distributed._call_log import CallLog
 from torchopt_dist.distributed._future import Future
 from torchopt_dist.distributed._message import Message
-from torchopt_dist.distributed._serialization import reply_of
+from torchopt_dist.distributed._serialization import raised, reply_of
 from torchopt_dist.distributed.balance import Balance
 
 __all__ = ["Siblings"]
@@ -69,9 +69,8 @@ class Siblings:
             if reply is None:
                 continue  # it was taken up, and was no error
             message = reply.result()
-            if message.tensors:
-                continue
-            reply_of(message, worker, self.error_of)  # a gradient is a tensor, so this may be an error
+            if raised(message):
+                reply_of(message, worker, self.error_of)
 
 
 def _is_done(reply: Future[Message] | None) -> bool:

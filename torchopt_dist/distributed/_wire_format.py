@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchopt_dist.distributed._message import Message
+from torchopt_dist.distributed._message import Late, Message
 
 __all__ = [
     "Place",
@@ -45,7 +45,7 @@ class WireMessage(NamedTuple):
 
     Attributes:
         skeleton: as in the message; so are ``requires_grad``, ``is_parameter``, ``structures``, ``connected``,
-            ``device``, ``holes``, ``references`` and ``key``.
+            ``device``, ``holes``, ``references``, ``key`` and ``late``.
         buffers: tensors of their own, and flat tensors in which small ones lie one after another.
         places: for each tensor that is sent its buffer, its shape, and whether it was on a GPU.
         shared: which buffers are flat ones.
@@ -63,6 +63,7 @@ class WireMessage(NamedTuple):
     holes: tuple[tuple[int, int], ...] = ()
     references: Sequence[Any] = ()
     key: tuple[int, int] | None = None
+    late: Late | None = None
 
 
 def is_skeleton(message: Message) -> bool:
@@ -119,6 +120,7 @@ def to_wire(message: Message, *, direct: bool = False, whole_storages: bool = Tr
         message.holes,
         message.references,
         message.key,
+        message.late,
     )
 
 
@@ -186,4 +188,5 @@ def from_wire(wire: WireMessage) -> Message:
         holes=wire.holes,
         references=list(wire.references),
         key=wire.key,
+        late=wire.late,
     )
