@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,16 +13,21 @@ from torchopt_dist import pytree
 from torchopt_dist.ops._columns import as_complex, as_real, pick, present, put
 from torchopt_dist.ops._foreach import runs_in_a_loop
 from torchopt_dist.transform._hyperparameters import is_number
-from torchopt_dist.transform._pulled_step import PulledFn, leaves_of, pulled_step
-from torchopt_dist.typing import OptionalTensor, OptState, Params, ScalarOrSchedule, Schedule, Updates
+from torchopt_dist.transform._pulled_step import StepDerivative, leaves_of
+from torchopt_dist.transform._step_options import StepOptions
+from torchopt_dist.typing import OptionalTensor, OptState, Params, ScalarOrSchedule, Updates
 
 __all__ = ["FusedStep", "fused_step"]
 
 
-class InPlaceFn(Protocol):
+@dataclass(frozen=True, slots=True)
+class InPlaceStep:
     """Parameters, gradients, state → the parameters and the state are overwritten."""
 
-    def __call__(self, params: Sequence[Any], grads: Sequence[Any], state: Any, /) -> None:
+    op: Callable[..., None]
+    options: StepOptions
+
+    def __call__(self, params: Sequence[Any], grads: Sequence[Any], state: OptState, /) -> None:
         """Make one step, without recording a graph.
 
         Args:
@@ -31,15 +35,42 @@ class InPlaceFn(Protocol):
             grads: as many gradients; one that is ``None`` leaves its parameter and its state alone.
             state: the states of the links that the step stands for.
         """
+        rate = self.options.rate(state)
+        fields = {
+            f"{name}s": field for own in rate.state for name, field in zip(own._fields, own, strict=True)
+        }
+        columns = {name: leaves_of(field) for name, field in fields.items()}
+        picked = {name: column for name, column in columns.items() if column}
+        given = [list(params), list(grads)]
+        places = present(grads)
+        if len(places) < len(grads):
+            picked = {name: pick(column, places) for name, column in picked.items()}
+            given = [pick(column, places) for column in given]
+        if any(map(Tensor.is_complex, given[0])):
+            if any(map(Tensor.is_conj, given[0])):
+                raise ValueError(
+                    "`params` must not be lazily conjugated to be moved in place, got one that is: make it of "
+                    "`tensor.resolve_conj()`"
+                )
+            given = [as_real(column) for column in given]
+            picked = {name: as_real(column) for name, column in picked.items()}
+        self.op(*given, **picked, **self.options.with_rate(rate))
+        if rate.counted is not None:
+            rate.counted.step.add_(1)
 
 
-class DifferentiableFn(Protocol):
+@dataclass(frozen=True, slots=True)
+class DifferentiableStep:
     """Parameters, gradients, state → moved parameters, next state; or ``None``: the links are to run.
 
     That is where a schedule's value has a graph, or a learning rate that is a tensor may get a gradient.
     """
 
-    def __call__(self, params: Params, grads: Updates, state: Any, /) -> tuple[Params, OptState] | None:
+    op: Callable[..., tuple[list[Any], ...]]
+    state_types: tuple[type[Any], ...]
+    options: StepOptions
+
+    def __call__(self, params: Params, grads: Updates, state: OptState, /) -> tuple[Params, OptState] | None:
         """Make one step that is recorded in the graph; nothing is overwritten.
 
         Args:
@@ -47,22 +78,60 @@ class DifferentiableFn(Protocol):
             grads: a tree of their structure; one that is ``None`` leaves its parameter and its state alone.
             state: the states of the links that the step stands for.
         """
+        rate = self.options.rate(state)
+        if isinstance(rate.value, Tensor):
+            learns = torch.is_grad_enabled() if rate.counted is None else rate.value.requires_grad
+            if learns or runs_in_a_loop([rate.value]):
+                return None
+        leaves, spec = pytree.flatten(params)
+        grad_leaves = pytree.flatten_like(spec, grads, "updates", "params")
+        places = present(grad_leaves)
+        fields = {
+            (link, name): pytree.flatten_like(spec, field, f"state.{name}", "updates")
+            for link, own in enumerate(rate.state)
+            if isinstance(own, self.state_types)
+            for name, field in zip(own._fields, own, strict=True)
+            if not (leaves and type(field) is tuple and not field)
+        }
+        before = [pick(column, places) for column in (leaves, *fields.values())]
+        given = [pick(grad_leaves, places), *before]
+        some_are_complex = any(map(Tensor.is_complex, before[0]))
+        if some_are_complex:
+            given = [as_real(column) for column in given]
+        real_grads, real_params, *old = given
+        named = {f"{name}s": column for (_, name), column in zip(fields, old, strict=True)}
+        made = self.op(real_grads, params=real_params, **named, **self.options.with_rate(rate))
+        if some_are_complex:
+            made = tuple(as_complex(new, like) for new, like in zip(made, before, strict=True))
+        moved, *after = (
+            pytree.unflatten(spec, put(column, places, new))
+            for column, new in zip((leaves, *fields.values()), made, strict=True)
+        )
+        changed = dict(zip(fields, after, strict=True))
+        state = tuple(
+            type(own)(
+                *(changed.get((link, name), field) for name, field in zip(own._fields, own, strict=True))
+            )
+            if isinstance(own, self.state_types)
+            else own
+            for link, own in enumerate(rate.state)
+        )
+        counted = rate.counted
+        return moved, state if counted is None else (*state, type(counted)(counted.step + 1))
 
 
 @dataclass(frozen=True, slots=True)
 class FusedStep:
     """A chain's ``update`` and the addition to the parameters in one step, with fewer passes over the memory."""
 
-    in_place: InPlaceFn | None = None
+    in_place: InPlaceStep | None = None
     """The step that overwrites parameters and state; ``None`` where none is known."""
-    differentiable: DifferentiableFn | None = None
+    differentiable: DifferentiableStep | None = None
     """The step that is recorded in the graph."""
-    pulled: PulledFn | None = None
+    pulled: StepDerivative | None = None
     """The derivative of the differentiable step, by itself."""
     first_link: int = 0
     """The steps stand for this link of the chain and all after it; the links before it run first, as they are."""
-    pulls_in_place: bool = False
-    """The derivative may overwrite what it is given."""
     of_gradients_alone: bool = False
     """What is added to the parameters is known to depend on nothing but gradients, the state and numbers."""
     gradient_factor: float | None = None
@@ -76,19 +145,13 @@ class FusedStep:
         """The same steps with another number, or schedule, as ``lr``; none, if that is a tensor."""
         if isinstance(lr, Tensor):
             return FusedStep()
-        schedule, number = (lr, {}) if callable(lr) else (None, {"lr": lr})
-        made: dict[str, Any] = {}
-        steps = {
-            "in_place": self.in_place,
-            "differentiable": self.differentiable,
-            "pulled": self.pulled,
+        steps = {"in_place": self.in_place, "differentiable": self.differentiable, "pulled": self.pulled}
+        made: dict[str, Any] = {
+            name: replace(step, options=step.options.with_learning_rate(lr))
+            for name, step in steps.items()
+            if step is not None
         }
-        for name, step in steps.items():
-            if isinstance(step, partial):
-                *rest, _, options = step.args
-                kept = {key: value for key, value in options.items() if key != "lr"}
-                made[name] = partial(step.func, *rest, schedule, {**kept, **number})
-        alone = self.of_gradients_alone and schedule is None
+        alone = self.of_gradients_alone and not callable(lr)
         return replace(self, of_gradients_alone=alone, gradient_factor=None, **made)
 
 
@@ -126,110 +189,13 @@ def fused_step(
     if not is_number(*given.values()):
         return None
     types = tuple(kind for kind in state_types if kind is not None)
-    return FusedStep(
-        None if in_place is None else partial(_step_in_place, in_place, schedule, given),
-        None
-        if differentiable is None
-        else partial(_differentiable_step, differentiable, types, schedule, given),
-        None
-        if differentiable is None
-        else partial(pulled_step, differentiable, backward_in_place, types, schedule, given),
-        pulls_in_place=backward_in_place is not None,
-        of_gradients_alone=(
-            differentiable is not None and schedule is None and not given.get("weight_decay", 0.0)
-        ),
-    )
-
-
-def _step_in_place(
-    op: Callable[..., None],
-    schedule: Schedule | Tensor | None,
-    options: dict[str, Any],
-    params: Sequence[Any],
-    grads: Sequence[Any],
-    state: OptState,
-    /,
-) -> None:
-    if isinstance(schedule, Tensor):
-        _step_in_place(op, None, {**options, "lr": schedule.item()}, params, grads, state)
-        return
-    if schedule is not None:
-        *state, counted = state
-        lr = float(schedule(counted.step.to(torch.float64)))
-        _step_in_place(op, None, {**options, "lr": lr}, params, grads, state)
-        counted.step.add_(1)
-        return
-    fields = {f"{name}s": field for own in state for name, field in zip(own._fields, own, strict=True)}
-    columns = {name: leaves_of(field) for name, field in fields.items()}
-    picked = {name: column for name, column in columns.items() if column}
-    given = [list(params), list(grads)]
-    places = present(grads)
-    if len(places) < len(grads):
-        picked = {name: pick(column, places) for name, column in picked.items()}
-        given = [pick(column, places) for column in given]
-    if any(map(Tensor.is_complex, given[0])):
-        if any(map(Tensor.is_conj, given[0])):
-            raise ValueError(
-                "`params` must not be lazily conjugated to be moved in place, got one that is: make it of "
-                "`tensor.resolve_conj()`"
-            )
-        given = [as_real(column) for column in given]
-        picked = {name: as_real(column) for name, column in picked.items()}
-    op(*given, **picked, **options)
-
-
-def _differentiable_step(
-    op: Callable[..., tuple[list[Any], ...]],
-    state_types: tuple[type[Any], ...],
-    schedule: Schedule | Tensor | None,
-    options: dict[str, Any],
-    params: Params,
-    grads: Updates,
-    state: OptState,
-    /,
-) -> tuple[Params, OptState] | None:
-    if isinstance(schedule, Tensor):
-        if torch.is_grad_enabled() or runs_in_a_loop([schedule]):
-            return None
-        with_number = {**options, "lr": schedule.item()}
-        return _differentiable_step(op, state_types, None, with_number, params, grads, state)
-    if schedule is not None:
-        *state, counted = state
-        lr = schedule(counted.step.to(torch.float64))
-        if isinstance(lr, Tensor) and (lr.requires_grad or runs_in_a_loop([lr])):
-            return None
-        step = _differentiable_step(op, state_types, None, {**options, "lr": float(lr)}, params, grads, state)
-        return None if step is None else (step[0], (*step[1], type(counted)(counted.step + 1)))
-    leaves, spec = pytree.flatten(params)
-    grad_leaves = pytree.flatten_like(spec, grads, "updates", "params")
-    places = present(grad_leaves)
-    fields = {
-        (link, name): pytree.flatten_like(spec, field, f"state.{name}", "updates")
-        for link, own in enumerate(state)
-        if isinstance(own, state_types)
-        for name, field in zip(own._fields, own, strict=True)
-        if not (leaves and type(field) is tuple and not field)
-    }
-    before = [pick(column, places) for column in (leaves, *fields.values())]
-    given = [pick(grad_leaves, places), *before]
-    some_are_complex = any(map(Tensor.is_complex, before[0]))
-    if some_are_complex:
-        given = [as_real(column) for column in given]
-    real_grads, real_params, *old = given
-    named = {f"{name}s": column for (_, name), column in zip(fields, old, strict=True)}
-    made = op(real_grads, params=real_params, **named, **options)
-    if some_are_complex:
-        made = tuple(as_complex(new, like) for new, like in zip(made, before, strict=True))
-    moved, *after = (
-        pytree.unflatten(spec, put(column, places, new))
-        for column, new in zip((leaves, *fields.values()), made, strict=True)
-    )
-    if not fields:
-        return moved, state
-    changed = dict(zip(fields, after, strict=True))
-    return moved, tuple(
-        type(own)(*(changed.get((link, name), field) for name, field in zip(own._fields, own, strict=True)))
-        if isinstance(own, state_types)
-        else own
-        for link, own in enumerate(state)
+    numbers = StepOptions(given, schedule)
+    made = FusedStep(None if in_place is None else InPlaceStep(in_place, numbers))
+    if differentiable is None:
+        return made
+    return replace(
+        made,
+        differentiable=DifferentiableStep(differentiable, types, numbers),
+        pulled=StepDerivative(differentiable, backward_in_place, types, numbers),
+        of_gradients_alone=schedule is None and not given.get("weight_decay", 0.0),
     )

@@ -6,24 +6,18 @@ There is no graph, and the step is not made again: where its derivative is a ker
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
 from torchopt_dist.ops._columns import pick, present, put
-from torchopt_dist.typing import OptionalTensor, OptState, Schedule
+from torchopt_dist.transform._step_options import StepOptions
+from torchopt_dist.typing import OptionalTensor, OptState
 
-__all__ = [
-    "PulledFn",
-    "PulledStep",
-    "Room",
-    "StepBars",
-    "learning_rate",
-    "leaves_of",
-    "pulled_step",
-]
+__all__ = ["PulledStep", "Room", "StepBars", "StepDerivative", "leaves_of"]
 
 
 class StepBars(NamedTuple):
@@ -57,17 +51,29 @@ class Room(NamedTuple):
     """By whatever the gradient of the learning rate is computed from."""
 
 
-class PulledFn(Protocol):
+def leaves_of(field: Any) -> list[Any]:
+    """The leaves of a field. Most fields are lists of tensors: the check takes a tenth of the time of flattening."""
+    return field if type(field) is list and {*map(type, field)} == {Tensor} else pytree.flatten(field)[0]
+
+
+@dataclass(frozen=True, slots=True)
+class StepDerivative:
     """Gradients of the results of a step → of what it was made of; or ``None``: the step is to be recorded.
 
     That is where tensors are complex or sparse, or a count of steps has a gradient.
     """
 
+    op: Callable[..., tuple[list[Any], ...]]
+    op_in_place: Callable[..., OptionalTensor] | None
+    """The same over the memory of the gradients of the results, if there is such an op."""
+    state_types: tuple[type[Any], ...]
+    options: StepOptions
+
     def __call__(
         self,
         params: Sequence[Any],
         grads: Sequence[Any],
-        state: Any,
+        state: OptState,
         bars: StepBars,
         room: Room | None = None,
         /,
@@ -82,95 +88,66 @@ class PulledFn(Protocol):
             room: if given, it and the memory of ``bars`` may be overwritten: the results are there, if there is
                 ``of_lr``.
         """
-
-
-def leaves_of(field: Any) -> list[Any]:
-    """The leaves of a field. Most fields are lists of tensors: the check takes a tenth of the time of flattening."""
-    return field if type(field) is list and {*map(type, field)} == {Tensor} else pytree.flatten(field)[0]
-
-
-def pulled_step(
-    op: Callable[..., tuple[list[Any], ...]],
-    op_in_place: Callable[..., OptionalTensor] | None,
-    state_types: tuple[type[Any], ...],
-    schedule: Schedule | Tensor | None,
-    options: dict[str, Any],
-    params: Sequence[Any],
-    grads: Sequence[Any],
-    state: OptState,
-    bars: StepBars,
-    room: Room | None = None,
-    /,
-) -> PulledStep | None:
-    """See :class:`PulledFn`; the other arguments are those of ``fused_step``."""
-    fields: dict[str, list[Any]] = {}
-    starts: dict[str, int] = {}
-    start = 0
-    for own in state:
-        for name, field in zip(own._fields, own, strict=True):
-            leaves = leaves_of(field)
-            if isinstance(own, state_types) and leaves:
-                starts[name], fields[name] = start, leaves
-            start += len(leaves)
-    counted = fields.pop("step", None)
-    counts = {} if counted is None else {"step": counted}
-    of = {name: bars.state[starts[name] : starts[name] + len(params)] for name in fields}
-    known = {starts[name] + place for name in fields for place in range(len(params))}
-    there = [x for x in (*params, *grads) if x is not None]
-    if any(bar is not None and place not in known for place, bar in enumerate(bars.state)) or any(
-        x.is_complex() or x.layout != torch.strided for x in there
-    ):
-        return None
-    lr = learning_rate(schedule, state)
-    options = options if lr is None else {**options, "lr": float(lr)}
-    places = [
-        place for place in present(grads) if any(x[place] is not None for x in (bars.params, *of.values()))
-    ]
-    to_grads: Sequence[OptionalTensor] = [None] * len(params)
-    to_params, to_state = bars.params, list(bars.state)
-    with_graph = lr if isinstance(lr, Tensor) and lr.requires_grad else None
-    named = {f"{name}s": pick(field, places) for name, field in (fields | counts).items()}
-    if room is not None and op_in_place is not None and places:
-        columns = [
-            [torch.zeros_like(params[p]) if column[p] is None else column[p] for p in places]
-            for column in (bars.params, *of.values())
+        fields: dict[str, list[Any]] = {}
+        starts: dict[str, int] = {}
+        start = 0
+        for own in state:
+            for name, field in zip(own._fields, own, strict=True):
+                leaves = leaves_of(field)
+                if isinstance(own, self.state_types) and leaves:
+                    starts[name], fields[name] = start, leaves
+                start += len(leaves)
+        counted = fields.pop("step", None)
+        counts = {} if counted is None else {"step": counted}
+        of = {name: bars.state[starts[name] : starts[name] + len(params)] for name in fields}
+        known = {starts[name] + place for name in fields for place in range(len(params))}
+        there = [x for x in (*params, *grads) if x is not None]
+        if any(bar is not None and place not in known for place, bar in enumerate(bars.state)) or any(
+            x.is_complex() or x.layout != torch.strided for x in there
+        ):
+            return None
+        with torch.enable_grad():
+            rate = self.options.rate(state)
+        lr, options = rate.value, self.options.with_rate(rate)
+        places = [
+            place
+            for place in present(grads)
+            if any(x[place] is not None for x in (bars.params, *of.values()))
         ]
-        of_lr = op_in_place(
-            *columns,
-            to_grads=pick(room.grads, places),
-            terms=None if with_graph is None else pick(room.terms, places),
-            grads=pick(grads, places),
-            params=pick(params, places),
-            **named,
-            **options,
-        )
-        if of_lr is not None:
-            for name, column in zip(fields, columns[1:], strict=True):
-                for place, bar in zip(places, column, strict=True):
+        to_grads: Sequence[OptionalTensor] = [None] * len(params)
+        to_params, to_state = bars.params, list(bars.state)
+        with_graph = lr if isinstance(lr, Tensor) and lr.requires_grad else None
+        named = {f"{name}s": pick(field, places) for name, field in (fields | counts).items()}
+        if room is not None and self.op_in_place is not None and places:
+            columns = [
+                [torch.zeros_like(params[p]) if column[p] is None else column[p] for p in places]
+                for column in (bars.params, *of.values())
+            ]
+            of_lr = self.op_in_place(
+                *columns,
+                to_grads=pick(room.grads, places),
+                terms=None if with_graph is None else pick(room.terms, places),
+                grads=pick(grads, places),
+                params=pick(params, places),
+                **named,
+                **options,
+            )
+            if of_lr is not None:
+                for name, column in zip(fields, columns[1:], strict=True):
+                    for place, bar in zip(places, column, strict=True):
+                        to_state[starts[name] + place] = bar
+                before = StepBars(put(to_params, places, columns[0]), to_state)
+                return PulledStep(before, put(to_grads, places, pick(room.grads, places)), with_graph, of_lr)
+        if places:
+            found, *of_fields, moved = self.op(
+                pick(grads, places),
+                params=pick(params, places),
+                **named,
+                **options,
+                bars=[[column[place] for place in places] for column in (bars.params, *of.values())],
+            )
+            to_grads, to_params = put(to_grads, places, found), put(to_params, places, moved)
+            for name, new in zip(fields, of_fields, strict=True):
+                for place, bar in zip(places, new, strict=True):
                     to_state[starts[name] + place] = bar
-            before = StepBars(put(to_params, places, columns[0]), to_state)
-            return PulledStep(before, put(to_grads, places, pick(room.grads, places)), with_graph, of_lr)
-    if places:
-        found, *of_fields, moved = op(
-            pick(grads, places),
-            params=pick(params, places),
-            **named,
-            **options,
-            bars=[[column[place] for place in places] for column in (bars.params, *of.values())],
-        )
-        to_grads, to_params = put(to_grads, places, found), put(to_params, places, moved)
-        for name, new in zip(fields, of_fields, strict=True):
-            for place, bar in zip(places, new, strict=True):
-                to_state[starts[name] + place] = bar
-    return PulledStep(StepBars(to_params, to_state), to_grads, with_graph)
-
-
-def learning_rate(schedule: Schedule | Tensor | None, state: OptState) -> Tensor | float | None:
-    """What stands for the number in the options, with its graph."""
-    if schedule is None:
-        return None
-    with torch.enable_grad():
-        if isinstance(schedule, Tensor):
-            return schedule.reshape(())
-        lr = schedule(state[-1].step.to(torch.float64))
-        return lr.reshape(()) if isinstance(lr, Tensor) else float(lr)
+        return PulledStep(StepBars(to_params, to_state), to_grads, with_graph)

@@ -167,7 +167,8 @@ def parts_of(
 
 def pulls_in_place(impl: GradientTransformation) -> bool:
     """Whether :func:`step_pulled_back` may be able to work in place."""
-    return isinstance(impl, ChainedGradientTransformation) and impl.fused_step.pulls_in_place
+    pulled = impl.fused_step.pulled if isinstance(impl, ChainedGradientTransformation) else None
+    return pulled is not None and pulled.op_in_place is not None
 
 
 def step_pulled_back(
@@ -186,7 +187,7 @@ def step_pulled_back(
         grads: likewise.
         state: likewise.
         bars: the gradients.
-        room: see :class:`~torchopt_dist.transform._pulled_step.PulledFn`.
+        room: see :class:`~torchopt_dist.transform._pulled_step.StepDerivative`.
 
     Returns:
         The gradients, and that of the learning rate, if it has a graph; ``None`` where that is not known for the chain.
