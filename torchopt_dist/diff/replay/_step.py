@@ -1,52 +1,34 @@
 """The gradients of a step's results → those of its inputs, and of all other tensors that the step uses.
 
-In mixed mode: with ``u`` the gradient of the inner gradient, by way of the update's own derivative, one sweep of
-forward over reverse through the inner loss along ``u`` gives the product with the Hessian and the mixed products with
-all that the loss is made of [Kemaev et al. 2025, MixFlow-MG, arXiv 2505.00793]. No graph of a graph is made.
-
-Where the loss's intermediate results are small compared with the parameters, the graph of a graph is small, too. Then
-the products are the gradient of ``sum(u * gradient)``, by reverse over reverse mode, since duals need twice as many
-passes over tensors of the parameters' size.
+With ``u`` the gradient of the inner gradient, by way of the update's own derivative, one sweep through the inner loss
+along ``u`` gives the product with the Hessian and the mixed products with all that the loss is made of (`_sweeps.py`).
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
-from torchopt_dist._formulas import ForwardModeFormulas
-from torchopt_dist._formulas.normalization_nodes import mend
-from torchopt_dist._random_turns import Turn
-from torchopt_dist._torch_private import bytes_of_results
 from torchopt_dist._vjp import plus, pulled_back
 from torchopt_dist.diff.adjoints._declared import leaf_of, nodes_between
 from torchopt_dist.diff.adjoints._loop import Carry, Evaluation, Loop
 from torchopt_dist.diff.adjoints._undeclared import refuse
-from torchopt_dist.diff.replay._blocks import Tangents, sweep
 from torchopt_dist.diff.replay._blockwise import BlockwiseLoop
-from torchopt_dist.diff.replay._duals import NoForwardModeError, loses_tangents
 from torchopt_dist.diff.replay._links import through_links
 from torchopt_dist.diff.replay._own_memory import add_to, apart_from, own, room_like
 from torchopt_dist.diff.replay._places import portions
-from torchopt_dist.diff.replay._reverse_mode import Graph, graph_of, leaf_like, leaves_at
-from torchopt_dist.diff.replay._snapshots import bytes_of
+from torchopt_dist.diff.replay._reverse_mode import leaf_like, leaves_at
+from torchopt_dist.diff.replay._sweeps import ByRecording, Direction, SweepMode, small_graph, sweeps_for
 from torchopt_dist.ops._columns import put
 from torchopt_dist.transform._pulled_step import Room, StepBars
 from torchopt_dist.transform.apply_updates import parts_of, pulls_in_place, step_pulled_back
 from torchopt_dist.typing import OptionalTensor
 
-__all__ = ["Bars", "Start", "StepGradient", "SweepMode"]
-
-SweepMode = Literal["forward", "reverse"]
-"""Of the derivative of an inner gradient: forward over reverse, or reverse over reverse."""
-SMALL = 1 << 24
-"""Bytes of a graph that are not worth the time of forward mode."""
+__all__ = ["Bars", "Start", "StepGradient"]
 
 
 class Start(NamedTuple):
@@ -84,28 +66,19 @@ class StepGradient:
         self, loop: Loop, places: Sequence[int], declared: Sequence[Tensor], sweep: SweepMode | None
     ) -> None:
         self._loop, self._places, self._declared = loop, places, declared
-        self._blocks = loop.blocks if isinstance(loop, BlockwiseLoop) else ()
-        self._portions = portions(loop, 8 if self._blocks else 1)
-        self._ways = ["forward", "formulas", "recorded"]
-        if any(leaf.is_complex() for leaf in loop.first.params):
-            self._ways = ["recorded"]
-        elif sweep == "reverse":
-            self._ways.insert(0, "reverse")
+        by_blocks = isinstance(loop, BlockwiseLoop)  # where memory is worth more than time
+        self._portions = portions(loop, 8 if by_blocks else 1)
+        self._sweeps = sweeps_for(loop, declared, sweep)
         self._room: Room | None = None
         self._links, self._optimizer = parts_of(loop.optimizer)
-        self._in_place = not self._blocks and pulls_in_place(self._optimizer)
-        self._chooses = sweep is None and not self._blocks and self._ways[0] == "forward"
+        self._in_place = not by_blocks and pulls_in_place(self._optimizer)
+        self._chooses = sweep is None and not by_blocks and len(self._sweeps) > 1
 
     def choose(self, loss: Tensor) -> None:
         """Choose the mode of the sweep by the graph of the first step's loss, unless the caller has chosen."""
-        if not self._chooses:
-            return
-        self._chooses = False
-        first = self._loop.first
-        moved = [first.params[place] for place in self._loop.model.moved_places]
-        room = max(SMALL, 2 * bytes_of([*moved, *pytree.flatten(first.state)[0]]))
-        if sum(map(bytes_of_results, nodes_between([loss], []))) <= room:
-            self._ways.insert(0, "reverse")
+        if self._chooses:
+            self._chooses = False
+            self._sweeps = [*small_graph(self._loop, self._declared, loss), *self._sweeps]
 
     def pull(
         self, start: list[Start], bars: Bars, loss_bar: OptionalTensor, *, overwrite: bool = False
@@ -123,45 +96,23 @@ class StepGradient:
         """
         # What is no longer needed is let go at once: copies of all parameters are much of the memory.
         number, carry, grads = start.pop()
-        if self._ways[0] == "recorded":
+        if isinstance(self._sweeps[0], ByRecording):
             return self._recorded(carry, number, bars, loss_bar)
-        graph = None
-        if grads is None and self._ways[0] == "reverse":
-            with suppress(
-                Exception
-            ):  # it will come again, or is one of an operation without second derivative
-                graph = graph_of(self._loop, carry, number, values=True)
-                cut = [None if grad is None else grad.detach() for grad in graph.grads]
-                grads = put([None] * len(carry.params), self._loop.model.moved_places, cut)
         if grads is None:
-            grads = self._loop.gradient(carry, number, record=False).grads
+            grads = self._sweeps[0].gradient(carry, number)
         before, direct, through = self._through_update(carry, bars, list(grads), overwrite)
         if loss_bar is None and all(bar is None for bar in through):
+            self._sweeps[0].forget()
             return before, direct
         del grads
         carry = carry._replace(state=None)
         bars.params.clear()
         bars.state.clear()
-        found = None
         totals = before.params if before.are_own else [None] * len(through)
-        while self._ways[0] != "recorded":
-            try:
-                found = self._mixed(carry, number, through, loss_bar, graph, totals)
-                break
-            except Exception as error:  # the loss has been called like this before, without forward mode
-                self._ways.pop(0)
-                graph = None
-                if self._ways[0] == "recorded":
-                    warnings.warn(
-                        "steps of an inner loop are recorded one by one in backward, since an operation in the loss "
-                        f"has no gradient in forward mode: {str(error).strip().splitlines()[0]}",
-                        stacklevel=2,
-                    )
-        along, mixed = found or self._products_by_recording(carry, number, through, loss_bar)
+        along, mixed = self._products(carry, number, Direction(through, loss_bar, totals))
         sum_of = add_to if before.are_own else plus
         for place, more in enumerate(along):
             before.params[place], along[place] = sum_of(before.params[place], more), None
-        del found, graph
         if before.are_own and self._room is not None:
             mixed = [apart_from(self._room.grads, bar) for bar in mixed]
         return before, [plus(a, b) for a, b in zip(direct, mixed, strict=True)]
@@ -269,37 +220,21 @@ class StepGradient:
             pulled_bars.params[place] = (add_to if are_own else plus)(pulled_bars.params[place], of_param)
         return pulled_bars, [plus(a, b) for a, b in zip(direct, more, strict=True)], of_moved
 
-    def _mixed(
-        self,
-        carry: Carry,
-        number: int,
-        along: Sequence[OptionalTensor],
-        loss_bar: OptionalTensor,
-        graph: Graph | None,
-        totals: Sequence[OptionalTensor],
+    def _products(
+        self, carry: Carry, number: int, direction: Direction
     ) -> tuple[list[OptionalTensor], list[OptionalTensor]]:
-        if self._ways[0] == "reverse":
-            graph = graph or graph_of(self._loop, carry, number, values=False)
-            return graph.products(along, loss_bar, self._declared, totals)
-        loop, places = self._loop, self._loop.model.moved_places
-        params = leaves_at(carry.params, places)
-        inputs = [params[place] for place in places]
-        tied = [params[place] for place in loop.model.first_places]
-        wanted = [*inputs, *self._declared]
-        with torch.enable_grad(), Turn(loop.draws):
-            of = {id(x): tangent for x, tangent in zip(inputs, along, strict=True) if tangent is not None}
-            with ForwardModeFormulas() if self._ways[0] == "formulas" else nullcontext():
-                found = sweep(
-                    loop,
-                    self._blocks,
-                    tied,
-                    carry.buffers,
-                    number,
-                    wanted,
-                    _keep_tangents,
-                    Tangents(of, loss_bar),
-                ).grads
-        return found[: len(inputs)], found[len(inputs) :]
+        while len(self._sweeps) > 1:
+            try:
+                return self._sweeps[0].products(carry, number, direction)
+            except Exception as error:  # the loss has been called like this before, without forward mode
+                del self._sweeps[0]
+                if len(self._sweeps) == 1:
+                    warnings.warn(
+                        "steps of an inner loop are recorded one by one in backward, since an operation in the loss "
+                        f"has no gradient in forward mode: {str(error).strip().splitlines()[0]}",
+                        stacklevel=3,
+                    )
+        return self._sweeps[0].products(carry, number, direction)
 
     def _recorded(
         self, carry: Carry, number: int, bars: Bars, loss_bar: OptionalTensor
@@ -312,27 +247,7 @@ class StepGradient:
         count, more = len(bars.params), len(inputs)
         return Bars(pulled[:count], pulled[count:more]), pulled[more:]
 
-    def _products_by_recording(
-        self, carry: Carry, number: int, along: Sequence[OptionalTensor], loss_bar: OptionalTensor
-    ) -> tuple[list[OptionalTensor], list[OptionalTensor]]:
-        """As :meth:`_mixed`, by the graph of the loss and of its gradient."""
-        places = self._loop.model.moved_places
-        params = leaves_at(carry.params, places)
-        inputs = [params[place] for place in places]
-        tied = [params[place] for place in self._loop.model.first_places]
-        found = self._loop.gradient(carry._replace(params=tied), number, record=True)
-        outputs = [*(found.grads[place] for place in places), found.loss]
-        pulled = pulled_back(outputs, [*along, loss_bar], [*inputs, *self._declared])
-        return pulled[: len(inputs)], pulled[len(inputs) :]
-
     def undeclared(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
         """Leaves that require grad, on which outputs depend, and that are neither inputs nor declared."""
         nodes = nodes_between(outputs, [*inputs, *self._declared])
         return [leaf for node in nodes if (leaf := leaf_of(node)) is not None]
-
-
-def _keep_tangents(outputs: Sequence[Tensor], inputs: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
-    nodes = nodes_between(outputs, inputs)
-    mend(nodes)
-    if losing := next(filter(loses_tangents, (node.name() for node in nodes)), None):
-        raise NoForwardModeError(f"{losing} has none")

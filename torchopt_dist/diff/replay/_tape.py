@@ -27,7 +27,8 @@ from torchopt_dist.diff.replay._places import state_places
 from torchopt_dist.diff.replay._plan import Plan, WayBack
 from torchopt_dist.diff.replay._reverse_mode import leaf_like
 from torchopt_dist.diff.replay._snapshots import Store
-from torchopt_dist.diff.replay._step import Bars, Start, StepGradient, SweepMode
+from torchopt_dist.diff.replay._step import Bars, Start, StepGradient
+from torchopt_dist.diff.replay._sweeps import SweepMode
 from torchopt_dist.diff.replay._twice import Trail, back_through_pull
 from torchopt_dist.typing import OptionalTensor
 
