@@ -198,17 +198,12 @@ def test_no_ninja_builds_by_distutils(tree, build, probe, tmp_path):
     assert probe() is None
 
 
-def wheel_of(tree: Path, **env: str) -> Path:
-    args = ["wheel", "-q", "--no-build-isolation", "--no-deps", "--wheel-dir", "dist", "."]
-    done = python("-m", "pip", *args, cwd=tree, **env)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (wheel,) = (tree / "dist").glob("*.whl")
-    return wheel
-
-
 @needs_compiler
 def test_wheel_is_abi3_and_works_outside_the_tree(tree, tmp_path):
-    wheel = wheel_of(tree, REQUIRE_EXT="1")
+    args = ["wheel", "-q", "--no-build-isolation", "--no-deps", "--wheel-dir", "dist", "."]
+    done = python("-m", "pip", *args, cwd=tree, REQUIRE_EXT="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = (tree / "dist").glob("*.whl")
     assert re.search(r"-cp310-abi3-\w+\.whl$", wheel.name), wheel.name
     names = zipfile.ZipFile(wheel).namelist()
     assert "torchopt_dist/_C.abi3.so" in names
@@ -233,8 +228,11 @@ def test_the_library_of_all_kernels_is_stable():
     assert_stable(library)
 
 
-def test_wheel_without_compiler_is_pure_and_carries_the_reason(tree, tmp_path):
-    wheel = wheel_of(tree, PATH=path_with(tmp_path, []), CXX="", CC="")
+def test_wheel_without_compiler_is_pure_and_carries_the_reason(tree, warm, tmp_path):
+    env = environment(PATH=path_with(tmp_path, []), CXX="", CC="")
+    done = warm.run("setup.py", "-q", "bdist_wheel", cwd=tree, env=env, timeout=TIMEOUT)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = (tree / "dist").glob("*.whl")
     assert wheel.name.endswith("-py3-none-any.whl")
     archive = zipfile.ZipFile(wheel)
     assert b"there is no C++ compiler" in archive.read("torchopt_dist/_build_note.txt")
@@ -251,8 +249,8 @@ def test_wheel_without_compiler_is_pure_and_carries_the_reason(tree, tmp_path):
     ],
     ids=["import", "a loop inside vmap"],
 )
-def test_the_package_does_not_import_the_compiler(then: str) -> None:
+def test_the_package_does_not_import_the_compiler(warm: WarmPython, then: str) -> None:
     """Torch's takes as long to import as torch itself; it comes with the first optimizer, or ``torch.func.grad``."""
     code = f"import sys, torch, torchopt_dist as todist\n{then}print('torch._dynamo' in sys.modules)"
-    done = python("-c", code, cwd=ROOT)
+    done = warm.run("-c", code, cwd=ROOT, env=environment(), timeout=TIMEOUT)
     assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr

@@ -86,9 +86,27 @@ def python(toolkit: Path) -> Iterator[Python]:
     made.server.close()
 
 
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return copy_tree(tmp_path_factory.mktemp("sources") / "tree")
+
+
 @pytest.fixture
-def tree(tmp_path: Path) -> Path:
-    return copy_tree(tmp_path / "tree")
+def tree(sources: Path) -> Path:
+    """The sources, with nothing built but the object files of the tests before, at the place where these left them.
+
+    As they have the times of the sources, ninja compiles again what a test has changed, or compiles otherwise.
+    """
+    place, kept = sources.with_name("used"), sources.with_name("objects")
+    found = [*place.glob("build/temp*")]
+    if found:
+        found[0].rename(kept)
+    shutil.rmtree(place, ignore_errors=True)
+    shutil.copytree(sources, place)
+    if found:
+        (place / "build").mkdir()
+        kept.rename(place / "build" / found[0].name)
+    return place
 
 
 def test_both_libraries_are_built_and_the_kernels_are_right(python, toolkit, tmp_path):
