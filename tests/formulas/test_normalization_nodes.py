@@ -68,7 +68,7 @@ def test_a_second_derivative_has_the_derivative_of_differences(name, device):
     assert gradcheck(second(recorded_gradients), inputs, fast_mode=True)
     if (
         torch.__version__.startswith("2.13.") and device == "cpu"
-    ):  # if a later one is right, `_normalization_graphs.py` can go
+    ):  # if a later one is right, `normalization_nodes.py` can go
         by_torch = gradcheck(second(torchs), inputs, fast_mode=True, raise_exception=False)
         assert by_torch == (name == "batch_norm in evaluation")
 
