@@ -29,7 +29,7 @@ def test_the_graph_stays_flat_over_cut_steps(cls, way):
     def held(state):
         return [t for entry in state.values() for t in entry.values()]
 
-    assert_the_graph_stays_flat(net, differentiable(cls, net, lr=lr), way, held, 100)
+    assert_the_graph_stays_flat(net, differentiable(cls, net, lr=lr), way, held, 30)
 
 
 @pytest.mark.parametrize("cls", CLASSES)
