@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import tracemalloc
 import weakref
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -15,9 +16,16 @@ from torchopt_dist.distributed._serialization import pack, unpack
 from torchopt_dist.distributed._wire_format import from_wire, to_wire
 
 
+class Wire(NamedTuple):
+    skeleton: bytes
+    structures: tuple[bytes, ...]
+    buffers: list[torch.Tensor]
+
+
 def travel(value):
-    wire = to_wire(pack(value, main_by_name=True).detached())
-    return unpack(from_wire(wire).received()), wire
+    message = pack(value, main_by_name=True)
+    wire = to_wire(message.detached())
+    return unpack(from_wire(wire).received()), Wire(message.skeleton, message.structures, wire.buffers)
 
 
 def size(wire):

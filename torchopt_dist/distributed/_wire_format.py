@@ -10,12 +10,12 @@ processors the last bits of a product depend on them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
 from typing import Any, NamedTuple
 
 import torch
 
-from torchopt_dist.distributed._message import Late, Message
+from torchopt_dist.distributed._message import Message
 
 __all__ = [
     "Place",
@@ -40,30 +40,28 @@ class Place(NamedTuple):
     on_gpu: bool
 
 
+_CONTENT = (
+    *("skeleton", "requires_grad", "is_parameter", "structures", "connected"),
+    *("device", "holes", "references", "key", "late"),
+)
+"""What the receiver gets of a message as it is, besides the tensors."""
+_content_of = operator.attrgetter(*_CONTENT)
+
+
 class WireMessage(NamedTuple):
     """A message as a transport sends it.
 
     Attributes:
-        skeleton: as in the message; so are ``requires_grad``, ``is_parameter``, ``structures``, ``connected``,
-            ``device``, ``holes``, ``references``, ``key`` and ``late``.
+        content: what it has besides its tensors, as listed above.
         buffers: tensors of their own, and flat tensors in which small ones lie one after another.
         places: for each tensor that is sent its buffer, its shape, and whether it was on a GPU.
         shared: which buffers are flat ones.
     """
 
-    skeleton: bytes
+    content: tuple[Any, ...]
     buffers: list[torch.Tensor]
     places: list[Place]
     shared: list[bool]
-    requires_grad: list[bool]
-    is_parameter: list[bool]
-    structures: tuple[bytes, ...]
-    connected: tuple[int, ...]
-    device: str | None
-    holes: tuple[tuple[int, int], ...] = ()
-    references: Sequence[Any] = ()
-    key: tuple[int, int] | None = None
-    late: Late | None = None
 
 
 def is_skeleton(message: Message) -> bool:
@@ -80,8 +78,6 @@ def to_wire(message: Message, *, direct: bool = False, whole_storages: bool = Tr
         direct: whether the transport can send tensors on a GPU.
         whole_storages: whether the transport would send all of a storage that a tensor is a part of.
     """
-    if not (message.tensors or message.structures):
-        return _without_tensors(message)
     buffers: list[torch.Tensor] = []
     places: list[Place] = []
     shared: list[bool] = []
@@ -107,39 +103,7 @@ def to_wire(message: Message, *, direct: bool = False, whole_storages: bool = Tr
         places.append(Place(number, tuple(flat.shape), tensor.is_cuda))
     for number, parts in open_buffers.values():
         buffers[number] = torch.cat(parts)
-    return WireMessage(
-        message.skeleton,
-        buffers,
-        places,
-        shared,
-        message.requires_grad,
-        message.is_parameter,
-        message.structures,
-        message.connected,
-        message.device,
-        message.holes,
-        message.references,
-        message.key,
-        message.late,
-    )
-
-
-def _without_tensors(message: Message) -> WireMessage:
-    references = message.references
-    return WireMessage(
-        message.skeleton,
-        [],
-        [],
-        [],
-        [],
-        [],
-        (),
-        (),
-        message.device,
-        message.holes,
-        references,
-        message.key,
-    )
+    return WireMessage(_content_of(message), buffers, places, shared)
 
 
 def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
@@ -157,9 +121,6 @@ def _aligned(tensor: torch.Tensor) -> torch.Tensor:
 
 def from_wire(wire: WireMessage) -> Message:
     """Rebuild a message."""
-    if not (wire.requires_grad or wire.structures):
-        references = list(wire.references)
-        return Message(wire.skeleton, [], [], [], device=wire.device, references=references, key=wire.key)
     sizes: dict[int, list[int]] = {}
     for place in wire.places:
         sizes.setdefault(place.buffer, []).append(torch.Size(place.shape).numel())
@@ -177,16 +138,4 @@ def from_wire(wire: WireMessage) -> Message:
             tensor = _aligned(wire.buffers[place.buffer])
         staged = place.on_gpu and not tensor.is_cuda and torch.cuda.is_available()
         received.append(tensor.cuda() if staged else tensor)
-    return Message(
-        wire.skeleton,
-        received,
-        wire.requires_grad,
-        wire.is_parameter,
-        wire.structures,
-        wire.connected,
-        wire.device,
-        holes=wire.holes,
-        references=list(wire.references),
-        key=wire.key,
-        late=wire.late,
-    )
+    return Message(tensors=received, **dict(zip(_CONTENT, wire.content, strict=True)))

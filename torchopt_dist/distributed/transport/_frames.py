@@ -15,7 +15,6 @@ from torch import Tensor
 
 from torchopt_dist.distributed._names import find, name_of
 from torchopt_dist.distributed._wire_format import SMALL, Place, WireMessage
-from torchopt_dist.errors import SerializationError
 
 __all__ = ["Frame", "from_frames", "to_frames"]
 
@@ -28,13 +27,7 @@ _Buffer: TypeAlias = tuple[
 
 
 def to_frames(wire: WireMessage) -> list[Frame]:
-    """The frames of a message; those of large buffers are the tensors' own memory.
-
-    Raises:
-        SerializationError: the message mentions a reference of torch's RPC, which only torch's RPC can send.
-    """
-    if wire.references:
-        raise SerializationError("an RRef can be sent by torch's RPC only: ask for the transport 'rpc'")
+    """The frames of a message; those of large buffers are the tensors' own memory."""
     buffers: list[_Buffer] = []
     large: list[Frame] = []
     for tensor in wire.buffers:
@@ -47,9 +40,8 @@ def to_frames(wire: WireMessage) -> list[Frame]:
         )
         if not inside:
             large.append(memory)
-    fields: list[Any] = list(wire)
-    fields[1], fields[2] = buffers, [tuple(place) for place in wire.places]
-    return [pickle.dumps(fields, pickle.HIGHEST_PROTOCOL), *large]
+    head = wire.content, buffers, [tuple(place) for place in wire.places], wire.shared
+    return [pickle.dumps(head, pickle.HIGHEST_PROTOCOL), *large]
 
 
 def _packed(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
@@ -65,11 +57,10 @@ def _packed(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 
 def from_frames(head: Frame, frames: Sequence[Frame]) -> WireMessage:
     """Rebuild a message; its large buffers are tensors on the frames' memory."""
-    fields = pickle.loads(head)
+    content, buffers, places, shared = pickle.loads(head)
     rest = iter(frames)
-    fields[1] = [_tensor(buffer, rest) for buffer in fields[1]]
-    fields[2] = [Place(*place) for place in fields[2]]
-    return WireMessage(*fields)
+    tensors = [_tensor(buffer, rest) for buffer in buffers]
+    return WireMessage(content, tensors, [Place(*place) for place in places], shared)
 
 
 def _tensor(buffer: _Buffer, frames: Any) -> Tensor:

@@ -31,7 +31,7 @@ from torchopt_dist.distributed.transport._mesh import Mesh, Received
 from torchopt_dist.distributed.transport._pending import Alarms, Pending, disconnected
 from torchopt_dist.distributed.transport._receiver import Receiver
 from torchopt_dist.distributed.transport.base import Sender, settle
-from torchopt_dist.errors import CallTimeoutError, InitializationError, WorkerLostError
+from torchopt_dist.errors import CallTimeoutError, InitializationError, SerializationError, WorkerLostError
 
 __all__ = ["ZMQTransport"]
 
@@ -265,7 +265,13 @@ class ZMQTransport:
 
 
 def _frames(message: Message) -> list[Frame]:
-    """The frames of a message."""
+    """The frames of a message.
+
+    Raises:
+        SerializationError: it mentions a reference of torch's RPC, which only torch's RPC can send.
+    """
+    if message.references:
+        raise SerializationError("an RRef can be sent by torch's RPC only: ask for the transport 'rpc'")
     if is_skeleton(message):
         return [SKELETON_ALONE + message.skeleton]
     return to_frames(to_wire(message, whole_storages=False))
