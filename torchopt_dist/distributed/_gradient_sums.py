@@ -16,7 +16,7 @@ from torchopt_dist.distributed._future import Future
 from torchopt_dist.distributed._group import answering_group
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._protocol import Key, Reply
-from torchopt_dist.distributed._serialization import pack, unpack
+from torchopt_dist.distributed._serialization import pack, reply_of, unpack
 
 __all__ = ["add_up", "with_gradients"]
 
@@ -75,9 +75,7 @@ def add_up(
                 before = total[place]
                 total[place] = grad if before is None else before + grad.to(before.device)
     for each in sent:  # so that all have come when the reply comes
-        reply: Reply = unpack(each.result().received())
-        if reply.exception is not None:
-            raise reply.exception.to_error(group.names[asker])
+        reply_of(each.result(), group.names[asker])
     return total
 
 
