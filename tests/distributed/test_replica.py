@@ -187,6 +187,33 @@ def test_neither_parameters_nor_gradients_travel_and_copies_go_with_the_replica(
     world(3).on_zero(lambda: [body(fan_out) for fan_out in (None, 1)], timeout=60)
 
 
+@pytest.mark.parametrize("fan_out", [None, 1])
+def test_some_workers_may_be_given_the_replica_and_others_the_module(world, fan_out):
+    def body():
+        stepped = []
+        for replicated in (True, False):
+            torch.manual_seed(0)
+            net = nn.Linear(300, 300).double()  # whose weight goes down a tree in chunks
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            meta = todist.replica(net, optimizer) if replicated else net
+
+            def shares(x, meta=meta, net=net):
+                return [
+                    (1, (net, x), {}),
+                    (2, (meta, 2 * x), {}),
+                    (0, (meta, 3 * x), {}),
+                    (3, (net, 4 * x), {}),
+                ]
+
+            call = todist.parallelize(shares, todist.mean_reducer, fan_out=fan_out)(plain_loss)
+            call(torch.arange(300.0).double().div(300)).backward()
+            (meta if replicated else optimizer).step()
+            stepped.append(held(net))
+        torch.testing.assert_close(*stepped)
+
+    world(4).on_zero(body, timeout=60)
+
+
 def changes(module):
     with torch.no_grad():
         module.never.add_(1)
