@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import torchopt_dist as todist
-from torchopt_dist.errors import ResidentError, WorkerLostError
+from torchopt_dist.errors import ResidentError, SerializationError, WorkerLostError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has changed buffers of its arguments:UserWarning")
 
@@ -292,6 +292,10 @@ def test_what_is_wrong_is_said_and_mended(world):
             todist.replica(net, optimizer, timeout=0)
         with pytest.raises(TypeError, match="before must be a function of the module, got int"):
             meta.step(3)
+        with pytest.raises(
+            SerializationError, match=r"`held` takes tensors that require grad.*torch.func transform"
+        ):
+            torch.func.vmap(lambda x: x + todist.remote_call(1, held, meta).sum())(torch.ones(2))
         with pytest.raises(ValueError, match=r"`plain_loss` is called with a replica.*leave out retries"):
             todist.remote_sync_call(plain_loss, args=(meta, torch.ones(2, 3)), partitioner=1, hedge_after=9.0)
         words = nn.Embedding(4, 2, sparse=True)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchopt_dist._torch_private import engine_captures_leaf
+from torchopt_dist._torch_private import engine_captures_leaf, transforms_are_active
 
 __all__ = ["Handle", "StayingModule", "hook_of"]
 
@@ -35,6 +35,8 @@ class StayingModule(nn.Module):
 
 def hook_of(parameters: Sequence[Tensor]) -> Tensor:
     """A tensor without elements, in the places of a replica's parameters in the caller's graph of a call."""
+    if transforms_are_active() or not torch.is_grad_enabled():  # a call has no graph there
+        return torch.zeros(0, requires_grad=bool(parameters), device="cpu")
     apply: Callable[..., Tensor] = _Hook.apply
     return apply(*parameters)
 
