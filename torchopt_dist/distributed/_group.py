@@ -152,7 +152,7 @@ class Group:
 
     def check_process(self) -> None:
         """Raise :class:`NotInitializedError` in a fork of this worker, which would wait for a reply for ever."""
-        if self.is_forked():
+        if self.process != os.getpid():  # as `is_forked`: each call asks
             raise NotInitializedError(
                 f"this process is a fork of {self.names[self.rank]}, and does not have its connections: make remote "
                 "calls, their backwards and barriers in the worker itself, which has called `auto_init_rpc`"

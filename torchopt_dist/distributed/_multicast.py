@@ -17,7 +17,7 @@ from torchopt_dist.distributed._future import Future
 from torchopt_dist.distributed._group import Group, current_group
 from torchopt_dist.distributed._message import Message
 from torchopt_dist.distributed._payload import Payload
-from torchopt_dist.distributed._relay import Branch, Child, Sending
+from torchopt_dist.distributed._relay import Sending, send
 from torchopt_dist.distributed._remote_graph import RemoteGraph
 from torchopt_dist.distributed._serialization import PackedModules
 from torchopt_dist.distributed._shares import Shares, common
@@ -64,11 +64,11 @@ def calls(
     Raises:
         SerializationError: a payload cannot be sent.
     """
+    if not payloads:
+        return {}
     group = current_group()
     group.check_process()
     futures: dict[int, Future[list[Any]]] = {}
-    if not payloads:
-        return futures
     one = next(iter(payloads.values()))
     sending = Sending(group, seconds, one.state.grad_enabled, siblings, one.options)
     fan_out = _fan_out_for(group, payloads) if len(payloads) > 1 else 0
@@ -97,9 +97,9 @@ def call(
     graph = sending.graph(worker)
     message = sending.group.recorder.record("pack", graph.key, worker, graph.packed, payload, modules)
     spent = 0 if moves or payload.options.outlives_workers else None
-    child = Child(sending, Branch(worker, message), graph, spent=spent)
+    anchor, reply = send(sending, graph, message, spent=spent)
     future: Future[list[Any]] = Future()  # made while the message is on its way, as all that can wait
-    child.reply.add_done_callback(partial(_collected, graph, child.anchor, future))
+    reply.add_done_callback(partial(_collected, graph, anchor, future))
     return future
 
 

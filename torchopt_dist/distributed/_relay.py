@@ -33,7 +33,7 @@ from torchopt_dist.distributed._siblings import Siblings
 from torchopt_dist.distributed.transport.base import settle
 from torchopt_dist.errors import WorkerLostError
 
-__all__ = ["Branch", "Child", "Relay", "Sending", "spread"]
+__all__ = ["Branch", "Child", "Relay", "Sending", "send", "spread"]
 
 
 class Branch(NamedTuple):
@@ -82,73 +82,77 @@ class Sending(NamedTuple):
         return RemoteGraph(group, worker, transport, seconds, options=self.options, siblings=self.siblings)
 
 
-class Child:
-    """One request to one worker, for its share and those below it; it is sent when this object is made.
+def send(
+    sending: Sending,
+    graph: RemoteGraph,
+    message: Message,
+    late: Sequence[Tensor] = (),
+    *,
+    spent: int | None = None,
+) -> tuple[Tensor | None, Future[Message]]:
+    """Send a request, but for the tensors that come later.
 
     Args:
         sending: what it has in common with others.
-        branch: the shares.
-        graph: the graph under whose key the share was packed; ``None``: it is sent under a key of its own.
-        spent: if another worker may be asked: how many of the retries have been used.
+        graph: the record of the graph that its worker is to keep.
+        message: the request.
+        late: those of its tensors that come later.
+        spent: if another worker may be asked: how many of the retries have been used; ``None``: none may.
 
-    Attributes:
-        branch: as given.
-        graph: of the worker, with those of all below it.
-        anchor: the anchor of that graph.
-        reply: the future reply.
+    Returns:
+        The anchor of the graph, and the future reply.
     """
-
-    def __init__(
-        self,
-        sending: Sending,
-        branch: Branch,
-        graph: RemoteGraph | None = None,
-        *,
-        spent: int | None = None,
-    ) -> None:
-        self.branch = branch
-        self.graph = sending.graph(branch.worker) if graph is None else graph
-        message = branch.message if graph is not None else self._packed(sending)
-        self.anchor: Tensor | None = None
-        sent = message
-        if message.tensors:
-            self.anchor = self._connected(sending, message)
-            late = {id(tensor) for tensor in branch.message.late_tensors()}
-            sent = message.with_tensors(
-                [
-                    tensor.new_empty(0) if id(tensor) in late else sending.as_sent(tensor)
-                    for tensor in message.tensors
-                ]
-            )
-        record = self.graph.group.recorder.record
-        if spent is None:
-            self.reply = record("send", self.graph.key, branch.worker, self.graph.send, sent)
-        else:
-            kept = Sent.of(sent, self.graph.key if graph is not None else None)
-            self.reply = record("send", self.graph.key, branch.worker, self.graph.ask, kept, spent=spent)
-        if sending.siblings.log is not None:
-            sending.siblings.log.watch(message, self.reply)
-
-    def _packed(self, sending: Sending) -> Message:
-        """The shares under a key of their own."""
-        graph, message = self.graph, self.branch.message
-        with graph.span("pack") as span:
-            if not self.branch.branches:
-                return span.made(message.with_tensors(message.tensors, key=graph.key))
-            relay = Relay(graph.key, sending.keep, self.branch, sending.seconds, sending.mends)
-            return span.made(pack(relay, main_by_name=True))
-
-    def _connected(self, sending: Sending, message: Message) -> Tensor | None:
-        graph, tensors = self.graph, message.tensors
+    anchor, sent, record = None, message, graph.group.recorder.record
+    if message.tensors:
+        tensors = message.tensors
         if sending.instead:
             tensors = [sending.instead.get(id(tensor), tensor) for tensor in tensors]
         anchor = graph.connect(message.with_tensors(tensors), keep=sending.keep)
-        late = self.branch.message.late
-        if late is not None and late.chunks > 1:
+        sent = message.with_tensors([sending.as_sent(tensor) for tensor in message.tensors])
+    if late:
+        numbers = {id(tensor): number for number, tensor in enumerate(message.tensors)}
+        for tensor in late:
+            sent.tensors[numbers[id(tensor)]] = tensor.new_empty(0)
+    if spent is None:
+        reply = record("send", graph.key, graph.worker, graph.send, sent)
+    else:
+        kept = Sent.of(sent, None if message.key else graph.key)
+        reply = record("send", graph.key, graph.worker, graph.ask, kept, spent=spent)
+    if sending.siblings.log is not None:
+        sending.siblings.log.watch(message, reply)
+    return anchor, reply
+
+
+class Child:
+    """A worker below: one request to it, for its share and those of its branches, under a key of its own.
+
+    Args:
+        sending: what it has in common with others.
+        branch: the shares; they are sent when this object is made.
+        spent: as of :func:`send`.
+
+    Attributes:
+        branch: as given.
+        graph: the record of the graph that the worker keeps, with those of all below it.
+        reply: the future reply.
+    """
+
+    def __init__(self, sending: Sending, branch: Branch, *, spent: int | None = None) -> None:
+        self.branch = branch
+        self.graph = graph = sending.graph(branch.worker)
+        late = branch.message.late_tensors()
+        with graph.span("pack") as span:
+            message = span.made(self._request(sending))
+        self._anchor, self.reply = send(sending, graph, message, late, spent=spent)
+        if branch.message.late is not None and branch.message.late.chunks > 1:
             places = {id(tensor): place for place, tensor in enumerate(message.inputs())}
-            numbers = (id(tensor) for tensor in self.branch.message.late_tensors())
-            graph.streamed = [places[number] for number in numbers if number in places]
-        return anchor
+            graph.streamed = [places[id(tensor)] for tensor in late if id(tensor) in places]
+
+    def _request(self, sending: Sending) -> Message:
+        graph, branch = self.graph, self.branch
+        if not branch.branches:
+            return branch.message.with_tensors(branch.message.tensors, key=graph.key)
+        return pack(Relay(graph.key, sending.keep, branch, sending.seconds, sending.mends), main_by_name=True)
 
     def hand_on(self, index: int, chunk: Chunk) -> None:
         """Send a part of the late tensors; the reply fails if it does not arrive, as for a lack of memory."""
@@ -165,12 +169,12 @@ class Child:
         """
         graph = self.graph
         if self.branch.branches:
-            values: list[dict[int, Message | None]] = graph.collect(self.anchor, reply)
+            values: list[dict[int, Message | None]] = graph.collect(self._anchor, reply)
             return values[0]
         if raised(reply):
             graph.values_of(reply)
         with graph.span("unpack"):
-            connected = graph.connected(self.anchor, reply.received())
+            connected = graph.connected(self._anchor, reply.received())
         found: dict[int, Message | None] = {self.branch.worker: connected}
         graph.found(connected, [found])
         return found

@@ -217,7 +217,8 @@ class RemoteGraph:
         if message.tensors or self.kept:
             message = self.connected(anchor, message.received())
         values = self.values_of(message)
-        self.found(message, values)
+        if self.again is not None:
+            self.found(message, values)
         return values
 
     def found(self, reply: Message, values: list[Any]) -> None:
