@@ -28,7 +28,6 @@ GROUND = {
     "_network",
     "_out_of_memory",
     "_random_turns",
-    "_room",
     "_serialized_exception",
     "_torch_private",
     "_tracebacks",

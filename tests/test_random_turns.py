@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import torchopt_dist as todist
-from torchopt_dist import _random_turns, _room
-from torchopt_dist._random_turns import Draws, Task
+from torchopt_dist import _random_turns
+from torchopt_dist._random_turns import Turn, draw_seed, lent, visiting
 from torchopt_dist.distributed._gather import gather
 
 SECONDS = 30.0
@@ -49,23 +47,31 @@ def gradient(
     return torch.stack([made.detach(), found])
 
 
+def task(seed: int, *, exclusive: bool = True, asks: bool = False) -> Turn:
+    return Turn(exclusive=exclusive, seed=seed, asks=asks)
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    until = time.monotonic() + SECONDS
+    while not holds():
+        assert time.monotonic() < until
+        time.sleep(0.001)
+
+
+def somebody_waits() -> bool:
+    return _random_turns._crowd > 0
+
+
 @pytest.mark.parametrize("adjoint", ADJOINTS)
-def test_a_thread_that_comes_in_the_middle_of_a_step_waits_for_its_end(adjoint, monkeypatch):
-    here, there, done = threading.Event(), threading.Event(), threading.Event()
-    wait = _random_turns._ended.wait
-
-    def seen(timeout: float) -> bool:
-        there.set()
-        return wait(timeout)
-
-    monkeypatch.setattr(_random_turns._ended, "wait", seen)
+def test_a_thread_that_comes_in_the_middle_of_a_step_waits_for_its_end(adjoint):
+    here, done = threading.Event(), threading.Event()
 
     def first() -> None:
         here.set()
-        assert there.wait(SECONDS)
+        if not done.is_set():
+            wait_until(somebody_waits)
 
     def second() -> None:
-        there.set()
         assert done.wait(SECONDS)
 
     with ThreadPoolExecutor() as pool:
@@ -88,98 +94,33 @@ def test_a_thread_that_waits_for_another_gives_its_turn_away():
     assert torch.equal(gradient(between=ask), gradient())
 
 
-def loop(loss: Callable[[Tensor], Tensor], stop: Any = None) -> Tensor:
+def loop(loss: Callable[[Tensor], Tensor]) -> Tensor:
     p = torch.ones(3, requires_grad=True)
-    made: Tensor = todist.inner_loop(loss, todist.sgd(lr=0.1), p, 3, seed=1, stop=stop).params
+    made: Tensor = todist.inner_loop(loss, todist.sgd(lr=0.1), p, 3, seed=1).params
     return made
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_losses_that_draw_nothing_are_computed_at_the_same_time(late):
-    met = threading.Barrier(2)
-
-    def stop(number: int, loss: Tensor) -> bool:
-        if not number:
-            met.wait(SECONDS)  # both losses have been called once
-        return False
-
-    def run() -> Tensor:
-        steps = iter(range(3))
-
-        def loss(p: Tensor) -> Tensor:
-            step = next(steps)
-            if step:
-                met.wait(SECONDS)  # both are in a step
-            if late and step == 2:
-                p = F.dropout(p)
-                met.wait(SECONDS)
-            return p.square().sum()
-
-        return loop(loss, stop)
-
-    with ThreadPoolExecutor() as pool:
-        runs = [pool.submit(run) for _ in range(2)]
-        errors = [run.exception(SECONDS) for run in runs]
-    if late:
-        assert any(isinstance(error, RuntimeError) and "must not draw" in str(error) for error in errors)
-    else:
-        assert torch.equal(runs[0].result(), loop(lambda p: p.square().sum()))
-
-
-@pytest.mark.parametrize("draws", [False, True])
-def test_threads_of_a_loss_end_whatever_they_wait_for(draws, monkeypatch):
-    for name in ("PATIENCE", "SHORT_PATIENCE"):
-        monkeypatch.setattr(_random_turns, name, 0.02)
+def test_threads_of_a_loss_end_whatever_they_wait_for_and_are_told(monkeypatch):
+    monkeypatch.setattr(_random_turns, "SHORT_PATIENCE", 0.02)
 
     def loss(p: Tensor) -> Tensor:
         with ThreadPoolExecutor() as pool:
-            within = pool.submit(loop, lambda q: (F.dropout(q) if draws else q).sum()).result(SECONDS)
+            within = pool.submit(loop, torch.sum).result(SECONDS)
         return (p * within).sum()
 
-    if draws:
-        with pytest.raises(RuntimeError, match="must not draw random numbers in two threads"):
-            loop(loss)
-    else:
-        assert torch.equal(loop(loss), loop(lambda p: (p * loop(torch.sum)).sum()))
-
-
-@pytest.mark.parametrize("waits", [False, True])
-def test_tasks_of_two_threads_that_draw_are_told(waits):
-    def other() -> Tensor:
-        with _random_turns.Task(2):
-            return torch.rand(3)
-
-    def both() -> list[Tensor]:
-        with ThreadPoolExecutor() as pool, _random_turns.Task(1):
-            first = torch.rand(3)
-            with _random_turns.lent() if waits else nullcontext():
-                pool.submit(other).result(SECONDS)
-            return [first, torch.rand(3)]
-
-    if not waits:
-        with pytest.warns(UserWarning, match="tasks drew random numbers in several threads"):
-            both()
-        return
-    with _random_turns.Task(1):
-        expected = torch.rand(6)
-    assert torch.equal(torch.cat(both()), expected)
+    with pytest.warns(UserWarning, match="has waited for its turn to draw random numbers"):
+        found = loop(loss)
+    assert torch.equal(found, loop(lambda p: (p * loop(torch.sum)).sum()))
 
 
 def drawn(seed: int, number: int) -> Tensor:
     """The first numbers of a seed."""
-    with _random_turns.Task(seed):
+    with task(seed):
         return torch.rand(number)
 
 
-def wait_until(holds: Callable[[], bool]) -> None:
-    until = time.monotonic() + SECONDS
-    while not holds():
-        assert time.monotonic() < until
-        time.sleep(0.001)
-
-
-@pytest.mark.parametrize("guest_first", [False, True])
-def test_a_guest_and_a_task_compute_one_after_the_other_and_draw_what_each_draws_alone(guest_first):
+@pytest.mark.parametrize("kinds", [(True, True), (True, False), (False, True)])
+def test_an_exclusive_task_and_another_one_compute_one_after_the_other_and_draw_what_each_draws_alone(kinds):
     """Each draws, waits for a while so that the other one may compute, and draws again."""
     alone = drawn(1, 4), drawn(2, 4)
     computing: list[int] = []
@@ -192,12 +133,12 @@ def test_a_guest_and_a_task_compute_one_after_the_other_and_draw_what_each_draws
             assert computing == [seed]
         computing.remove(seed)
 
-    def task(seed: int, *, guest: bool, there: threading.Event) -> Tensor:
+    def run(seed: int, *, exclusive: bool, there: threading.Event) -> Tensor:
         numbers: list[Tensor] = []
-        with _random_turns.Task(seed, guest=guest):
+        with task(seed, exclusive=exclusive):
             there.set()
             draw(numbers, seed)
-            with _random_turns.lent():
+            with lent():
                 time.sleep(0.015)
             draw(numbers, seed)
         return torch.cat(numbers)
@@ -207,47 +148,64 @@ def test_a_guest_and_a_task_compute_one_after_the_other_and_draw_what_each_draws
     with ThreadPoolExecutor() as pool:
         for _ in range(5):
             there = threading.Event()
-            first = pool.submit(task, 1, guest=guest_first, there=there)
+            first = pool.submit(run, 1, exclusive=kinds[0], there=there)
             assert there.wait(SECONDS)
-            second = pool.submit(task, 2, guest=not guest_first, there=threading.Event())
+            second = pool.submit(run, 2, exclusive=kinds[1], there=threading.Event())
             for future, expected in zip((first, second), alone, strict=True):
                 assert torch.equal(future.result(SECONDS), expected)
     assert torch.equal(torch.get_rng_state(), state)
-    assert _random_turns._room.guest is None
-    assert not _random_turns._tasks
+    assert not _random_turns._inside
 
 
-def test_two_guests_compute_one_after_the_other():
-    def task(seed: int) -> Tensor:
-        with _random_turns.Task(seed, guest=True):
+def test_exclusive_tasks_of_many_threads_draw_what_each_draws_alone():
+    def run(seed: int) -> Tensor:
+        with task(seed):
             first = torch.rand(2)
             time.sleep(0.01)
-            with _random_turns.lent():
+            with lent():
                 time.sleep(0.001)
             return torch.cat([first, torch.rand(2)])
 
     with ThreadPoolExecutor() as pool:
-        found = [*pool.map(task, range(4))]
+        found = [*pool.map(run, range(4))]
     assert all(torch.equal(numbers, drawn(seed, 4)) for seed, numbers in enumerate(found))
 
 
-def test_what_a_guest_computes_within_itself_is_a_guest_too():
+def test_shared_tasks_compute_at_the_same_time():
+    met = threading.Barrier(2)
+
+    def run(seed: int) -> None:
+        with task(seed, exclusive=False):
+            met.wait(SECONDS)
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(run, range(2)))
+
+
+def test_a_step_does_not_wait_for_a_task_that_need_not_be_alone():
+    """Such as one that serves for as long as the program runs."""
+    with ThreadPoolExecutor() as pool, task(1, exclusive=False):
+        found = pool.submit(loop, torch.sum).result(SECONDS)
+    assert torch.equal(found, loop(torch.sum))
+
+
+@pytest.mark.parametrize("exclusive", [False, True])
+def test_what_a_task_computes_within_itself_is_as_exclusive_as_it_is(exclusive):
     entered = threading.Event()
 
     def other() -> Tensor:
         entered.set()
-        with _random_turns.Task(2):
+        with task(2, exclusive=False):
             return torch.rand(2)
 
-    with ThreadPoolExecutor() as pool, _random_turns.Task(1, guest=True):
+    with ThreadPoolExecutor() as pool, task(1):
         first = torch.rand(2)
-        with _random_turns.Task(3):  # its own share of a call that it makes
+        with task(3, exclusive=exclusive):  # its own share of a call that it makes
             future = pool.submit(other)
             assert entered.wait(SECONDS)
-            time.sleep(0.01)
-            assert not future.done()
+            wait_until(somebody_waits)
             own = torch.rand(1)
-            with _random_turns.lent():
+            with lent():
                 found = future.result(SECONDS)
             own = torch.cat([own, torch.rand(1)])
         found_alone = torch.cat([first, torch.rand(2)])
@@ -256,60 +214,106 @@ def test_what_a_guest_computes_within_itself_is_a_guest_too():
     assert torch.equal(found_alone, drawn(1, 4))
 
 
-def test_who_has_lent_its_process_goes_on_when_the_guest_waits():
-    there, may_end = threading.Event(), threading.Event()
+def test_exclusive_tasks_within_shared_ones_of_two_threads_end():
+    """Each is in a task of its own that lets the other one's compute meanwhile."""
+    met = threading.Barrier(2)
 
-    def guest() -> None:
-        with _random_turns.Task(1, guest=True):
-            there.set()
-            assert may_end.wait(SECONDS)
+    def run(seed: int) -> Tensor:
+        with task(seed, exclusive=False):
+            met.wait(SECONDS)
+            with task(seed + 10):
+                return torch.rand(3)
 
     with ThreadPoolExecutor() as pool:
-        running = pool.submit(guest)
+        found = [*pool.map(run, range(2))]
+    assert all(torch.equal(numbers, drawn(seed + 10, 3)) for seed, numbers in enumerate(found))
+
+
+def test_a_visitor_computes_only_while_a_thread_waits_for_a_call_and_that_waits_for_it():
+    there, may_end, has_ended = (threading.Event() for _ in range(3))
+
+    def visitor() -> None:
+        with visiting(), task(1):
+            there.set()
+            assert may_end.wait(SECONDS)
+        has_ended.set()
+
+    def caller() -> None:
+        with lent():
+            assert there.wait(SECONDS)
+        assert has_ended.is_set()
+
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(visitor)
+        wait_until(somebody_waits)
+        assert not there.is_set()
+        calling = pool.submit(caller)
         assert there.wait(SECONDS)
-        waiting = pool.submit(_random_turns.wait_for_guests)
         time.sleep(0.01)
-        assert not waiting.done()
+        assert not calling.done()
         may_end.set()
-        waiting.result(SECONDS)
         running.result(SECONDS)
+        calling.result(SECONDS)
 
 
 @pytest.mark.parametrize("computes", [False, True])
-def test_a_guest_waits_for_a_task_that_computes_and_not_for_one_that_waits_unseen(computes, monkeypatch):
-    monkeypatch.setattr(_room, "SHORT_PATIENCE", 0.2)
-    monkeypatch.setattr(_room, "QUIET", 0.02)
-    entered = threading.Event()
+def test_an_exclusive_task_waits_for_one_that_computes_and_not_for_one_that_waits_unseen(
+    computes, monkeypatch
+):
+    monkeypatch.setattr(_random_turns, "SHORT_PATIENCE", 0.2)
+    monkeypatch.setattr(_random_turns, "QUIET", 0.02)
 
-    def guest() -> float:
-        entered.set()
-        with _random_turns.Task(1, guest=True):
-            return time.monotonic()
+    def run() -> None:
+        with task(1):
+            pass
 
-    with ThreadPoolExecutor() as pool, _random_turns.Task(2):
-        begun = pool.submit(guest)
-        assert entered.wait(SECONDS)
+    with ThreadPoolExecutor() as pool, task(2, exclusive=False):
+        begun = pool.submit(run)
         if not computes:
-            begun.result(SECONDS)  # a wait that nobody knows of
+            with pytest.warns(UserWarning, match="has waited for its turn"):
+                begun.result(SECONDS)  # a wait that nobody knows of
+            run_again = pool.submit(run)
+            run_again.result(SECONDS)  # and the next one does not wait for this one
             return
+        wait_until(somebody_waits)
         until = time.monotonic() + 0.5
         while time.monotonic() < until:
             sum(range(1000))
         assert not begun.done()
 
 
+def test_seeds_that_are_drawn_while_others_compute_are_those_that_are_drawn_alone():
+    torch.manual_seed(3)
+    expected = [draw_seed() for _ in range(2)]
+    there, may_end = threading.Event(), threading.Event()
+
+    def run() -> Tensor:
+        with task(1):
+            first = torch.rand(2)
+            there.set()
+            assert may_end.wait(SECONDS)
+            return torch.cat([first, torch.rand(2)])
+
+    torch.manual_seed(3)
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(run)
+        assert there.wait(SECONDS)
+        found = [draw_seed()]
+        may_end.set()
+        assert torch.equal(running.result(SECONDS), drawn(1, 4))
+    assert [*found, draw_seed()] == expected
+
+
 @pytest.mark.parametrize("drawing", [None, "first", "second"])
 def test_tasks_that_overlap_in_two_threads_know_whether_anything_was_drawn(drawing):
     """Whether an evaluation moves the caller's random numbers must not depend on what else its workers compute."""
-    draws = {"first": Draws(False), "second": Draws(False)}
-    tasks = {name: Task(seed, draws=draws[name]) for seed, name in enumerate(draws)}
-    with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    turns = {name: task(seed, exclusive=False, asks=True) for seed, name in enumerate(("first", "second"))}
+    with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
         threads = {"first": first, "second": second}
-        for name in tasks:
-            threads[name].submit(tasks[name].__enter__).result(60)
+        for name in turns:
+            threads[name].submit(turns[name].__enter__).result(60)
         if drawing is not None:
             threads[drawing].submit(torch.rand, ()).result(60)
-        for name in tasks:
-            threads[name].submit(tasks[name].__exit__, None, None, None).result(60)
-    assert draws["first"].known is draws["second"].known is (drawing is not None)
+        for name in turns:
+            threads[name].submit(turns[name].__exit__, None, None, None).result(60)
+    assert turns["first"].drew is turns["second"].drew is (drawing is not None)

@@ -1,26 +1,15 @@
-"""Torch's default random generators → their states, kept and restored, and seeds drawn from them."""
+"""Torch's default random generators → their states, kept and restored, and numbers drawn from them."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from typing import TypeAlias
 
 import torch
 
-__all__ = [
-    "States",
-    "draw",
-    "draw_returnable",
-    "generators",
-    "have_changed",
-    "never_drawn",
-    "restore",
-    "states",
-]
+__all__ = ["States", "draw", "draw_from", "generators", "have_changed", "restore", "seed_all", "states"]
 
 States: TypeAlias = list[tuple[torch.Generator, torch.Tensor]]
-"""Each generator and its state."""
+"""Each generator and its state; that of the CPU is the first."""
 
 
 def generators() -> list[torch.Generator]:
@@ -42,45 +31,37 @@ def restore(before: States) -> None:
         generator.set_state(state)
 
 
-def have_changed(before: States) -> bool:
-    """Whether generators are not as they were."""
-    return not all(torch.equal(generator.get_state(), state) for generator, state in before)
-
-
-def never_drawn() -> bool:
-    """Whether the generators are as seeding has left them."""
+def seed_all(seed: int) -> None:
+    """Seed the generators."""
     for generator in generators():
-        fresh = torch.Generator(generator.device).manual_seed(generator.initial_seed())
-        if not torch.equal(fresh.get_state(), generator.get_state()):
-            return False
-    return True
+        generator.manual_seed(seed)
+
+
+def have_changed(before: States) -> bool:
+    """Whether generators are not as they were, or a GPU has come into use."""
+    if len(generators()) > len(before):
+        return True
+    return not all(torch.equal(generator.get_state(), state) for generator, state in before)
 
 
 _drawn = torch.empty(1, dtype=torch.int64, device="cpu")
 _drawn_number = _drawn.numpy().data
-_one_at_a_time = threading.Lock()
 
 
-def draw() -> int:
-    """``torch.randint(2**62, ()).item()`` without a new tensor and without a copy, which take half of its time."""
-    with _one_at_a_time:
-        _drawn.random_(0, 2**62)
-        number: int = _drawn_number[0]
-        return number
+def draw(generator: torch.Generator | None = None) -> int:
+    """``torch.randint(2**62, ()).item()`` without a new tensor and without a copy, which take half of its time.
+
+    One thread at a time may call it.
+    """
+    _drawn.random_(0, 2**62, generator=generator)
+    number: int = _drawn_number[0]
+    return number
 
 
-def draw_returnable() -> tuple[int, Callable[[], None]]:
-    """What :func:`draw` returns, and a function that lets the generator be as before, unless more was drawn since."""
-    generator = torch.default_generator
-    with _one_at_a_time:
-        before = generator.get_state()
-        _drawn.random_(0, 2**62)
-        number: int = _drawn_number[0]
-        after = generator.get_state()
-
-    def give_back() -> None:
-        with _one_at_a_time:
-            if torch.equal(generator.get_state(), after):
-                generator.set_state(before)
-
-    return number, give_back
+def draw_from(before: States) -> int:
+    """The same of kept states, which so are as after a draw."""
+    default, state = before[0]
+    generator = torch.Generator().set_state(state)
+    number = draw(generator)
+    before[0] = default, generator.get_state()
+    return number

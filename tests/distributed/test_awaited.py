@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ class _WrongError(Exception):
 
 
 def _failed():
-    future = Awaited(SimpleNamespace())
+    future = Awaited()
     future.set_exception(_WrongError("so"))
     return future
 

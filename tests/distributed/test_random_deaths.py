@@ -24,7 +24,7 @@ import torchopt_dist as todist
 from tests.distributed.random_calls import FAILURES, Call, There
 from tests.distributed.random_programs import Program, check, draw, evaluate, nothing_is_left, set_thresholds
 from tests.distributed.test_retries import survive
-from torchopt_dist.distributed import _request_handler, _retries
+from torchopt_dist.distributed import _request_handler
 
 MORE = os.environ.get("TODIST_FUZZ_DEATHS")
 SEED = int(os.environ.get("TODIST_FUZZ_SEED") or random.randrange(10**9))
@@ -33,7 +33,6 @@ WAITED_FOR_EVER = [1, 20, 29, 35, 48, 74]
 SEEDS = range(SEED, SEED + int(MORE)) if MORE else WAITED_FOR_EVER
 LEFT_GRAPHS = [3, 12, 20, 22, 30, 39]
 """Once."""
-PATIENCE = 0.5
 SLOW = 20.0
 """Seconds."""
 WORKERS = 4
@@ -78,11 +77,6 @@ def die_at(number: int, *, before: bool) -> None:
     _request_handler.answer = counting
 
 
-def have_little_patience() -> None:
-    """On a worker: let lost shares wait for free workers for a short time."""
-    _retries.PATIENCE = PATIENCE
-
-
 def live_on() -> None:
     """On a worker: let it not die any more."""
     _answered[0] = IMMORTAL
@@ -95,7 +89,6 @@ def run(seed: int, *, retries: bool) -> str:
     program = replace(program, code=retried(program.code) if retries else without_failures(program.code))
     for rank in range(WORKERS):
         todist.remote_call(rank, set_thresholds, program.thresholds)
-        todist.remote_call(rank, have_little_patience)
     for rank in chance.sample(range(1, WORKERS), chance.randint(1, WORKERS - 1)):
         number = chance.choice([1, 1, 2, 2, 3, 4, 5, 7, 10])
         todist.remote_call(rank, die_at, number, before=chance.random() < 0.5)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 import torchopt_dist as todist
 from tests.distributed.bare import say, watch
 from tests.distributed.programs import data, kept_on, mlp
-from torchopt_dist.distributed import _retries
+from torchopt_dist import _random_turns
 from torchopt_dist.distributed._ask import Sent
 
 
@@ -377,11 +377,10 @@ def each_waits(folder, x, rank):
 
 
 @pytest.mark.parametrize("transport", ["rpc", "zmq"])
-def test_shares_that_wait_for_each_others_worker_to_be_free_end(world, tmp_path, transport):
+def test_shares_that_wait_for_lost_ones_on_each_others_worker_end(world, tmp_path, transport):
     """The caller's own share and that of the other worker wait for two lost shares, and both workers have work."""
 
     def body():
-        _retries.PATIENCE = 0.5
         x = torch.full((), 3.0, requires_grad=True)
         both = todist.remote_sync_call(
             each_waits,
@@ -414,7 +413,6 @@ def draws(folder, which):
 
 def test_a_share_at_a_worker_that_has_other_work_does_not_mix_its_random_numbers_with_it(world, tmp_path):
     def body():
-        _retries.PATIENCE = 0.1
         results = []
         for folder in (tmp_path / "nobody dies", tmp_path):
             torch.manual_seed(0)
@@ -430,6 +428,29 @@ def test_a_share_at_a_worker_that_has_other_work_does_not_mix_its_random_numbers
         assert all(map(torch.equal, *results))
 
     survive(world(3), body)
+
+
+def computes_until_the_other_has_begun(folder, value, rank):
+    if rank:
+        say(folder / "begun")
+        return value.sum()
+    assert watch(folder / "begun")
+    return value.sum()
+
+
+def test_a_value_is_handed_out_while_its_home_computes_a_task_that_is_alone(world, tmp_path):
+    def body():
+        _random_turns.SHORT_PATIENCE = 1000.0
+        handle = todist.put(torch.ones(3))
+        found = todist.remote_sync_call(
+            computes_until_the_other_has_begun,
+            args=(tmp_path, handle),
+            partitioner=lambda folder, value: [(rank, (folder, value, rank), {}) for rank in range(2)],
+            retries=1,
+        )
+        assert [value.item() for value in found] == [3.0, 3.0]
+
+    survive(world(2), body)
 
 
 def kept_requests():

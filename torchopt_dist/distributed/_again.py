@@ -8,8 +8,7 @@ to the caller's graph to any order, whether the graph was one worker's or led th
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -17,6 +16,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from torchopt_dist._random_turns import lent
 from torchopt_dist.distributed._ask import ANOTHER_GRAPH, Deadline, Sent
 from torchopt_dist.distributed._caller_state import CallerState
 from torchopt_dist.distributed._chunks import Arriving
@@ -35,13 +35,7 @@ Graph = TypeVar("Graph")
 
 
 class Again(Protocol):
-    """What makes the outputs of a graph again.
-
-    Attributes:
-        workers: the ranks of those that keep the graph, besides the one that is asked for it.
-    """
-
-    workers: Collection[int]
+    """What makes the outputs of a graph again."""
 
     def found(self, reply: Message, values: Iterable[Any]) -> None:
         """Note where the outputs are in the reply that has made the graph."""
@@ -84,8 +78,6 @@ class CallAgain:
         new: makes the record of such a graph, from a time limit and options.
     """
 
-    workers: Collection[int] = ()
-
     def __init__(
         self,
         group: Group,
@@ -124,7 +116,7 @@ class CallAgain:
         anchor = graph.connect(message.with_tensors(tensors), keep=True)
         graph.again = CallAgain(self._group, self._sent, inputs, self._new)
         asked = graph.ask(self._sent, avoided=frozenset(self._avoided))
-        with self._group.retries.waiting(beside=True):
+        with lent():
             arrived = asked.result()
         graph.timeout = deadline.left()
         reply = graph.connected(anchor, arrived.received())
@@ -168,7 +160,6 @@ class GradientsAgain:
         self._state = state
         self._places: list[int] = []
         self._made: list[Tensor | None] | None = None
-        self.workers = graph.workers
 
     def take(self) -> list[Tensor | None] | None:
         """The gradients, if they have been made again; they are forgotten here."""
@@ -229,10 +220,8 @@ class GradientsAgain:
         """
         settled: Future[Message] = Future()
         lock, at_work, begun = threading.Lock(), int(reply is not None), False
-        busy = ExitStack()
 
         def arrived(done: Future[Message]) -> None:
-            busy.close()
             error = done.exception()
             result: Message | BaseException = done.result() if error is None else error
             if isinstance(result, Message) and not result.tensors:
@@ -284,7 +273,6 @@ class GradientsAgain:
         if reply is None:
             begin(left)
             return settled
-        busy.enter_context(group.retries.busy({worker, *self.workers}))
         if left.hedge_after is not None:
             timer = threading.Timer(left.hedge_after, late)
             timer.daemon = True

@@ -137,9 +137,7 @@ class Ask:
         future: the future of the reply.
         attempts: all that have been made.
         under_way: those that are not answered yet.
-        elsewhere: whether another worker than the first is to be asked.
         answered: whether the future has its result.
-        since: the time, by ``time.monotonic``, since when it waits for a worker.
     """
 
     sent: Sent
@@ -153,18 +151,11 @@ class Ask:
     future: Future[Message] = field(default_factory=Future)
     attempts: list[Attempt] = field(default_factory=list)
     under_way: list[Attempt] = field(default_factory=list)
-    elsewhere: bool = False
     answered: bool = False
-    since: float = 0.0
 
     def __post_init__(self) -> None:
         self.home = Attempt(self.graph.worker, self.graph.transport, self.graph.key)
-        self.elsewhere = self.home.worker in self.avoided
 
     def has_tried(self, worker: int) -> bool:
         """Whether a worker has been asked already, or is not to be asked."""
         return worker in self.avoided or any(attempt.worker == worker for attempt in self.attempts)
-
-    def is_strange(self, worker: int) -> bool:
-        """Whether a worker should have nothing of it to do: it was sent there instead, or is answered already."""
-        return self.answered or worker != self.home.worker

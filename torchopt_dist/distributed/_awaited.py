@@ -13,7 +13,6 @@ from torch.futures import Future
 
 from torchopt_dist._random_turns import lent
 from torchopt_dist._torch_private import set_failure
-from torchopt_dist.distributed._group import Group
 
 __all__ = ["Awaited"]
 
@@ -35,15 +34,10 @@ class _Failure:
 
 
 class Awaited(Future[T]):
-    """A ``torch.futures.Future``; :func:`torch.futures.wait_all` waits for it without this class, and lends nothing.
+    """A ``torch.futures.Future``; :func:`torch.futures.wait_all` waits for it without this class, and lends nothing."""
 
-    Args:
-        group: the group of the call.
-    """
-
-    def __init__(self, group: Group) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._group = group
         self._failure: _Failure | None = None
         self.error: Exception | None = None
 
@@ -51,7 +45,7 @@ class Awaited(Future[T]):
         """Wait for the result, and return it or raise the exception that the call ended with."""
         try:
             if not self.done():
-                with self._group.retries.waiting(), lent():
+                with lent():
                     super().wait()
             return super().wait()
         finally:

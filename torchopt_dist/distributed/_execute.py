@@ -1,11 +1,11 @@
-"""``Payload`` → its values, and their seconds: tasks run one by one, or all in one ``vmap``, in the caller's state."""
+"""``Payload`` → its values and seconds, and whether it drew: tasks run one by one or in a ``vmap``, each in a turn."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, TypeAlias
 
 import optree
 import torch
@@ -13,68 +13,74 @@ import torch
 from torchopt_dist._evaluation import evaluate
 from torchopt_dist._formulas import normalization_by_formula
 from torchopt_dist._formulas.attention import without_fast_path
-from torchopt_dist._random_turns import Draws, Task
+from torchopt_dist._random_turns import Turn
 from torchopt_dist.distributed._containers import flatten
 from torchopt_dist.distributed._device_placement import receiving_device
 from torchopt_dist.distributed._payload import Payload
 from torchopt_dist.distributed._progress import teller
 from torchopt_dist.distributed.resident import resolved
 
-__all__ = ["run", "timed"]
+__all__ = ["Ran", "run"]
+
+_TurnOf: TypeAlias = Callable[[int | None], AbstractContextManager[object]]
 
 
-def timed(
-    payload: Payload,
-    *,
-    moved: bool = False,
-    draws: Draws | None = None,
-) -> tuple[list[Any], float]:
-    """What :func:`run` returns, and how many seconds a sample took; 0 if the payload does not ask."""
-    if not payload.samples:
-        return run(payload, moved=moved, draws=draws), 0.0
-    started = time.perf_counter()
-    values = run(payload, moved=moved, draws=draws)
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-    return values, (time.perf_counter() - started) / payload.samples
+class Ran(NamedTuple):
+    """What the tasks of a payload have made.
+
+    Attributes:
+        values: of the tasks.
+        seconds: how many a sample took; 0 if the payload does not ask.
+        drew: whether random numbers were drawn; true also with gradients, where nobody asks.
+    """
+
+    values: list[Any]
+    seconds: float
+    drew: bool
 
 
-def run(
-    payload: Payload,
-    *,
-    moved: bool = False,
-    draws: Draws | None = None,
-) -> list[Any]:
-    """The values of the payload's tasks. If a task raises, its exception is raised and later tasks do not run.
+def run(payload: Payload, *, moved: bool = False) -> Ran:
+    """Run the payload's tasks. If a task raises, its exception is raised and later tasks do not run.
 
     Args:
         payload: the work of this worker.
-        moved: whether another worker was to run them first, so that this one has work of its own.
-        draws: is told if a task draws random numbers; ``None``: nobody asks.
+        moved: whether another worker was to run them first.
     """
+    started, recorded = time.perf_counter(), payload.state.grad_enabled
     payload = resolved(payload, receiving_device(payload.options.device))
-    tasks = partial(
-        _vectorized if payload.options.vectorize else _one_by_one,
-        task=partial(Task, guest=moved, draws=draws),
-    )
+    turns: list[Turn] = []
+
+    def turn(seed: int | None) -> AbstractContextManager[object]:
+        if seed is None:
+            return nullcontext()
+        # What may run again elsewhere is to draw the same numbers there.
+        exclusive = moved or payload.options.outlives_workers
+        turns.append(Turn(exclusive=exclusive, seed=seed, asks=not recorded))
+        return turns[-1]
+
+    tasks = _vectorized if payload.options.vectorize else _one_by_one
     with payload.state.applied():
-        if payload.state.grad_enabled:
-            return tasks(payload)
-        return evaluate(lambda: tasks(payload))
+        values = tasks(payload, turn) if recorded else evaluate(lambda: tasks(payload, turn))
+    seconds = 0.0
+    if payload.samples:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        seconds = (time.perf_counter() - started) / payload.samples
+    return Ran(values, seconds, recorded or any(each.drew for each in turns))
 
 
-def _one_by_one(payload: Payload, task: Callable[[int], Task]) -> list[Any]:
+def _one_by_one(payload: Payload, turn: _TurnOf) -> list[Any]:
     values: list[Any] = []
     tell = teller(payload)
     for (args, kwargs), seed in zip(payload.tasks, payload.seeds, strict=True):
-        with task(seed):
+        with turn(seed):
             values.append(payload.function(*args, **kwargs))
         if tell is not None:
             tell(len(values))
     return values
 
 
-def _vectorized(payload: Payload, task: Callable[[int], Task]) -> list[Any]:
+def _vectorized(payload: Payload, turn: _TurnOf) -> list[Any]:
     """One ``vmap`` over the tensors that differ between the tasks; an argument that all tasks share is not mapped."""
     tasks: Any = payload.tasks
     flat = [flatten(each, is_leaf=_is_module, path="(args, kwargs)") for each in tasks]
@@ -84,7 +90,7 @@ def _vectorized(payload: Payload, task: Callable[[int], Task]) -> list[Any]:
         index for index, column in enumerate(columns) if not all(_same(leaf, column[0]) for leaf in column)
     ]
     if not mapped:
-        return _one_by_one(payload, task)
+        return _one_by_one(payload, turn)
     _check_mappable(columns, mapped, paths)
 
     def one_task(*tensors: torch.Tensor) -> Any:
@@ -95,7 +101,7 @@ def _vectorized(payload: Payload, task: Callable[[int], Task]) -> list[Any]:
         return payload.function(*args, **kwargs)
 
     stacked = [torch.stack(columns[index]) for index in mapped]
-    with task(payload.seeds[0]), normalization_by_formula(), without_fast_path():
+    with turn(payload.seeds[0]), normalization_by_formula(), without_fast_path():
         batched = torch.func.vmap(one_task, randomness="different", chunk_size=payload.options.chunk_size)(
             *stacked
         )

@@ -23,7 +23,6 @@ from torchopt_dist.distributed._protocol import Key
 from torchopt_dist.distributed._replicas import Replicas
 from torchopt_dist.distributed._residents import Residents
 from torchopt_dist.distributed._retries import Retries
-from torchopt_dist.distributed._running_shares import RunningShares
 from torchopt_dist.distributed._spans import Recorder
 from torchopt_dist.distributed._thread_pool import ThreadPool
 from torchopt_dist.distributed.transport.base import Transport
@@ -58,7 +57,6 @@ class Group:
         residents: values that stay on this worker.
         replicas: the copies of modules, each with its optimizer, that this worker holds.
         streams: tensors that come to this worker in chunks.
-        running_shares: the shares of calls with a tree that run here.
         bars: for calls with a progress bar, by number, a function of a worker and its number of finished tasks.
         recorder: records what this worker does for calls while a profile is on.
         retries: assigns the shares of lost workers to others.
@@ -91,7 +89,6 @@ class Group:
         self.residents = Residents(self.has_gone)
         self.replicas = Replicas()
         self.streams = Streams()
-        self.running_shares = RunningShares()
         self.bars: dict[int, Callable[[int, int], None]] = {}
         self.recorder = Recorder(self.rank)
         self.releaser = GraphReleaser()
@@ -99,7 +96,7 @@ class Group:
         self.transport = transport(self)
         membership.links.on_cut = self._cut
         self.retries = Retries(membership, self.threads, self.releaser, self.transport, self.new_key)
-        self.outstanding = Outstanding(len(self.names), self.retries.waiting)
+        self.outstanding = Outstanding(len(self.names))
 
     @property
     def members(self) -> tuple[Member, ...]:

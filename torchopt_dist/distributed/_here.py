@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from torchopt_dist._random_turns import visiting
 from torchopt_dist.distributed._future import Future
 from torchopt_dist.distributed._group import Group
 from torchopt_dist.distributed._kept import Kept, KeptGraph, graph_missing
@@ -62,7 +63,12 @@ class Beside(Here):
         del worker, timeout
         future: Future[Message] = Future()
         name = self._group.names[self._group.rank]
-        settle_in_thread(self._group.threads, lambda: _sent(self._answer(_sent(request))), future, name)
+
+        def work() -> Message:
+            with visiting():
+                return _sent(self._answer(_sent(request)))
+
+        settle_in_thread(self._group.threads, work, future, name)
         return future
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 
 from torchopt_dist._random_turns import lent
 from torchopt_dist.errors import CallTimeoutError
@@ -27,15 +26,13 @@ class Outstanding(threading.local):
 
     Args:
         size: the number of workers.
-        waiting: makes a context in which this thread only waits.
 
     Attributes:
         slots: those left; ``None`` if nothing has been sent yet. A thread that begins to run something else sets it so.
     """
 
-    def __init__(self, size: int, waiting: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(self, size: int) -> None:
         self._size = size
-        self._waiting = waiting
         self.slots: threading.Semaphore | None = None
 
     def wait_for_slot(self, seconds: float) -> Callable[..., None]:
@@ -50,7 +47,7 @@ class Outstanding(threading.local):
         limit = max(LIMIT, LIMIT_OF_A_WORKER * self._size)
         slots = self.slots = self.slots or threading.Semaphore(limit)
         if not slots.acquire(blocking=False):
-            with self._waiting(), lent():
+            with lent():
                 if not slots.acquire(timeout=seconds or None):
                     raise CallTimeoutError(
                         f"{limit} requests of this thread are under way, the most at a time, and none of them "

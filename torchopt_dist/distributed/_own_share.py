@@ -13,7 +13,6 @@ from typing import Any
 import optree
 from torch import Tensor, nn
 
-from torchopt_dist._random_turns import Draws
 from torchopt_dist.distributed import _execute
 from torchopt_dist.distributed._device_placement import placed, receiving_device
 from torchopt_dist.distributed._grad_accumulators import hold_grad_accumulators
@@ -93,10 +92,9 @@ def _plain(payload: Payload, siblings: Siblings | None, *, in_a_thread: bool) ->
         group = current_group()
         try:
             with group.recorder.span("run"):
-                draws = None if payload.state.grad_enabled else Draws(False)
-                values, seconds = _execute.timed(placed(payload), draws=draws)
-            if siblings is not None and draws is not None and draws.known:
-                siblings.drew = True
+                values, seconds, drew = _execute.run(placed(payload))
+            if siblings is not None:
+                siblings.drew |= drew
             if siblings is not None and siblings.balance is not None:
                 siblings.balance.took(group.rank, seconds)
             return values

@@ -25,7 +25,8 @@ class Payload:
     Attributes:
         function: the function to call.
         tasks: its arguments, ``(args, kwargs)`` for each call.
-        seeds: for each task the seed of torch's generators, which does not depend on the number of workers.
+        seeds: for each task the seed of torch's generators, which does not depend on the number of workers; ``None``
+            for one of the package's own, which draws nothing and waits for no other.
         state: the caller's state, under which the tasks run.
         options: how to run the tasks.
         ticket: the ticket of the caller's progress bar; ``None`` if there is none.
@@ -34,7 +35,7 @@ class Payload:
 
     function: Callable[..., Any]
     tasks: tuple[tuple[Args, KwArgs], ...]
-    seeds: tuple[int, ...]
+    seeds: tuple[int | None, ...]
     state: CallerState
     options: ExecutionOptions
     ticket: tuple[int, int] | None = None
@@ -50,7 +51,7 @@ class Payload:
         cls,
         function: Callable[..., Any],
         tasks: tuple[tuple[Args, KwArgs], ...],
-        seeds: tuple[int, ...],
+        seeds: tuple[int | None, ...],
         state: tuple[Any, ...],
         options: tuple[Any, ...],
         ticket: tuple[int, int] | None,

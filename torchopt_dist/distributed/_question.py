@@ -1,7 +1,7 @@
 """A worker, a function, its arguments → a future of its value there, without effects on the program.
 
-Such a question is a call that belongs to the package, not to the program: no random number is drawn for it, no graph is
-recorded unless it asks, and it is not retried if the worker is lost.
+Such a question is a call that belongs to the package, not to the program: no random number is drawn for it, so it does
+not wait for tasks that draw, no graph is recorded unless it asks, and it is not retried if the worker is lost.
 """
 
 from __future__ import annotations
@@ -40,5 +40,5 @@ def ask(
     state = replace(CallerState.capture(), grad_enabled=recorded, autocast=())
     group = current_group()
     group.check_process()
-    payload = Payload(function, ((args, {}),), (0,), state, ExecutionOptions())
+    payload = Payload(function, ((args, {}),), (None,), state, ExecutionOptions())
     return call(Sending(group, seconds, recorded, Siblings(), payload.options), worker, payload)

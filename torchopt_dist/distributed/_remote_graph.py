@@ -255,14 +255,12 @@ class RemoteGraph:
 
         Until it is there, ``take_up`` takes up what comes before it, if anything does.
         """
-        if self.own:  # computes the reply, which is no waiting
-            with self.group.retries.own_share():
-                arrived = reply.result()
-        with nullcontext() if self.own else self.span("wait back"), self.group.retries.waiting():
+        if self.own:
+            arrived = reply.result()  # computes it, which is no waiting
+        with nullcontext() if self.own else self.span("wait back"), lent():
             take_up()
             if not self.own:
-                with lent():
-                    arrived = reply.result()
+                arrived = reply.result()
             self.siblings.check()
         return arrived
 

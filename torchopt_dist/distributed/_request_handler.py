@@ -11,11 +11,9 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
 
 import torch
 
-from torchopt_dist._random_turns import Draws
 from torchopt_dist._serialized_exception import SerializedException
 from torchopt_dist._torch_private import (
     advance_sequence_numbers,
@@ -94,15 +92,11 @@ def answer(
         return pack(content.run(worker).reply, main_by_name=True)
     if recorder.profile.on:
         recorder.add("receive", began, key, key[0])
-    if request.key is None:
-        made = content.run(worker)
-    else:
-        group = answering_group()
-        with group.running_shares.alone(content.key, group.transport.about_to_wait):
-            if group.has_gone(key):  # the share runs elsewhere now
-                raise group.membership.loss_of(key[0])
-            worker.is_moved = key != content.key and key[0] == content.key[0]
-            made = content.run(worker)
+    if request.key is not None:
+        if answering_group().has_gone(key):  # the share runs elsewhere now
+            raise answering_group().membership.loss_of(key[0])
+        worker.is_moved = key != content.key and key[0] == content.key[0]
+    made = content.run(worker)
     reply = recorder.record("reply", key, key[0], _reply, made, key if content.keep else None, kept_graphs)
     reply.used_up = made.used_up
     return reply
@@ -139,19 +133,18 @@ class _Worker:
     def execute(self, call: Call) -> Made:
         """Run a payload."""
         message, payload, known = self.message, call.payload, answering_group().known_functions
-        draws = None if payload.state.grad_enabled else Draws(False)
-        run = functools.partial(_execute.timed, payload, moved=self.is_moved, draws=draws)
+        run = functools.partial(_execute.run, payload, moved=self.is_moved)
         if message.arrived:
             run = functools.partial(_with_references, message.arrived, run, payload)
         warning = None
         if call.keep and is_looked_at(payload, known):
             left = LeftBehind(payload, [*message.tensors, *self._leaves], message.apart)
             with left.watched():
-                values, seconds = self._recorder.record("run", call.key, call.key[0], run)
-            warning = left.warning(values, known)
+                ran = self._recorder.record("run", call.key, call.key[0], run)
+            warning = left.warning(ran.values, known)
         else:
-            values, seconds = self._recorder.record("run", call.key, call.key[0], run)
-        reply = Reply(values, warning=warning, seconds=seconds, drew=draws is None or draws.known is True)
+            ran = self._recorder.record("run", call.key, call.key[0], run)
+        reply = Reply(ran.values, warning=warning, seconds=ran.seconds, drew=ran.drew)
         return Made(reply, self.inputs, self.held)
 
     def differentiate(self, backward: Backward) -> Made:
@@ -188,8 +181,8 @@ class _Worker:
 
 
 def _with_references(
-    arrived: Sequence[ConnectedRRef], run: Callable[[], tuple[list[Any], float]], payload: Payload
-) -> tuple[list[Any], float]:
+    arrived: Sequence[ConnectedRRef], run: Callable[[], _execute.Ran], payload: Payload
+) -> _execute.Ran:
     """What ``run`` returns, with references that are connected while it runs."""
     for reference in arrived:
         reference.begin(answering_group().ask, outlives=payload.options.outlives_workers)

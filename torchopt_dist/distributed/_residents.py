@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from torchopt_dist._random_turns import lent
 from torchopt_dist.distributed._kept import Kept
 from torchopt_dist.distributed._protocol import Key
 from torchopt_dist.distributed._serialization import pack, unpack
@@ -116,7 +117,8 @@ class Residents(Kept[_Kept]):
         if mine is not None and fetch is not None:
             self._fetch(key, fetch, mine)
         if kept is None and coming is not None:
-            kept = coming.result()
+            with lent():
+                kept = coming.result()
         kept = kept or self.find(key)
         kept.check()
         return kept.on(device)

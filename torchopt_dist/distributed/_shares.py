@@ -1,19 +1,19 @@
 """The messages of a call, by worker → a future of each worker's reply, by way of a tree.
 
 If workers of the tree are lost, and the call has ``retries``, what they were to forward is sent again down a tree of
-the others, and their own shares go to workers that are free. The same is done if a backward finds workers lost, whose
+the others, and their own shares go to other workers. The same is done if a backward finds workers lost, whose
 graphs are lost, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
+from torchopt_dist._random_turns import lent
 from torchopt_dist._torch_private import tensor_version
 from torchopt_dist.distributed._ask import ANOTHER_GRAPH, Deadline, check_unchanged, is_copied
 from torchopt_dist.distributed._chunks import can_be_cut, chunks_of
@@ -89,25 +89,18 @@ class Shares:
         self._avoided |= alone
         hosts = [member.host for member in group.members]
         twigs = tree(group.rank, [worker for worker in replies if worker not in alone], hosts, self._fan_out)
-        busy = [ExitStack() for _ in twigs]
-        with ExitStack() as undone:
-            for twig, stack in zip(twigs, busy, strict=True) if mends else ():
-                stack.enter_context(group.retries.busy(twig.workers()))
-                undone.callback(stack.close)
-            hoisted = [sending.as_sent(tensor) for tensor in self._hoisted] if twigs else []
-            children = spread(sending, [self._branch(twig) for twig in twigs], chunks_of(hoisted))
-            undone.pop_all()
-        for child, stack in zip(children, busy, strict=True):
+        hoisted = [sending.as_sent(tensor) for tensor in self._hoisted] if twigs else []
+        for child in spread(sending, [self._branch(twig) for twig in twigs], chunks_of(hoisted)):
             workers = child.branch.workers()
             if mends:
                 child.graph.again = _RepliesAgain(self, sending.instead, workers)
             branch = {worker: replies[worker] for worker in workers}
-            child.reply.add_done_callback(partial(self._arrived, branch, child, sending, stack))
+            child.reply.add_done_callback(partial(self._arrived, branch, child, sending))
         for worker in alone:
             spent = int(group.transport.to(worker).has_lost(worker))
             child = Child(sending, Branch(worker, self._messages[worker]), spent=spent)
             one = {worker: replies[worker]}
-            child.reply.add_done_callback(partial(self._arrived, one, child, sending, ExitStack()))
+            child.reply.add_done_callback(partial(self._arrived, one, child, sending))
 
     def _branch(self, twig: Twig) -> Branch:
         message, hoisted = self._messages[twig.worker], self._hoisted
@@ -124,11 +117,9 @@ class Shares:
         replies: dict[int, Future[Message]],
         child: Child,
         sending: Sending,
-        busy: ExitStack,
         reply: Future[Message],
     ) -> None:
         """Pass the replies of a branch, or its error, to the futures of its workers."""
-        busy.close()
         first = child.branch.worker
         found: dict[int, Message | None]
         try:
@@ -172,16 +163,12 @@ class Shares:
             return asked if retries.is_loss(asked, error) else None
         return error.rank if error.rank in workers and retries.goes_on_without(error.rank) else None
 
-    def waiting(self) -> Any:
-        """See :meth:`Retries.waiting`."""
-        return self._group.retries.waiting(beside=True)
-
 
 class _RepliesAgain:
     """The replies of a branch of the tree; see :class:`~torchopt_dist.distributed._again.Again`."""
 
     def __init__(self, shares: Shares, instead: Mapping[int, Tensor], workers: Sequence[int]) -> None:
-        self.workers: Collection[int] = workers
+        self._workers = workers
         self._shares = shares
         self._instead = instead
         self._places: list[tuple[int, int]] = []
@@ -214,7 +201,7 @@ class _RepliesAgain:
         workers = dict.fromkeys(worker for worker, _ in places)
         of_messages = {which: instead.get(id(tensor), tensor) for which, tensor in self._instead.items()}
         replies = self._shares.send(workers, Siblings(), {**instead, **of_messages})
-        with self._shares.waiting():
+        with lent():
             messages = {worker: reply.result() for worker, reply in replies.items()}
         for worker, number in places:
             tensors = messages[worker].tensors
@@ -224,7 +211,7 @@ class _RepliesAgain:
 
     def is_loss(self, worker: int, error: BaseException) -> bool:
         """See :class:`~torchopt_dist.distributed._again.Again`."""
-        lost = self._shares.is_loss_of(self.workers, worker, error)
+        lost = self._shares.is_loss_of(self._workers, worker, error)
         if lost is not None:
             self._shares.avoid(lost)
         return lost is not None

@@ -157,7 +157,7 @@ def remote_async_call(
         answered()
         raise
     state = CallerState.capture()
-    future: Future[Any] = Awaited(call.group)
+    future: Future[Any] = Awaited()
 
     def work() -> Any:
         group.outstanding.slots = None  # those that this thread has used up before are not this call's
@@ -193,7 +193,6 @@ class _Call:
         snapshot: bool = False,
     ) -> None:
         self.group = current_group()
-        self.asynchronous = snapshot
         if not callable(func):
             raise TypeError(f"func must be callable, got {type(func).__name__} {func!r:.80}")
         if not isinstance(args, (tuple, list, type(None))):
@@ -283,26 +282,18 @@ class _Call:
         own = self.values[self.me] = _future.Future()
         if self.bar is not None:
             self.bar.watch({self.me: own})
-        busy = ExitStack()
-        busy.enter_context(self.group.retries.own_share())
-
-        def run() -> list[Any]:
-            with busy:
-                return work()
-
         if self.seconds and self.payloads[self.me][0].options.isolate_own_share:
-            settle_in_thread(self.group.threads, run, own, self.group.names[self.me])
+            settle_in_thread(self.group.threads, work, own, self.group.names[self.me])
         else:
-            settle_by(run, own)
+            settle_by(work, own)
 
     def finish(self) -> Any:
         """Wait for the others, and reduce."""
         results: list[Any] = [None] * len(self.partitions)
         group = self.group
-        with group.retries.waiting(beside=self.asynchronous):
-            gathered = group.recorder.record(
-                "wait", None, None, gather, self.values, group.names, self.seconds, self.started
-            )
+        gathered = group.recorder.record(
+            "wait", None, None, gather, self.values, group.names, self.seconds, self.started
+        )
         if self.settle_seed is not None:
             self.settle_seed(self.siblings.drew)
         for worker, values in gathered.items():

@@ -16,6 +16,7 @@ import optree
 import torch
 from torch import Tensor, nn
 
+from torchopt_dist._random_turns import lent
 from torchopt_dist._torch_private import transforms_are_active
 from torchopt_dist.distributed._grad_accumulators import hold_grad_accumulators
 from torchopt_dist.errors import ResidentError
@@ -128,7 +129,8 @@ class ConnectedRRef(Reference):
                 else:
                     owner, seconds = self.rref.owner().id, max(timeout, 0.0)
                     asked = ask(owner, _value_of, self, seconds=seconds, recorded=True)
-                    self._value = tuple(asked.result())
+                    with lent():
+                        self._value = tuple(asked.result())
                 if self._outlives and requires_grad(self._value):
                     self._value = ()
                     raise ValueError(

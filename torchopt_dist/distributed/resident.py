@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchopt_dist._random_turns import lent
 from torchopt_dist.distributed._containers import flatten
 from torchopt_dist.distributed._group import Group, answering_group, current_group, find_group, incarnation_of
 from torchopt_dist.distributed._payload import Payload
@@ -83,7 +84,8 @@ class Resident(Handle):
         def fetch() -> Any:
             if not lives:
                 raise group.membership.loss_of(home)
-            return group.ask(home, _hand_out, self._key, group.rank).result()[0]
+            with lent():
+                return group.ask(home, _hand_out, self._key, group.rank).result()[0]
 
         return group.residents.on(self._key, device, fetch)
 

@@ -140,7 +140,7 @@ class _Between:
         distance = self._distance(length, directions)
         weight = length / (2 * self.radius)
         wanted = [tensor for tensor in given if tensor.requires_grad]
-        with kept_generators(), self.autocast.again(), torch.set_grad_enabled(True), Turn(loop.draws):
+        with kept_generators(), self.autocast.again(), torch.set_grad_enabled(True), Turn(exclusive=True):
             ahead = self._side(directions, distance, weight, given, wanted, loop)
             behind = self._side(directions, -distance, weight, given, wanted, loop)
         found: list[OptionalTensor] = [

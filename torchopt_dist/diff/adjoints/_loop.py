@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from torchopt_dist import pytree
 from torchopt_dist._formulas import normalization_by_formula
 from torchopt_dist._formulas.attention import without_fast_path
-from torchopt_dist._random_turns import Draws, Turn
+from torchopt_dist._random_turns import Turn
 from torchopt_dist._torch_private import grad_of_loss, grads_inside_transforms, transforms_are_active
 from torchopt_dist.diff.adjoints._autocast import forget_casts
 from torchopt_dist.diff.adjoints._carry import (
@@ -75,9 +75,6 @@ class Loop:
 
     watch: WatchFn | None = None
     """Is shown each plain step."""
-
-    draws: Draws = field(default_factory=Draws)
-    """Whether the loss draws random numbers."""
 
     @property
     def is_substituted(self) -> bool:
@@ -223,12 +220,12 @@ class Loop:
             ValueError: it has more than one element, or does not depend on the parameters.
         """
         if transforms_are_active():
-            with torch.set_grad_enabled(record), Turn(self.draws):
+            with torch.set_grad_enabled(record), Turn(exclusive=True):
                 return self._gradient_in_transform(carry, number)
         if not torch.is_grad_enabled():
             with torch.enable_grad():
                 return self.gradient(carry, number, record=record, watch=watch)
-        with Turn(self.draws):
+        with Turn(exclusive=True):
             leaves = list(carry.params)
             wanted = []
             for place in self.model.moved_places:
@@ -341,9 +338,7 @@ class Loop:
 
     def _called(self, leaves: Sequence[Tensor], buffers: Sequence[Tensor], number: int) -> Any:
         given = self.model.filled(leaves, [buffer.clone() for buffer in buffers] if buffers else buffers)
-        value = self.loss(given) if self.batches is None else self.loss(given, self.batch(number))
-        self.draws.find_out()
-        return value
+        return self.loss(given) if self.batches is None else self.loss(given, self.batch(number))
 
     def batch(self, number: int) -> Any:
         """The batch of a step.

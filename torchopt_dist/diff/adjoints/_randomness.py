@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from torchopt_dist._generators import generators, restore, states
+from torchopt_dist._generators import restore, seed_all, states
 from torchopt_dist._random_turns import change_generators
 
 __all__ = ["kept_generators", "seed_step"]
@@ -15,12 +15,7 @@ __all__ = ["kept_generators", "seed_step"]
 def seed_step(seed: int, number: int) -> None:
     """Seed the generators for one step."""
     own = (seed + number * 0x9E3779B97F4A7C15) % 2**63
-    change_generators(_seed if torch.cuda.is_initialized() else torch.default_generator.manual_seed, own)
-
-
-def _seed(seed: int) -> None:
-    for generator in generators():
-        generator.manual_seed(seed)
+    change_generators(seed_all if torch.cuda.is_initialized() else torch.default_generator.manual_seed, own)
 
 
 def kept_generators() -> AbstractContextManager[None]:

@@ -83,7 +83,7 @@ def _look_once(loop: Loop, around: Samples) -> None:
     def call() -> list[Tensor]:
         others = tuple(one.tensor(values) for one, values in zip(held, given, strict=True))
         cut = loop.cut(loop.first)
-        with Turn(loop.draws):
+        with Turn(exclusive=True):
             return [replace(loop, others=others).evaluate(cut.params, cut.buffers, 0)[0]]
 
     with around.outside(), torch.enable_grad(), kept_generators():

@@ -127,5 +127,5 @@ class _Gradient:
         return [t / len(self.numbers) for t in total]
 
     def _loss(self, loop: Loop, carry: Carry, number: int) -> Tensors:
-        with Turn(loop.draws):
+        with Turn(exclusive=True):
             return [loop.evaluate(carry.params, carry.buffers, number)[0]]

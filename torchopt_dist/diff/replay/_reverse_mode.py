@@ -56,7 +56,7 @@ def graph_of(loop: Loop, carry: Carry, number: int, *, values: bool) -> Graph:
     inputs = [params[place] for place in places]
     tied = [params[place] for place in loop.model.first_places]
     layers = LinearLayers(inputs)
-    with torch.enable_grad(), Turn(loop.draws):
+    with torch.enable_grad(), Turn(exclusive=True):
         with layers:
             loss, _aux, _buffers = loop.evaluate(tied, carry.buffers, number)
         loss = loss.reshape(loop.samples)

@@ -118,7 +118,7 @@ class ForwardOverReverse(Sweep):
         wanted, tangents = [*inputs, *self._declared], Tangents(of, direction.loss_bar)
         with (
             torch.enable_grad(),
-            Turn(loop.draws),
+            Turn(exclusive=True),
             ForwardModeFormulas() if self.formulas else nullcontext(),
         ):
             found = sweep(
