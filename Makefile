@@ -64,12 +64,12 @@ portable: $(STAMP) ## the tests of what computes, as on other processors: AS="MK
 
 fuzz: $(STAMP) ## random programs of calls, chains, inner loops and layers, against loops by hand: PROGRAMS=2000 of each
 	TODIST_FUZZ_PROGRAMS=$(PROGRAMS) TODIST_FUZZ_CHAINS=$(PROGRAMS) TODIST_FUZZ_LOOPS=$(PROGRAMS) $(BIN)/python -m pytest \
-		tests/distributed/test_random_programs.py tests/transform/test_random_chains.py tests/diff/test_random_loops.py \
+		tests/distributed/calls/test_random_programs.py tests/transform/test_random_chains.py tests/diff/test_random_loops.py \
 		tests/diff/test_random_estimates.py tests/diff/test_random_layers.py $(ARGS)
 
 losses: $(STAMP) ## workers killed at random moments of 50 trainings and 50 random programs: LOSSES=50
-	TODIST_FUZZ_LOSSES=$(LOSSES) TODIST_FUZZ_DEATHS=$(LOSSES) $(BIN)/python -m pytest tests/distributed/test_random_losses.py \
-		tests/distributed/test_random_deaths.py tests/launch/test_replace.py -k "random or moments" $(ARGS)
+	TODIST_FUZZ_LOSSES=$(LOSSES) TODIST_FUZZ_DEATHS=$(LOSSES) $(BIN)/python -m pytest tests/distributed/calls/test_random_losses.py \
+		tests/distributed/calls/test_random_deaths.py tests/launch/test_replace.py -k "random or moments" $(ARGS)
 
 examples: $(STAMP) ## the tests that run the examples
 	$(PYTEST) tests/examples $(ARGS)

@@ -31,7 +31,7 @@ os.environ["TODIST_LOG_DIR"] = _logs.name  # so that launches of tests leave no 
 ROOT = Path(__file__).parent
 LONGEST_FIRST = (
     "tests/packaging",
-    "tests/distributed/test_torchrun_elastic.py",
+    "tests/distributed/life/test_torchrun_elastic.py",
     "tests/examples",
     "tests/seeds",
     "tests/launch",

@@ -16,8 +16,8 @@ from torch.distributed import rpc
 from workers import interleaved, start_workers
 
 import torchopt_dist as todist
-from torchopt_dist.distributed._group import current_group
-from torchopt_dist.distributed._sealed_store import SealedStore
+from torchopt_dist.distributed.group.group import current_group
+from torchopt_dist.distributed.rendezvous.sealed_store import SealedStore
 from torchopt_dist.distributed.transport.base import Transport
 from torchopt_dist.distributed.transport.zmq import ZMQTransport
 

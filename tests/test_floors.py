@@ -22,16 +22,21 @@ GROUND = {
     "_evaluation",
     "_formulas",
     "_functional",
+    "_future",
     "_generators",
     "_free_memory",
+    "_grad_accumulators",
     "_liveness",
     "_network",
     "_out_of_memory",
+    "_parentheses",
     "_random_turns",
     "_serialized_exception",
+    "_threads",
     "_torch_private",
     "_tracebacks",
     "_unconnected",
+    "_versions",
     "_vjp",
     "_vmap",
     "errors",
@@ -41,18 +46,33 @@ GROUND = {
 FIRST = GROUND | {"ops", "linear_solve", "schedule"}
 SECOND = FIRST | {"transform", "linalg", "nonlinear_solve", "nn"}
 
+BELOW = GROUND | {"nn", "nn.module_state"}
+ROOMS = [
+    "distributed.messages",
+    "distributed.serialization",
+    "distributed.rendezvous",
+    "distributed.membership",
+    "distributed.transport",
+    "distributed.group",
+    "distributed.worker",
+    "distributed.calls",
+    "distributed.life",
+]
+"""Each may import those before it."""
+
 MAY_IMPORT = {
     **dict.fromkeys(GROUND, GROUND),
     **dict.fromkeys(("ops", "linear_solve", "schedule"), GROUND),
     **dict.fromkeys(("transform", "linalg", "nonlinear_solve"), FIRST),
     "nn": FIRST | {"diff.implicit", "diff.zero_order"},  # functions of functions, which know no modules
     "diff": FIRST,  # functions of functions; below are the parts of it that know optimizers' steps and modules
-    "diff.inner_loop": SECOND | {"diff"},
-    "diff.adjoints": SECOND | {"diff"},
-    "diff.replay": SECOND | {"diff"},
+    "diff.inner_loop": SECOND | {"diff", "diff.adjoints", "diff.replay"},
+    "diff.adjoints": SECOND | {"diff", "diff.replay"},
+    "diff.replay": SECOND | {"diff", "diff.adjoints"},
     "optim": SECOND | {"diff"},
     "visual": GROUND | {"nn"},
-    "distributed": GROUND | {"nn", "nn.module_state"},
+    "distributed": BELOW | set(ROOMS),  # the doors: what users call
+    **{room: BELOW | set(ROOMS[:floor]) for floor, room in enumerate(ROOMS)},
     "checkpoint": GROUND | {"distributed.world"},
     "scalars": {"distributed.world"},
     "launch": {
@@ -66,7 +86,8 @@ MAY_IMPORT = {
 }
 """Room → what it may import beside itself; a dotted name is a part of a room, a plain one the whole of it.
 
-A part of a room that has a row of its own is a room by itself, above the rest of it.
+A part of a room that has a row of its own is a room by itself: the parts of ``diff`` are above the rest of it, those of
+``distributed`` below.
 """
 ROOF = {"__init__", "__main__", "bench", "compat", "report"}
 """These stand on everything."""
@@ -145,9 +166,10 @@ def allowed(room: str, name: str) -> bool:
     """Whether a file of ``room`` may import ``name``, such as ``nn.module_state.ModuleState``."""
     first, *rest = name.split(".")
     upper = rest and f"{first}.{rest[0]}" in MAY_IMPORT
-    if first == room.partition(".")[0]:
-        return not upper or room != first
     may = MAY_IMPORT[room]
+    if first == room.partition(".")[0]:
+        part = f"{first}.{rest[0]}" if upper else first
+        return part == room or part in may
     parts = {entry.partition(".")[2] for entry in may if entry.startswith(f"{first}.")}
     if not parts or not rest:
         return first in may
@@ -185,6 +207,11 @@ def test_imports_go_down() -> None:
         ("distributed", "nn._tensor_copier.TensorCopier", False),
         ("distributed", "optim.sgd", False),
         ("ops", "distributed.world", False),
+        ("distributed", "distributed.calls.graph", True),
+        ("distributed.calls", "distributed.worker.handler.handle_request", True),
+        ("distributed.calls", "distributed.calls.tree", True),
+        ("distributed.worker", "distributed.calls.graph", False),
+        ("distributed.calls", "distributed.partition", False),
         ("launch", "distributed", False),
         ("launch", "_torch_private.interpreter_flags", True),
         ("launch", "_vmap", False),

@@ -16,7 +16,7 @@ from torch import Tensor
 import torchopt_dist as todist
 from torchopt_dist import _random_turns
 from torchopt_dist._random_turns import Turn, draw_seed, lent, visiting
-from torchopt_dist.distributed._gather import gather
+from torchopt_dist.distributed.calls.gather import gather
 
 SECONDS = 30.0
 ADJOINTS = [todist.Replayed(snapshots=1), todist.Replayed(snapshots=1, sweep="forward"), todist.Recorded()]

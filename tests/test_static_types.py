@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import torchopt_dist as todist
-from torchopt_dist.distributed._payload import ExecutionKwargs, ExecutionOptions
+from torchopt_dist.distributed.messages.payload import ExecutionKwargs, ExecutionOptions
 
 ROOT = Path(__file__).resolve().parents[1]
 HEAD = """

@@ -14,8 +14,11 @@ from torchopt_dist.errors import PeerFailedError, TodistError, WorkerLostError
 
 __all__ = ["format_error", "from_user_code", "show_user_frames", "summary"]
 
-HIDDEN = tuple(os.path.join(os.path.dirname(__file__), room, "") for room in ("distributed", "launch"))
-"""The folders of the files that call a user's functions."""
+HIDDEN = tuple(
+    os.path.join(os.path.dirname(__file__), *place)
+    for place in (("distributed", ""), ("launch", ""), ("_future.py",), ("_threads.py",))
+)
+"""The folders and files that call a user's functions."""
 LONGEST = 500
 """Characters of a message in a summary."""
 

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from tests.distributed.memberships import Lines
-from torchopt_dist.distributed import _group
-from torchopt_dist.distributed._membership_hub import START
+from torchopt_dist.distributed.group import group
+from torchopt_dist.distributed.membership.hub import START
 
 
 @pytest.fixture
@@ -15,7 +15,7 @@ def workers(monkeypatch):
 
     def make(size):
         names = tuple(f"worker{rank}" for rank in range(size))
-        monkeypatch.setattr(_group, "_group", SimpleNamespace(names=names, ending=False))
+        monkeypatch.setattr(group, "_group", SimpleNamespace(names=names, ending=False))
 
     make(3)
     return make

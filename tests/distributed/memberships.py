@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch.distributed as dist
 
-from torchopt_dist.distributed._members import Member
-from torchopt_dist.distributed._membership import Membership
-from torchopt_dist.distributed._sealed_store import SealedStore
+from torchopt_dist.distributed.membership.members import Member
+from torchopt_dist.distributed.membership.membership import Membership
+from torchopt_dist.distributed.rendezvous.sealed_store import SealedStore
 
 
 class Lines:

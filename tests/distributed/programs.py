@@ -11,8 +11,8 @@ from torch import nn
 from torch.func import functional_call
 
 import torchopt_dist as todist
-from torchopt_dist.distributed._group import current_group
-from torchopt_dist.distributed._wire_format import ALIGNMENT
+from torchopt_dist.distributed.group.group import current_group
+from torchopt_dist.distributed.serialization.wire import ALIGNMENT
 
 
 class Net(nn.Module):

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 import torchopt_dist as todist
 from tests.distributed.random_calls import HEDGES, OF_ROWS, WHOLE, Call, Here, There, formed
-from torchopt_dist.distributed import _multicast
-from torchopt_dist.distributed._chunks import CHUNK
-from torchopt_dist.distributed._group import Group, current_group
-from torchopt_dist.distributed._wire_format import SMALL
+from torchopt_dist.distributed.calls import spread
+from torchopt_dist.distributed.group.chunks import CHUNK
+from torchopt_dist.distributed.group.group import Group, current_group
+from torchopt_dist.distributed.serialization.wire import SMALL
 
 Instruction = Any
 
@@ -382,9 +382,7 @@ def set_thresholds(thresholds: Thresholds) -> None:
             for constant in values.keys() & vars(module).keys():
                 setattr(module, constant, values[constant])
     far = thresholds.far
-    _multicast.AUTO_WORKERS, _multicast.AUTO_BYTES, _multicast.MUCH_BYTES = (
-        (0, 8, 100) if far else (4, 1 << 20, 1 << 22)
-    )
+    spread.AUTO_WORKERS, spread.AUTO_BYTES, spread.MUCH_BYTES = (0, 8, 100) if far else (4, 1 << 20, 1 << 22)
     Group.on_this_host = lambda group, rank: group.rank == rank or not far
 
 

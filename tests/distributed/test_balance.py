@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import torchopt_dist as todist
 from tests.distributed.programs import gradients, mlp
-from torchopt_dist.distributed import _execute
 from torchopt_dist.distributed.balance import ranges
+from torchopt_dist.distributed.worker import execute
 
 
 def longest(shares, seconds):
@@ -105,7 +105,7 @@ clock = Clock()
 
 
 def use_the_clock():
-    _execute.time = clock
+    execute.time = clock
 
 
 def loss_of(model, x):

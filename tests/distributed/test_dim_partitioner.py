@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 import torchopt_dist as todist
 from tests.distributed.programs import split
-from torchopt_dist.distributed import _group
-from torchopt_dist.distributed._spread import even_share
+from torchopt_dist.distributed.balance import even_share
+from torchopt_dist.distributed.group import group
 
 pytestmark = pytest.mark.usefixtures("workers")
 
@@ -70,7 +70,7 @@ def test_nothing_is_lost_doubled_or_moved(size, workers_, ndim, dim, exclusive, 
     shape[dim] = size
     tensor = torch.arange(float(torch.tensor(shape).prod())).reshape(shape)
     names = tuple(map(str, range(workers_)))
-    with mock.patch.object(_group, "_group", SimpleNamespace(names=names, ending=False)):
+    with mock.patch.object(group, "_group", SimpleNamespace(names=names, ending=False)):
         parts = todist.dim_partitioner(dim, exclusive=exclusive, keepdim=keepdim)(tensor)
     tensors = [part.args[0] for part in parts]
     together = torch.stack(tensors, dim) if exclusive and not keepdim else torch.cat(tensors, dim)

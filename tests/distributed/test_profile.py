@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import torchopt_dist as todist
-from torchopt_dist.distributed._spans import Span
+from torchopt_dist.distributed.group.spans import Span
 from torchopt_dist.distributed.profile import _lanes_of
 from torchopt_dist.errors import NotInitializedError
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torchopt_dist as todist
-from torchopt_dist.distributed._spread import even_share
+from torchopt_dist.distributed.balance import even_share
 from torchopt_dist.distributed.reduce import check_reducer
 
 

@@ -8,7 +8,7 @@ import torch
 
 import torchopt_dist as todist
 from tests.distributed.bare import Bare
-from torchopt_dist.distributed import _group
+from torchopt_dist.distributed.group import group as group_module
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -33,7 +33,7 @@ def place(monkeypatch):
 @pytest.fixture
 def three_workers(monkeypatch):
     group = SimpleNamespace(names=("ada", "grace", "emmy"), ending=False)
-    monkeypatch.setattr(_group, "_group", group)
+    monkeypatch.setattr(group_module, "_group", group)
 
 
 # Who am I?

@@ -18,9 +18,9 @@ import zmq
 
 import torchopt_dist as todist
 from tests.distributed.bare import Bare
-from torchopt_dist.distributed import _descriptors
-from torchopt_dist.distributed._group import current_group
-from torchopt_dist.distributed._stopped import StoppedProcesses, is_running
+from torchopt_dist.distributed.group.group import current_group
+from torchopt_dist.distributed.life import descriptors
+from torchopt_dist.distributed.membership.stopped import StoppedProcesses, is_running
 
 
 def leave(number: int) -> None:
@@ -65,13 +65,13 @@ def test_too_few_descriptors_are_told_by_each_worker_before_libraries_fail(trans
 
 def test_an_error_of_a_library_that_has_no_descriptor_is_told_in_our_words():
     raw = RuntimeError('In Loop at tensorpipe/transport/uv/loop.cc:21 "rv < 0: too many open files"')
-    assert "`ulimit -n`" in str(_descriptors.too_many_files(raw))
-    assert _descriptors.too_many_files(RuntimeError("something else")) is None
+    assert "`ulimit -n`" in str(descriptors.too_many_files(raw))
+    assert descriptors.too_many_files(RuntimeError("something else")) is None
 
 
 def test_the_files_that_are_opened_to_see_are_closed():
     before = os.listdir("/proc/self/fd")
-    _descriptors.check_descriptors(50)
+    descriptors.check_descriptors(50)
     assert os.listdir("/proc/self/fd") == before
 
 

@@ -15,8 +15,8 @@ import torch
 
 import torchopt_dist as todist
 from tests.distributed.bare import say, watch
-from tests.distributed.test_random_losses import LOSSES, WORKERS, trained
-from torchopt_dist.distributed._group import current_group
+from tests.distributed.calls.test_random_losses import LOSSES, WORKERS, trained
+from torchopt_dist.distributed.group.group import current_group
 from torchopt_dist.errors import InitializationError, WorkerFailedError
 from torchopt_dist.launch import launch
 

@@ -30,7 +30,7 @@ SMOKE = (
     "tests/optim/test_sgd.py",
     "tests/diff/test_in_place.py",
     "tests/distributed/test_map.py",
-    "tests/distributed/test_awaited.py",
+    "tests/distributed/calls/test_awaited.py",
     "tests/distributed/test_short_requests.py",
     "tests/torch_private",
     "tests/formulas/test_normalization.py",

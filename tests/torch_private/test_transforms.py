@@ -11,7 +11,7 @@ from torch import nn
 import torchopt_dist as todist
 from torchopt_dist import _torch_private as private
 from torchopt_dist._torch_private import transforms
-from torchopt_dist.distributed._serialization import pack
+from torchopt_dist.distributed.serialization.pickling import pack
 from torchopt_dist.ops._adam import adam_
 
 

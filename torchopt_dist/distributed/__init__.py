@@ -4,8 +4,10 @@ from torchopt_dist.distributed import autograd
 from torchopt_dist.distributed.autograd import is_available
 from torchopt_dist.distributed.balance import Balance
 from torchopt_dist.distributed.barrier import barrier
+from torchopt_dist.distributed.group.resident import Resident, Shards
 from torchopt_dist.distributed.init_rpc import auto_init_rpc
 from torchopt_dist.distributed.map import map
+from torchopt_dist.distributed.messages.references import Reference
 from torchopt_dist.distributed.parallelize import (
     parallelize,
     parallelize_async,
@@ -27,10 +29,8 @@ from torchopt_dist.distributed.partition import (
 from torchopt_dist.distributed.profile import Profile, profile
 from torchopt_dist.distributed.put import put
 from torchopt_dist.distributed.reduce import concatenate_reducer, mean_reducer, stack_reducer, sum_reducer
-from torchopt_dist.distributed.reference import Reference
 from torchopt_dist.distributed.remote_call import remote_call
 from torchopt_dist.distributed.replica import Replica, replica
-from torchopt_dist.distributed.resident import Resident, Shards
 from torchopt_dist.distributed.status import Status, WorkerStatus, status
 from torchopt_dist.distributed.world import (
     WorldInfo,

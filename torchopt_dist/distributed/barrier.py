@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from torchopt_dist.distributed._group import current_group
+from torchopt_dist.distributed.group.group import current_group
 from torchopt_dist.distributed.world import get_worker_id
 
 __all__ = ["barrier"]

@@ -1,6 +1,6 @@
 """``main`` → the same in an RPC group: init → ``worker_init_fn()`` → barrier → ``main()`` → shutdown → its value.
 
-``_running_group.py`` makes and ends the group.
+``life/running_group.py`` makes and ends the group.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any, Literal, ParamSpec, TypeVar
 from torch.distributed import rpc
 
 from torchopt_dist._liveness import Liveness
-from torchopt_dist.distributed import _rendezvous
-from torchopt_dist.distributed._caller_state import ThreadSettings
-from torchopt_dist.distributed._group import find_group
-from torchopt_dist.distributed._members import OnLoss
-from torchopt_dist.distributed._membership_link import GroupEndedError
-from torchopt_dist.distributed._parentheses import check_parentheses
-from torchopt_dist.distributed._running_group import RunningGroup
+from torchopt_dist._parentheses import check_parentheses
+from torchopt_dist.distributed.group.group import find_group
+from torchopt_dist.distributed.life.running_group import RunningGroup
+from torchopt_dist.distributed.membership.members import OnLoss
+from torchopt_dist.distributed.messages.caller_state import ThreadSettings
+from torchopt_dist.distributed.rendezvous import store
+from torchopt_dist.distributed.rendezvous.store import GroupEndedError
 from torchopt_dist.distributed.transport.choice import check_name
 from torchopt_dist.distributed.world import default_worker_name_format
 from torchopt_dist.errors import InitializationError
@@ -109,7 +109,7 @@ def auto_init_rpc(
                         chosen = ThreadSettings.capture()
                         if chosen.are_chosen():
                             group.threads.prepare = chosen.apply
-                    group.membership.start(_rendezvous.init_timeout())
+                    group.membership.start(store.init_timeout())
                     return main(*args, **kwargs)
             except GroupEndedError as ended:
                 log.info("this process replaces a lost worker, and there is nothing to do: %s", ended)

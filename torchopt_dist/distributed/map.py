@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Concatenate, TypeVar, Unpack, overload
 
-from torchopt_dist.distributed._spread import check_workers, ranks_of
-from torchopt_dist.distributed._timeout import UNSET_TIMEOUT
-from torchopt_dist.distributed.balance import Balance, check_balance, ranges
+from torchopt_dist.distributed.balance import Balance, check_balance, check_workers, ranges, ranks_of
+from torchopt_dist.distributed.messages.timeout import UNSET_TIMEOUT
 from torchopt_dist.distributed.parallelize import CallKwargs, remote_sync_call
 from torchopt_dist.distributed.partition import Partition
 from torchopt_dist.distributed.reduce import ReducerOfSizes, check_reducer

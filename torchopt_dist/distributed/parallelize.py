@@ -12,24 +12,30 @@ from typing import Any, ParamSpec, TypeVar, Unpack, overload
 import torch
 from torch.futures import Future
 
+from torchopt_dist import _future
+from torchopt_dist._parentheses import check_parentheses
 from torchopt_dist._random_turns import draw_seed_returnable
-from torchopt_dist.distributed import _future, _multicast, _own_share
-from torchopt_dist.distributed._awaited import Awaited
-from torchopt_dist.distributed._buffers import Buffers, Returning, check_buffers, take
-from torchopt_dist.distributed._call_log import call_log
-from torchopt_dist.distributed._caller_state import CallerState
-from torchopt_dist.distributed._gather import gather
-from torchopt_dist.distributed._group import current_group
-from torchopt_dist.distributed._parentheses import check_parentheses
-from torchopt_dist.distributed._payload import ExecutionKwargs, ExecutionOptions, Payload, group_by_worker
-from torchopt_dist.distributed._progress import Bar
-from torchopt_dist.distributed._serialization import PackedModules
-from torchopt_dist.distributed._siblings import Siblings
-from torchopt_dist.distributed._thread_pool import settle_by, settle_in_thread
-from torchopt_dist.distributed._timeout import UNSET_TIMEOUT, seconds_of
+from torchopt_dist._threads import settle_by, settle_in_thread
 from torchopt_dist.distributed.balance import balance_of
+from torchopt_dist.distributed.calls import own_share, spread
+from torchopt_dist.distributed.calls.awaited import Awaited
+from torchopt_dist.distributed.calls.gather import gather
+from torchopt_dist.distributed.calls.siblings import Siblings
+from torchopt_dist.distributed.group.call_log import call_log
+from torchopt_dist.distributed.group.group import current_group
+from torchopt_dist.distributed.group.progress import Bar
+from torchopt_dist.distributed.messages.caller_state import CallerState
+from torchopt_dist.distributed.messages.payload import (
+    ExecutionKwargs,
+    ExecutionOptions,
+    Payload,
+    group_by_worker,
+)
+from torchopt_dist.distributed.messages.timeout import UNSET_TIMEOUT, seconds_of
 from torchopt_dist.distributed.partition import Partitioner, check_partitioner, partition
 from torchopt_dist.distributed.reduce import ReducerOfSizes, check_reducer
+from torchopt_dist.distributed.serialization.pickling import PackedModules
+from torchopt_dist.distributed.worker.buffers import Buffers, Returning, check_buffers, take
 from torchopt_dist.typing import Args, KwArgs
 
 __all__ = ["parallelize", "parallelize_async", "parallelize_sync", "remote_async_call", "remote_sync_call"]
@@ -225,7 +231,7 @@ class _Call:
         self.me = self.group.rank
         self.bar = self.show_progress(func) if options.progress else None
         log = call_log(func, self.payloads, self.group)
-        self.siblings = Siblings(log, balance=self.balance)
+        self.siblings = Siblings(log, took=None if self.balance is None else self.balance.took)
         self.shown = _SHOWN_NOWHERE
         if log is None and self.bar is None:
             self.send(snapshot)
@@ -244,7 +250,7 @@ class _Call:
             if worker != self.me:
                 others[worker] = payload
         lost = self.group.membership.failures
-        self.values = _multicast.calls(
+        self.values = spread.calls(
             dict(sorted(others.items(), key=lambda each: each[0] in lost)) if lost else others,
             self.seconds,
             movable=self.is_movable,
@@ -256,7 +262,7 @@ class _Call:
             self.bar.watch(self.values)
         self.own_share: Callable[[], list[Any]] | None = None
         if self.me in self.payloads:
-            self.own_share = _own_share.prepare(
+            self.own_share = own_share.prepare(
                 self.payloads[self.me][0], snapshot=snapshot, modules=modules, siblings=self.siblings
             )
 

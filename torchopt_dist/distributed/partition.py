@@ -16,13 +16,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from torchopt_dist.distributed._containers import flatten, lists_beside, tensors_hidden_in
-from torchopt_dist.distributed._spread import check_workers, ranks_of
-from torchopt_dist.distributed.balance import Balance, check_balance, ranges
+from torchopt_dist.distributed.balance import Balance, check_balance, check_workers, ranges, ranks_of
+from torchopt_dist.distributed.group.resident import Shards
 from torchopt_dist.distributed.reduce import REDUCERS
-from torchopt_dist.distributed.resident import Shards
 from torchopt_dist.distributed.world import get_worker_id
 from torchopt_dist.nn.module_state import StateHolder
+from torchopt_dist.pytree._containers import flatten, lists_beside, tensors_hidden_in
 from torchopt_dist.typing import Args, KwArgs
 
 __all__ = [

@@ -1,6 +1,6 @@
 """``with todist.profile() as profile: ...`` → where the time of distributed calls went: a table, a trace, a picture.
 
-Every worker records its own spans (``_spans.py``) while the profile is on. At the end they are fetched, and their times
+Every worker records its own spans (``spans.py``) while the profile is on. At the end they are fetched, and their times
 are converted to the caller's clock.
 """
 
@@ -17,10 +17,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from torchopt_dist.distributed._group import Group, current_group
-from torchopt_dist.distributed._question import ask
-from torchopt_dist.distributed._spans import PHASES, Phase, Span
-from torchopt_dist.distributed._table import bytes_text, seconds_text, table
+from torchopt_dist.distributed.calls.spread import ask
+from torchopt_dist.distributed.group.group import Group, current_group
+from torchopt_dist.distributed.group.spans import PHASES, Phase, Span
+from torchopt_dist.distributed.group.table import bytes_text, seconds_text, table
 from torchopt_dist.errors import TodistError
 
 if TYPE_CHECKING:

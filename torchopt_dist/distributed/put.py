@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchopt_dist.distributed._group import current_group
+from torchopt_dist.distributed.group.group import current_group
+from torchopt_dist.distributed.group.resident import Resident, Shards
+from torchopt_dist.distributed.messages.references import Reference, requires_grad
 from torchopt_dist.distributed.partition import PartitionFunction, TensorDimensionPartitioner
-from torchopt_dist.distributed.reference import Reference, requires_grad
-from torchopt_dist.distributed.resident import Resident, Shards
 
 __all__ = ["put"]
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 import optree
 import torch
 
-from torchopt_dist.distributed._containers import flatten
+from torchopt_dist.pytree._containers import flatten
 
 __all__ = [
     "ReducerOfSizes",

@@ -18,13 +18,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchopt_dist import _network
-from torchopt_dist.distributed._future import Future, as_completed
-from torchopt_dist.distributed._gather import GRACE_SECONDS, gather
-from torchopt_dist.distributed._group import Group, answering_group, current_group, find_group
-from torchopt_dist.distributed._protocol import Key
-from torchopt_dist.distributed._replicas import Before, Held, Options
-from torchopt_dist.distributed._staying import StayingModule, hook_of
-from torchopt_dist.distributed._thread_pool import settle_in_thread
+from torchopt_dist._future import Future, as_completed
+from torchopt_dist._threads import settle_in_thread
+from torchopt_dist.distributed.calls.gather import GRACE_SECONDS, gather
+from torchopt_dist.distributed.group.group import Group, answering_group, current_group, find_group
+from torchopt_dist.distributed.group.replicas import Before, Held, Options
+from torchopt_dist.distributed.messages.handle import StayingModule, hook_of
+from torchopt_dist.distributed.messages.requests import Key
 from torchopt_dist.errors import ResidentError
 
 __all__ = ["Replica", "replica"]

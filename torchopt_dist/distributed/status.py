@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from torchopt_dist.distributed._future import Future
-from torchopt_dist.distributed._group import Group, answering_group, current_group
-from torchopt_dist.distributed._table import bytes_text, table
+from torchopt_dist._future import Future
+from torchopt_dist.distributed.group.group import Group, answering_group, current_group
+from torchopt_dist.distributed.group.table import bytes_text, table
 from torchopt_dist.errors import CallTimeoutError, TodistError
 
 __all__ = ["Status", "WorkerStatus", "status"]

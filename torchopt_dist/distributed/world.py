@@ -7,14 +7,13 @@ is this one process.
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from numbers import Integral
 from typing import Any, ParamSpec, TypeVar
 
-from torchopt_dist.distributed._group import current_group, find_group
-from torchopt_dist.errors import InitializationError
+from torchopt_dist.distributed.group.group import current_group, find_group
+from torchopt_dist.distributed.rendezvous.environment import WorldInfo, default_worker_name_format, read_world
 
 __all__ = [
     "WorldInfo",
@@ -38,38 +37,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def default_worker_name_format(
-    *, world_rank: int, world_size: int, local_rank: int, local_world_size: int
-) -> str:
-    """Name a worker by its rank: ``worker0``, ``worker1``, …"""
-    del world_size, local_rank, local_world_size
-    return f"worker{world_rank}"
-
-
-@dataclass(frozen=True)
-class WorldInfo:
-    """This process's place in the world.
-
-    Attributes:
-        world_size: number of workers on all machines.
-        world_rank: this worker's number, in ``[0, world_size)``; worker 0 drives the program.
-        local_world_size: number of workers on this machine.
-        local_rank: this worker's number on this machine, in ``[0, local_world_size)``; choose the GPU by it.
-        worker_name: the name that remote calls know this worker by.
-    """
-
-    world_size: int
-    world_rank: int
-    local_world_size: int
-    local_rank: int
-    worker_name: str
-
-    @property
-    def rank(self) -> int:
-        """The same as ``world_rank``."""
-        return self.world_rank
-
-
 def get_world_info() -> WorldInfo:
     """Read this process's place in the world from the environment.
 
@@ -80,32 +47,10 @@ def get_world_info() -> WorldInfo:
     Raises:
         InitializationError: a variable is missing, is not a number, or is out of range.
     """
-    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
-        world_size, world_rank, local_world_size, local_rank = 1, 0, 1, 0
-    else:
-        world_size, world_rank = _read("WORLD_SIZE"), _read("RANK")
-        local_world_size = _read("LOCAL_WORLD_SIZE", world_size)
-        local_rank = _read("LOCAL_RANK", world_rank % max(local_world_size, 1))
-        _check_range("RANK", world_rank, "WORLD_SIZE", world_size)
-        _check_range("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_world_size)
-    group = find_group()
-    name = (
-        group.names[world_rank]
-        if group is not None and world_rank < len(group.names)
-        else default_worker_name_format(
-            world_rank=world_rank,
-            world_size=world_size,
-            local_rank=local_rank,
-            local_world_size=local_world_size,
-        )
-    )
-    return WorldInfo(world_size, world_rank, local_world_size, local_rank, name)
-
-
-def all_on_one_machine() -> bool:
-    """Whether the environment says that there are several workers, all of them on this machine."""
-    world = get_world_info()
-    return 1 < world.world_size == world.local_world_size and "LOCAL_WORLD_SIZE" in os.environ
+    world, group = read_world(), find_group()
+    if group is None or world.rank >= len(group.names):
+        return world
+    return replace(world, worker_name=group.names[world.rank])
 
 
 def alive() -> tuple[int, ...]:
@@ -120,31 +65,6 @@ def alive() -> tuple[int, ...]:
     group = current_group()
     lost = group.lost
     return tuple(rank for rank in range(len(group.names)) if rank not in lost)
-
-
-def _read(variable: str, default: int | None = None) -> int:
-    text = os.environ.get(variable)
-    if text is None:
-        if default is None:
-            raise InitializationError(
-                f"the environment variable {variable} is missing: RANK and WORLD_SIZE are set together "
-                "(by torchrun, for example) or not at all"
-            )
-        return default
-    try:
-        return int(text)
-    except ValueError:
-        raise InitializationError(
-            f"the environment variable {variable} must be an integer, got {text!r}"
-        ) from None
-
-
-def _check_range(rank_variable: str, rank: int, size_variable: str, size: int) -> None:
-    if not 0 <= rank < size:
-        raise InitializationError(
-            f"{rank_variable} must be in [0, {size_variable}), got {rank_variable}={rank} "
-            f"and {size_variable}={size}"
-        )
 
 
 def get_world_rank() -> int:

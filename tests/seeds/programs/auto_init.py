@@ -1,10 +1,11 @@
 # completed:
 import argparse
 
-import completion
 import torch
-
 import torchopt.distributed as todist
+
+import completion
+
 
 def parse_arguments():
     parser = argparse.ArgumentParser()

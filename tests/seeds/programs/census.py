@@ -9,9 +9,9 @@ import signal
 from dataclasses import asdict
 from pathlib import Path
 
-import completion
-
 import torchopt_dist as todist
+
+import completion
 
 VARIABLES = (
     "LOCAL_RANK",

@@ -1,8 +1,9 @@
 # completed:
-import completion
 import torch
-
 import torchopt.distributed as todist
+
+import completion
+
 
 def loss_fn(model, batch):
     # completed:

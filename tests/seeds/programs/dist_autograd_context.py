@@ -1,9 +1,8 @@
 # completed:
-import completion
+import torch.distributed.autograd as dist_autograd
 import torchopt.distributed as todist
 
-import torch
-import torch.distributed.autograd as dist_autograd
+import completion
 
 # completed:
 compute_loss = todist.parallelize(reducer=todist.mean_reducer)(completion.loss_of)

@@ -1,8 +1,9 @@
 # completed:
-import completion
-
 import torch
 import torchopt.distributed as todist
+
+import completion
+
 
 def worker_init_fn():
     local_rank = todist.get_local_rank()

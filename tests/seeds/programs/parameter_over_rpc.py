@@ -1,10 +1,11 @@
 # completed:
-import completion
+import torch
 import torch.distributed.autograd as dist_autograd
+import torch.distributed.rpc as rpc
 import torchopt.distributed as todist
 
-import torch
-import torch.distributed.rpc as rpc
+import completion
+
 
 def compute_loss(param):
     return param.mean()

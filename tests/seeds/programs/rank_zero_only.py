@@ -1,10 +1,11 @@
 # completed:
 import sys
 
-import completion
 import torch
-
 import torchopt.distributed as todist
+
+import completion
+
 
 @todist.rank_non_zero_only
 def greet():

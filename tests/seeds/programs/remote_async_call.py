@@ -1,8 +1,9 @@
 # completed:
-import completion
 import torch
-
 import torchopt.distributed as todist
+
+import completion
+
 
 # completed:
 def worker_init_fn():

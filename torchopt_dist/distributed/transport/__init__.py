@@ -1,1 +1,4 @@
-"""Transports: how a request gets to a worker and its reply back. One file each; ``base.py`` is their interface."""
+"""A worker, a ``Message`` → a future of the reply: by RPC or by ZeroMQ, and at another worker if that one is lost.
+
+Others use ``base``, ``choice`` and ``retries``.
+"""

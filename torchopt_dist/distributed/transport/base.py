@@ -2,17 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
-from torchopt_dist.distributed._future import Future
-from torchopt_dist.distributed._message import Message
-from torchopt_dist.distributed._sealed_store import SealedStore
+from torchopt_dist._future import Future
+from torchopt_dist._threads import ThreadPool
+from torchopt_dist.distributed.membership.members import Member, OnLoss
+from torchopt_dist.distributed.membership.membership import Membership
+from torchopt_dist.distributed.messages.message import Message
+from torchopt_dist.distributed.rendezvous.sealed_store import SealedStore
+from torchopt_dist.errors import WorkerLostError
 
-__all__ = ["Sender", "Transport", "settle"]
+__all__ = ["Host", "Sender", "Transport", "settle"]
+
+
+class Host(Protocol):
+    """What a transport needs to know of the process that it connects.
+
+    Attributes:
+        rank: its rank.
+        names: the names of all workers, by rank.
+        incarnation: how often its rank has been given to a new process.
+        first_number: the first number that it may give to a request.
+        call_timeout: the default time-out of calls in seconds; 0 means no limit.
+        membership: who is there.
+        threads: run work that must not wait for a thread.
+    """
+
+    rank: int
+    names: tuple[str, ...]
+    incarnation: int
+    first_number: int
+    call_timeout: float
+    membership: Membership
+    threads: ThreadPool
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """The workers, by rank, each with the data of its present process."""
+
+    @property
+    def on_loss(self) -> OnLoss:
+        """What the group does when a worker is lost."""
+
+    @property
+    def lost(self) -> Mapping[int, WorkerLostError]:
+        """The ranks that were lost."""
+
+    def answer(self, request: Message) -> Message:
+        """The reply to a request that has arrived; an exception of the request is the reply's."""
 
 
 class Sender(Protocol):
-    """Carries a request to a worker, where ``handle_request`` answers it, and the reply back.
+    """Carries a request to a worker, where :meth:`Host.answer` answers it, and the reply back.
 
     It does not interpret the messages.
     """
@@ -37,7 +79,7 @@ class Sender(Protocol):
 
 
 class Transport(Sender, Protocol):
-    """The connections of a group's workers. Every implementation passes ``tests/distributed/test_transports.py``."""
+    """The connections of a group's workers; each implementation is a row of ``test_transports.py``."""
 
     def start(self, store: SealedStore, timeout: float) -> None:
         """Connect to the other workers, and answer their requests from now on.

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from torch.distributed import rpc
 
 from torchopt_dist._torch_private import tensorpipe_options_with_sockets
-from torchopt_dist.distributed._group import Group
-from torchopt_dist.distributed._members import OnLoss
-from torchopt_dist.distributed.transport.base import Transport
+from torchopt_dist.distributed.membership.members import OnLoss
+from torchopt_dist.distributed.transport.base import Host, Transport
 from torchopt_dist.distributed.transport.rpc import RPCTransport, rpc_is_initialized
 from torchopt_dist.errors import InitializationError
 
@@ -42,7 +41,7 @@ class Choice:
         files: the least number of files that a worker opens, without one for each other worker.
     """
 
-    make: Callable[[Group], Transport]
+    make: Callable[[Host], Transport]
     init_method: str = "env://"
     call_timeout: float = 0.0
     files: int = 64
@@ -87,7 +86,7 @@ def choose(
         )
     used = options or default_options(local_world_size)
     timeout = 0.0 if used.rpc_timeout == TORCH_DEFAULT_TIMEOUT else used.rpc_timeout
-    return Choice(lambda group: RPCTransport(group, backend, used), used.init_method, timeout)
+    return Choice(lambda host: RPCTransport(host, backend, used), used.init_method, timeout)
 
 
 def check_name(transport: str | None) -> None:

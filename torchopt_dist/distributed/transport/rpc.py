@@ -9,22 +9,22 @@ from typing import Any, TypeAlias
 import torch
 from torch.distributed import rpc
 
+from torchopt_dist._future import Future
 from torchopt_dist._torch_private import set_default_rpc_timeout
-from torchopt_dist.distributed import _rendezvous, _shutdown
-from torchopt_dist.distributed._future import Future
-from torchopt_dist.distributed._group import Group, answering_group
-from torchopt_dist.distributed._message import Message
-from torchopt_dist.distributed._request_handler import error_reply, handle_request
-from torchopt_dist.distributed._sealed_store import SealedStore
-from torchopt_dist.distributed._wire_format import (
+from torchopt_dist.distributed.messages.message import Message
+from torchopt_dist.distributed.rendezvous import store as store_module
+from torchopt_dist.distributed.rendezvous.sealed_store import SealedStore
+from torchopt_dist.distributed.serialization.pickling import error_reply
+from torchopt_dist.distributed.serialization.wire import (
     WireMessage,
     from_wire,
     is_skeleton,
     to_wire,
 )
-from torchopt_dist.distributed.transport._pending import Pending, disconnected
-from torchopt_dist.distributed.transport.base import settle
-from torchopt_dist.errors import CallTimeoutError
+from torchopt_dist.distributed.transport import shutdown
+from torchopt_dist.distributed.transport.base import Host, settle
+from torchopt_dist.distributed.transport.pending import Pending, disconnected
+from torchopt_dist.errors import CallTimeoutError, NotInitializedError
 
 __all__ = ["RPCTransport", "rpc_is_initialized"]
 
@@ -35,17 +35,21 @@ _Fields: TypeAlias = tuple[Any, ...]
 """Of a :class:`WireMessage`; or its skeleton, if that is all."""
 
 
+_answering: list[RPCTransport] = []
+"""The transport that answers requests here, if there is one: torch finds a function, not an object."""
+
+
 class RPCTransport:
     """Sends requests by ``rpc_async``, and answers those that arrive so.
 
     Args:
-        group: the RPC group of the workers.
+        host: this process.
         backend: as in :func:`torch.distributed.rpc.init_rpc`.
         options: as in :func:`torch.distributed.rpc.init_rpc`.
     """
 
-    def __init__(self, group: Group, backend: rpc.BackendType | None, options: rpc.RpcBackendOptions) -> None:
-        self._group = group
+    def __init__(self, host: Host, backend: rpc.BackendType | None, options: rpc.RpcBackendOptions) -> None:
+        self._host = host
         self._backend = backend
         self._options = options
         self._device_maps = getattr(options, "device_maps", {})
@@ -56,32 +60,34 @@ class RPCTransport:
         # The options' time-out bounds the waits of the start as well, and 0 would end these at once.
         options, asked = self._options, (self._options.init_method, self._options.rpc_timeout)
         options.rpc_timeout = timeout
-        names, rank = self._group.names, self._group.rank
+        _answering[:] = [self]
+        names, rank = self._host.names, self._host.rank
         try:
             with (
-                _rendezvous.init_url(uuid.uuid4().hex, store.plain) as options.init_method,
+                store_module.init_url(uuid.uuid4().hex, store.plain) as options.init_method,
                 warnings.catch_warnings(),
             ):
                 warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)  # torch's own doing
                 rpc.init_rpc(names[rank], self._backend, rank, len(names), options)
         finally:
             options.init_method, options.rpc_timeout = asked
-        set_default_rpc_timeout(self._group.call_timeout)
+        set_default_rpc_timeout(self._host.call_timeout)
 
     def stop(self, *, in_order: bool, code: int | None = None) -> None:
         """See :class:`~torchopt_dist.distributed.transport.base.Transport`."""
         if in_order:
-            _shutdown.shut_down_in_order(self._group.membership)
+            shutdown.shut_down_in_order(self._host.membership)
         elif rpc_is_initialized():  # in order, RPC would wait for answers
-            _shutdown.shut_down_at_once(code)
+            shutdown.shut_down_at_once(code)
+        _answering.clear()
 
     def send(self, worker: int, request: Message, timeout: float) -> Future[Message]:
         """See :class:`~torchopt_dist.distributed.transport.base.Transport`."""
         # An error here, such as a lack of memory, leaves nothing to wait for.
         fields = _fields(request, direct=self._sends_directly_to(worker))
         future = self._pending.add(worker)
-        self._group.membership.watch(worker)
-        failure = self._group.membership.failures.get(worker)
+        self._host.membership.watch(worker)
+        failure = self._host.membership.failures.get(worker)
         if failure is not None:
             self.worker_lost(worker, failure.error())
         else:
@@ -94,7 +100,7 @@ class RPCTransport:
 
     def has_lost(self, worker: int) -> bool:
         """See :class:`~torchopt_dist.distributed.transport.base.Sender`."""
-        return worker in self._group.membership.failures
+        return worker in self._host.membership.failures
 
     def to(self, worker: int) -> RPCTransport:
         """See :class:`~torchopt_dist.distributed.transport.base.Transport`; there is never another process."""
@@ -118,7 +124,7 @@ class RPCTransport:
 
     def _sends_directly_to(self, worker: int) -> bool:
         """Whether tensors on a GPU can be sent as they are: the options have a device map for that worker."""
-        return bool(self._device_maps.get(self._group.names[worker]))
+        return bool(self._device_maps.get(self._host.names[worker]))
 
     def _start(self, worker: int, fields: _Fields, timeout: float, future: Future[Message]) -> None:
         def arrived(done: torch.futures.Future[_Fields]) -> None:
@@ -133,7 +139,7 @@ class RPCTransport:
                 settle(future, error)
 
         try:
-            sent = rpc.rpc_async(self._group.names[worker], _answer_request, fields, timeout=timeout)
+            sent = rpc.rpc_async(self._host.names[worker], _answer_request, fields, timeout=timeout)
         except RuntimeError as error:
             self._failed(worker, error, timeout, future)
         else:
@@ -141,7 +147,7 @@ class RPCTransport:
 
     def _failed(self, worker: int, error: Exception, timeout: float, future: Future[Message]) -> None:
         """Settle the future with the exception for an error of torch's RPC, which only its text shows."""
-        member = self._group.members[worker]
+        member = self._host.members[worker]
         if "RPC ran for more than set timeout" in str(error):
             settle(future, CallTimeoutError(f"{member.name} took longer than timeout={timeout:g} s"))
             return
@@ -149,9 +155,9 @@ class RPCTransport:
         broken = disconnected(member, reason)
 
         def work() -> None:  # if the worker has died, the membership is about to say so
-            settle(future, self._group.membership.why_lost(worker, VERDICT_SECONDS) or broken)
+            settle(future, self._host.membership.why_lost(worker, VERDICT_SECONDS) or broken)
 
-        self._group.threads.run(work)
+        self._host.threads.run(work)
 
     def answer(self, fields: _Fields) -> torch.futures.Future[_Fields]:
         """On the worker: answer in a thread of the group."""
@@ -162,15 +168,14 @@ class RPCTransport:
             future.set_result(answer)
             del used_up  # a graph, which is freed only now
 
-        self._group.threads.run(work)
+        self._host.threads.run(work)
         return future
 
     def _answer_to(self, fields: _Fields) -> tuple[_Fields, Any]:
         """The answer, and what is to be freed when it has been sent."""
         used_up = None
-        self._group.outstanding.slots = None  # what this thread has run before has requests of its own
         try:
-            reply = handle_request(_message(fields), self._group.kept_graphs, self._group.recorder)
+            reply = self._host.answer(_message(fields))
             used_up = reply.used_up
             return _fields(reply), used_up
         except BaseException as error:  # whatever was raised, the caller waits for an answer
@@ -190,9 +195,9 @@ def _message(fields: _Fields) -> Message:
 @rpc.functions.async_execution
 def _answer_request(*fields: Any) -> torch.futures.Future[_Fields]:
     """Answer a request: the function that ``rpc_async`` calls on the worker."""
-    transport = answering_group().transport
-    assert isinstance(transport, RPCTransport)
-    return transport.answer(fields)
+    if not _answering:
+        raise NotInitializedError("the RPC group of this worker has ended")
+    return _answering[0].answer(fields)
 
 
 def rpc_is_initialized() -> bool:

@@ -13,24 +13,23 @@ from typing import NamedTuple
 import torch.distributed as dist
 import zmq
 
+from torchopt_dist._future import Future
 from torchopt_dist._torch_private import init_distributed_autograd
-from torchopt_dist.distributed._future import Future
-from torchopt_dist.distributed._group import Group
-from torchopt_dist.distributed._members import Failure
-from torchopt_dist.distributed._message import Message
-from torchopt_dist.distributed._request_handler import error_reply, handle_request
-from torchopt_dist.distributed._sealed_store import SealedStore
-from torchopt_dist.distributed._wire_format import (
+from torchopt_dist.distributed.membership.members import Failure
+from torchopt_dist.distributed.messages.message import Message
+from torchopt_dist.distributed.rendezvous.sealed_store import SealedStore
+from torchopt_dist.distributed.serialization.frames import Frame, from_frames, to_frames
+from torchopt_dist.distributed.serialization.pickling import error_reply
+from torchopt_dist.distributed.serialization.wire import (
     from_wire,
     is_skeleton,
     to_wire,
 )
-from torchopt_dist.distributed.transport._contacts import Endpoint, contact_of
-from torchopt_dist.distributed.transport._frames import Frame, from_frames, to_frames
-from torchopt_dist.distributed.transport._mesh import Mesh, Received
-from torchopt_dist.distributed.transport._pending import Alarms, Pending, disconnected
-from torchopt_dist.distributed.transport._receiver import Receiver
-from torchopt_dist.distributed.transport.base import Sender, settle
+from torchopt_dist.distributed.transport.base import Host, Sender, settle
+from torchopt_dist.distributed.transport.contacts import Endpoint, contact_of
+from torchopt_dist.distributed.transport.mesh import Mesh, Received
+from torchopt_dist.distributed.transport.pending import Alarms, Pending, disconnected
+from torchopt_dist.distributed.transport.receiver import Receiver
 from torchopt_dist.errors import CallTimeoutError, InitializationError, SerializationError, WorkerLostError
 
 __all__ = ["ZMQTransport"]
@@ -75,17 +74,17 @@ class ZMQTransport:
     """Sends requests over ZeroMQ, and answers those that arrive so.
 
     Args:
-        group: the group of the workers.
+        host: this process.
     """
 
-    def __init__(self, group: Group) -> None:
-        self._group = group
+    def __init__(self, host: Host) -> None:
+        self._host = host
         self._pending = Pending()
-        self._numbers = itertools.count(group.first_number)
+        self._numbers = itertools.count(host.first_number)
         self._asked: dict[int, _Asked] = {}
         self._alarms = Alarms(lambda number: number not in self._asked)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._here = Endpoint(group.rank, group.incarnation)
+        self._here = Endpoint(host.rank, host.incarnation)
         self._store: SealedStore | None = None
         self._reopening = threading.Lock()
         self._mesh = Mesh(self._context, self._here, ())
@@ -93,11 +92,11 @@ class ZMQTransport:
 
     def start(self, store: SealedStore, timeout: float) -> None:
         """See :class:`~torchopt_dist.distributed.transport.base.Transport`; the time-out is the store's own."""
-        membership = self._group.membership
-        size, replaces = len(self._group.names), self._group.on_loss == "replace"
+        membership = self._host.membership
+        size, replaces = len(self._host.names), self._host.on_loss == "replace"
         incarnations = [member.incarnation for member in membership.members]
         host = os.environ.get("MASTER_ADDR", "127.0.0.1")
-        init_distributed_autograd(self._group.rank)
+        init_distributed_autograd(self._host.rank)
         if size == 1:
             return  # nobody to speak with, so nothing listens
         self._here.open(self._context)
@@ -111,13 +110,13 @@ class ZMQTransport:
             self._here.close()
             self._here.remove_folder()
             raise InitializationError(
-                f"rank {self._group.rank} of {size} cannot exchange addresses with the others: {error}"
+                f"rank {self._host.rank} of {size} cannot exchange addresses with the others: {error}"
             ) from error
         self._mesh = Mesh(self._context, self._here, contacts, incarnations)
         self._store = store if replaces else None
         for member in membership.members:  # some may have come meanwhile
             self.worker_replaced(member.rank, member.incarnation)
-        self._receiver = Receiver(self._mesh.receive, self._take, self._group.threads, self._here.close)
+        self._receiver = Receiver(self._mesh.receive, self._take, self._host.threads, self._here.close)
         self._receiver.start()
         self._probe_again()
         if membership.joins_late:
@@ -148,7 +147,7 @@ class ZMQTransport:
         self.about_to_wait()  # for the reply
         frames = _frames(request)  # an error here, such as a lack of memory, leaves nothing to wait for
         future = self._pending.add(worker)
-        self._group.membership.watch(worker)
+        self._host.membership.watch(worker)
         present = self._mesh.incarnation(worker)
         incarnation = present if incarnation is None else incarnation
         failure = self.loss(worker, incarnation)
@@ -163,15 +162,15 @@ class ZMQTransport:
         try:
             if not self._send(worker, REQUEST, number, frames, incarnation):
                 failure = self.loss(worker, incarnation)
-                lost = disconnected(self._group.members[worker], "it was closed")
+                lost = disconnected(self._host.members[worker], "it was closed")
                 settle(future, lost if failure is None else failure.error())
         except (OSError, zmq.ZMQError) as error:
-            settle(future, disconnected(self._group.members[worker], error))
+            settle(future, disconnected(self._host.members[worker], error))
         return future
 
     def loss(self, worker: int, incarnation: int) -> Failure | None:
         """How a process of a worker was lost, or has failed; ``None`` if it has not."""
-        membership = self._group.membership
+        membership = self._host.membership
         failure = membership.failures.get(worker)
         if failure is None and incarnation != self._mesh.incarnation(worker):
             failure = membership.replaced.get(worker)
@@ -179,7 +178,7 @@ class ZMQTransport:
 
     def has_lost(self, worker: int) -> bool:
         """See :class:`~torchopt_dist.distributed.transport.base.Sender`."""
-        return worker in self._group.membership.failures
+        return worker in self._host.membership.failures
 
     def to(self, worker: int) -> Sender:
         """See :class:`~torchopt_dist.distributed.transport.base.Transport`."""
@@ -193,12 +192,12 @@ class ZMQTransport:
             try:
                 self._mesh.reopen(worker, incarnation, contact_of(self._store, worker, incarnation))
             except (dist.DistError, InitializationError):  # calls to it fail
-                name = self._group.names[worker]
+                name = self._host.names[worker]
                 log.warning("%s has a new process that cannot be found", name, exc_info=True)
 
     def worker_lost(self, worker: int, error: Exception) -> None:
         """See :class:`~torchopt_dist.distributed.transport.base.Transport`."""
-        if worker in self._group.lost:
+        if worker in self._host.lost:
             self._mesh.forget(worker)
         self._pending.fail(worker, error)
 
@@ -219,7 +218,7 @@ class ZMQTransport:
         """Give up a request. It is found by its number: its alarm must not keep its reply and the graph alive."""
         asked = self._asked.get(number)
         if asked is not None:
-            name = self._group.names[asked.worker]
+            name = self._host.names[asked.worker]
             settle(asked.future, CallTimeoutError(f"{name} took longer than timeout={timeout:g} s"))
 
     def _send(
@@ -246,10 +245,8 @@ class ZMQTransport:
             settle(asked.future, error)
 
     def _answer(self, worker: int, number: int, content: bytes, rest: Sequence[Frame]) -> None:
-        self._group.outstanding.slots = None  # what this thread has run before has requests of its own
         try:
-            request = _message(content, rest)
-            reply = handle_request(request, self._group.kept_graphs, self._group.recorder)
+            reply = self._host.answer(_message(content, rest))
             frames = _frames(reply)
         except BaseException as error:  # whatever was raised, the caller waits for an answer
             frames = _frames(error_reply(error))
@@ -257,7 +254,7 @@ class ZMQTransport:
             # The graph that the reply has used up is freed only after this.
             self._send(worker, REPLY, number, frames)
         except (OSError, zmq.ZMQError):
-            log.debug("%s is gone, and gets no answer", self._group.names[worker], exc_info=True)
+            log.debug("%s is gone, and gets no answer", self._host.names[worker], exc_info=True)
 
     def _probe_again(self) -> None:
         self._alarms.set(PROBE_SECONDS, None, self._probe_again)  # first, since there may be no descriptor

@@ -1,0 +1,574 @@
+"""A worker is lost, and its share runs again elsewhere: the numbers are those of an undisturbed run, bit for bit."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import torchopt_dist as todist
+from tests.distributed.bare import say, watch
+from tests.distributed.programs import data, kept_on, mlp
+from torchopt_dist import _random_turns
+from torchopt_dist.distributed.transport.ask import Sent
+
+
+def survive(world, body, *args, transport="rpc"):
+    """What ``body`` returns on rank 0 of a world of that size, of which it may kill workers; the others end well."""
+
+    def main():
+        return body(*args) if todist.get_rank() == 0 else None
+
+    endings = world.endings(main, timeout=100, on_loss="continue", transport=transport)
+    if endings[0].error is not None:
+        raise endings[0].error
+    assert {ending.exitcode for ending in endings} <= {0, -signal.SIGKILL}
+    return endings[0].value
+
+
+def die(doom, moment):
+    """Kill this process, if it is the one that is to die now: ``doom`` is ``(folder, rank, moment)``."""
+    folder, rank, when = doom
+    if (todist.get_rank(), moment) == (rank, when):
+        (folder / f"died{rank}").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Backward(torch.autograd.Function):
+    """The identity; its backward, and the backward of that, may kill."""
+
+    @staticmethod
+    def forward(ctx, x, doom, moment):
+        ctx.doom, ctx.moment = doom, moment
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        die(ctx.doom, ctx.moment)
+        return Backward.apply(grad, ctx.doom, "second order"), None, None
+
+
+def loss(model, x, y, doom):
+    die(doom, "forward")
+    out = F.dropout(torch.tanh(model(x)), 0.3)  # the seeds of the lost share are those of its first run
+    return F.mse_loss(Backward.apply(out, doom, "backward"), y)
+
+
+def derivatives(call, model, doom):
+    """The value, and the derivatives of order 1 and 2; some tensors are sent in a buffer, and some by themselves."""
+    torch.manual_seed(3)
+    x, y = data(rows=13)
+    wide = torch.linspace(0, 1, 13 * 9000, dtype=torch.float64).reshape(9000, 13).T
+    value = call(model, torch.stack([x, x.flip(0)], 1).mean(1) + wide[:, :6], y, doom)
+    parameters = [*model.parameters()]
+    first = torch.autograd.grad(value, parameters, create_graph=True)
+    second = torch.autograd.grad(sum(g.square().sum() for g in first), parameters)
+    return [value.detach(), *(g.detach() for g in first), *second]
+
+
+@pytest.mark.parametrize(("exclusive", "transport"), [(False, "rpc"), (True, "zmq")])
+def test_a_loss_in_forward_or_backward_of_any_order_changes_no_bit(world, tmp_path, exclusive, transport):
+    if transport == "zmq":
+        pytest.importorskip("zmq")
+
+    def body():
+        model, nobody = mlp(), (tmp_path, -1, "")
+        split = todist.dim_partitioner(exclusive=exclusive)
+        spread = todist.parallelize(split, todist.mean_reducer, retries=1)(loss)
+        undisturbed = derivatives(spread, model, nobody)
+        for rank, moment in ((1, "forward"), (2, "second order"), (3, "backward")):
+            disturbed = derivatives(spread, model, (tmp_path, rank, moment))
+            assert (tmp_path / f"died{rank}").exists()
+            assert all(map(torch.equal, disturbed, undisturbed)), moment
+            assert todist.alive() == (0, *range(rank + 1, 4))
+            again = derivatives(spread, model, nobody)  # a worker that is known to be lost costs no retry
+            assert all(map(torch.equal, again, undisturbed))
+            assert not any(map(kept_on, todist.alive()))  # nor graphs that were made again
+
+    survive(world(4), body, transport=transport)
+
+
+def count(folder):
+    """Note in the folder that a task runs; any number of processes may do so at a time."""
+    with (folder / "runs").open("a") as file:
+        file.write(f"{todist.get_rank()}\n")
+
+
+def runs(folder):
+    return [int(line) for line in (folder / "runs").read_text().split()]
+
+
+def square(folder, x):
+    count(folder)
+    if todist.get_rank():
+        os.kill(os.getpid(), signal.SIGKILL)
+    return x**2
+
+
+def test_after_so_many_retries_a_loss_is_an_error(world, tmp_path):
+    def body():
+        with pytest.raises(todist.WorkerLostError):
+            todist.remote_sync_call(square, args=(tmp_path, torch.ones(())), partitioner=1, retries=1)
+        return runs(tmp_path), todist.alive()
+
+    assert survive(world(4), body) == ([1, 2], (0, 3))
+
+
+class Deadly(torch.autograd.Function):
+    """The identity; its backward kills each worker but the caller."""
+
+    @staticmethod
+    def forward(ctx, x, folder):
+        ctx.folder = folder
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        count(ctx.folder)
+        if todist.get_rank():
+            os.kill(os.getpid(), signal.SIGKILL)
+        return grad, None
+
+
+def deadly(folder, x):
+    return Deadly.apply(x, folder)
+
+
+def test_after_so_many_retries_a_loss_in_backward_is_an_error(world, tmp_path):
+    def body():
+        x = torch.ones((), requires_grad=True)
+        (value,) = todist.remote_sync_call(deadly, args=(tmp_path, x), partitioner=1, retries=1)
+        with pytest.raises(todist.WorkerLostError):
+            value.backward()
+        assert x.grad is None
+        return runs(tmp_path), todist.alive()
+
+    assert survive(world(4), body) == ([1, 2], (0, 3))
+
+
+def test_a_graph_that_is_retained_is_made_again_for_each_backward_after_a_loss(world, tmp_path):
+    def body():
+        x = torch.full((), 3.0, requires_grad=True)
+        (value,) = todist.remote_sync_call(cube, args=(tmp_path, x), partitioner=1, retries=1)
+        with pytest.raises(todist.WorkerLostError):
+            todist.remote_call(1, signal.raise_signal, signal.SIGKILL)
+        for _ in range(3):
+            (grad,) = torch.autograd.grad(value, x, retain_graph=True)
+            assert grad.item() == 27.0
+        del value
+        return runs(tmp_path), kept_on(2)
+
+    assert survive(world(3), body) == ([1, 2, 2, 2], 0)
+
+
+def cube(folder, x):
+    count(folder)
+    return x**3
+
+
+def test_when_all_others_are_lost_the_caller_does_their_work(world, tmp_path):
+    def body():
+        x = torch.full((), 3.0, requires_grad=True)
+        future = todist.remote_async_call(square, args=(tmp_path, x), partitioner=1, retries=2)
+        (value,) = future.wait()
+        value.backward()
+        return value.item(), x.grad.item(), runs(tmp_path), todist.alive()
+
+    assert survive(world(3), body) == (9.0, 6.0, [1, 2, 0], (0,))
+
+
+def fail(folder, kind):
+    count(folder)
+    raise kind("raised by the function")
+
+
+@pytest.mark.parametrize("kind", [ZeroDivisionError, todist.WorkerLostError])
+def test_what_the_function_raises_is_not_retried(world, tmp_path, kind):
+    def body():
+        with pytest.raises(kind, match="by the function") as caught:
+            todist.remote_sync_call(fail, args=(tmp_path, kind), partitioner=1, retries=3)
+        assert isinstance(caught.value, todist.RemoteError)
+        return runs(tmp_path)
+
+    assert survive(world(3), body) == [1]
+
+
+def wait_for(folder, name):
+    count(folder)
+    assert watch(folder / name, 60)
+
+
+def test_a_time_out_is_not_retried(world, tmp_path):
+    def body():
+        with pytest.raises(todist.CallTimeoutError):
+            todist.remote_sync_call(wait_for, args=(tmp_path, "told"), partitioner=1, retries=3, timeout=0.2)
+        say(tmp_path / "told")
+        return set(runs(tmp_path))
+
+    assert survive(world(3), body) <= {1}
+
+
+def test_arguments_that_were_changed_since_are_not_used_for_a_gradient(world, tmp_path):
+    def body():
+        spread = todist.parallelize(1, todist.sum_reducer, retries=1)(loss)
+        model, doom = mlp(), (tmp_path, 1, "backward")
+        x = torch.zeros(2000, 6, dtype=torch.float64)
+        value = spread(model, x, torch.zeros(2000, 3, dtype=torch.float64), doom)
+        x.add_(1)
+        with pytest.raises(RuntimeError, match="has been changed in place since"):
+            value.backward()
+
+    survive(world(3), body)
+
+
+def late(folder, x, rank):
+    """``x**2``; late on one rank, where it is asked for first."""
+    count(folder)
+    if todist.get_rank() == rank:
+        assert watch(folder / "counted", 60)
+    return x**2
+
+
+def test_the_first_answer_of_a_share_that_is_late_counts(world, tmp_path):
+    def body():
+        x = torch.full((), 3.0, requires_grad=True)
+        (value,) = todist.remote_sync_call(late, args=(tmp_path, x, 1), partitioner=1, hedge_after=0.1)
+        (grad,) = torch.autograd.grad(value, x)
+        ran = runs(tmp_path)
+        say(tmp_path / "counted")
+        return grad.item(), ran, kept_on(1), kept_on(2)
+
+    assert survive(world(3), body) == (6.0, [1, 2], 0, 0)
+
+
+class LateBackward(torch.autograd.Function):
+    """The identity; its backward waits on one rank until something is said."""
+
+    @staticmethod
+    def forward(ctx, x, folder, rank, until):
+        ctx.folder, ctx.rank, ctx.until = folder, rank, until
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        count(ctx.folder)
+        if todist.get_rank() == ctx.rank:
+            assert watch(ctx.folder / ctx.until, 60)
+        return grad, None, None, None
+
+
+def late_backward(folder, x):
+    return LateBackward.apply(x**3, folder, 1, "counted")
+
+
+def test_the_first_answer_of_a_backward_that_is_late_counts(world, tmp_path):
+    def body():
+        x = torch.full((), 3.0, requires_grad=True)
+        call = todist.parallelize(1, lambda values: values[0], hedge_after=0.1)(late_backward)
+        value = call(tmp_path, x)
+        for _ in range(2):  # each time the late worker is asked, and its graph made again elsewhere
+            (grad,) = torch.autograd.grad(value, x, retain_graph=True)
+        ran = sorted(runs(tmp_path))
+        say(tmp_path / "counted")
+        del value
+        return grad.item(), ran, kept_on(1), kept_on(2)
+
+    assert survive(world(3), body) == (27.0, [1, 1, 2, 2], 0, 0)
+
+
+class LateSecondBackward(torch.autograd.Function):
+    """The identity; the backward of its backward runs on two workers, of which one is later."""
+
+    @staticmethod
+    def forward(ctx, x, folder, winner, order):
+        ctx.folder, ctx.winner, ctx.order = folder, winner, order
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.order == 2:
+            rank = todist.get_rank()
+            say(ctx.folder / f"begun{rank}")
+            assert watch(ctx.folder / ("counted" if rank != ctx.winner else "begun2"), 60)
+        return LateSecondBackward.apply(grad, ctx.folder, ctx.winner, ctx.order + 1), None, None, None
+
+
+def late_second_backward(folder, x, winner):
+    return LateSecondBackward.apply(x, folder, winner, 1) ** 3
+
+
+@pytest.mark.parametrize("winner", [1, 2])
+def test_a_second_backward_that_runs_twice_leaves_no_graph(world, tmp_path, winner):
+    """Neither those of the request nor those that lead there, on the worker that was sooner done or the other."""
+
+    def body():
+        x = torch.full((), 3.0, requires_grad=True)
+        call = todist.parallelize(1, lambda values: values[0], hedge_after=0.1)(late_second_backward)
+        value = call(tmp_path, x, winner)
+        (first,) = torch.autograd.grad(value, x, create_graph=True)
+        (second,) = torch.autograd.grad(first, x, retain_graph=True)
+        (again,) = torch.autograd.grad(value, x)
+        say(tmp_path / "counted")
+        del value, first
+        return second.item(), again.item(), kept_on(1), kept_on(2)
+
+    assert survive(world(3), body) == (18.0, 27.0, 0, 0)
+
+
+def noise(folder, x):
+    """Random numbers, drawn in two parts with time between."""
+    first = torch.rand(())
+    if todist.get_rank() == 1 and not (folder / "died1").exists():
+        die((folder, 1, "forward"), "forward")
+    time.sleep(0.02)
+    return x * first * torch.rand(())
+
+
+def test_shares_of_lost_workers_do_not_mix_their_random_numbers_with_others(world, tmp_path):
+    def body():
+        call = todist.parallelize(reducer=todist.concatenate_reducer, retries=1)(noise)
+        results = []
+        for _ in range(2):  # worker 1 dies in the first run, and is missing in the second one
+            torch.manual_seed(0)
+            results.append([call(tmp_path, torch.ones(8)) for _ in range(4)])
+        (tmp_path / "died1").unlink()
+        torch.manual_seed(0)
+        seeds = [int(torch.randint(2**62, (), device="cpu")) for _ in range(4)]
+        for seed, *values in zip(seeds, *results, strict=True):
+            for rank in range(4):
+                torch.manual_seed(seed + rank)
+                expected = torch.rand(()) * torch.rand(())
+                assert all(torch.equal(value[2 * rank], expected) for value in values)
+
+    survive(world(4), body)
+
+
+def nested(folder, x):
+    """A call of a worker that dies, in a share of the caller, when there is no other worker."""
+    return todist.remote_sync_call(kills, args=(folder, x), partitioner=1, retries=1)[0] + 1
+
+
+def kills(folder, x):
+    die((folder, 1, "forward"), "forward")
+    return x * torch.rand(())
+
+
+@pytest.mark.parametrize("timeout", [None, 60.0])
+def test_a_share_of_the_caller_may_wait_for_one_that_only_the_caller_can_run(world, tmp_path, timeout):
+    def body():
+        x = torch.full((), 3.0, requires_grad=True)
+        (value,) = todist.remote_sync_call(nested, args=(tmp_path, x), partitioner=0, timeout=timeout)
+        (grad,) = torch.autograd.grad(value, x)
+        torch.testing.assert_close(grad * x + 1, value)
+        return todist.alive()
+
+    assert survive(world(2), body) == (0,)
+
+
+def each_waits(folder, x, rank):
+    """On the caller a call of a worker that dies; on the other worker one that leads back to the caller, and there."""
+    function, worker = (kills, 1) if rank == 0 else (nested, 0)
+    return todist.remote_sync_call(function, args=(folder, x), partitioner=worker, retries=1)[0]
+
+
+@pytest.mark.parametrize("transport", ["rpc", "zmq"])
+def test_shares_that_wait_for_lost_ones_on_each_others_worker_end(world, tmp_path, transport):
+    """The caller's own share and that of the other worker wait for two lost shares, and both workers have work."""
+
+    def body():
+        x = torch.full((), 3.0, requires_grad=True)
+        both = todist.remote_sync_call(
+            each_waits,
+            args=(tmp_path, x),
+            partitioner=lambda folder, x: [(rank, (folder, x, rank), {}) for rank in (0, 2)],
+            retries=1,
+        )
+        (grad,) = torch.autograd.grad(sum(both), x)
+        torch.testing.assert_close(grad * x + 1, sum(both))
+        return todist.alive()
+
+    assert survive(world(3), body, transport=transport) == (0, 2)
+
+
+def draws(folder, which):
+    """Random numbers: one share is lost, one waits for a while between its numbers, and one keeps the caller busy."""
+    if which == 1:
+        die((folder, 1, "forward"), "forward" if folder.exists() else "never")
+    if which == 0:
+        time.sleep(1)
+    first = torch.rand(())
+    if which == 2:
+        todist.remote_call(0, time.sleep, 0.3)
+    numbers = [first]
+    for _ in range(8):
+        time.sleep(0.05)
+        numbers.append(torch.rand(()))
+    return torch.stack(numbers)
+
+
+def test_a_share_at_a_worker_that_has_other_work_does_not_mix_its_random_numbers_with_it(world, tmp_path):
+    def body():
+        results = []
+        for folder in (tmp_path / "nobody dies", tmp_path):
+            torch.manual_seed(0)
+            results.append(
+                todist.remote_sync_call(
+                    draws,
+                    args=(folder,),
+                    partitioner=lambda folder: [(which, (folder, which), {}) for which in range(3)],
+                    retries=1,
+                )
+            )
+        assert todist.alive() == (0, 2)
+        assert all(map(torch.equal, *results))
+
+    survive(world(3), body)
+
+
+def computes_until_the_other_has_begun(folder, value, rank):
+    if rank:
+        say(folder / "begun")
+        return value.sum()
+    assert watch(folder / "begun")
+    return value.sum()
+
+
+def test_a_value_is_handed_out_while_its_home_computes_a_task_that_is_alone(world, tmp_path):
+    def body():
+        _random_turns.SHORT_PATIENCE = 1000.0
+        handle = todist.put(torch.ones(3))
+        found = todist.remote_sync_call(
+            computes_until_the_other_has_begun,
+            args=(tmp_path, handle),
+            partitioner=lambda folder, value: [(rank, (folder, value, rank), {}) for rank in range(2)],
+            retries=1,
+        )
+        assert [value.item() for value in found] == [3.0, 3.0]
+
+    survive(world(2), body)
+
+
+def kept_requests():
+    gc.collect()
+    return sum(isinstance(each, Sent) for each in gc.get_objects())
+
+
+def test_what_was_sent_is_kept_no_longer_than_it_may_be_needed(world):
+    def body():
+        x = torch.ones((), requires_grad=True)
+        call = todist.parallelize(1, lambda values: values[0], retries=1)(torch.sin)
+        value = call(x)
+        assert kept_requests() == 1
+        value.backward()
+        assert kept_requests() == 0
+        unused = call(x)
+        assert kept_requests() == 1
+        del unused
+        assert kept_requests() == 0
+        with torch.no_grad():
+            value = call(x)
+        assert kept_requests() == 0
+
+    survive(world(2), body)
+
+
+def test_a_share_of_a_lost_worker_keeps_its_place(world, tmp_path):
+    """Also without ``retries``: what is split over all workers is split so still."""
+
+    def body():
+        x = torch.arange(7.0)
+        spread = todist.parallelize(reducer=lambda parts: parts)(lambda x: (x, todist.get_rank()))
+        before = [part.tolist() for part, _ in spread(x)]
+        with pytest.raises(todist.WorkerLostError):
+            todist.remote_sync_call(square, args=(tmp_path, x), partitioner=1)
+        parts, ranks = zip(*spread(x), strict=True)
+        assert [part.tolist() for part in parts] == before
+        assert 1 not in ranks
+        assert 1 not in todist.map(lambda _: todist.get_rank(), range(6))
+        for chosen in (1, todist.dim_partitioner(workers=[1, 2])):  # somebody has asked for this worker
+            with pytest.raises(todist.WorkerLostError):
+                todist.remote_sync_call(torch.sum, args=(x,), partitioner=chosen)
+
+    survive(world(3), body)
+
+
+class Failing(torch.autograd.Function):
+    """The identity; its backward raises, or kills, on one rank."""
+
+    @staticmethod
+    def forward(ctx, x, rank, error):
+        ctx.fails, ctx.error = todist.get_rank() == rank, error
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.fails and ctx.error is todist.WorkerLostError:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if ctx.fails:
+            raise ctx.error("raised in backward")
+        return grad, None, None
+
+
+def failing(leaf, rank, error):
+    return Failing.apply(leaf, rank, error).square().sum()
+
+
+@pytest.mark.parametrize(
+    ("rank", "error"), [(0, ZeroDivisionError), (2, ZeroDivisionError), (2, todist.WorkerLostError)]
+)
+def test_an_error_in_a_backward_of_a_call_writes_no_grad(world, rank, error):
+    def body():
+        leaves = [torch.full((), float(n), requires_grad=True) for n in range(3)]
+        losses = todist.map(failing, leaves, args=(rank, error))
+        with pytest.raises(error):
+            torch.stack(losses).sum().backward()
+        assert [leaf.grad for leaf in leaves] == [None] * 3
+        torch.stack(todist.map(failing, leaves, args=(-1, error))).sum().backward()
+        assert [leaf.grad.item() for leaf in leaves] == [0.0, 2.0, 4.0]
+
+    survive(world(3), body)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("transport", ["rpc", "zmq"])
+def test_a_backward_that_fails_leaves_no_graph(world, rank, transport):
+    """The error refers to the frames that it came through, and one of these to the graphs of other calls."""
+    error = todist.WorkerLostError if rank else ZeroDivisionError
+
+    def body():
+        def step():
+            leaves = [torch.full((), float(n), requires_grad=True) for n in range(4)]
+            losses = todist.map(failing, leaves, args=(rank, error))
+            other = todist.remote_sync_call(torch.square, args=(leaves[3],), partitioner=1)
+            torch.stack(losses).sum().backward()
+            return other
+
+        with pytest.raises(error):
+            step()
+        until = time.monotonic() + 10
+        while (left := [kept_on(worker, 0.1) for worker in todist.alive()]) and any(left):
+            assert time.monotonic() < until, left
+            gc.collect()  # a thread that has been told of the loss may refer to the error for a moment
+
+    survive(world(4), body, transport=transport)
+
+
+def test_settings_are_checked():
+    for wrong in (-1, 1.5, True, None):
+        with pytest.raises(ValueError, match="retries must be"):
+            todist.parallelize(retries=wrong)
+    for wrong in (-1.0, True, float("nan"), "1"):
+        with pytest.raises(ValueError, match="hedge_after must be"):
+            todist.parallelize(hedge_after=wrong)
+
+    @todist.auto_init_rpc()
+    def main():
+        with pytest.raises(ValueError, match="on_loss"):
+            todist.remote_sync_call(abs, args=(1,), partitioner=0, retries=1)
+
+    main()

@@ -1,0 +1,718 @@
+"""What all workers share goes down a tree, and its gradient comes up as sums: ``parallelize(fan_out=...)``."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import time
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd import gradcheck, gradgradcheck
+
+import torchopt_dist as todist
+from tests.distributed.programs import kept, lie_right
+from torchopt_dist._serialized_exception import SerializedException
+from torchopt_dist.distributed.calls import relay as relay_module
+from torchopt_dist.distributed.calls import spread
+from torchopt_dist.distributed.calls.tree import tree
+from torchopt_dist.distributed.group import chunks as chunks_module
+from torchopt_dist.distributed.group.chunks import CHUNK, Deferred, Streams, chunks_of
+from torchopt_dist.distributed.group.group import current_group
+from torchopt_dist.distributed.group.kept import GIVEN_UP, Kept, KeptGraph, graph_missing
+from torchopt_dist.distributed.messages.message import Late
+from torchopt_dist.distributed.messages.payload import ExecutionOptions, group_by_worker
+from torchopt_dist.distributed.messages.requests import Reply
+from torchopt_dist.distributed.serialization.pickling import pack, raised, reply_of, unpack
+from torchopt_dist.distributed.serialization.wire import SMALL
+from torchopt_dist.errors import CallTimeoutError, WorkerLostError
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*has changed buffers of its arguments:UserWarning")
+
+RPC, ZMQ = {"TODIST_TRANSPORT": "rpc"}, {"TODIST_TRANSPORT": "zmq"}
+
+
+# ------------------------------------------------------------------------------------------------ trees and chunks
+
+
+def edges(twigs, parent=0):
+    for twig in twigs:
+        yield parent, twig.worker
+        yield from edges(twig.twigs, twig.worker)
+
+
+@pytest.mark.parametrize("fan_out", [1, 2, 3, 8])
+@pytest.mark.parametrize("machines", [1, 3, 16])
+def test_each_worker_has_one_parent_and_few_children_and_a_machine_is_entered_once(fan_out, machines):
+    for size in (2, 3, 9, 33):
+        hosts = [f"host{rank % machines}" for rank in range(size)]
+        found = list(edges(tree(0, range(1, size), hosts, fan_out)))
+        assert sorted(child for _, child in found) == list(range(1, size))
+        parents = [parent for parent, _ in found]
+        assert max(map(parents.count, parents)) <= fan_out
+        entered = [hosts[child] for parent, child in found if hosts[parent] != hosts[child]]
+        assert sorted(entered) == sorted({*hosts} - {hosts[0]})
+
+
+def test_a_tree_is_done_after_as_many_rounds_as_its_workers_allow():
+    """With three children those that have it after a round are 1 + the sum of the three rounds before."""
+
+    def rounds(twigs, start=0):
+        return max((rounds(twig.twigs, start + nth) for nth, twig in enumerate(twigs, 1)), default=start)
+
+    reached = [1, 2, 4]
+    while reached[-1] < 1024:
+        reached.append(1 + sum(reached[-3:]))
+    for after, size in enumerate(reached):
+        assert rounds(tree(0, range(1, size), ["host"] * size, 3)) == after
+    assert rounds(tree(0, range(1, 1024), ["host"] * 1024, 1024)) == 10
+
+
+def test_chunks_put_together_are_the_tensors():
+    tensors = [
+        torch.arange(CHUNK // 8 + 5, dtype=torch.float64),
+        torch.randn(3, 7),
+        torch.zeros(0),
+        torch.arange(CHUNK, dtype=torch.int16).reshape(2, -1),
+        torch.arange(CHUNK - 8, dtype=torch.uint8),
+        torch.arange(3 * CHUNK + 1, dtype=torch.uint8),
+    ]
+    chunks = chunks_of(tensors)
+    sizes = [sum(piece.values.nbytes for piece in chunk) for chunk in chunks]
+    assert all(CHUNK - 8 < size <= CHUNK for size in sizes[:-1])
+    again = [torch.full_like(tensor, -1) for tensor in tensors]
+    for chunk in reversed(chunks):
+        for number, start, values in chunk:
+            again[number].view(-1)[start : start + len(values)] = values
+    assert all(map(torch.equal, again, tensors))
+
+
+def test_chunks_that_nobody_wants_or_nobody_sends_are_let_go_of():
+    streams, chunk = Streams(), chunks_of([torch.ones(3)])[0]
+    streams.put((1, 0), 1, chunk)  # before the request, and before the first
+    with streams.opened((1, 0), 3, 10) as arriving:
+        streams.put((1, 0), 0, chunk)
+        assert [next(arriving), next(arriving)] == [chunk, chunk]
+    streams.put((1, 0), 2, chunk)
+    for key, ended, error in (
+        ((1, 1), streams.forget_sender, WorkerLostError),
+        ((2, 1), None, CallTimeoutError),
+    ):
+        with streams.opened(key, 1, 10 if ended else 0.01) as arriving:
+            if ended:
+                threading.Thread(target=ended, args=(key[0],)).start()
+            with pytest.raises(error):
+                next(arriving)
+        streams.put(key, 0, chunk)
+    with streams.opened((2, 0), 1, 10) as arriving:
+        streams.forget((2, 0))
+        with pytest.raises(WorkerLostError, match="will not come"):
+            next(arriving)
+    streams.put((2, 0), 0, chunk)
+    assert not vars(streams)["_arriving"]
+
+
+@pytest.mark.parametrize("began", [False, True])
+def test_chunks_of_a_request_that_is_given_up_outside_of_it_are_dropped(monkeypatch, began):
+    """Before it has begun, as where its worker could not read it, or after its end."""
+    monkeypatch.setattr(chunks_module, "OVER", 2)
+    streams, chunk, key = Streams(), chunks_of([torch.ones(3)])[0], (0, 7)
+    if began:
+        with streams.opened(key, 3, 10):
+            pass
+    streams.put(key, 0, chunk)
+    streams.forget(key)
+    streams.put(key, 1, chunk)
+    with pytest.raises(WorkerLostError, match="given up before it began"), streams.opened(key, 3, 0):
+        pass
+    for number in range(5):
+        streams.forget((0, number))
+    left = vars(streams)
+    assert [*left["_over"]] == [(0, 3), (0, 4)]
+    assert not left["_arriving"]
+
+
+def test_chunks_that_come_after_their_request_was_given_up_twice_are_not_waited_for():
+    streams, chunk, key = Streams(), chunks_of([torch.ones(3)])[0], (0, 7)
+    with streams.opened(key, 4, 0) as arriving:
+        streams.put(key, 0, chunk)
+        for index in (1, 2):  # by the caller, and by a chunk that was late
+            streams.forget(key)
+            streams.put(key, index, chunk)
+        with pytest.raises(WorkerLostError, match="will not come"):
+            list(arriving)
+    streams.put(key, 3, chunk)
+    assert not vars(streams)["_arriving"]
+
+
+def test_gradients_that_come_in_chunks_are_taken_by_number_and_a_failure_ends_the_wait():
+    streams, key, leaf = Streams(), (0, 1), torch.zeros(CHUNK // 4 + 7)
+    values = torch.randn_like(leaf)
+    chunks = chunks_of([leaf, values])
+    arriving = streams.expect(key)
+    for index in reversed(range(len(chunks))):
+        streams.put(key, index, chunks[index])
+    assert arriving.take(0) is chunks[0]
+    streams.put(key, 0, chunks[0])
+    streams.forget(key)
+    whole = arriving.put_together([leaf, leaf])
+    assert torch.equal(whole[0], leaf)
+    assert torch.equal(whole[1], values)
+
+    def fails():
+        raise ArithmeticError("in backward")
+
+    with pytest.raises(ArithmeticError):
+        Deferred([leaf], arriving, fails).take(len(chunks))
+    streams.put(key, len(chunks), chunks[0])  # nobody waits any more
+    assert not vars(streams)["_arriving"]
+
+
+def test_chunks_can_be_put_together_after_they_were_taken_for_a_sum():
+    """In a recorded backward, whose whole gradients have a graph."""
+    streams, values = Streams(), torch.randn(CHUNK // 4 + 7)
+    arriving = streams.expect((0, 1), keeps=True)
+    for index, chunk in enumerate(chunks_of([values])):
+        streams.put((0, 1), index, chunk)
+        assert arriving.take(index) is chunk
+    streams.forget((0, 1))
+    assert torch.equal(arriving.put_together([values])[0], values)
+
+
+def test_a_message_inside_another_one_has_its_tensors_there():
+    x, other = torch.randn(3, requires_grad=True), nn.Parameter(torch.randn(2))
+    inner = pack((x, "text", b"b" * (1 << 20), other), main_by_name=True)
+    inner.late = Late((0,), ((3,),), 1, 2.0)
+    outer = pack([other, inner, x], main_by_name=True)
+    assert len(outer.tensors) == 3  # with the memory of the long bytes
+    parameter, found, y = unpack(outer.detached().received())
+    assert found.late == inner.late
+    assert found.late_tensors() == [y]
+    rebuilt = unpack(found)
+    assert rebuilt[0] is y
+    assert rebuilt[1:3] == ("text", b"b" * (1 << 20))
+    assert rebuilt[3] is parameter
+    assert [*map(type, found.tensors)].count(nn.Parameter) == 1
+    assert y.requires_grad
+
+
+def test_a_reply_says_that_it_is_an_exception_before_it_is_rebuilt():
+    message = pack(Reply(exception=SerializedException.of(ValueError("wrong"))), main_by_name=True)
+    assert raised(message)
+    with pytest.raises(ValueError, match="wrong"):
+        reply_of(message, "worker1")
+    for values in ([1], [[1]], [{"x": torch.ones(2)}]):
+        assert not raised(pack(Reply(values), main_by_name=True))
+
+
+def test_a_graph_that_is_there_after_its_caller_was_lost_is_not_kept():
+    """The caller was a relay, and its request was still at work: nobody releases that graph."""
+    gone = set()
+    graphs = Kept(graph_missing, gone.__contains__)
+    graphs.keep((1, 0), KeptGraph([], []))
+    gone |= {(1, 0), (1, 1)}
+    graphs.forget_owner(1)
+    graphs.keep((1, 1), KeptGraph([], []))
+    assert not len(graphs)
+    graphs.keep((1, 2), KeptGraph([], []))  # of the rank's next process
+    assert len(graphs) == 1
+
+
+def test_graphs_that_never_come_are_not_remembered_for_ever():
+    """A function that raises makes no graph, and its caller releases it all the same."""
+    graphs = Kept(graph_missing)
+    for number in range(3 * GIVEN_UP):
+        graphs.release((0, number), coming=True)
+    assert len(vars(graphs)["_given_up"]) == GIVEN_UP
+    graphs.keep((0, 3 * GIVEN_UP - 1), KeptGraph([], []))
+    assert not len(graphs)
+
+
+@pytest.mark.parametrize("fan_out", [0, -1, True, 2.0, "all"])
+def test_a_fan_out_that_is_no_number_of_workers_is_an_error(fan_out):
+    with pytest.raises(ValueError, match="fan_out must be a whole number of workers, 1 or more"):
+        todist.parallelize(fan_out=fan_out)
+    with pytest.raises(ValueError, match="hedge_after=1 starts single shares again, and fan_out=2"):
+        todist.parallelize(fan_out=2, hedge_after=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "lost", "chosen"),
+    [
+        ({}, (), 3),
+        ({"size": 8, "far": 3}, (), 0),  # three on another machine
+        ({"size": 8, "far": 4}, (), 3),
+        ({"size": 8, "far": 4}, (7,), 0),
+        ({"nbytes": 1 << 19}, (), 0),
+        ({"nbytes": 1 << 22}, (), 2),
+        ({"fan_out": None}, (), 0),
+        ({"fan_out": 2, "far": 0, "nbytes": 4}, (), 2),
+        ({"fan_out": 5}, (), 0),  # all are children of the caller anyway
+        ({"fan_out": 2, "retries": 1}, (1,), 2),
+        ({"retries": 1}, (), 0),
+        ({"hedge_after": 1.0}, (), 0),
+    ],
+)
+def test_a_tree_is_made_where_it_is_asked_for_or_pays(options, lost, chosen):
+    size, far, nbytes = (
+        options.pop(key, usual) for key, usual in (("size", 6), ("far", 5), ("nbytes", 1 << 20))
+    )
+    members = [SimpleNamespace(host="far" if rank >= size - far else "here") for rank in range(size)]
+    retries = SimpleNamespace(is_lost=lost.__contains__)
+    shared = torch.zeros(nbytes, dtype=torch.uint8)
+    payloads = group_by_worker(
+        print,
+        [(rank, (shared, torch.ones(1 << 18)), {}) for rank in range(1, size)],
+        ExecutionOptions(**options),
+    )
+    group = SimpleNamespace(rank=0, members=members, retries=retries)
+    found = spread._fan_out_for(group, {rank: payload for rank, (payload, _) in payloads.items()})
+    assert found == chosen
+
+
+# ------------------------------------------------------------------------------------------------------ derivatives
+
+
+def to_each(size):
+    """All arguments to the first ranks, and to each one number."""
+
+    def partitioner(*shared):
+        return [(rank, (*shared, rank), {}) for rank in range(size)]
+
+    return partitioner
+
+
+def wave(x, scales, rank):
+    return ((1 + rank) * x).sin() * scales.prod() + (x * scales[rank % 2]) ** 2
+
+
+def gradients_are_those_of_finite_differences():
+    torch.manual_seed(0)
+    x = torch.randn(1, dtype=torch.float64, requires_grad=True)
+    scales = torch.randn(2, dtype=torch.float64, requires_grad=True)
+    for size, fan_out in ((3, 1), (8, 2)):
+        if size == 8:  # the three numbers go in three chunks, and so do their gradients
+            for worker in range(size):
+                todist.remote_call(worker, cut_from, 0, 8)
+        call = todist.parallelize(to_each(size), todist.sum_reducer, fan_out=fan_out)(wave)
+        assert gradcheck(call, (x, scales))
+        assert gradgradcheck(call, (x, scales))
+    with todist.profile() as profile:
+        torch.autograd.grad(call(x, scales), (x, scales), create_graph=True)
+    assert (
+        len(bytes_to_the_caller(profile)) >= fan_out * 5
+    )  # replies to the call, chunks, replies to the backward
+    for worker in range(size):
+        todist.remote_call(worker, cut_from, SMALL, CHUNK)
+
+
+def cut_from(small, chunk):
+    """On a worker: cut tensors of more bytes into chunks of so many."""
+    chunks_module.SMALL, chunks_module.CHUNK = small, chunk
+
+
+class Model(nn.Module):
+    """With buffers and dropout; one parameter travels in chunks, the others in messages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Tanh(), nn.Linear(9, 1))
+        self.wide = nn.Parameter(torch.linspace(0, 1, CHUNK // 4).reshape(2, -1))
+        self.double()
+
+    def forward(self, x, y):
+        assert lie_right(x, y, *self.state_dict().values())
+        return F.mse_loss(F.dropout(self.net(x), 0.2), y) + (self.wide * x.mean()).square().sum()
+
+    def nbytes(self):
+        return sum(tensor.nbytes for tensor in self.state_dict().values())
+
+
+def loss_of(model, x, y):
+    return model(x, y)
+
+
+def derivatives(fan_out, model):
+    torch.manual_seed(3)
+    x, y = torch.randn(19, 6, dtype=torch.float64), torch.randn(19, 1, dtype=torch.float64)
+    call = todist.parallelize(todist.batch_partitioner, todist.mean_reducer, fan_out=fan_out)(loss_of)
+    leaves = [*model.parameters()]
+    with todist.profile() as profile:
+        value = call(model, x, y)
+        first = torch.autograd.grad(value, leaves, create_graph=True)
+    second = torch.autograd.grad(sum(g.square().sum() for g in first), leaves)
+    assert lie_right(value, *first, *second)
+    return [value.detach(), *(g.detach() for g in first), *second], profile
+
+
+def plain_gradients(fan_out, model):
+    """Not recorded: those of the large tensor come in chunks."""
+    torch.manual_seed(3)
+    x, y = torch.randn(19, 6, dtype=torch.float64), torch.randn(19, 1, dtype=torch.float64)
+    call = todist.parallelize(todist.batch_partitioner, todist.mean_reducer, fan_out=fan_out)
+    value = call(loss_of)(model, x, y)
+    with todist.profile() as profile:
+        gradients = torch.autograd.grad(value, [*model.parameters()])
+    assert lie_right(*gradients)
+    return gradients, profile
+
+
+def bytes_to_the_caller(profile):
+    return [span.size for span in profile.spans if 0 == span.peer != span.worker and span.phase == "reply"]
+
+
+def values_are_those_of_a_star():
+    """19 samples on 8 workers; and the caller sends and gets as much as it has children."""
+    model = Model()
+    expected, _ = derivatives(None, model)
+    for fan_out in (1, 2, 3):
+        found, profile = derivatives(fan_out, model)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-10)  # some are 0
+        again, _ = derivatives(fan_out, model)
+        assert all(map(torch.equal, found, again)), "two runs of one tree differ"
+        sent = [span.size for span in profile.spans if 0 == span.worker != span.peer and span.phase == "pack"]
+        plain, chunked = plain_gradients(fan_out, model)
+        assert all(map(torch.equal, plain, found[1 : 1 + len(plain)])), "a sum of chunks has other bits"
+        came, chunks = bytes_to_the_caller(profile), bytes_to_the_caller(chunked)
+        for size in (sum(sent), sum(came), sum(chunks)):
+            assert 0.99 < size / (fan_out * model.nbytes()) < 1.01
+        assert max(*came, *chunks) < 1.1 * CHUNK, "gradients came whole"
+    asynchronous = todist.parallelize_async(to_each(8), todist.sum_reducer, fan_out=2)(shifted)
+    buffer = torch.ones(CHUNK // 8 + 1, dtype=torch.float64)
+    small = torch.ones(3)
+    future = asynchronous(buffer, small)
+    buffer.zero_()
+    small.zero_()
+    assert future.wait() == 8 * (len(buffer) + 3) + 28
+
+
+def refuse_to_relay(refuses):
+    """On a worker: whether it refuses requests to hand something on."""
+    values = getattr(relay_module, "values_before", relay_module.Relay.values)
+    relay_module.values_before = values
+    relay_module.Relay.values = _refuse if refuses else values
+
+
+def _refuse(relay):
+    raise AssertionError(f"worker {relay.branch.worker} is asked to hand on")
+
+
+def workers_without_others_below_are_called_as_by_a_star():
+    model, hosts = Model(), [member.host for member in current_group().members]
+    parents = {parent for parent, _ in edges(tree(0, range(1, 8), hosts, 2))}
+    for refusing, error in (({*range(8)} - parents, None), ({max(parents)}, AssertionError)):
+        for worker in refusing:
+            todist.remote_call(worker, refuse_to_relay, True)
+        with nullcontext() if error is None else pytest.raises(error, match="is asked to hand on"):
+            derivatives(2, model)
+        for worker in refusing:
+            todist.remote_call(worker, refuse_to_relay, False)
+
+
+def shifted(buffer, small, rank):
+    total = float(buffer.sum() + small.sum()) + rank
+    buffer.add_(1)  # of this worker alone
+    small.add_(1)
+    return total
+
+
+def using(one, other, unused, user, rank):
+    return one.sum() if rank == user else other[::2].mean() * (1 + rank)
+
+
+def gradients_that_some_workers_do_not_have():
+    """Chunks hold pieces of those that there are; a gradient of a sum is not contiguous."""
+    size = CHUNK // 4 + 3
+    tensors = [torch.ones(size, requires_grad=True) for _ in range(3)]
+    for user in (0, 1, 7):
+        call = todist.parallelize(to_each(8), todist.sum_reducer, fan_out=2)(using)
+        one, other, unused = torch.autograd.grad(call(*tensors, user), tensors, allow_unused=True)
+        assert unused is None
+        assert torch.equal(one, torch.ones(size))
+        even = torch.full([(size + 1) // 2], (36 - 1 - user) / ((size + 1) // 2))
+        torch.testing.assert_close(other[::2], even)
+        assert not other[1::2].any()
+
+
+def nested(x, rank):
+    inner = todist.parallelize(to_each(4), todist.sum_reducer, fan_out=1)(power)
+    return inner(x * (1 + rank))
+
+
+def power(x, rank):
+    return (x ** (rank + 1)).sum()
+
+
+def calls_nest_in_relays():
+    x = torch.tensor([0.3, -0.2], dtype=torch.float64, requires_grad=True)
+    here = sum(power(x * (1 + rank), inner) for rank in range(5) for inner in range(4))
+    there = todist.parallelize(to_each(5), todist.sum_reducer, fan_out=2)(nested)(x)
+    for _ in range(3):
+        torch.testing.assert_close(there, here)
+        (here,), (there,) = (torch.autograd.grad(y.sum(), x, create_graph=True) for y in (here, there))
+
+
+class _Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, rank, failing):
+        ctx.fails = rank == failing
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.fails:
+            raise ArithmeticError("in backward")
+        return grad, None, None
+
+
+def raising(x, failing, when, rank):
+    if when == "forward" and rank == failing:
+        raise ArithmeticError("in forward")
+    return _Raises.apply(x, rank, failing).sum()
+
+
+def errors_name_the_worker_that_has_raised():
+    """Also where that is three relays down; and no gradient is half added up."""
+    small, large = torch.ones(2, requires_grad=True), torch.ones(CHUNK // 2, requires_grad=True)
+    for x, when, failing in (
+        (small, "forward", 1),
+        (small, "forward", 5),
+        (small, "backward", 1),
+        (small, "backward", 6),
+        (large, "backward", 1),
+        (large, "backward", 6),
+    ):
+        call = todist.parallelize(to_each(8), todist.sum_reducer, fan_out=2)(raising)
+        with pytest.raises(ArithmeticError, match=f"in {when}") as raised:
+            call(x, failing, when).backward()
+        assert raised.value.worker == current_group().names[failing]
+        assert x.grad is None, (when, failing, x.grad)
+        assert not getattr(raised.value, "__notes__", [])
+
+
+def hangs(x, rank):
+    threading.Event().wait(60 if rank == 7 else 0)  # which 2 has called
+    return x.sum()
+
+
+def a_time_out_names_those_of_whom_one_is_late():
+    call = todist.parallelize(to_each(8), todist.sum_reducer, fan_out=2, timeout=0.3)(hangs)
+    with pytest.raises(CallTimeoutError, match="one of worker2, worker5, worker7 took longer"):
+        call(torch.ones(2))
+
+
+def kept_after_collection():
+    gc.collect()  # an error may hold a graph until then
+    return kept()
+
+
+def no_graph_is_left(workers):
+    deadline = time.monotonic() + 20
+    while any(left := [todist.remote_call(worker, kept_after_collection) for worker in workers]):
+        assert time.monotonic() < deadline, left
+
+
+def test_derivatives_values_and_errors_through_trees(world):
+    def body():
+        gradients_are_those_of_finite_differences()
+        values_are_those_of_a_star()
+        workers_without_others_below_are_called_as_by_a_star()
+        gradients_that_some_workers_do_not_have()
+        calls_nest_in_relays()
+        errors_name_the_worker_that_has_raised()
+        no_graph_is_left(range(8))
+        a_time_out_names_those_of_whom_one_is_late()
+
+    world(8, env=ZMQ).on_zero(body)
+
+
+def test_trees_over_rpc(world):
+    def body():
+        model = Model()
+        expected, _ = derivatives(None, model)
+        for fan_out in (1, 2):
+            found, _ = derivatives(fan_out, model)
+            for one, other in zip(found, expected, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-10)  # some are 0
+
+    world(4, env=RPC).on_zero(body)
+
+
+# ------------------------------------------------------------------------------------------------------- lost relays
+
+
+def kill_when(moment):
+    """On a worker: let it die when it is asked to hand on the next call, or has handed on a part of it."""
+
+    def die(*_, **__):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if moment == "before":
+        relay_module.Child.__init__ = die
+    elif moment == "while":
+        relay_module.Child.hand_on = die
+
+
+class _Dies(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, dies):
+        ctx.dies = dies
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return grad, None
+
+
+def doomed(x, victim, moment, rank):
+    if (rank, moment) == (victim, "after"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return _Dies.apply(x, (rank, moment) == (victim, "backward")).mean()
+
+
+@pytest.mark.parametrize("transport", ["zmq", "rpc"])
+def test_a_relay_that_dies_fails_the_call_by_name_and_the_others_go_on(world, transport):
+    moments = ("before", "while", "after", "backward") if transport == "zmq" else ("while", "backward")
+    size = len(moments) + 3
+
+    def body():
+        x = torch.ones(CHUNK // 2, requires_grad=True)
+        alive = list(range(size))
+        for moment in moments:
+            # a chain: the second one hands on to the rest
+            call = todist.parallelize(
+                lambda *shared: [(rank, (*shared, rank), {}) for rank in alive],
+                todist.sum_reducer,
+                timeout=60,
+                fan_out=1,
+            )(doomed)
+            assert call(x, -1, "") == len(alive)
+            victim = alive[1 if moment == "before" else 2]
+            todist.remote_call(victim, kill_when, moment)
+            with pytest.raises(WorkerLostError, match=f"rank {victim} died"):
+                call(x, victim, moment).backward()
+            assert x.grad is None
+            alive.remove(victim)
+        assert call(x, -1, "") == len(alive)
+        no_graph_is_left(alive)
+
+    survive(world(size, env={"TODIST_TRANSPORT": transport}), body, killed=len(moments))
+
+
+def survive(world, body, killed):
+    """Run ``body`` on rank 0 of a world of which it kills so many workers."""
+
+    def main():
+        return body() if todist.get_rank() == 0 else None
+
+    endings = world.endings(main, timeout=100, on_loss="continue")
+    if endings[0].error is not None:
+        raise endings[0].error
+    codes = [ending.exitcode for ending in endings]
+    assert codes.count(-signal.SIGKILL) == killed
+    assert codes.count(0) == len(codes) - killed
+
+
+def noisy(wide, small, doom, rank):
+    """A function with random numbers, of a tensor that comes in chunks and one that does not."""
+    victim, moment = doom
+    if (todist.get_rank(), moment) == (victim, "after") or (rank, moment) == (victim, "anywhere"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    noise = F.dropout(torch.ones(7, dtype=small.dtype), 0.5).sum()
+    out = (wide * small.sin().sum()).square().mean() * (1 + rank + noise)
+    return _DiesToo.apply(out, todist.get_rank() == victim, moment)
+
+
+class _DiesToo(torch.autograd.Function):
+    """The identity; its backward, and the backward of that, may kill. Autocast triples a gradient."""
+
+    @staticmethod
+    def forward(ctx, x, dies, moment):
+        ctx.dies, ctx.moment = dies, moment
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.dies and ctx.moment == ("recorded" if torch.is_grad_enabled() else "backward"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        again = "backward" if ctx.moment == "second order" else ""
+        grad = grad * (3 if torch.is_autocast_enabled("cpu") else 1)
+        return _DiesToo.apply(grad, ctx.dies, again), None, None
+
+
+def all_derivatives(call, wide, small, doom):
+    """The value, and the gradients, once not recorded and once recorded, and those of their squares."""
+    torch.manual_seed(3)
+    value = call(wide, small * wide[0], doom).square()  # arguments that depend on each other
+    with torch.autocast("cpu"):
+        plain = torch.autograd.grad(value, (wide, small), retain_graph=True)
+    again = torch.autograd.grad(value, (wide, small), retain_graph=True)
+    with torch.autocast("cpu"):
+        first = torch.autograd.grad(value, (wide, small), create_graph=True)
+    second = torch.autograd.grad(sum(g.square().sum() for g in first), (wide, small))
+    return [value.detach(), *plain, *again, *(g.detach() for g in first), *second]
+
+
+@pytest.mark.parametrize("transport", ["zmq", "rpc"])
+def test_with_retries_a_relay_that_dies_changes_no_result(world, transport):
+    """What it was to hand on goes another way, and its own share runs elsewhere; to the second order."""
+    moments = ("before", "while", "after", "backward", "recorded", "second order", "asynchronous")
+    if transport == "rpc":
+        moments = ("while", "recorded")
+    size = len(moments) + 3 + (transport == "rpc")
+
+    def body():
+        torch.manual_seed(0)
+        wide = torch.randn(CHUNK // 8 + 9, dtype=torch.float64, requires_grad=True)
+        small = torch.randn(3, dtype=torch.float64, requires_grad=True)
+        torch.manual_seed(3)
+        seed = int(torch.randint(2**62, (), device="cpu"))
+
+        def here(wide, small, doom):
+            total = torch.zeros((), dtype=torch.float64)
+            for rank in range(size):
+                torch.manual_seed(seed + rank)
+                total = total + noisy(wide, small, doom, rank)
+            return total
+
+        expected = all_derivatives(here, wide, small, (-1, ""))
+        options = {"fan_out": 2, "retries": 1, "timeout": 60}
+        call = todist.parallelize(to_each(size), todist.sum_reducer, **options)(noisy)
+        alive = list(range(size))
+        for number, moment in enumerate(moments):
+            victim = alive[3 if number % 2 else 1]  # a child of the caller, or one of its child
+            if moment == "asynchronous":
+                todist.remote_call(victim, kill_when, "while")
+                later = todist.parallelize_async(to_each(size), todist.sum_reducer, **options)(noisy)
+                torch.manual_seed(3)
+                one, other = wide.detach().clone(), small.detach().clone()
+                future = later(one, other * one[0], (-1, ""))
+                one.zero_()
+                other.zero_()
+                found = [future.wait().square()]
+            else:
+                todist.remote_call(victim, kill_when, moment)
+                found = all_derivatives(call, wide, small, (victim, moment))
+            alive.remove(victim)
+            assert todist.alive() == tuple(alive), moment
+            for place, (one, other) in enumerate(zip(found, expected, strict=False)):
+                torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12, msg=f"{moment} {place}")
+        del one, other, found
+        no_graph_is_left(alive)
+        if transport == "rpc":
+            with pytest.raises(WorkerLostError):  # one share kills whoever runs it
+                call(wide, small, (alive[1], "anywhere"))
+            assert len(todist.alive()) == len(alive) - 2
+
+    killed = len(moments) + 2 * (transport == "rpc")
+    survive(world(size, env={"TODIST_TRANSPORT": transport}), body, killed)

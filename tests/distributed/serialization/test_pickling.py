@@ -1,0 +1,235 @@
+from __future__ import annotations
+
+import gc
+import tracemalloc
+import weakref
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import torchopt_dist as todist
+from tests.distributed.programs import Net, mlp
+from torchopt_dist.distributed.serialization.pickling import pack, unpack
+from torchopt_dist.distributed.serialization.wire import from_wire, to_wire
+
+
+class Wire(NamedTuple):
+    skeleton: bytes
+    structures: tuple[bytes, ...]
+    buffers: list[torch.Tensor]
+
+
+def travel(value):
+    message = pack(value, main_by_name=True)
+    wire = to_wire(message.detached())
+    return unpack(from_wire(wire).received()), Wire(message.skeleton, message.structures, wire.buffers)
+
+
+def size(wire):
+    return (
+        len(wire.skeleton)
+        + sum(b.numel() * b.element_size() for b in wire.buffers)
+        + sum(map(len, wire.structures))
+    )
+
+
+def test_what_is_shared_travels_once():
+    model, extra = mlp(), torch.randn(10_000)
+    _, one = travel([(model, extra)])
+    _, many = travel([(model, extra)] * 32)
+    assert size(many) < size(one) + 1000
+    (first, _), (second, _) = travel([(model, extra)] * 2)[0]
+    assert first is second
+
+
+def test_tied_weights_and_flags_survive():
+    net, _ = travel(Net().eval())
+    assert net.tied.weight is net.first.weight
+    assert isinstance(net.first.weight, nn.Parameter)
+    assert not net.frozen.weight.requires_grad
+    assert not net.training
+    assert torch.equal(net.shift, torch.full((6,), 0.5, dtype=torch.float64))
+    assert "shift" not in net.state_dict()
+
+
+def test_two_modules_of_one_structure_stay_two():
+    a, b = mlp(), mlp()
+    (x, y), wire = travel((a, b))
+    assert x is not y
+    assert len(wire.structures) == 1
+    clone = todist.module_clone(a, by="reference")
+    x, y = travel((a, clone))[0]
+    assert x is not y
+    assert x[0].weight is y[0].weight
+
+
+def test_a_module_beside_a_part_of_itself_stays_its_part():
+    net = mlp()
+    for pair in ((net, net[0]), (net[0], net)):
+        both, _ = travel(pair)
+        whole, part = both if isinstance(both[0], nn.Sequential) else both[::-1]
+        assert whole[0] is part
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(0, 3),
+        torch.tensor(3.5),
+        torch.arange(6).reshape(2, 3).T,
+        torch.ones(1).expand(5, 4),
+        torch.randn(100_000)[::2],
+        torch.randn(300, 300)[:, 5],
+        torch.randn(4, 4, dtype=torch.complex64).conj(),
+        torch.randn(3, dtype=torch.complex64).conj().imag,
+        torch.tensor([True, False]),
+        torch.randn(3, dtype=torch.bfloat16),
+        torch.randn(3, dtype=torch.float16),
+        torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+    ],
+)
+def test_any_dense_tensor_arrives_as_it_is(tensor):
+    got, wire = travel({"x": [tensor]})
+    assert got["x"][0].dtype == tensor.dtype
+    assert torch.equal(got["x"][0], tensor)
+    assert all(
+        b.untyped_storage().nbytes() <= b.numel() * b.element_size() for b in wire.buffers
+    )  # nothing but what was asked for
+
+
+def test_small_tensors_share_a_buffer_and_nothing_else():
+    leaves = [torch.randn(3, requires_grad=True) for _ in range(50)]
+    got, wire = travel(leaves)
+    assert len(wire.buffers) == 1
+    assert {leaf.untyped_storage().nbytes() for leaf in got} == {12}  # whoever keeps one does not keep all
+    loss = sum((leaf**2).sum() for leaf in got)
+    with torch.no_grad():
+        got[0].add_(1)  # changes no other leaf, so what was saved for the others is good
+    gradient = torch.autograd.grad(loss, got[1])[0]
+    assert torch.equal(gradient, 2 * leaves[1].detach())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int8", "uint32", "bool", "complex64"])
+def test_large_arrays_travel_beside_the_pickle(dtype):
+    array = (np.arange(200_000) % 7).astype(dtype).reshape(500, 400)
+    (got, again, module), wire = travel([array, array, Net().requires_grad_(False)])
+    assert len(wire.skeleton) < 20_000
+    assert got is again
+    assert got.dtype == array.dtype
+    assert got.flags.writeable
+    np.testing.assert_array_equal(got, array)
+    assert isinstance(module, Net)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(200_000.0).reshape(500, 400).T,
+        np.arange(200_000.0)[::-1],
+        np.array(["word"] * 50_000),
+        np.arange(100_000).astype("datetime64[s]"),
+        np.arange(100_000.0).astype(">f8"),
+        np.frombuffer(bytes(200_000)),
+        np.zeros(20_000, dtype=[("a", "f8"), ("b", "i4")]),
+    ],
+)
+def test_other_arrays_travel_in_the_pickle(array):
+    got, _ = travel(array)
+    assert got.dtype == array.dtype
+    np.testing.assert_array_equal(got, array)
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray, str])
+def test_long_bytes_travel_beside_the_pickle(kind):
+    """Into it they are not copied, and out of it once; one whose content can change is copied at once."""
+    size = 8_000_000
+    long = "é" * (size // 2) if kind is str else kind(bytes(range(250)) * (size // 250))
+    frames = list(range(200_000))  # a pickle of many frames, which are no long bytes
+    local = {"long": long}
+    tracemalloc.start()
+    message = pack([long, "a", local, frames, long, lambda: local], main_by_name=True)
+    packing = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(message.skeleton) < size / 4
+    assert [len(tensor) for tensor in message.tensors] == [size]
+    assert packing < size / 2 + (0 if kind is bytes else 2 * size)  # both picklers have been tried
+    if kind is bytearray:
+        local["long"] = long.copy()
+        long[:] = b"changed, and shorter"
+    want = local["long"]
+    wire = to_wire(message.detached())
+    arrived = from_wire(wire).received()
+    frames_need = 15_000_000
+    tracemalloc.start()
+    got, letter, held, numbers, again, function = unpack(arrived)
+    unpacking = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert type(got) is kind
+    assert got == want
+    assert got is again is held["long"]
+    assert function() is held
+    assert (letter, numbers) == ("a", frames)
+    assert unpacking < frames_need + (3 if kind is str else 1.1) * size
+
+
+def test_long_bytes_of_a_module_are_part_of_its_structure():
+    net = mlp()
+    net.table = bytes(1_000_000)
+    (got, long), wire = travel((net, bytes(2_000_000)))
+    assert got.table == net.table
+    assert long == bytes(2_000_000)
+    assert [len(structure) > 1_000_000 for structure in wire.structures] == [True]
+
+
+def test_functions_behind_decorators_are_named_not_copied():
+    from tests.distributed import test_parallelize
+
+    hidden = test_parallelize.module_level.__wrapped__
+    assert travel(hidden)[0] is hidden
+    assert len(pack(hidden, main_by_name=True).skeleton) < 200
+
+
+def test_a_notebook_s_functions_and_classes_travel_as_code(monkeypatch):
+    import sys
+    from types import ModuleType
+
+    notebook = ModuleType("__main__")
+    exec(
+        "class Layer:\n"
+        "    scale = 3\n"
+        "def helper(x):\n"
+        "    return x * Layer.scale\n"
+        "def cell(x):\n"
+        "    return helper(x) + 1\n",
+        vars(notebook),
+    )
+    monkeypatch.setitem(sys.modules, "__main__", notebook)
+    message = pack((notebook.cell, notebook.Layer()), main_by_name=False)
+    by_name = pack(notebook.cell, main_by_name=True)
+    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))  # the worker has no such cell
+    function, layer = unpack(message)
+    assert function(2) == 7
+    assert layer.scale == 3
+    with pytest.raises(todist.SerializationError, match="cell"):
+        unpack(by_name)
+
+
+def test_what_was_rebuilt_is_freed_at_once():
+    """Not when the garbage collector comes: a worker would hold the models of many calls until then."""
+    message = pack({"model": nn.Linear(2, 2), "x": torch.ones(3)}, main_by_name=True)
+    gc.collect()
+    gc.disable()
+    try:
+        rebuilt = unpack(message.detached().received())
+        held = [
+            weakref.ref(rebuilt["model"]),
+            weakref.ref(rebuilt["model"].weight),
+            weakref.ref(rebuilt["x"]),
+        ]
+        del rebuilt
+        assert [each() for each in held] == [None, None, None]
+    finally:
+        gc.enable()

@@ -1,0 +1,327 @@
+"""A graph whose worker is lost → its outputs again, made elsewhere; with these, the gradients that were asked for.
+
+Only calls are sent again. If a worker is lost in a backward, or before, its graph is made again without it: the call is
+sent once more, connected to views of the inputs, and what comes back is differentiated. So what comes out is connected
+to the caller's graph to any order, whether the graph was one worker's or led through a tree of them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from torchopt_dist._future import Future
+from torchopt_dist._random_turns import lent
+from torchopt_dist._versions import Seen
+from torchopt_dist.distributed.group.chunks import Arriving
+from torchopt_dist.distributed.group.group import Group
+from torchopt_dist.distributed.messages.caller_state import CallerState
+from torchopt_dist.distributed.messages.message import Message
+from torchopt_dist.distributed.messages.payload import ExecutionOptions
+from torchopt_dist.distributed.messages.requests import Reply
+from torchopt_dist.distributed.serialization.pickling import pack, unpack
+from torchopt_dist.distributed.transport.ask import ANOTHER_GRAPH, Deadline, Sent
+from torchopt_dist.distributed.transport.base import settle
+
+__all__ = ["Again", "CallAgain", "GradientsAgain", "UnderWay"]
+
+Graph = TypeVar("Graph")
+
+
+class Again(Protocol):
+    """What makes the outputs of a graph again."""
+
+    def found(self, reply: Message, values: Iterable[Any]) -> None:
+        """Note where the outputs are in the reply that has made the graph."""
+
+    def outputs(
+        self,
+        numbers: Sequence[int],
+        instead: Mapping[int, Tensor],
+        left: ExecutionOptions,
+        deadline: Deadline,
+    ) -> list[Tensor]:
+        """Make outputs again; waits until they are there.
+
+        Args:
+            numbers: of these outputs.
+            instead: by the id of an input of the graph, the tensor to which they are connected in its place.
+            left: the options of the call, with the retries that are left.
+            deadline: the time limit.
+        """
+
+    def is_loss(self, worker: int, error: BaseException) -> bool:
+        """Whether one of the workers is lost, which is then avoided.
+
+        Args:
+            worker: the one that was asked.
+            error: of its reply.
+        """
+
+    def avoid(self, worker: int) -> None:
+        """Let no graph be made again on a worker that is late."""
+
+
+class CallAgain:
+    """The graph of one call on one worker; see :class:`Again`.
+
+    Args:
+        group: the group.
+        sent: the call.
+        inputs: the inputs of its graph.
+        new: makes the record of such a graph, from a time limit and options.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        sent: Sent,
+        inputs: Sequence[Tensor],
+        new: Callable[..., Any],
+    ) -> None:
+        self._group = group
+        self._sent = sent
+        self._inputs = inputs
+        self._new = new
+        self._avoided: set[int] = set()
+        self._connected: tuple[int, ...] = ()
+
+    def found(self, reply: Message, values: Iterable[Any]) -> None:
+        """See :class:`Again`."""
+        del values
+        self._connected = reply.connected
+
+    def outputs(
+        self,
+        numbers: Sequence[int],
+        instead: Mapping[int, Tensor],
+        left: ExecutionOptions,
+        deadline: Deadline,
+    ) -> list[Tensor]:
+        """See :class:`Again`."""
+        graph = self._new(deadline.left(), options=left)
+        message = self._sent.message
+        inputs = [instead[id(tensor)] for tensor in self._inputs]
+        places = iter(inputs)
+        tensors = [
+            next(places) if is_input else tensor
+            for tensor, is_input in zip(message.tensors, message.requires_grad, strict=True)
+        ]
+        anchor = graph.connect(message.with_tensors(tensors), keep=True)
+        graph.again = CallAgain(self._group, self._sent, inputs, self._new)
+        asked = graph.ask(self._sent, avoided=frozenset(self._avoided))
+        with lent():
+            arrived = asked.result()
+        graph.timeout = deadline.left()
+        reply = graph.connected(anchor, arrived.received())
+        graph.again.found(reply, graph.values_of(reply))
+        if reply.connected != self._connected:
+            raise RuntimeError(ANOTHER_GRAPH)
+        return [reply.tensors[self._connected[number]] for number in numbers]
+
+    def is_loss(self, worker: int, error: BaseException) -> bool:
+        """See :class:`Again`."""
+        return self._group.retries.is_loss(worker, error)
+
+    def avoid(self, worker: int) -> None:
+        """See :class:`Again`."""
+        self._avoided.add(worker)
+
+
+class GradientsAgain:
+    """The gradients of one backward; see :class:`Again`.
+
+    Args:
+        graph: the graph that is differentiated.
+        output_grads: the gradient of each of its outputs that takes part.
+        wanted: for each of its inputs, whether the gradient is wanted.
+        inputs: its inputs.
+        state: of the thread of the backward; with grad mode, the gradients are to be differentiated in turn.
+    """
+
+    def __init__(
+        self,
+        graph: Again,
+        output_grads: Sequence[Tensor | None],
+        wanted: Sequence[bool],
+        inputs: Sequence[Tensor],
+        state: CallerState,
+    ) -> None:
+        self._graph = graph
+        self._output_grads = output_grads
+        self._wanted = wanted
+        self._inputs = inputs
+        self._state = state
+        self._places: list[int] = []
+        self._made: list[Tensor | None] | None = None
+
+    def take(self) -> list[Tensor | None] | None:
+        """The gradients, if they have been made again; they are forgotten here."""
+        made, self._made = self._made, None
+        return made
+
+    def found(self, reply: Message, values: Iterable[Any]) -> None:
+        """See :class:`Again`."""
+        places = {id(grad): place for place, grad in enumerate(values)}
+        self.are_at([places[id(reply.tensors[number])] for number in reply.connected])
+
+    def are_at(self, places: list[int]) -> None:
+        """Note which of the gradients are the outputs of the backward's graph."""
+        self._places = places
+
+    def outputs(
+        self,
+        numbers: Sequence[int],
+        instead: Mapping[int, Tensor],
+        left: ExecutionOptions,
+        deadline: Deadline,
+    ) -> list[Tensor]:
+        """See :class:`Again`."""
+        grads = self._make(instead, left, deadline)
+        found = [grads[self._places[number]] for number in numbers]
+        outputs = [grad for grad in found if grad is not None and grad.requires_grad]
+        if len(outputs) < len(found):
+            raise RuntimeError(ANOTHER_GRAPH)
+        return outputs
+
+    def is_loss(self, worker: int, error: BaseException) -> bool:
+        """See :class:`Again`."""
+        return self._graph.is_loss(worker, error)
+
+    def avoid(self, worker: int) -> None:
+        """See :class:`Again`."""
+        self._graph.avoid(worker)
+
+    def instead_of(
+        self,
+        reply: Future[Message] | None,
+        group: Group,
+        worker: int,
+        left: ExecutionOptions,
+        deadline: Deadline,
+    ) -> Future[Message]:
+        """The reply to the backward, or an empty one as soon as the gradients are made again.
+
+        They are if a worker is lost, or if the reply is late; what is there first counts. Whoever keeps the empty reply
+        keeps no gradients, whose graph may lead back there.
+
+        Args:
+            reply: the reply; ``None`` if there is nobody to ask.
+            group: the group.
+            worker: the one that sends it.
+            left: the options of the call, with the retries that are left.
+            deadline: the time limit.
+        """
+        settled: Future[Message] = Future()
+        lock, at_work, begun = threading.Lock(), int(reply is not None), False
+
+        def arrived(done: Future[Message]) -> None:
+            error = done.exception()
+            result: Message | BaseException = done.result() if error is None else error
+            if isinstance(result, Message) and not result.tensors:
+                content: Reply = unpack(result)
+                if content.exception is not None:
+                    error = content.exception.to_error(group.names[worker])
+            if error is not None and left.retries and self.is_loss(worker, error):
+                begin(replace(left, retries=left.retries - 1))
+                ended(error)
+            else:
+                ended(result)
+
+        def begin(left: ExecutionOptions) -> None:
+            """Make the gradients again, unless that has begun."""
+            nonlocal at_work, begun
+            with lock:
+                if begun or settled.done():
+                    return
+                begun = True
+                at_work += 1
+            group.threads.run(partial(make, left))
+
+        def make(left: ExecutionOptions) -> None:
+            result: Message | BaseException
+            try:
+                made = self._make({}, left, deadline)
+                result = pack(Reply(), main_by_name=True)
+                if not settled.done():
+                    self._made = made
+            except Exception as error:
+                result = error
+            ended(result)
+
+        def ended(result: Message | BaseException) -> None:
+            """Settle it, unless it is an error and somebody else is still at work."""
+            nonlocal at_work
+            with lock:
+                at_work -= 1
+                is_last = not at_work
+            if isinstance(result, Message):
+                settle(settled, result)
+            elif is_last:
+                settled.set_exception(result)
+
+        def late() -> None:
+            self.avoid(worker)
+            begin(replace(left, hedge_after=None))
+
+        if reply is None:
+            begin(left)
+            return settled
+        if left.hedge_after is not None:
+            timer = threading.Timer(left.hedge_after, late)
+            timer.daemon = True
+            timer.start()
+            settled.add_done_callback(lambda _: timer.cancel())
+        reply.add_done_callback(arrived)
+        return settled
+
+    def _make(
+        self, instead: Mapping[int, Tensor], left: ExecutionOptions, deadline: Deadline
+    ) -> list[Tensor | None]:
+        numbers = [number for number, grad in enumerate(self._output_grads) if grad is not None]
+        output_grads = [instead.get(id(grad), grad) for grad in self._output_grads if grad is not None]
+        with torch.enable_grad():
+            # An input may depend on another one. What counts are its own gradients, so these are of views.
+            inputs = [instead.get(id(tensor), tensor) for tensor in self._inputs]
+            views = [tensor.view_as(tensor) for tensor in inputs]
+            connected = {id(tensor): view for tensor, view in zip(self._inputs, views, strict=True)}
+            outputs = self._graph.outputs(numbers, connected, left, deadline)
+        with self._state.applied():
+            found = iter(
+                torch.autograd.grad(
+                    outputs,
+                    [view for view, wanted in zip(views, self._wanted, strict=True) if wanted],
+                    output_grads,
+                    create_graph=self._state.grad_enabled,
+                    allow_unused=True,
+                )
+            )
+        return [next(found) if wanted else None for wanted in self._wanted]
+
+
+class UnderWay(NamedTuple, Generic[Graph]):
+    """A backward that is running.
+
+    Attributes:
+        message: the message of the request.
+        reply: the future reply.
+        graph: the graph of the backward itself.
+        inputs: the call's inputs, as they were at the call.
+        arriving: the gradients that come in chunks.
+        streamed: the places of the inputs that these are of.
+        again: makes the gradients if workers are lost.
+    """
+
+    message: Message
+    reply: Future[Message]
+    graph: Graph
+    inputs: Seen
+    arriving: Arriving | None
+    streamed: Sequence[int]
+    again: GradientsAgain | None

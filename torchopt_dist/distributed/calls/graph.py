@@ -1,0 +1,408 @@
+"""The caller's side of a call: payload → message, anchor; reply → values, connected for backward to any order.
+
+A call is two nodes of the caller's autograd graph::
+
+    inputs ──> dispatch ──anchor──> collect ──> results
+
+Between them lies the worker's own graph, kept there under a key. In backward, *collect* sends the results' gradients
+to the worker and returns at once; *dispatch* waits for the gradients of the inputs. The engine is told to run *collect*
+as soon as it can and *dispatch* as late as it can, so that all the workers and the caller itself differentiate at the
+same time. What one leaves for the other is on a ticket, a tensor that travels down the anchor as its "gradient".
+
+A backward that is recorded (``create_graph=True``) is a call too: its inputs are the results' gradients and, again,
+the call's inputs; its results are the inputs' gradients. Such a call gets two nodes of its own, and so on to any order.
+
+These nodes are used inside the contexts of ``torch.distributed.autograd`` too: to its engine they are local ones.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchopt_dist._future import Future
+from torchopt_dist._grad_accumulators import apart_from
+from torchopt_dist._random_turns import lent
+from torchopt_dist._torch_private import (
+    engine_keeps_graph,
+    transforms_are_active,
+)
+from torchopt_dist._versions import Seen, check_inputs
+from torchopt_dist.distributed.calls.again import Again, CallAgain, GradientsAgain, UnderWay
+from torchopt_dist.distributed.calls.local import Beside, Here
+from torchopt_dist.distributed.calls.nodes import collect, dispatch
+from torchopt_dist.distributed.calls.siblings import Siblings
+from torchopt_dist.distributed.group.chunks import Deferred
+from torchopt_dist.distributed.group.group import Group, find_group
+from torchopt_dist.distributed.group.spans import Phase, Spanned
+from torchopt_dist.distributed.messages.caller_state import CallerState
+from torchopt_dist.distributed.messages.globals_of_code import MUCH_CODE, GlobalsOfCode, description_of_much
+from torchopt_dist.distributed.messages.handle import StayingModule
+from torchopt_dist.distributed.messages.message import Message
+from torchopt_dist.distributed.messages.payload import ExecutionOptions, Payload
+from torchopt_dist.distributed.messages.requests import BACKWARD_TWICE, Backward, Call, Key
+from torchopt_dist.distributed.serialization.names import code_of
+from torchopt_dist.distributed.serialization.pickling import PackedModules, pack, reply_of
+from torchopt_dist.distributed.serialization.unsendable import place_in_payload
+from torchopt_dist.distributed.transport.ask import Ask, Attempt, Deadline, Sent
+from torchopt_dist.distributed.transport.base import Sender
+from torchopt_dist.distributed.worker.device import receiving_device
+from torchopt_dist.distributed.worker.gradient_sums import with_gradients
+from torchopt_dist.errors import NotInitializedError, SerializationError
+
+__all__ = ["RemoteGraph"]
+
+
+class RemoteGraph:
+    """The caller's handle of a graph that a worker keeps; the graph is released when the handle is freed."""
+
+    def __init__(
+        self,
+        group: Group,
+        worker: int,
+        transport: Sender,
+        timeout: float,
+        *,
+        options: ExecutionOptions | None = None,
+        own: bool = False,
+        siblings: Siblings | None = None,
+    ) -> None:
+        self.kept = False  # set first, since `__del__` reads it
+        self.gone = False  # whether no worker keeps it, and a backward makes it again
+        self.options = options or ExecutionOptions()
+        self.siblings = siblings or Siblings()
+        self.own = own  # the graph of this worker's own share
+        self.number = len(group.names) + 1 if own else len(group.names) - worker  # of its *dispatch*
+        self.again: Again | None = None  # makes it again, if it is to outlive its workers
+        self.group = group
+        self.transport = transport
+        self.timeout = timeout
+        self.worker = worker
+        self.worker_name = group.names[worker]
+        self.key: Key = (group.rank, next(group.numbers))
+        self.inputs = Seen()  # none once every result is used up
+        self.streamed: Sequence[int] = ()  # of inputs whose gradients come in chunks
+        self.unused: set[int] = set()  # the results that no backward has used up
+        self._main_by_name = group.same_program(worker)
+
+    def __del__(self) -> None:
+        if self.kept:
+            self.release()
+
+    def release(self) -> None:
+        """Let the worker forget its graph."""
+        if isinstance(self.transport, Here):
+            self.transport.kept_graphs.release(self.key)
+        else:
+            self.group.releaser.release(self.transport, self.worker, self.key)
+
+    def has_ended(self) -> bool:
+        """Whether the worker's graph has ended with the RPC group; the caller's own ends with its autograd graph."""
+        return not isinstance(self.transport, Here) and find_group() is not self.group
+
+    def is_at(self, attempt: Attempt) -> None:
+        """Note which attempt was answered: its worker keeps the graph, under its key."""
+        self.worker, self.transport, self.key = attempt
+        self.worker_name = self.group.names[self.worker]
+
+    def send(self, message: Message) -> Future[Message]:
+        """Send a request to the worker."""
+        return self.transport.send(self.worker, message, self.timeout)
+
+    def ask(self, sent: Sent, *, spent: int = 0, avoided: Collection[int] = ()) -> Future[Message]:
+        """Send a call to the worker, or to another one if the worker is lost or late.
+
+        Args:
+            sent: the call.
+            spent: how many of its retries have been used before.
+            avoided: the workers that are not asked.
+        """
+        options, device, group = self.options, sent.message.device, self.group
+        if self.kept and self.again is None and options.outlives_workers:
+            new = partial(RemoteGraph, group, self.worker, self.transport)
+            self.again = CallAgain(group, sent, self.inputs.tensors, new)
+        ask = Ask(
+            sent,
+            self,
+            max(0, options.retries - spent),
+            options.hedge_after,
+            Deadline(self.timeout),
+            beside=lambda: Beside(receiving_device(device), group),
+            may_go=lambda rank: not self._main_by_name or group.same_program(rank),
+            avoided=avoided,
+        )
+        return group.retries.ask(ask)
+
+    def span(self, phase: Phase) -> Spanned:
+        """See :meth:`Recorder.span`."""
+        return self.group.recorder.span(phase, self.key, self.worker)
+
+    def pack(self, request: Call | Backward, modules: PackedModules | None = None) -> Message:
+        return pack(
+            request, main_by_name=self._main_by_name, modules=modules, here=isinstance(self.transport, Here)
+        )
+
+    def start(self, payload: Payload, modules: PackedModules | None) -> tuple[Message, Tensor | None]:
+        """The message that asks for a call, and the anchor, if gradients are wanted.
+
+        Raises:
+            SerializationError: the payload cannot be sent.
+        """
+        message = self.group.recorder.record("pack", self.key, self.worker, self.packed, payload, modules)
+        keep = payload.state.grad_enabled
+        return message, self.connect(message, keep=keep) if message.tensors else None
+
+    def packed(self, payload: Payload, modules: PackedModules | None) -> Message:
+        """The message that asks for a call.
+
+        Raises:
+            SerializationError: the payload cannot be sent, or not from inside a transform.
+        """
+        request = Call(payload, self.key, payload.state.grad_enabled)
+        try:
+            message = self.pack(request, modules)
+        except SerializationError as error:
+            function, place = _name(payload), place_in_payload(payload, main_by_name=self._main_by_name)
+            raise SerializationError(
+                f"`{function}` and its arguments cannot be sent to {self.worker_name}: {place}{error}"
+            ) from error
+        if self.options.outlives_workers and any(isinstance(each, StayingModule) for each in message.handles):
+            raise ValueError(
+                f"`{_name(payload)}` is called with a replica, whose gradients stay on the worker that computes them: "
+                "leave out retries and hedge_after"
+            )
+        message.device = payload.options.device
+        if message.code is not None and not isinstance(self.transport, Here):
+            self._warn_of_much(payload, message.code, message.code.nbytes(message.tensors))
+        if message.tensors and request.keep and transforms_are_active() and message.inputs():
+            raise SerializationError(
+                f"`{_name(payload)}` takes tensors that require grad, such as a module's parameters, and is called "
+                f"inside a torch.func transform, which the graph of a call to {self.worker_name} cannot be a part "
+                "of: detach them, or call it outside of `grad` and `vmap`"
+            )
+        return message
+
+    def _warn_of_much(self, payload: Payload, code: GlobalsOfCode, nbytes: int) -> None:
+        """Warn once of a function that takes large global variables with it."""
+        known, key = self.group.known_functions, ("much", code_of(payload.function))
+        if nbytes > MUCH_CODE and key not in known:
+            known.add(key)
+            text = description_of_much(
+                _name(payload),
+                code,
+                nbytes,
+                lambda value: pack(value, main_by_name=self._main_by_name).nbytes(),
+            )
+            warnings.warn(text, stacklevel=2)
+
+    def connect(self, message: Message, *, keep: bool) -> Tensor | None:
+        """The anchor, if gradients are wanted."""
+        inputs = message.inputs() if keep else []
+        anchor = dispatch(self, inputs) if inputs else None
+        # The worker is assumed to keep its graph until the reply says so: a reply may come too late to be heard.
+        self.kept = anchor is not None
+        return anchor
+
+    def collect(self, anchor: Tensor | None, message: Message) -> list[Any]:
+        """The node next to the results; returns the reply's values, connected to the anchor."""
+        return self.group.recorder.record("unpack", self.key, self.worker, self._values, anchor, message)
+
+    def _values(self, anchor: Tensor | None, message: Message) -> list[Any]:
+        if message.tensors or self.kept:
+            message = self.connected(anchor, message.received())
+        values = self.values_of(message)
+        if self.again is not None:
+            self.found(message, values)
+        return values
+
+    def found(self, reply: Message, values: list[Any]) -> None:
+        """Note what would make the graph again, if it is kept."""
+        if self.again is not None:
+            if self.kept:
+                self.again.found(reply, values)
+            else:
+                self.again = None
+
+    def connected(self, anchor: Tensor | None, message: Message) -> Message:
+        """The node next to the results; returns the reply, whose tensors are connected to the anchor."""
+        self.kept = anchor is not None and bool(message.connected)
+        if anchor is not None and message.connected:
+            outputs = [message.tensors[number].detach() for number in message.connected]
+            self.unused = set(range(len(outputs)))
+            connected = collect(self, anchor, outputs)
+            for number, output in zip(message.connected, connected, strict=True):
+                message.tensors[number] = output
+        return message
+
+    def values_of(self, message: Message) -> list[Any]:
+        """The values of a reply."""
+        reply = reply_of(message, self.worker_name, self.siblings.error_of)
+        if reply.warning is not None:
+            warnings.warn(f"{reply.warning}; strict=True makes this an error", stacklevel=1)
+        self.siblings.drew |= reply.drew
+        if self.siblings.took is not None:
+            self.siblings.took(self.worker, reply.seconds)
+        return reply.values
+
+    def wait_for(self, reply: Future[Message], take_up: Callable[[], object]) -> Message:
+        """The reply to a backward, as soon as those of the call's other shares have come, too.
+
+        Until it is there, ``take_up`` takes up what comes before it, if anything does.
+        """
+        if self.own:
+            arrived = reply.result()  # computes it, which is no waiting
+        with nullcontext() if self.own else self.span("wait back"), lent():
+            take_up()
+            if not self.own:
+                arrived = reply.result()
+            self.siblings.check()
+        return arrived
+
+    def start_backward(
+        self, output_grads: tuple[Tensor | None, ...], wanted: tuple[bool, ...]
+    ) -> UnderWay[RemoteGraph]:
+        """Send the results' gradients; returns what :meth:`finish_backward` needs.
+
+        Args:
+            output_grads: the gradient of each result that takes part.
+            wanted: for each input, whether a gradient is wanted.
+
+        Raises:
+            RuntimeError: a backward has used up one of the results. The other results can still be used, as in torch.
+            NotInitializedError: the RPC group of the call has ended, or this process was forked from the caller.
+        """
+        self.group.check_process()
+        retain_graph, state = engine_keeps_graph(), CallerState.capture()
+        recorded = state.grad_enabled
+        reached = {number for number, grad in enumerate(output_grads) if grad is not None}
+        if not reached <= self.unused:
+            raise RuntimeError(BACKWARD_TWICE)
+        if self.has_ended():
+            raise NotInitializedError(
+                f"the graph of this remote call was kept by {self.worker_name}, and the RPC group has ended"
+            )
+        graph = RemoteGraph(
+            self.group,
+            self.worker,
+            self.transport,
+            self.timeout,
+            options=self.options,
+            own=self.own,
+            siblings=self.siblings,
+        )
+        graph.number = self.number
+        nobody = self.again is not None and (self.gone or self._has_lost_worker())
+        streamed = () if nobody else tuple(place for place in self.streamed if wanted[place])
+        arriving = self.group.streams.expect(graph.key, keeps=recorded) if streamed else None
+        with graph.span("pack") as span:
+            key = graph.key
+            message = graph.pack(
+                Backward(self.key, output_grads, wanted, retain_graph, key, recorded, state, streamed)
+            )
+            span.made(message)
+        sent = message.detached()
+        inputs = self.inputs
+        if not retain_graph:
+            self.unused -= reached
+            self.kept = bool(self.unused) and not self.gone
+            self.inputs = inputs if self.unused else Seen()
+        reply = None if nobody else self._send_backward(graph, sent, recorded=recorded)
+        if arriving is not None and reply is not None:  # all chunks have come when it is there, or has failed
+            reply.add_done_callback(partial(_no_more_chunks, self.group, graph.key))
+        again = None
+        if self.again is not None:
+            again = GradientsAgain(self.again, output_grads, wanted, inputs.tensors, state)
+            reply = again.instead_of(reply, self.group, self.worker, self.options, Deadline(self.timeout))
+            graph.again = again if recorded else None
+            self.again = self.again if self.unused else None
+        assert reply is not None
+        if not self.own:
+            self.siblings.add(reply, self.worker_name)
+        return UnderWay(message, reply, graph, inputs, arriving, streamed, again)
+
+    def _has_lost_worker(self) -> bool:
+        return self.transport.has_lost(self.worker) and self.group.retries.goes_on_without(self.worker)
+
+    def _send_backward(self, graph: RemoteGraph, message: Message, *, recorded: bool) -> Future[Message]:
+        graph.kept = recorded
+        if self.own:
+            return self.send(message)
+        answered = self.group.outstanding.wait_for_slot(self.timeout)
+        with graph.span("send"):
+            reply = self.send(message)
+        reply.add_done_callback(answered)
+        return reply
+
+    def made_elsewhere(self, anchor: Tensor | None, grads: list[Tensor | None]) -> list[Tensor | None]:
+        """The node next to gradients that were made again, by graphs that are gone.
+
+        The caller's graph has the same nodes as without a loss, so that the engine adds up in the same order.
+        """
+        if self.kept:  # by a worker that was only late
+            self.kept = False
+            self.release()
+        self.gone = True
+        places = [place for place, grad in enumerate(grads) if grad is not None and grad.requires_grad]
+        found = [grad if grad is None else grad.detach() for grad in grads]
+        if anchor is not None and places and isinstance(self.again, GradientsAgain):
+            self.again.are_at(places)
+            self.unused = set(range(len(places)))
+            outputs = [grad for grad in (found[place] for place in places) if grad is not None]
+            for place, output in zip(places, collect(self, anchor, outputs), strict=True):
+                found[place] = output
+        return found
+
+    def finish_backward(self, under_way: UnderWay[RemoteGraph]) -> list[Tensor | None]:
+        """Wait for the inputs' gradients; if recorded, these are connected to the results' gradients and to the inputs.
+
+        Raises:
+            RuntimeError: the backward is recorded, and an input has been changed in place.
+        """
+        message, reply, graph, inputs, arriving, streamed, again = under_way
+        tensors = inputs.tensors
+        anchor = None
+        recorded = torch.is_grad_enabled()
+        if recorded:
+            check_inputs(inputs)
+            own = message.inputs()
+            anchor = dispatch(graph, [*own, *tensors])
+
+        whole: dict[int, Tensor] = {}
+        cut = [tensors[place] for place in streamed]
+
+        def take_up() -> None:
+            if arriving is not None:
+                found = arriving.put_together(cut)
+                whole.update((streamed[number], grad) for number, grad in found.items())
+
+        def finish() -> list[Tensor | None]:
+            arrived = graph.wait_for(reply, take_up)
+            made = None if again is None else again.take()
+            if made is None:
+                return graph.collect(anchor, with_gradients(arrived, whole) if recorded else arrived)
+            whole.clear()
+            return graph.made_elsewhere(anchor, made)
+
+        if arriving is not None and self.group.streams.put_off(cut, Deferred(tensors, arriving, finish)):
+            return [None] * len(tensors)
+        grads = finish()
+        if whole and not recorded:
+            grads = [whole.get(place, grad) for place, grad in enumerate(grads)]
+        if isinstance(self.transport, Here) and not recorded:
+            grads = apart_from(message.tensors, grads)
+        # A worker may have computed on its GPU what came from a CPU.
+        return [g if g is None else g.to(x.device) for g, x in zip(grads, tensors, strict=True)]
+
+
+def _no_more_chunks(group: Group, key: Key, _: Future[Message]) -> None:
+    group.streams.forget(key)
+
+
+def _name(payload: Payload) -> str:
+    return getattr(payload.function, "__qualname__", repr(payload.function))

@@ -1,0 +1,249 @@
+"""The messages of a call, by worker → a future of each worker's reply, by way of a tree.
+
+If workers of the tree are lost, and the call has ``retries``, what they were to forward is sent again down a tree of
+the others, and their own shares go to other workers. The same is done if a backward finds workers lost, whose
+graphs are lost, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from torchopt_dist._future import Future
+from torchopt_dist._random_turns import lent
+from torchopt_dist._torch_private import tensor_version
+from torchopt_dist.distributed.calls.relay import Branch, Child, Sending, spread
+from torchopt_dist.distributed.calls.siblings import Siblings
+from torchopt_dist.distributed.calls.tree import Twig, tree
+from torchopt_dist.distributed.group.chunks import can_be_cut, chunks_of
+from torchopt_dist.distributed.messages.message import Late, Message
+from torchopt_dist.distributed.messages.payload import ExecutionOptions
+from torchopt_dist.distributed.transport.ask import ANOTHER_GRAPH, Deadline, check_unchanged, is_copied
+from torchopt_dist.errors import CallTimeoutError, RemoteError, WorkerLostError
+
+__all__ = ["Shares", "common"]
+
+
+def common(held: Sequence[Iterable[Tensor]]) -> list[Tensor]:
+    """The tensors that all have in common, in the order of the first."""
+    ids = set.intersection(*({id(tensor) for tensor in tensors} for tensors in held))
+    return list({id(tensor): tensor for tensor in held[0] if id(tensor) in ids}.values())
+
+
+class Shares:
+    """The shares of a call that go down a tree; they can be sent more than once.
+
+    Args:
+        sending: what they have in common.
+        messages: the message of each worker.
+        fan_out: how many children a worker has.
+        snapshot: send copies.
+    """
+
+    def __init__(
+        self, sending: Sending, messages: Mapping[int, Message], fan_out: int, *, snapshot: bool
+    ) -> None:
+        self._group = sending.group
+        self._messages = messages
+        self._fan_out = fan_out
+        self._mends = sending.mends
+        as_sent = _AsSent(messages.values(), snapshot=snapshot, again=sending.mends)
+        self._sending = sending._replace(as_sent=as_sent)
+        shared = common([message.tensors for message in messages.values()])
+        self._hoisted = [tensor for tensor in shared if can_be_cut(tensor)]
+        self._chunks = len(chunks_of(self._hoisted))
+        self._avoided: set[int] = set()
+
+    def send(
+        self, workers: Iterable[int], siblings: Siblings, instead: Mapping[int, Tensor] | None = None
+    ) -> dict[int, Future[Message]]:
+        """Send the shares of these workers.
+
+        Args:
+            workers: their ranks.
+            siblings: the shares of the same call.
+            instead: by the id of a tensor of the messages, the tensor to which the replies are connected in its place.
+
+        Returns:
+            A future of each worker's reply, whose tensors are connected to those of the messages.
+        """
+        replies: dict[int, Future[Message]] = {worker: Future() for worker in workers}
+        self._send(replies, self._sending._replace(siblings=siblings, instead=instead or {}))
+        return replies
+
+    def avoid(self, worker: int) -> None:
+        """Let no tree lead through a worker any more."""
+        self._avoided.add(worker)
+
+    def _send(self, replies: Mapping[int, Future[Message]], sending: Sending) -> None:
+        group, mends = self._group, self._mends
+        alone = {
+            worker
+            for worker in replies
+            if mends and (worker in self._avoided or group.retries.is_lost(worker))
+        }
+        self._avoided |= alone
+        hosts = [member.host for member in group.members]
+        twigs = tree(group.rank, [worker for worker in replies if worker not in alone], hosts, self._fan_out)
+        hoisted = [sending.as_sent(tensor) for tensor in self._hoisted] if twigs else []
+        for child in spread(sending, [self._branch(twig) for twig in twigs], chunks_of(hoisted)):
+            workers = child.branch.workers()
+            if mends:
+                child.graph.again = _RepliesAgain(self, sending.instead, workers)
+            branch = {worker: replies[worker] for worker in workers}
+            child.reply.add_done_callback(partial(self._arrived, branch, child, sending))
+        for worker in alone:
+            spent = int(group.transport.to(worker).has_lost(worker))
+            child = Child(sending, Branch(worker, self._messages[worker]), spent=spent)
+            one = {worker: replies[worker]}
+            child.reply.add_done_callback(partial(self._arrived, one, child, sending))
+
+    def _branch(self, twig: Twig) -> Branch:
+        message, hoisted = self._messages[twig.worker], self._hoisted
+        if hoisted:
+            places = {id(tensor): number for number, tensor in enumerate(message.tensors)}
+            numbers = tuple(places[id(tensor)] for tensor in hoisted)
+            shapes = tuple(tuple(tensor.shape) for tensor in hoisted)
+            late = Late(numbers, shapes, self._chunks, self._sending.seconds)
+            message = message.with_tensors(message.tensors, late=late)
+        return Branch(twig.worker, message, tuple(self._branch(each) for each in twig.twigs))
+
+    def _arrived(
+        self,
+        replies: dict[int, Future[Message]],
+        child: Child,
+        sending: Sending,
+        reply: Future[Message],
+    ) -> None:
+        """Pass the replies of a branch, or its error, to the futures of its workers."""
+        first = child.branch.worker
+        found: dict[int, Message | None]
+        try:
+            found = child.replies(reply.result())
+        except Exception as error:
+            alone = first in self._avoided
+            if not (self._mends and not alone and self._group.retries.is_loss(first, error)):
+                failure = self._late([*replies]) if type(error) is CallTimeoutError else error
+                for future in replies.values():
+                    future.set_exception(failure)
+                return
+            found = {first: None}
+        for worker, message in found.items():
+            if message is None:
+                self.avoid(worker)
+            else:
+                replies.pop(worker).set_result(message)
+        if replies:
+            self._group.threads.run(partial(self._send_again, replies, sending))
+
+    def _send_again(self, replies: dict[int, Future[Message]], sending: Sending) -> None:
+        try:
+            self._send(replies, sending)
+        except Exception as error:
+            for future in replies.values():
+                if not future.done():
+                    future.set_exception(error)
+
+    def _late(self, workers: Sequence[int]) -> CallTimeoutError:
+        """Nobody here knows which worker of a branch is late."""
+        names = [self._group.names[worker] for worker in workers]
+        which = f"one of {', '.join(names)}" if len(names) > 1 else names[0]
+        return CallTimeoutError(f"{which} took longer than timeout={self._sending.seconds:g} s")
+
+    def is_loss_of(self, workers: Iterable[int], asked: int, error: BaseException) -> int | None:
+        """The one of ``workers`` that is lost, if the error of the one that was asked says so."""
+        if not isinstance(error, WorkerLostError):
+            return None
+        retries = self._group.retries
+        if not isinstance(error, RemoteError):
+            return asked if retries.is_loss(asked, error) else None
+        return error.rank if error.rank in workers and retries.goes_on_without(error.rank) else None
+
+
+class _RepliesAgain:
+    """The replies of a branch of the tree; see :class:`~torchopt_dist.distributed.calls.again.Again`."""
+
+    def __init__(self, shares: Shares, instead: Mapping[int, Tensor], workers: Sequence[int]) -> None:
+        self._workers = workers
+        self._shares = shares
+        self._instead = instead
+        self._places: list[tuple[int, int]] = []
+
+    def found(self, reply: Message, values: Iterable[Any]) -> None:
+        """See :class:`~torchopt_dist.distributed.calls.again.Again`."""
+        places = {
+            id(tensor): (worker, number)
+            for found in values
+            for worker, message in found.items()
+            if message is not None
+            for number, tensor in enumerate(message.tensors)
+        }
+        self._places = [places[id(reply.tensors[number])] for number in reply.connected]
+
+    def avoid(self, worker: int) -> None:
+        """See :class:`~torchopt_dist.distributed.calls.again.Again`."""
+        self._shares.avoid(worker)
+
+    def outputs(
+        self,
+        numbers: Sequence[int],
+        instead: Mapping[int, Tensor],
+        left: ExecutionOptions,
+        deadline: Deadline,
+    ) -> list[Tensor]:
+        """See :class:`~torchopt_dist.distributed.calls.again.Again`; each loss of a worker of a tree is mended."""
+        del left, deadline
+        places = [self._places[number] for number in numbers]
+        workers = dict.fromkeys(worker for worker, _ in places)
+        of_messages = {which: instead.get(id(tensor), tensor) for which, tensor in self._instead.items()}
+        replies = self._shares.send(workers, Siblings(), {**instead, **of_messages})
+        with lent():
+            messages = {worker: reply.result() for worker, reply in replies.items()}
+        for worker, number in places:
+            tensors = messages[worker].tensors
+            if number >= len(tensors) or not tensors[number].requires_grad:
+                raise RuntimeError(ANOTHER_GRAPH)
+        return [messages[worker].tensors[number] for worker, number in places]
+
+    def is_loss(self, worker: int, error: BaseException) -> bool:
+        """See :class:`~torchopt_dist.distributed.calls.again.Again`."""
+        lost = self._shares.is_loss_of(self._workers, worker, error)
+        if lost is not None:
+            self._shares.avoid(lost)
+        return lost is not None
+
+
+class _AsSent:
+    """A tensor of a message → what is sent of it, every time the same.
+
+    Args:
+        messages: the messages.
+        snapshot: copy all tensors.
+        again: copy small tensors and those that a module may change, and note how often others have been changed.
+    """
+
+    def __init__(self, messages: Iterable[Message], *, snapshot: bool, again: bool) -> None:
+        self._copies: dict[int, Tensor] = {}
+        self._versions: dict[int, int | None] = {}
+        for message in messages if snapshot or again else ():
+            for number, tensor in enumerate(message.tensors):
+                if id(tensor) in self._copies or id(tensor) in self._versions:
+                    continue
+                if snapshot or is_copied(message, number):
+                    self._copies[id(tensor)] = tensor.detach().clone()
+                elif not tensor.is_inference():
+                    self._versions[id(tensor)] = tensor_version(tensor)
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """The tensor as it is sent.
+
+        Raises:
+            RuntimeError: it has been changed in place since it was sent first.
+        """
+        if id(tensor) in self._versions:
+            check_unchanged(tensor, self._versions[id(tensor)])
+        return self._copies.get(id(tensor), tensor).detach()

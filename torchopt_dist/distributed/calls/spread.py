@@ -1,0 +1,199 @@
+"""``{worker: Payload}`` → ``{worker: Future[values]}``: to each its own, or down a tree what all of them share.
+
+In a tree the caller sends to a few workers, and each of these forwards to a few others, so the data that the caller
+sends does not grow with the number of workers. ``tree.py`` makes the tree, ``shares.py`` sends, and ``relay.py``
+forwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from torchopt_dist._future import Future
+from torchopt_dist.distributed.calls.graph import RemoteGraph
+from torchopt_dist.distributed.calls.relay import Sending, send
+from torchopt_dist.distributed.calls.shares import Shares, common
+from torchopt_dist.distributed.calls.siblings import Siblings
+from torchopt_dist.distributed.group.group import Group, current_group
+from torchopt_dist.distributed.messages.caller_state import CallerState
+from torchopt_dist.distributed.messages.message import Message
+from torchopt_dist.distributed.messages.payload import ExecutionOptions, Payload
+from torchopt_dist.distributed.serialization.pickling import PackedModules
+
+__all__ = ["ask", "call", "calls"]
+
+AUTO_FAN_OUT = 3
+"""Of little: a tree of three children is at most a tenth slower than one without a limit, up to a thousand workers."""
+AUTO_FAN_OUT_OF_MUCH = 2
+"""Of much: the line of a worker with children is the bound, which carries all of it to each child."""
+MUCH_BYTES = 1 << 22
+"""From here on the deeper tree is sooner done, with 8 workers and with a thousand."""
+AUTO_WORKERS = 4
+"""On other machines: in one machine memory is copied, and a tree copies as much, a third of it one after another."""
+AUTO_BYTES = 1 << 20
+"""Two chunks: with less there is nothing to hand on while the rest comes."""
+
+
+def calls(
+    payloads: Mapping[int, Payload],
+    seconds: float,
+    *,
+    movable: Callable[[int], bool],
+    modules: PackedModules,
+    siblings: Siblings,
+    snapshot: bool,
+) -> dict[int, Future[list[Any]]]:
+    """Run payloads on other workers.
+
+    Args:
+        payloads: of one call, by rank, in the order in which they are sent.
+        seconds: how long they, or a backward through their values, may take, or else fail with
+            :class:`~torchopt_dist.errors.CallTimeoutError`; 0: for ever.
+        movable: of a worker: whether another one is to run its payload if it is known to be lost.
+        modules: those that the same call has packed.
+        siblings: the shares of the same call.
+        snapshot: send copies, so that tensors may be changed in place as soon as this returns.
+
+    Returns:
+        A future of each worker's values; it fails with what a task raised. Tensors among the values are connected to
+        those of the payload, if its state has grad mode on and any of these requires grad.
+
+    Raises:
+        SerializationError: a payload cannot be sent.
+    """
+    if not payloads:
+        return {}
+    group = current_group()
+    group.check_process()
+    futures: dict[int, Future[list[Any]]] = {}
+    one = next(iter(payloads.values()))
+    sending = Sending(group, seconds, one.state.grad_enabled, siblings, one.options)
+    fan_out = _fan_out_for(group, payloads) if len(payloads) > 1 else 0
+    if fan_out:
+        there = {worker: each for worker, each in payloads.items() if not group.retries.is_lost(worker)}
+        futures = _down_a_tree(sending, there, fan_out, modules, snapshot=snapshot)
+    if snapshot:
+        sending = sending._replace(as_sent=_copied)
+    lost = group.membership.failures
+    for worker, payload in payloads.items():
+        if worker not in futures:
+            moves = worker in lost and movable(worker)
+            futures[worker] = call(sending, worker, payload, modules, moves=moves)
+    return futures
+
+
+def call(
+    sending: Sending,
+    worker: int,
+    payload: Payload,
+    modules: PackedModules | None = None,
+    *,
+    moves: bool = False,
+) -> Future[list[Any]]:
+    """Run a payload on another worker, or elsewhere if it ``moves``; see :func:`calls`."""
+    graph = sending.graph(worker)
+    message = sending.group.recorder.record("pack", graph.key, worker, graph.packed, payload, modules)
+    spent = 0 if moves or payload.options.outlives_workers else None
+    anchor, reply = send(sending, graph, message, spent=spent)
+    future: Future[list[Any]] = Future()  # made while the message is on its way, as all that can wait
+    reply.add_done_callback(partial(_collected, graph, anchor, future))
+    return future
+
+
+def ask(
+    worker: int, function: Callable[..., Any], *args: Any, seconds: float = 0.0, recorded: bool = False
+) -> Future[list[Any]]:
+    """Call ``function(*args)`` on another worker, without effects on the program.
+
+    Such a question belongs to the package, not to the program: no random number is drawn for it, so it does not wait
+    for tasks that draw, no graph is recorded unless it asks, and it is not retried if the worker is lost.
+
+    Args:
+        worker: the worker's rank.
+        function: a function that both processes have by its name.
+        args: plain values.
+        seconds: the time after which the future fails with :class:`~torchopt_dist.errors.CallTimeoutError`; 0 means
+            never.
+        recorded: whether the value is connected to the tensors among ``args``.
+
+    Returns:
+        A future of a list with the function's value.
+    """
+    state = replace(CallerState.capture(), grad_enabled=recorded, autocast=())
+    group = current_group()
+    group.check_process()
+    payload = Payload(function, ((args, {}),), (None,), state, ExecutionOptions())
+    return call(Sending(group, seconds, recorded, Siblings(), payload.options), worker, payload)
+
+
+def _collected(
+    graph: RemoteGraph, anchor: Tensor | None, future: Future[list[Any]], reply: Future[Message]
+) -> None:
+    """Pass a worker's values, connected to what it was sent, or its error, to its future."""
+    try:
+        future.set_result(graph.collect(anchor, reply.result()))
+    except Exception as error:
+        future.set_exception(error)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
+
+
+def _fan_out_for(group: Group, payloads: Mapping[int, Payload]) -> int:
+    """How many children a worker has in the tree for a call; 0 if there is to be none."""
+    workers = [worker for worker in payloads if not group.retries.is_lost(worker)]
+    if len(workers) < 2:
+        return 0
+    options = payloads[workers[0]].options
+    if options.fan_out is None:
+        return 0
+    fan_out = options.fan_out
+    if fan_out == "auto":
+        if options.outlives_workers:  # after a loss, only a star's sums have the same bits
+            return 0
+        fan_out = AUTO_FAN_OUT
+        here = group.members[group.rank].host
+        if sum(group.members[worker].host != here for worker in workers) < AUTO_WORKERS:
+            return 0
+        shared = sum(x.nbytes for x in common([payloads[worker].tensors() for worker in workers[:2]]))
+        if shared < AUTO_BYTES:
+            return 0
+        if shared >= MUCH_BYTES:
+            fan_out = AUTO_FAN_OUT_OF_MUCH
+    return fan_out if len(workers) > fan_out else 0
+
+
+def _down_a_tree(
+    sending: Sending, payloads: Mapping[int, Payload], fan_out: int, modules: PackedModules, *, snapshot: bool
+) -> dict[int, Future[list[Any]]]:
+    """Send the payloads down a tree; none if each must be a call by itself."""
+    graphs: dict[int, RemoteGraph] = {}
+    messages: dict[int, Message] = {}
+    for worker, payload in payloads.items():
+        graph = sending.graph(worker)
+        with graph.span("pack"):
+            graphs[worker], messages[worker] = graph, graph.packed(payload, modules)
+    options = next(iter(payloads.values())).options
+    if any(message.references for message in messages.values()):
+        return {}  # torch's count of an RRef's users does not come back to zero if a relay passes the RRef on
+    sending = sending._replace(mends=options.retries > 0)
+    shares = Shares(sending, messages, fan_out, snapshot=snapshot)
+    futures: dict[int, Future[list[Any]]] = {}
+    for worker, reply in shares.send(payloads, sending.siblings).items():
+        futures[worker] = Future()
+        reply.add_done_callback(partial(_arrived, graphs[worker], futures[worker]))
+    return futures
+
+
+def _arrived(graph: RemoteGraph, future: Future[list[Any]], reply: Future[Message]) -> None:
+    """Pass a worker's values, or its error, to its future."""
+    try:
+        future.set_result(graph.values_of(reply.result()))
+    except Exception as error:
+        future.set_exception(error)

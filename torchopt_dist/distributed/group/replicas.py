@@ -1,0 +1,288 @@
+"""Key → this worker's copy of a module and its optimizer, and gradients that are not summed yet.
+
+A call's message mentions the module's tensors by their indices, and a worker puts leaves on its own there. In a
+backward pass their gradients stay, by the number of the backward, and are added in the order of these numbers, so that
+the last bit of a sum does not depend on threads.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torchopt_dist._versions import Seen
+from torchopt_dist.distributed.group.kept import HeldLeaf, Kept
+from torchopt_dist.distributed.messages.requests import Key
+from torchopt_dist.distributed.serialization.pickling import pack
+from torchopt_dist.errors import ResidentError
+
+__all__ = ["Before", "Held", "HeldLeaves", "Options", "Replicas", "keep_grads"]
+
+Options: TypeAlias = Sequence[dict[str, Any]]
+"""For each group of an optimizer's parameters, what of its options has changed."""
+Before: TypeAlias = Callable[[nn.Module], object]
+"""Done with a module before a step."""
+
+
+class Held:
+    """A worker's copy of a replica; on the worker that made the replica, the original.
+
+    Args:
+        module: the module.
+        optimizer: an optimizer of some of the module's parameters.
+
+    Attributes:
+        tensors: all tensors of the module, in the same order on all workers.
+        version: how often they have been stepped or sent anew.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.module = module
+        self.optimizer = optimizer
+        self.tensors = pack(module, main_by_name=True).tensors
+        self.version = 0
+        self.group: dist.ProcessGroup | None = None
+        self._backend = "gloo"
+        self._grads: dict[Key, dict[int, Tensor]] = {}
+        self._lock = threading.Lock()
+        self.note()
+
+    def note(self) -> None:
+        """Record the tensors as they are as those of all workers."""
+        self._snapshot = Seen(self.tensors, memory=True)
+
+    def changed(self) -> str | None:
+        """A description of a tensor that has been changed since, if one has."""
+        changed = self._snapshot.changed()
+        if not changed:
+            return None
+        tensor = self.tensors[changed[0]]
+        return f"a {'parameter' if isinstance(tensor, nn.Parameter) else 'buffer'} of shape {tuple(tensor.shape)}"
+
+    def problem(self, version: int) -> ResidentError | None:
+        """The error, if this copy is not that version of the replica; else ``None``."""
+        changed = self.changed()
+        if changed is not None:
+            return ResidentError(
+                f"{changed} of this worker's copy of a replica was changed in place: let functions work on "
+                "`todist.module_clone(module)`, and call `sync()` of the replica"
+            )
+        if version != self.version:
+            return ResidentError(
+                f"this worker's copy of a replica is of version {self.version}, and a call wants version {version}: "
+                "call `sync()` of the replica"
+            )
+        return None
+
+    def connect(self, store: dist.Store, rank: int, size: int, backend: str, seconds: float) -> None:
+        """Enter a process group of all that hold the replica."""
+        made: Any  # torch's stubs do not say that the two are process groups
+        if backend == "nccl":
+            made = dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
+        else:
+            made = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=seconds))
+        self.group, self._backend = made, backend
+        self._store = store  # NCCL meets there in the first all-reduce
+
+    def adopt(self, earlier: Held) -> None:
+        """Take the place of an earlier copy of the same replica."""
+        self.version = earlier.version + 1
+        if earlier.group is not None:
+            self.group, self._backend, self._store = earlier.group, earlier._backend, earlier._store
+
+    def accumulate(self, backward: Key, grads: dict[int, Tensor]) -> None:
+        """Keep a backward's gradients until the step."""
+        with self._lock:
+            self._grads[backward] = grads
+
+    def fold(self) -> None:
+        """Add up the gradients of earlier backwards. A call begins, so none of them is running in a usual program."""
+        with self._lock:
+            if len(self._grads) > 1:
+                self._grads = {min(self._grads): self._sums()}
+
+    def drop(self) -> None:
+        """Forget the gradients."""
+        with self._lock:
+            self._grads.clear()
+
+    def _sums(self) -> dict[int, Tensor]:
+        sums: dict[int, Tensor] = {}
+        for backward in sorted(self._grads):
+            for place, grad in self._grads[backward].items():
+                sums[place] = sums[place] + grad if place in sums else grad
+        return sums
+
+    def trained(self) -> list[int]:
+        """The indices of the parameters that require grad here."""
+        return [
+            place
+            for place, tensor in enumerate(self.tensors)
+            if isinstance(tensor, nn.Parameter) and tensor.requires_grad
+        ]
+
+    @torch.no_grad()
+    def reduce(self, trained: Sequence[int], *, problem: bool = False) -> None:
+        """Sum the gradients over all workers into ``.grad`` of the parameters: one all-reduce for each dtype.
+
+        Args:
+            trained: the indices of these parameters, the same on all workers.
+            problem: this worker cannot take the step, so that no worker does.
+
+        Raises:
+            ResidentError: another worker has a problem.
+            ValueError: a gradient is sparse.
+        """
+        with self._lock:
+            grads, self._grads = self._sums(), {}
+        for place in trained:
+            own = self.tensors[place].grad
+            if own is not None:
+                grads[place] = own + grads[place] if place in grads else own
+        sparse = any(grad.layout is not torch.strided for grad in grads.values())
+        refused = False
+        for dtype in sorted({self.tensors[place].dtype for place in trained}, key=str):
+            places = [place for place in trained if self.tensors[place].dtype == dtype]
+            refused |= self._reduce(places, {} if sparse else grads, problem or sparse)
+        if sparse:
+            raise ValueError("a replica takes no sparse gradients: give the embedding sparse=False")
+        if refused and not problem:
+            raise ResidentError("another worker could not take the step, so no worker has taken it")
+
+    def _reduce(self, places: list[int], grads: dict[int, Tensor], problem: bool) -> bool:
+        """Reduce gradients of one dtype, after a flag for a problem and one for each parameter that has a gradient."""
+        parameters = [self.tensors[place] for place in places]
+        device = parameters[0].device if self.group is not None and self._backend == "nccl" else None
+        flags = [float(problem), *(float(place in grads) for place in places)]
+        parts = [torch.tensor(flags, dtype=parameters[0].dtype)]
+        for place, parameter in zip(places, parameters, strict=True):
+            grad = grads.get(place)
+            if grad is None:
+                grad = torch.zeros(parameter.numel(), dtype=parameter.dtype)
+            parts.append(grad.reshape(-1))
+        flat = torch.cat([part.detach().to(device or "cpu") for part in parts])
+        if self.group is not None:
+            self.group.allreduce([torch.view_as_real(flat) if flat.is_complex() else flat]).wait()
+        sizes = [len(flags), *(parameter.numel() for parameter in parameters)]
+        head, *sums = flat.split(sizes)
+        problems, *has_grad = head.tolist()
+        for parameter, found, total in zip(parameters, has_grad, sums, strict=True):
+            if not found:
+                parameter.grad = None
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter, memory_format=torch.preserve_format)
+            parameter.grad.copy_(total.view_as(parameter))
+        return bool(problems)
+
+    def step(self, options: Options, before: Before | None = None) -> None:
+        """Take the step, after :meth:`reduce`.
+
+        Args:
+            options: the options of the optimizer that have changed on the worker that made the replica.
+            before: called with the module before the step.
+        """
+        if before is not None:
+            before(self.module)
+        for group, changed in zip(self.optimizer.param_groups, options, strict=True):
+            group.update(changed)
+        self.optimizer.step()
+        self.version += 1
+        self.note()
+
+
+class Replicas(Kept[Held]):
+    """The replicas of a worker."""
+
+    def __init__(self) -> None:
+        super().__init__(_missing)
+
+
+def _missing() -> ResidentError:
+    return ResidentError("a replica was used after its end, or where it is not: make a new `todist.replica`")
+
+
+class HeldLeaves:
+    """The leaves of one request in the places of tensors of replicas, each once; made while the request is rebuilt.
+
+    Args:
+        device: for the leaves; ``None`` leaves them where the tensors are.
+        find: finds this worker's replica of a key.
+    """
+
+    def __init__(self, device: torch.device | None, find: Callable[[Key], Held]) -> None:
+        self._device = device
+        self._find = find
+        self._replicas: dict[Key, Held] = {}
+        self._leaves: dict[tuple[Key, int], tuple[Tensor, Tensor]] = {}
+
+    def leaf(
+        self, hook: Tensor, key: Key, version: int, place: int, is_parameter: bool, requires_grad: bool
+    ) -> Tensor:
+        """A leaf on the memory of a parameter, or on a copy of a buffer, as that of the sender is.
+
+        Args:
+            hook: the tensor that the sender's graph has in its place.
+            key: of the replica.
+            version: of the replica at the sender.
+            place: the index of the tensor in the replica.
+            is_parameter: whether it is a parameter there.
+            requires_grad: whether it requires grad there.
+
+        Raises:
+            ResidentError: a task has changed this worker's copy in place.
+        """
+        if key not in self._replicas:
+            held = self._find(key)
+            problem = held.problem(version)
+            if problem is not None:
+                raise problem
+            held.fold()
+            self._replicas[key] = held
+        if (key, place) not in self._leaves:
+            tensor = self._replicas[key].tensors[place].detach()
+            tensor = (tensor if is_parameter else tensor.clone()).to(self._device)
+            leaf = (
+                nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
+            )
+            self._leaves[key, place] = leaf, hook
+        return self._leaves[key, place][0]
+
+    def tensors(self) -> list[Tensor]:
+        """All leaves."""
+        return [leaf for leaf, _ in self._leaves.values()]
+
+    def inputs(self, sent: Sequence[Tensor]) -> tuple[list[Tensor], list[HeldLeaf]]:
+        """The inputs of a graph, those that were sent and these leaves behind them, and what these are."""
+        indices = {id(tensor): index for index, tensor in enumerate(sent)}
+        wanted = {
+            at: each for at, each in self._leaves.items() if each[0].requires_grad and id(each[1]) in indices
+        }
+        leaves = [leaf for leaf, _ in wanted.values()]
+        held = [
+            HeldLeaf(indices[id(hook)], self._replicas[key], place)
+            for (key, place), (_, hook) in wanted.items()
+        ]
+        return [*sent, *leaves], held
+
+
+def keep_grads(backward: Key, staying: Sequence[HeldLeaf], grads: Sequence[Tensor | None]) -> None:
+    """Accumulate the gradients that stay.
+
+    Args:
+        backward: the key of the backward.
+        staying: what the leaves are.
+        grads: the gradient of each.
+    """
+    by_replica: dict[int, tuple[Held, dict[int, Tensor]]] = {}
+    for (_, held, place), grad in zip(staying, grads, strict=True):
+        if grad is not None:
+            by_replica.setdefault(id(held), (held, {}))[1][place] = grad.detach()
+    for held, found in by_replica.values():
+        held.accumulate(backward, found)

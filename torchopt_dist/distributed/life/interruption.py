@@ -1,0 +1,160 @@
+"""Another rank's failure, and the thread that runs ``main`` → ``main`` runs its ``finally`` blocks, in bounded time.
+
+The end of the process, and threads that answer calls → these threads end, before they would abort the process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from types import FrameType
+
+import torch
+
+from torchopt_dist._torch_private import exception_in, frame_of
+from torchopt_dist.distributed.life.cleanup_blocks import is_cleaning_up
+from torchopt_dist.distributed.transport.shutdown import FINALLY_SECONDS, GRACE_SECONDS
+from torchopt_dist.errors import TodistError
+
+__all__ = ["Interruption", "end_threads", "is_in_backward"]
+
+_POLL_SECONDS = 0.01
+
+
+class Interruption:
+    """Context manager around ``main``: meanwhile another thread can raise an error in the thread that runs it.
+
+    Python raises it between two instructions, so not while ``main`` is in C code such as ``time.sleep``. While ``main``
+    is in a ``finally`` block, or leaves a ``with`` block, the error waits for a limited time.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._thread: int | None = None
+        self._outer: BaseException | None = None
+        self._frame: FrameType | None = None
+        self._sent = False
+        self._raised = threading.Event()
+
+    def __enter__(self) -> None:
+        self._outer = sys.exception()
+        frame = inspect.currentframe()
+        self._frame = None if frame is None else frame.f_back
+        # A frame in a variable of its own stays until the next garbage collection, and all that called it too.
+        del frame
+        self._thread = threading.get_ident()
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._thread = self._frame = None
+        if self._sent and not self._raised.is_set():  # the error would be raised after ``main``
+            _raise_in(threading.get_ident(), None)
+
+    def unwind(self, error: TodistError, unwound: threading.Event) -> bool:
+        """End ``main`` by ``error``, unless an exception is ending it already.
+
+        Args:
+            error: the error of another rank, or of the process that has started the workers.
+            unwound: set when ``main`` has ended.
+
+        Returns:
+            Whether ``main`` has ended within ``GRACE_SECONDS``, or, if it runs Python code, ``FINALLY_SECONDS`` more.
+            The latter is also the limit for a ``finally`` block that is running.
+        """
+        if unwound.wait(GRACE_SECONDS / 2):
+            return True
+        end = time.monotonic() + FINALLY_SECONDS
+        while not self._is_unwinding() and not self._interrupt(error):
+            if time.monotonic() > end or unwound.wait(_POLL_SECONDS):
+                return unwound.is_set()
+        if unwound.wait(GRACE_SECONDS / 2):
+            return True
+        return self._is_unwinding() and unwound.wait(end - time.monotonic())
+
+    def _is_unwinding(self) -> bool:
+        """Whether ``main`` handles an exception, as in a ``finally`` block, or has been interrupted by one."""
+        thread = self._thread
+        handled = None if thread is None else exception_in(thread)
+        return self._raised.is_set() or (handled is not None and handled is not self._outer)
+
+    def _is_cleaning_up(self) -> bool:
+        """Whether ``main`` is in a clean-up block that must not be interrupted."""
+        thread = self._thread
+        return thread is not None and is_cleaning_up(frame_of(thread), self._frame)
+
+    def _interrupt(self, error: TodistError) -> bool:
+        """Raise the error in ``main``, unless it is in such a block; returns whether there is no more to do."""
+        if self._is_cleaning_up():
+            return False
+        with self._lock:
+            if self._thread is None or self._sent:
+                return True
+            self._sent = True
+            _raise_in(self._thread, _class_of(error, self._raised))
+            if self._is_cleaning_up() and not self._raised.is_set():  # it has gone on meanwhile
+                _raise_in(self._thread, None)
+                self._sent = self._raised.is_set()
+            return self._sent
+
+
+def end_threads(threads: Iterable[threading.Thread], seconds: float) -> list[threading.Thread]:
+    """End threads that run Python code, by a ``SystemExit`` between two instructions.
+
+    Where the interpreter ends first, Python ends a daemon thread by C's ``pthread_exit`` as soon as it takes the
+    interpreter lock. If the lock is taken in C++ code of torch, such as a backward that calls Python, that aborts the
+    process.
+
+    Args:
+        threads: the threads; those that have ended, and the calling one, are left alone.
+        seconds: how long to wait for them.
+
+    Returns:
+        The threads that are left, since they are in C code.
+    """
+    end = time.monotonic() + seconds
+    alive = [each for each in threads if each.is_alive() and each is not threading.current_thread()]
+    for thread in alive:
+        assert thread.ident is not None
+        _raise_in(thread.ident, SystemExit)
+    for thread in alive:
+        thread.join(max(0.0, end - time.monotonic()))
+    return [thread for thread in alive if thread.is_alive()]
+
+
+def is_in_backward(thread: threading.Thread) -> bool:
+    """Whether a thread runs torch's autograd engine, or waits for it."""
+    frame = None if thread.ident is None else frame_of(thread.ident)
+    while frame is not None and frame.f_globals.get("__name__") != torch.autograd.__name__:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _class_of(error: TodistError, raised: threading.Event) -> type[BaseException]:
+    """A class whose instances are like ``error``, since only a class can be raised in another thread.
+
+    Args:
+        error: the error that instances resemble, and into which they are pickled.
+        raised: set when there is an instance.
+    """
+    kind: type[BaseException] = type(error)
+
+    def initialize(self: BaseException) -> None:
+        kind.__init__(self, *error.args)
+        vars(self).update(vars(error))
+        raised.set()
+
+    def reduce(self: BaseException) -> tuple[object, ...]:
+        return kind, self.args, vars(self)
+
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}  # as users see it
+    return type(kind.__name__, (kind,), {**names, "__init__": initialize, "__reduce__": reduce})
+
+
+def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
+    """Raise a ``kind`` in a thread; with ``None``, cancel an exception that has not been raised there yet."""
+    argument = None if kind is None else ctypes.py_object(kind)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), argument)

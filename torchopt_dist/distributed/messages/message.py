@@ -1,0 +1,141 @@
+"""The messages between workers: a pickle, with the tensors and structures that it mentions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from torchopt_dist.distributed.messages.globals_of_code import GlobalsOfCode
+from torchopt_dist.distributed.messages.handle import Handle, StayingModule
+from torchopt_dist.distributed.messages.references import ConnectedRRef
+
+__all__ = ["Late", "Message"]
+
+
+class Late(NamedTuple):
+    """Which tensors of a message come later, in chunks.
+
+    Attributes:
+        numbers: the numbers of these tensors, which are sent empty.
+        shapes: their shapes.
+        chunks: how many chunks come.
+        seconds: how long to wait for these; 0: for ever.
+    """
+
+    numbers: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    chunks: int
+    seconds: float
+
+
+@dataclass
+class Message:
+    """A pickle, and beside it the tensors and the structures of modules that it mentions.
+
+    Attributes:
+        skeleton: the pickled object, with a number in each tensor's place.
+        tensors: the tensors; they are detached when the message is sent.
+        requires_grad: for each tensor, whether it requires grad.
+        is_parameter: for each tensor, whether it is an ``nn.Parameter``.
+        structures: the pickles of modules without their tensors, which the skeleton mentions by number.
+        connected: in a reply, the numbers of the tensors that are outputs of the graph the worker keeps.
+        device: in a call, where the receiver puts the tensors; see ``ExecutionOptions``.
+        used_up: in a reply, a graph that its sender drops only after sending, since freeing it takes time.
+        buffers: at the sender, the numbers of the tensors, besides parameters, that a module may hold and change, and
+            of those on the memory of numpy arrays.
+        holes: where long ``bytes`` are left out of the skeleton, and the numbers of the tensors that lie on them.
+        references: the ``torch.distributed.rpc.RRef``s that the skeleton mentions.
+        handles: at the sender, the handles that the skeleton mentions, whose values are there while the message is.
+        key: of a call that is sent again, or handed on, its key, instead of the one that the skeleton has.
+        late: the tensors that come later, if any do.
+        arrived: of a call that has been rebuilt, what its tasks get for RRefs that are connected to it.
+        code: at the sender, the global variables that functions bring that are sent as code.
+        apart: of a call that has been rebuilt, its tensors that only such variables hold. They are the receiver's own:
+            they require grad, but no gradient goes back to the sender.
+    """
+
+    skeleton: bytes
+    tensors: list[torch.Tensor]
+    requires_grad: list[bool]
+    is_parameter: list[bool]
+    structures: tuple[bytes, ...] = ()
+    connected: tuple[int, ...] = ()
+    device: str | None = None
+    used_up: Any = None
+    buffers: frozenset[int] = frozenset()
+    holes: tuple[tuple[int, int], ...] = ()
+    references: list[Any] = field(default_factory=list)
+    handles: list[Handle | StayingModule] = field(default_factory=list)
+    key: tuple[int, int] | None = None
+    late: Late | None = None
+    arrived: Sequence[ConnectedRRef] = ()
+    code: GlobalsOfCode | None = None
+    apart: Sequence[torch.Tensor] = ()
+
+    def detached(self) -> Message:
+        """The message as it travels; itself, if it has no tensors."""
+        if not self.tensors:
+            return self
+        return self.with_tensors([tensor.detach() for tensor in self.tensors])
+
+    def received(self, device: torch.device | None = None) -> Message:
+        """The message as it is used: its tensors are leaves, on ``device``, that require grad where the sender's do."""
+        if not self.tensors:
+            return self
+        return self.with_tensors(
+            [
+                nn.Parameter(tensor.to(device), requires_grad)
+                if is_parameter
+                else tensor.to(device).requires_grad_(requires_grad)
+                for tensor, requires_grad, is_parameter in zip(
+                    self.tensors, self.requires_grad, self.is_parameter, strict=True
+                )
+            ]
+        )
+
+    def with_tensors(self, tensors: list[torch.Tensor], **changes: Any) -> Message:
+        """The same with other tensors, and perhaps with other values of other fields."""
+        other = object.__new__(
+            Message
+        )  # `copy.copy` takes ten times as long, and each call has four of these
+        vars(other).update(vars(self), tensors=tensors, **changes)
+        return other
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Inside another message: its content, whose tensors the other message has, too."""
+        content = self.structures, self.holes, self.device, self.references, self.late
+        return _inner, (self.skeleton, self.tensors, *content)
+
+    def late_tensors(self) -> list[torch.Tensor]:
+        """The tensors that come later."""
+        return [] if self.late is None else [self.tensors[number] for number in self.late.numbers]
+
+    def inputs(self) -> list[torch.Tensor]:
+        """The tensors whose gradients are wanted."""
+        return [tensor for tensor in self.tensors if tensor.requires_grad]
+
+    def nbytes(self) -> int:
+        """How many bytes of the message the network carries: pickles and tensors."""
+        pickles = len(self.skeleton) + sum(map(len, self.structures))
+        tensors = sum(tensor.nbytes for tensor in self.tensors)
+        return pickles + tensors
+
+
+def _inner(skeleton: bytes, tensors: list[torch.Tensor], *content: Any) -> Message:
+    """In a pickle: a message that is forwarded."""
+    structures, holes, device, references, late = content
+    return Message(
+        skeleton,
+        tensors,
+        [tensor.requires_grad for tensor in tensors],
+        [isinstance(tensor, nn.Parameter) for tensor in tensors],
+        structures,
+        device=device,
+        holes=holes,
+        references=references,
+        late=late,
+    )

@@ -1,0 +1,204 @@
+"""The partitions of one worker → ``Payload``: all its work for one call, sent as one message."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypedDict
+
+import optree
+from torch import Tensor, nn
+
+from torchopt_dist._random_turns import draw_seed
+from torchopt_dist.distributed.messages.caller_state import CallerState
+from torchopt_dist.typing import Args, KwArgs
+
+__all__ = ["ExecutionKwargs", "ExecutionOptions", "Payload", "group_by_worker"]
+
+
+@dataclass  # not a frozen one, which takes more than twice as long to make; likewise `Call` and `Reply`
+class Payload:
+    """The work of one worker for one call.
+
+    Attributes:
+        function: the function to call.
+        tasks: its arguments, ``(args, kwargs)`` for each call.
+        seeds: for each task the seed of torch's generators, which does not depend on the number of workers; ``None``
+            for one of the package's own, which draws nothing and waits for no other.
+        state: the caller's state, under which the tasks run.
+        options: how to run the tasks.
+        ticket: the ticket of the caller's progress bar; ``None`` if there is none.
+        samples: how many samples the tasks hold, if the worker is to measure how long one takes; else 0.
+    """
+
+    function: Callable[..., Any]
+    tasks: tuple[tuple[Args, KwArgs], ...]
+    seeds: tuple[int | None, ...]
+    state: CallerState
+    options: ExecutionOptions
+    ticket: tuple[int, int] | None = None
+    samples: int = 0
+
+    def plain(self) -> tuple[Any, ...]:
+        """Its fields, with the fields of this package's objects instead of the objects."""
+        options = tuple(vars(self.options).values())
+        return self.function, self.tasks, self.seeds, self.state.plain(), options, self.ticket, self.samples
+
+    @classmethod
+    def of_plain(
+        cls,
+        function: Callable[..., Any],
+        tasks: tuple[tuple[Args, KwArgs], ...],
+        seeds: tuple[int | None, ...],
+        state: tuple[Any, ...],
+        options: tuple[Any, ...],
+        ticket: tuple[int, int] | None,
+        samples: int,
+    ) -> Payload:
+        """The inverse of :meth:`plain`."""
+        return cls(
+            function, tasks, seeds, CallerState.of_plain(*state), ExecutionOptions(*options), ticket, samples
+        )
+
+    def tensors(self) -> list[Tensor]:
+        """The function's and the arguments' tensors, and the parameters of the modules among these."""
+        held: Any = (self.function, self.tasks)
+        tensors: list[Tensor] = []
+        for leaf in optree.tree_leaves(held):
+            if isinstance(leaf, nn.Module):
+                tensors.extend(leaf.parameters())
+            elif isinstance(leaf, Tensor):
+                tensors.append(leaf)
+        return tensors
+
+
+@dataclass(frozen=True)
+class ExecutionOptions:
+    """How a worker runs its tasks.
+
+    Attributes:
+        vectorize: whether tasks run in one ``torch.func.vmap`` instead of one after another.
+        chunk_size: how many tasks run at once, if vectorized; ``None`` means all.
+        device: where the tensors among the arguments are put first; ``None`` leaves them on the
+            kind of device that they are on, and ``"auto"`` means the worker's own GPU, if it has one.
+        isolate_own_share: whether the caller's own share works on leaves and rebuilt objects, as a worker does, instead
+            of on the caller's own objects.
+        strict: whether it is an error that a function's results depend on a worker's own parameters; else that is
+            warned about when a worker first runs the function.
+        retries: how often a share whose worker is lost runs again, elsewhere.
+        hedge_after: seconds after which a share that is not answered yet is started on another worker as well; ``None``
+            means never.
+        progress: whether the caller shows how many tasks are done.
+        fan_out: to how many workers each worker forwards the data that all of them share; ``None``: the caller sends it
+            to each; ``"auto"``: depends on its size and on the number of workers.
+    """
+
+    vectorize: bool = False
+    chunk_size: int | None = None
+    device: str | None = None
+    isolate_own_share: bool = True
+    strict: bool = False
+    retries: int = 0
+    hedge_after: float | None = None
+    progress: bool = False
+    fan_out: int | Literal["auto"] | None = "auto"
+
+    def __post_init__(self) -> None:
+        """Check the settings."""
+        for name in ("vectorize", "isolate_own_share", "strict", "progress"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if self.chunk_size is not None and (not isinstance(self.chunk_size, int) or self.chunk_size < 1):
+            raise ValueError(f"chunk_size must be a positive integer or None, got {self.chunk_size!r}")
+        if self.chunk_size is not None and not self.vectorize:
+            raise ValueError(f"chunk_size={self.chunk_size} needs vectorize=True")
+        if self.device not in (None, "auto"):
+            raise ValueError(f'device must be "auto" or None, got {self.device!r}')
+        if isinstance(self.retries, bool) or not isinstance(self.retries, int) or self.retries < 0:
+            raise ValueError(f"retries must be a whole number, 0 or more, got {self.retries!r}")
+        late = self.hedge_after
+        if late is not None and (
+            isinstance(late, bool)
+            or not isinstance(late, (int, float))
+            or not 0 <= late <= threading.TIMEOUT_MAX
+        ):
+            raise ValueError(f"hedge_after must be a number of seconds, 0 or more, or None, got {late!r}")
+        fan_out = self.fan_out
+        whole = isinstance(fan_out, int) and not isinstance(fan_out, bool) and fan_out >= 1
+        if not whole and fan_out not in ("auto", None):
+            raise ValueError(
+                f'fan_out must be a whole number of workers, 1 or more, "auto" or None, got {fan_out!r}'
+            )
+        if self.hedge_after is not None and whole:
+            raise ValueError(
+                f"hedge_after={self.hedge_after!r} starts single shares again, and fan_out={fan_out} sends those of "
+                "a whole branch together: choose one"
+            )
+
+    @classmethod
+    def of(cls, given: ExecutionKwargs) -> ExecutionOptions:
+        """The options that a caller has given."""
+        return cls(**given) if given else _no_options()
+
+    @property
+    def outlives_workers(self) -> bool:
+        """Whether more than one worker may be asked to run a share."""
+        return self.retries > 0 or self.hedge_after is not None
+
+
+class ExecutionKwargs(TypedDict, total=False):
+    """The fields of :class:`ExecutionOptions` as keyword arguments, for overloads."""
+
+    vectorize: bool
+    chunk_size: int | None
+    device: str | None
+    isolate_own_share: bool
+    strict: bool
+    retries: int
+    hedge_after: float | None
+    progress: bool
+    fan_out: int | Literal["auto"] | None
+
+
+@functools.cache
+def _no_options() -> ExecutionOptions:
+    return ExecutionOptions()
+
+
+def group_by_worker(
+    function: Callable[..., Any],
+    partitions: Sequence[tuple[int | str, Args, KwArgs]],
+    options: ExecutionOptions,
+    *,
+    timed: bool = False,
+    seed: int | None = None,
+) -> dict[int, tuple[Payload, list[int]]]:
+    """Collect the partitions of each worker.
+
+    Args:
+        function: the function to call.
+        partitions: a worker and arguments each; those of a call that is timed have a size.
+        options: how to run them.
+        timed: whether each worker is to measure how long its samples take.
+        seed: the number from which the tasks' seeds are made; ``None`` draws it.
+
+    Returns:
+        For each worker's rank its payload, and the indices of its tasks among ``partitions``.
+    """
+    state = CallerState.capture()
+    if seed is None:
+        seed = draw_seed()
+    shares: dict[int, tuple[list[int], list[tuple[Args, KwArgs]], list[int]]] = {}
+    for index, (worker, args, kwargs) in enumerate(partitions):
+        indices, tasks, seeds = shares.setdefault(int(worker), ([], [], []))
+        indices.append(index)
+        tasks.append((args, kwargs))
+        seeds.append(seed + index)
+    payloads: dict[int, tuple[Payload, list[int]]] = {}
+    for rank, (indices, tasks, seeds) in shares.items():
+        samples = sum(getattr(partitions[index], "size", 1) for index in indices) if timed else 0
+        payload = Payload(function, tuple(tasks), tuple(seeds), state, options, samples=samples)
+        payloads[rank] = payload, indices
+    return payloads

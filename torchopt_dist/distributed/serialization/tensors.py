@@ -1,0 +1,164 @@
+"""Tensors → their numbers in a message, or an error that says why one cannot be sent."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+
+from torchopt_dist._torch_private import forward_mode_is_active, is_batched_gradient, is_functorch_tensor
+from torchopt_dist.distributed.messages.globals_of_code import GlobalsOfCode
+from torchopt_dist.distributed.messages.handle import Handle, StayingModule
+from torchopt_dist.distributed.serialization.names import name_of
+from torchopt_dist.errors import SerializationError
+
+__all__ = ["Tensors", "check_sendable"]
+
+
+def check_sendable(tensor: torch.Tensor, main_by_name: bool) -> None:
+    """Raise :class:`SerializationError` unless the tensor and its part of the graph can be sent."""
+    if tensor.is_nested:
+        raise SerializationError("a nested tensor cannot be sent: send the list that its `unbind()` returns")
+    kind = type(tensor)
+    if kind not in (torch.Tensor, nn.Parameter):
+        if nn.parameter.is_lazy(tensor):
+            raise SerializationError(
+                f"an {kind.__qualname__}, as a lazy module has before its first call, cannot be sent: call the module "
+                "once before"
+            )
+        if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            raise SerializationError(
+                f"a tensor of class {kind.__qualname__} cannot be sent, since its elements are elsewhere, where its "
+                "`__torch_dispatch__` looks for them: send the tensors that it is made of"
+            )
+        kind = type(tensor.detach())  # detached, as it is sent
+        if name_of(kind, main_by_name) is None:
+            raise SerializationError(
+                f"a tensor of class {kind.__qualname__} cannot be sent: the receiver does not find that class by name"
+            )
+    if is_functorch_tensor(tensor):
+        raise SerializationError("a tensor inside a torch.func transform cannot be sent to another process")
+    if is_batched_gradient(tensor):
+        raise SerializationError(
+            "many gradients at a time, which is_grads_batched=True and vectorize=True of torch.autograd make, cannot "
+            "be sent to another process: ask for one after another"
+        )
+    shape = tuple(tensor.shape)
+    if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
+        sort = "meta" if tensor.is_meta else "quantized" if tensor.is_quantized else str(tensor.layout)
+        raise SerializationError(f"a {sort} tensor of shape {shape} cannot be sent: only dense tensors can")
+    if not _can_be_copied(tensor.dtype):
+        raise SerializationError(
+            f"a tensor of shape {shape} and of {tensor.dtype} cannot be sent, since torch does not copy that dtype: "
+            f"send its bytes, `x.view(torch.uint8)`, and let the receiver call `view({tensor.dtype})`"
+        )
+    if forward_mode_is_active() and forward_ad.unpack_dual(tensor).tangent is not None:
+        raise SerializationError(
+            f"a tensor of shape {shape} has a forward-mode tangent, which a remote call would lose"
+        )
+
+
+@functools.cache
+def _can_be_copied(dtype: torch.dtype) -> bool:
+    if dtype.is_floating_point or dtype.is_complex:
+        return True
+    try:
+        torch.empty(1, dtype=dtype, device="cpu").clone()
+    except NotImplementedError:
+        return False
+    return True
+
+
+class Tensors:
+    """Tensors by number, each once; references of RPC; and handles, which live as long as the message.
+
+    Args:
+        main_by_name: as of ``pack``.
+        connects: whether the values of references of RPC, or what these are to be connected to, are sent, too.
+        here: whether the message stays in this process, so that a replica is the module itself.
+    """
+
+    def __init__(self, main_by_name: bool, *, connects: bool = False, here: bool = False) -> None:
+        self._main_by_name = main_by_name
+        self.connects = connects
+        self.here = here
+        self.all: list[torch.Tensor] = []
+        self.buffers: set[int] = set()
+        self.references: list[Any] = []
+        self.handles: list[Handle | StayingModule] = []
+        self.staying: dict[int, tuple[Any, ...]] = {}  # by the id of a tensor, what finds it at the receiver
+        self.of_globals: GlobalsOfCode | None = None
+        self._numbers: dict[int, int] = {}
+
+    def number(self, tensor: torch.Tensor) -> int:
+        number = self._numbers.setdefault(id(tensor), len(self.all))
+        is_new = number == len(self.all)
+        if is_new:
+            check_sendable(tensor, self._main_by_name)
+            self.all.append(tensor)
+        if self.of_globals is not None:
+            self.of_globals.met(number, is_new=is_new, elsewhere=not self.of_globals.depth)
+        return number
+
+    def numbers_of(self, tensors: list[torch.Tensor], of_globals: GlobalsOfCode | None) -> tuple[int, ...]:
+        """The numbers of a module's tensors, some of which its code may have brought."""
+        if of_globals is None:
+            return tuple(self.number(tensor) for tensor in tensors)
+        mine = self.globals_of_code()
+        mine.variables.update(of_globals.variables)
+        numbers = []
+        for place, tensor in enumerate(tensors):
+            inside = place in of_globals.numbers
+            mine.depth += inside
+            numbers.append(self.number(tensor))
+            mine.depth -= inside
+        return tuple(numbers)
+
+    def globals_of_code(self) -> GlobalsOfCode:
+        """What is met in the global variables of functions that are sent as code."""
+        if self.of_globals is None:
+            self.of_globals = GlobalsOfCode()
+        return self.of_globals
+
+    def keep_apart(self) -> tuple[int, ...]:
+        """Cut the tensors that only such variables hold off from their graph; returns the numbers of these."""
+        if self.of_globals is None:
+            return ()
+        apart = [number for number in sorted(self.of_globals.numbers) if self.all[number].requires_grad]
+        for number in apart:
+            cut = self.all[number].detach()
+            is_parameter = isinstance(self.all[number], nn.Parameter)
+            self.all[number] = nn.Parameter(cut, requires_grad=False) if is_parameter else cut
+        return tuple(apart)
+
+    def mark_buffers(self, held: list[torch.Tensor]) -> None:
+        """Record which of a module's tensors the module may change."""
+        self.buffers.update(
+            self._numbers[id(t)] for t in held if not (t.requires_grad or isinstance(t, nn.Parameter))
+        )
+
+    def mark_staying(self, module: StayingModule) -> None:
+        """Record the tensors that the receiver has."""
+        self.handles.append(module)
+        hook, key, version, tensors = module.staying()
+        if self.here:
+            return
+        if self.of_globals is not None:  # a replica is the same on all workers, however it is sent
+            self.of_globals.numbers.discard(self.number(hook))
+        for place, x in enumerate(tensors):
+            kind = isinstance(x, nn.Parameter), x.requires_grad
+            self.staying[id(x)] = hook, key, version, place, *kind
+
+    def mark(self) -> tuple[int, int]:
+        return len(self.all), len(self.references)
+
+    def forget_since(self, marks: tuple[int, int]) -> None:
+        mark, references = marks
+        for tensor in self.all[mark:]:
+            del self._numbers[id(tensor)]
+        del self.all[mark:], self.references[references:]
+        self.buffers = {number for number in self.buffers if number < mark}
+        self.of_globals = None  # of modules among what is forgotten

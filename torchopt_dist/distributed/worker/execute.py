@@ -1,0 +1,140 @@
+"""``Payload`` → its values and seconds, and whether it drew: tasks run one by one or in a ``vmap``, each in a turn."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, TypeAlias
+
+import optree
+import torch
+
+from torchopt_dist._evaluation import evaluate
+from torchopt_dist._formulas import normalization_by_formula
+from torchopt_dist._formulas.attention import without_fast_path
+from torchopt_dist._random_turns import Turn
+from torchopt_dist.distributed.group.progress import teller
+from torchopt_dist.distributed.group.resident import resolved
+from torchopt_dist.distributed.messages.payload import Payload
+from torchopt_dist.distributed.worker.device import receiving_device
+from torchopt_dist.pytree._containers import flatten
+
+__all__ = ["Ran", "run"]
+
+_TurnOf: TypeAlias = Callable[[int | None], AbstractContextManager[object]]
+
+
+class Ran(NamedTuple):
+    """What the tasks of a payload have made.
+
+    Attributes:
+        values: of the tasks.
+        seconds: how many a sample took; 0 if the payload does not ask.
+        drew: whether random numbers were drawn; true also with gradients, where nobody asks.
+    """
+
+    values: list[Any]
+    seconds: float
+    drew: bool
+
+
+def run(payload: Payload, *, moved: bool = False) -> Ran:
+    """Run the payload's tasks. If a task raises, its exception is raised and later tasks do not run.
+
+    Args:
+        payload: the work of this worker.
+        moved: whether another worker was to run them first.
+    """
+    started, recorded = time.perf_counter(), payload.state.grad_enabled
+    payload = resolved(payload, receiving_device(payload.options.device))
+    turns: list[Turn] = []
+
+    def turn(seed: int | None) -> AbstractContextManager[object]:
+        if seed is None:
+            return nullcontext()
+        # What may run again elsewhere is to draw the same numbers there.
+        exclusive = moved or payload.options.outlives_workers
+        turns.append(Turn(exclusive=exclusive, seed=seed, asks=not recorded))
+        return turns[-1]
+
+    tasks = _vectorized if payload.options.vectorize else _one_by_one
+    with payload.state.applied():
+        values = tasks(payload, turn) if recorded else evaluate(lambda: tasks(payload, turn))
+    seconds = 0.0
+    if payload.samples:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        seconds = (time.perf_counter() - started) / payload.samples
+    return Ran(values, seconds, recorded or any(each.drew for each in turns))
+
+
+def _one_by_one(payload: Payload, turn: _TurnOf) -> list[Any]:
+    values: list[Any] = []
+    tell = teller(payload)
+    for (args, kwargs), seed in zip(payload.tasks, payload.seeds, strict=True):
+        with turn(seed):
+            values.append(payload.function(*args, **kwargs))
+        if tell is not None:
+            tell(len(values))
+    return values
+
+
+def _vectorized(payload: Payload, turn: _TurnOf) -> list[Any]:
+    """One ``vmap`` over the tensors that differ between the tasks; an argument that all tasks share is not mapped."""
+    tasks: Any = payload.tasks
+    flat = [flatten(each, is_leaf=_is_module, path="(args, kwargs)") for each in tasks]
+    _, paths, rebuild = flat[0]
+    columns = list(zip(*(each.leaves for each in flat), strict=True))
+    mapped = [
+        index for index, column in enumerate(columns) if not all(_same(leaf, column[0]) for leaf in column)
+    ]
+    if not mapped:
+        return _one_by_one(payload, turn)
+    _check_mappable(columns, mapped, paths)
+
+    def one_task(*tensors: torch.Tensor) -> Any:
+        leaves = [column[0] for column in columns]
+        for index, tensor in zip(mapped, tensors, strict=True):
+            leaves[index] = tensor
+        args, kwargs = rebuild(iter(leaves))
+        return payload.function(*args, **kwargs)
+
+    stacked = [torch.stack(columns[index]) for index in mapped]
+    with turn(payload.seeds[0]), normalization_by_formula(), without_fast_path():
+        batched = torch.func.vmap(one_task, randomness="different", chunk_size=payload.options.chunk_size)(
+            *stacked
+        )
+    leaves, out = optree.tree_flatten(batched, none_is_leaf=True)
+    return [optree.tree_unflatten(out, [leaf[index] for leaf in leaves]) for index in range(len(tasks))]
+
+
+def _is_module(leaf: Any) -> bool:
+    return isinstance(leaf, torch.nn.Module)
+
+
+def _same(leaf: Any, other: Any) -> bool:
+    if leaf is other or isinstance(leaf, torch.Tensor) or isinstance(other, torch.Tensor):
+        return leaf is other
+    try:
+        # `True == 1`, and the two are different arguments.
+        return type(leaf) is type(other) and bool(leaf == other)
+    except (ValueError, RuntimeError):  # arrays, which have no one truth value
+        return False
+
+
+def _check_mappable(columns: list[Any], mapped: list[int], paths: list[str]) -> None:
+    for index in mapped:
+        column = columns[index]
+        if not all(isinstance(leaf, torch.Tensor) for leaf in column):
+            raise TypeError(
+                f"vectorize=True maps over tensors, but {paths[index]} differs between tasks and is "
+                f"{type(column[0]).__name__}"
+            )
+        if len({leaf.shape for leaf in column}) > 1:
+            raise ValueError(
+                "vectorize=True needs tasks of one shape, but "
+                f"{paths[index]} has shapes "
+                f"{sorted({tuple(leaf.shape) for leaf in column})}: split with exclusive=True, "
+                "or leave vectorize=True out"
+            )
