@@ -5,20 +5,14 @@ from __future__ import annotations
 import queue
 import signal
 import threading
-import time
 import weakref
 
 import pytest
 
+from tests.waits import wait_until
 from torchopt_dist._future import Future, as_completed
 
 SECONDS = 30
-
-
-def until(condition):
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
 
 
 def in_threads(*functions):
@@ -49,7 +43,7 @@ def test_all_threads_that_wait_have_the_result_after_the_functions_were_called()
     waits = [lambda: order.put(future.result())] * 3
 
     def settle():
-        until(lambda: len(future._waiting) == len(waits))
+        wait_until(lambda: len(future._waiting) == len(waits))
         future.add_done_callback(lambda done: order.put(-done.result()))
         future.set_result(5)
 
@@ -89,7 +83,7 @@ def test_a_wait_can_be_interrupted_and_begun_again():
     future, main = Future(), threading.get_ident()
 
     def interrupt():
-        until(lambda: future._waiting)
+        wait_until(lambda: future._waiting)
         signal.pthread_kill(main, signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)

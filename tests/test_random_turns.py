@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import torchopt_dist as todist
+from tests.waits import wait_until
 from torchopt_dist import _random_turns
 from torchopt_dist._random_turns import Turn, draw_seed, lent, visiting
 from torchopt_dist.distributed.calls.gather import gather
@@ -49,13 +50,6 @@ def gradient(
 
 def task(seed: int, *, exclusive: bool = True, asks: bool = False) -> Turn:
     return Turn(exclusive=exclusive, seed=seed, asks=asks)
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    until = time.monotonic() + SECONDS
-    while not holds():
-        assert time.monotonic() < until
-        time.sleep(0.001)
 
 
 def somebody_waits() -> bool:

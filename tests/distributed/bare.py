@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import cloudpickle
 
@@ -41,25 +39,3 @@ def _work(env: dict[str, str], path: list[str], task: bytes, sender: Connection)
         raise error
     if error is not None:
         sys.exit(1)
-
-
-def watch(path: Path, seconds: float = 20.0) -> bool:
-    """Wait until a file is there: whether it came within the time."""
-    deadline = time.monotonic() + seconds
-    while not path.exists():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.002)
-    return True
-
-
-def say(path: Path, text: str = "") -> None:
-    """Make a file in one step, so that who watches for it finds it whole."""
-    draft = path.with_suffix(f".draft{os.getpid()}")
-    draft.write_text(text)
-    draft.rename(path)
-
-
-def soon(seconds: float) -> float:
-    """The seconds, or more where others want the cores as well."""
-    return seconds * max(1.0, 2 * os.getloadavg()[0] / (os.cpu_count() or 1))

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 import torchopt_dist as todist
-from tests.distributed.bare import say
+from tests.waits import say
 
 
 def losses(x: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import torchopt_dist as todist
-from tests.distributed.bare import say, watch
+from tests.waits import say, watch
 
 
 def write_slowly(path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import torch.distributed as dist
@@ -50,10 +49,3 @@ class Lines:
         """What the others see when a rank's process dies."""
         end = self.ends[rank]
         end._loop.call_soon_threadsafe(end._to_hub.link.writer.transport.abort)
-
-
-def wait_until(condition, seconds=5.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it has not come about"
-        time.sleep(0.002)

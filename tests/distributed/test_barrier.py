@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import torchopt_dist as todist
-from tests.distributed.bare import say, watch
+from tests.waits import say, watch
 
 
 def test_a_barrier_waits_for_all(world, tmp_path):

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import torchopt_dist as todist
-from tests.distributed.bare import say
+from tests.waits import say
 
 
 @todist.auto_init_rpc()

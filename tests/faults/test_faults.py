@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.distributed.bare import soon, watch
 from tests.faults.table import FAULTS, Fault, launch, run
 from tests.seeds import torchrun
+from tests.waits import soon, watch
 from tests.warm_python import warm_python
 
 PATIENCE = 0.5

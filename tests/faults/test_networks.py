@@ -16,9 +16,9 @@ import pytest
 import torch
 
 import torchopt_dist as todist
-from tests.distributed.bare import say, soon, watch
 from tests.hosts import Hosts
 from tests.launch.families import assert_gone
+from tests.waits import say, soon, watch
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import psutil
 
-from tests.distributed.bare import say, soon, watch
 from tests.seeds import torchrun
+from tests.waits import say, soon, watch
 from tests.warm_python import warm_python
 from torchopt_dist.launch import _forkserver as forkserver
 

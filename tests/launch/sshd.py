@@ -7,10 +7,10 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 
 import pytest
 
+from tests.waits import wait_until
 from tests.worlds import free_port
 
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
@@ -60,7 +60,7 @@ class Sshd:
             start_new_session=True,
         )
         os.close(log)
-        wait_until(lambda: f"listening on {address}" in self.log(), self.log)
+        wait_until(lambda: f"listening on {address}" in self.log(), 10.0, self.log)
 
     def entry(self, name, address, **more):
         """What a configuration file says of a host."""
@@ -82,10 +82,3 @@ class Sshd:
 
     def log(self):
         return (self.folder / "log").read_text()
-
-
-def wait_until(condition, tell, seconds=10.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, tell()
-        time.sleep(0.02)

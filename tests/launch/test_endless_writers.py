@@ -14,10 +14,10 @@ import time
 import pytest
 
 import torchopt_dist as todist
-from tests.distributed.bare import say, soon, watch
 from tests.launch.families import STARTED, assert_gone
 from tests.launch.sshd import NEEDS_SSHD
 from tests.launch.two import ON_TWO
+from tests.waits import say, soon, watch
 from torchopt_dist.launch._handles import WorkerHandle
 from torchopt_dist.launch._ssh import carry, in_loop, log_in
 from torchopt_dist.launch.logs import WorkerLogs

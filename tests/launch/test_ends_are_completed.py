@@ -13,10 +13,10 @@ import time
 import pytest
 
 import torchopt_dist as todist
-from tests.distributed.bare import say, soon, watch
 from tests.launch.descriptors import no_new_descriptors
 from tests.launch.families import alive, assert_gone, family_of, start_a_family, start_program
 from tests.launch.two import ON_TWO
+from tests.waits import say, soon, watch
 from torchopt_dist.launch import Launcher
 from torchopt_dist.launch import _forkserver as forkserver
 

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 import torchopt_dist as todist
-from tests.distributed.bare import soon
 from tests.launch.descriptors import no_new_descriptors
 from tests.launch.families import Program, with_this_server
 from tests.launch.two import ON_TWO, my_rank
 from tests.seeds import torchrun
+from tests.waits import soon
 from torchopt_dist.launch import Launcher, LaunchResult, launch
 from torchopt_dist.launch import _forkserver as forkserver
 

@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 import torchopt_dist as todist
-from tests.distributed.bare import say, watch
+from tests.waits import say, watch
 from torchopt_dist.launch import Launcher
 
 

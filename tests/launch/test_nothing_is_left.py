@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import torchopt_dist as todist
-from tests.distributed.bare import say, soon, watch
 from tests.launch.descriptors import no_new_descriptors
 from tests.launch.families import (
     alive,
@@ -25,6 +24,7 @@ from tests.launch.families import (
     start_program,
 )
 from tests.launch.two import ON_TWO
+from tests.waits import say, soon, watch
 from torchopt_dist.launch import Launcher
 from torchopt_dist.launch import _processes as processes
 

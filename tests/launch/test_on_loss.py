@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import torchopt_dist as todist
-from tests.distributed.bare import say, watch
+from tests.waits import say, watch
 from torchopt_dist.errors import AgentFailedError, RemoteError, WorkerFailedError
 from torchopt_dist.launch import launch
 

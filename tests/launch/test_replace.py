@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import torchopt_dist as todist
-from tests.distributed.bare import say, watch
 from tests.distributed.calls.test_random_losses import LOSSES, WORKERS, trained
+from tests.waits import say, watch
 from torchopt_dist.distributed.group.group import current_group
 from torchopt_dist.errors import InitializationError, WorkerFailedError
 from torchopt_dist.launch import launch

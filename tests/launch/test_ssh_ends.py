@@ -12,9 +12,9 @@ import psutil
 import pytest
 
 import torchopt_dist as todist
-from tests.distributed.bare import say, watch
 from tests.launch.families import Program, alive, assert_gone, family_of, forkserver_of, start_a_family
 from tests.launch.sshd import NEEDS_SSHD
+from tests.waits import say, watch
 from torchopt_dist.launch import _remote as remote
 
 pytestmark = [pytest.mark.timeout(120), NEEDS_SSHD]

@@ -12,9 +12,9 @@ import time
 import psutil
 import pytest
 
-from tests.distributed.bare import say, watch
 from tests.launch.families import assert_gone, start_fresh_program, start_program
 from tests.launch.two import ON_TWO
+from tests.waits import say, watch
 from torchopt_dist.launch import _agent as agent
 from torchopt_dist.launch.launcher import ended_in_order
 

@@ -30,11 +30,11 @@ import torch
 import torch.distributed as dist
 
 import torchopt_dist as todist
-from tests.distributed.bare import say
 from tests.examples.running import run_python
 from tests.launch.elastic.worlds import in_worlds, world_of
 from tests.launch.families import assert_gone, family_of, start_a_family
-from tests.launch.sshd import NEEDS_SSHD, Sshd, wait_until
+from tests.launch.sshd import NEEDS_SSHD, Sshd
+from tests.waits import say, wait_until
 from torchopt_dist.launch import Launcher
 from torchopt_dist.launch import _remote as remote
 
@@ -379,7 +379,7 @@ def wait_until_lost(name):
     """Both ends of a connection are patient, and one of them notices a little later than the other."""
     known = [task.result() for key, task in remote._machines.items() if key[1] == name and task.done()]
     assert known
-    wait_until(lambda: all(machine.why_lost() is not None for machine in known), lambda: known)
+    wait_until(lambda: all(machine.why_lost() is not None for machine in known), tell=lambda: f"{known}")
 
 
 def fails(launch, hosts, message, seconds, error=todist.InitializationError, **options):

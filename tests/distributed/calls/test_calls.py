@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed import rpc
 
 import torchopt_dist as todist
-from tests.distributed.bare import soon
 from tests.distributed.programs import Tagged, class_names, data, mlp, mse, where
+from tests.waits import soon
 from torchopt_dist._random_turns import draw_seed
 from torchopt_dist.distributed.group.group import current_group
 from torchopt_dist.distributed.messages.caller_state import CallerState

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import torchopt_dist as todist
-from tests.distributed.bare import say
 from tests.distributed.programs import cube, remote, vectors
+from tests.waits import say
 
 
 def test_an_error_in_backward_is_the_workers_own(world):

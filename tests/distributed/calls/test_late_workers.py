@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import torchopt_dist as todist
-from tests.distributed.bare import say, watch
 from tests.distributed.calls.test_lost_workers import LateBackward, survive
 from tests.distributed.programs import kept_on
+from tests.waits import say, watch
 
 
 def later(folder, x):

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 
 import torchopt_dist as todist
-from tests.distributed.bare import say, watch
 from tests.distributed.programs import data, kept_on, mlp
+from tests.waits import say, watch
 from torchopt_dist import _random_turns
 from torchopt_dist.distributed.transport.ask import Sent
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import torchopt_dist as todist
-from tests.distributed.bare import say, watch
 from tests.distributed.programs import kept_on, remote
+from tests.waits import say, watch
 
 BIG = 1 << 21  # elements
 

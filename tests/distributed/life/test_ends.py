@@ -17,10 +17,11 @@ import pytest
 import torch
 
 import torchopt_dist as todist
-from tests.distributed.bare import Bare, say, soon, watch
+from tests.distributed.bare import Bare
 from tests.distributed.finally_program import is_whole, write_slowly
 from tests.distributed.programs import rank_of_worker
 from tests.seeds import torchrun
+from tests.waits import say, soon, watch
 from torchopt_dist.distributed.group.group import current_group
 from torchopt_dist.distributed.life import interruption
 from torchopt_dist.distributed.transport import shutdown

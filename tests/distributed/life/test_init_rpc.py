@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch.distributed import rpc
 
 import torchopt_dist as todist
-from tests.distributed.bare import Bare, say, soon, watch
+from tests.distributed.bare import Bare
 from tests.distributed.programs import rank_of_worker
+from tests.waits import say, soon, watch
 from tests.worlds import free_port
 from torchopt_dist.distributed.group.group import current_group
 

@@ -9,8 +9,9 @@ import pytest
 from torch.distributed import rpc
 
 import torchopt_dist as todist
-from tests.distributed.bare import Bare, soon
+from tests.distributed.bare import Bare
 from tests.distributed.programs import rank_of_worker
+from tests.waits import soon
 from tests.worlds import free_port
 from torchopt_dist.distributed.group.group import current_group
 from torchopt_dist.distributed.transport.choice import default_options

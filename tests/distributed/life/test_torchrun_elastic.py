@@ -10,9 +10,9 @@ import time
 import psutil
 import pytest
 
-from tests.distributed.bare import watch
 from tests.launch.families import assert_gone
 from tests.seeds import torchrun
+from tests.waits import watch
 from tests.worlds import free_port
 
 PROGRAM = torchrun.ROOT / "tests/distributed/elastic_program.py"

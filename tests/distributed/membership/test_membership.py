@@ -17,8 +17,7 @@ import time
 import pytest
 
 import torchopt_dist as todist
-from tests.distributed.bare import soon
-from tests.distributed.memberships import wait_until
+from tests.waits import soon, wait_until
 from torchopt_dist import _out_of_memory
 from torchopt_dist.distributed.membership import hub as hub_module
 from torchopt_dist.distributed.membership import listener

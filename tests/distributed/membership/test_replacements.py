@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 import torchopt_dist as todist
-from tests.distributed.memberships import wait_until
+from tests.waits import wait_until
 from torchopt_dist.distributed.membership import replacements as replacements_module
 from torchopt_dist.distributed.membership.link import OVER
 from torchopt_dist.distributed.membership.members import Member

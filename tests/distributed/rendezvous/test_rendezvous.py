@@ -11,7 +11,8 @@ import pytest
 import torch.distributed as dist
 
 import torchopt_dist as todist
-from tests.distributed.bare import Bare, say, watch
+from tests.distributed.bare import Bare
+from tests.waits import say, watch
 from tests.worlds import free_port
 from torchopt_dist.distributed.rendezvous import store as store_module
 from torchopt_dist.distributed.rendezvous.store import GroupEndedError

@@ -16,10 +16,9 @@ import pytest
 import torch
 
 import torchopt_dist as todist
-from tests.distributed.bare import say, soon, watch
 from tests.launch.elastic.worlds import Aside, in_worlds, kill_agent, launch, place, world_of
 from tests.launch.families import assert_gone
-from tests.launch.sshd import wait_until
+from tests.waits import say, soon, wait_until, watch
 from torchopt_dist.launch import _agents as agents
 from torchopt_dist.launch import _attempts as attempts
 from torchopt_dist.launch._job import Job

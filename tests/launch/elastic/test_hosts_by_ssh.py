@@ -10,9 +10,9 @@ import psutil
 import pytest
 
 import torchopt_dist as todist
-from tests.distributed.bare import say
 from tests.launch.elastic.worlds import Aside, in_worlds, launch, world_of
 from tests.launch.sshd import NEEDS_SSHD, Sshd
+from tests.waits import say
 from torchopt_dist.launch import _remote as remote
 
 pytestmark = [pytest.mark.timeout(60), NEEDS_SSHD]

@@ -10,11 +10,10 @@ import time
 import pytest
 
 import torchopt_dist as todist
-from tests.distributed.bare import say, watch
 from tests.launch.descriptors import no_new_descriptors
 from tests.launch.elastic.worlds import Aside, MyError, launch, place
 from tests.launch.families import alive, assert_gone, start_a_family, start_program
-from tests.launch.sshd import wait_until
+from tests.waits import say, wait_until, watch
 
 pytestmark = pytest.mark.timeout(60)
 

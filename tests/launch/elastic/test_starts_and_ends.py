@@ -13,9 +13,9 @@ import time
 import pytest
 
 import torchopt_dist as todist
-from tests.distributed.bare import say, soon, watch
 from tests.launch.elastic.worlds import MyError, launch, place
 from tests.launch.families import assert_gone
+from tests.waits import say, soon, watch
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import torchopt_dist as todist
-from tests.distributed.bare import say, soon, watch
 from tests.launch.elastic.worlds import Aside, MyError, in_worlds, kill_agent, launch, world_of
+from tests.waits import say, soon, watch
 
 pytestmark = pytest.mark.timeout(60)
 

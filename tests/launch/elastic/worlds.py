@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 
-from tests.distributed.bare import say, watch
+from tests.waits import say, watch
 from torchopt_dist import Liveness
 from torchopt_dist.launch import Launcher
 
