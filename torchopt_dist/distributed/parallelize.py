@@ -90,7 +90,7 @@ def remote_sync_call(
             other; the number holds for the forward pass and for each backward pass. Gradients are the same, bit for
             bit; with a number as ``fan_out``, but for the last bits. An exception of the function and a time-out are
             not retried. Needs ``auto_init_rpc(on_loss="continue")`` or ``"replace"``.
-        hedge_after: seconds after which a share, or its backward pass, that is not answered yet is started on a free
+        hedge_after: seconds after which a share, or its backward pass, that is not answered yet is started on another
             worker as well. The first answer counts.
         progress: whether to show a progress bar of the tasks, in a terminal or a notebook; needs tqdm.
         fan_out: to how many workers each worker, the caller included, forwards the data that all of them share, so that

@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ import torchopt_dist as todist
 from tests.distributed.programs import data, kept_on, mlp
 from tests.waits import say, watch
 from torchopt_dist import _random_turns
-from torchopt_dist.distributed.transport.ask import Sent
+from torchopt_dist.distributed.transport.ask import Ask, Attempt, Sent
+from torchopt_dist.distributed.transport.retries import Retries
 
 
 def survive(world, body, *args, transport="rpc"):
@@ -428,6 +430,36 @@ def test_a_share_at_a_worker_that_has_other_work_does_not_mix_its_random_numbers
         assert all(map(torch.equal, *results))
 
     survive(world(3), body)
+
+
+@pytest.mark.parametrize(
+    ("lost", "avoided", "tried", "chosen"),
+    [
+        ((), (), (), 1),  # its own worker
+        ((1,), (), (), 2),  # the one with the least to do
+        ((1,), (), (2,), 3),
+        ((1,), (2,), (), 3),
+        ((), (1,), (), 2),  # which is late
+        ((1, 2, 3), (), (), 0),  # the caller
+        ((1, 2), (3,), (), 0),
+        ((1, 2), (0, 3), (), 3),  # of those that are late another worker
+        ((1, 2, 3), (0,), (), 0),
+        ((1, 2, 3), (), (0,), None),
+    ],
+)
+def test_who_is_asked_next(lost, avoided, tried, chosen):
+    def transport(rank):
+        return SimpleNamespace(has_lost=lost.__contains__)
+
+    member = SimpleNamespace(rank=0)
+    membership = SimpleNamespace(me=member, world_size=4, failures=lost)
+    retries = Retries(membership, None, None, SimpleNamespace(to=transport), lambda: (0, 2))
+    retries._under_way.update({3: 1})
+    graph = SimpleNamespace(worker=1, transport=transport(1), key=(0, 1))
+    ask = Ask(None, graph, 1, None, None, lambda: transport(0), lambda rank: True, avoided)
+    ask.attempts += [Attempt(rank, transport(rank), (0, 3)) for rank in tried]
+    attempt = retries._next(ask)
+    assert (attempt and attempt.worker) == chosen
 
 
 def computes_until_the_other_has_begun(folder, value, rank):

@@ -121,7 +121,7 @@ class RemoteGraph:
         Args:
             sent: the call.
             spent: how many of its retries have been used before.
-            avoided: the workers that are not asked.
+            avoided: the workers that are asked only if nobody else is left.
         """
         options, device, group = self.options, sent.message.device, self.group
         if self.kept and self.again is None and options.outlives_workers:

@@ -133,7 +133,7 @@ class Ask:
         deadline: the time limit for all of it.
         beside: makes a transport to this process.
         may_go: whether a survivor of this rank can be asked.
-        avoided: workers that are not asked.
+        avoided: workers that are asked only if nobody else is left.
         future: the future of the reply.
         attempts: all that have been made.
         under_way: those that are not answered yet.
@@ -155,7 +155,3 @@ class Ask:
 
     def __post_init__(self) -> None:
         self.home = Attempt(self.graph.worker, self.graph.transport, self.graph.key)
-
-    def has_tried(self, worker: int) -> bool:
-        """Whether a worker has been asked already, or is not to be asked."""
-        return worker in self.avoided or any(attempt.worker == worker for attempt in self.attempts)

@@ -111,19 +111,18 @@ class Retries:
         return attempt
 
     def _next(self, ask: Ask) -> Attempt | None:
-        home = ask.home
-        if not (ask.has_tried(home.worker) or home.transport.has_lost(home.worker)):
+        home, size = ask.home, self._membership.world_size
+        tried = {attempt.worker for attempt in ask.attempts}
+        if not (home.worker in tried | set(ask.avoided) or home.transport.has_lost(home.worker)):
             return home
-        size = self._membership.world_size
-        ranks = [(home.worker + distance) % size for distance in range(size)]
-        others = [rank for rank in ranks if self._may_have(ask, rank)]
+        ranks = ((home.worker + distance) % size for distance in range(size))
+        left = [rank for rank in ranks if rank not in tried and not self.is_lost(rank) and ask.may_go(rank)]
+        left = [rank for rank in left if rank not in ask.avoided] or left
+        others = [rank for rank in left if rank != self._me]
         if others:
             worker = min(others, key=self._under_way.__getitem__)
             return Attempt(worker, self._transport.to(worker), self._new_key())
-        return None if ask.has_tried(self._me) else Attempt(self._me, ask.beside(), self._new_key())
-
-    def _may_have(self, ask: Ask, rank: int) -> bool:
-        return not (rank == self._me or self.is_lost(rank) or ask.has_tried(rank)) and ask.may_go(rank)
+        return Attempt(self._me, ask.beside(), self._new_key()) if left else None
 
     def _send(self, ask: Ask, attempt: Attempt) -> None:
         try:
