@@ -38,7 +38,8 @@ QUIET = 0.1
 _ALONE = nullcontext()
 _SHARED, _STEP, _TASK = range(3)
 """Kinds of turns; the last two are exclusive."""
-_changed = threading.Condition(threading.Lock())
+_lock = threading.Lock()
+_changed = threading.Condition(_lock)
 _inside: list[Turn] = []
 """The turns that compute; of turns within each other the innermost."""
 _crowd = 0
@@ -74,7 +75,7 @@ class Turn:
     def __enter__(self) -> Self:
         self.thread = asking_thread()
         self.visits = getattr(_visitor, "visits", False)
-        with _changed:
+        with _lock:
             outer = self._outer = _turn_of(self.thread) if _inside else None
             self.outermost: Turn = self if outer is None else outer.outermost
             if _last:
@@ -116,7 +117,7 @@ class Turn:
         return has_come
 
     def __exit__(self, *_: object) -> None:
-        with _changed:
+        with _lock:
             if _last:
                 _look()
             if self in _inside:  # unless it was interrupted when it was to go on
@@ -141,7 +142,7 @@ class _Lent:
 
     def __enter__(self) -> None:
         global _away
-        with _changed:
+        with _lock:
             _away += 1
             self._mine = mine = _turn_of(asking_thread()) if _inside else None
             if mine is not None:
@@ -156,7 +157,7 @@ class _Lent:
 
     def __exit__(self, *_: object) -> None:
         global _away
-        with _changed:
+        with _lock:
             _away -= 1
             mine = self._mine
             if mine is None:
@@ -188,7 +189,7 @@ def change_generators(change: Callable[P, object], *args: P.args, **kwargs: P.kw
 
     Within a turn, what it does is not taken for a draw.
     """
-    with _changed:
+    with _lock:
         if _inside and _turn_of(asking_thread()) is None:
             _wait_until(_nobody_is_exclusive)
         _look()
@@ -203,7 +204,7 @@ def draw_seed() -> int:
     """
     with (
         outside_of_transforms() if transforms_are_active() else _ALONE,
-        _changed,
+        _lock,
     ):  # `vmap` refuses random numbers
         return _draw(counts=True)
 
@@ -213,13 +214,13 @@ def draw_seed_returnable() -> tuple[int, Callable[[bool], None]]:
 
     If the seed was not needed, the draw is given back, unless more was drawn since.
     """
-    with outside_of_transforms() if transforms_are_active() else _ALONE, _changed:
+    with outside_of_transforms() if transforms_are_active() else _ALONE, _lock:
         before = _state()
         number = _draw(counts=False)
         after = _state()
 
     def settle(needed: bool) -> None:
-        with _changed:
+        with _lock:
             mine = _turn_of(asking_thread())
             if needed and mine is not None:
                 mine.drew = True
