@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any, ParamSpec, TypeVar, Unpack, overload
 
 import torch
@@ -226,10 +227,19 @@ class _Call:
         self.settle_seed: Callable[[bool], None] | None = None
         if not (snapshot or torch.is_grad_enabled()):
             seed, self.settle_seed = draw_seed_returnable()
-        timed = self.balance is not None
-        self.payloads = group_by_worker(sent, self.partitions, options, timed=timed, seed=seed)
         self.me = self.group.rank
-        self.bar = self.show_progress(func) if options.progress else None
+        self.bar = None
+        if options.progress:
+            title = getattr(func, "__name__", type(func).__name__)
+            self.bar = Bar(title, Counter(int(part.worker) for part in self.partitions))
+        self.payloads = group_by_worker(
+            sent,
+            self.partitions,
+            options,
+            timed=self.balance is not None,
+            seed=seed,
+            ticket=None if self.bar is None else self.bar.ticket,
+        )
         log = call_log(func, self.payloads, self.group)
         self.siblings = Siblings(log, took=None if self.balance is None else self.balance.took)
         self.shown = _SHOWN_NOWHERE
@@ -269,16 +279,6 @@ class _Call:
     def is_movable(self, worker: int) -> bool:
         """Whether another worker may run the share of one that is lost."""
         return all(self.partitions[index].movable for index in self.payloads[worker][1])
-
-    def show_progress(self, func: Callable[..., Any]) -> Bar:
-        """Show how many tasks are done, from now on."""
-        title = getattr(func, "__name__", type(func).__name__)
-        bar = Bar(title, {worker: len(indices) for worker, (_, indices) in self.payloads.items()})
-        self.payloads = {
-            worker: (replace(payload, ticket=bar.ticket), indices)
-            for worker, (payload, indices) in self.payloads.items()
-        }
-        return bar
 
     def run_own_share(self) -> None:
         """Run the caller's own share while the other workers run theirs; in a thread, if a time-out bounds the wait."""

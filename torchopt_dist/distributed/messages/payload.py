@@ -174,6 +174,7 @@ def group_by_worker(
     *,
     timed: bool = False,
     seed: int | None = None,
+    ticket: tuple[int, int] | None = None,
 ) -> dict[int, tuple[Payload, list[int]]]:
     """Collect the partitions of each worker.
 
@@ -183,6 +184,7 @@ def group_by_worker(
         options: how to run them.
         timed: whether each worker is to measure how long its samples take.
         seed: the number from which the tasks' seeds are made; ``None`` draws it.
+        ticket: see :class:`Payload`.
 
     Returns:
         For each worker's rank its payload, and the indices of its tasks among ``partitions``.
@@ -199,6 +201,6 @@ def group_by_worker(
     payloads: dict[int, tuple[Payload, list[int]]] = {}
     for rank, (indices, tasks, seeds) in shares.items():
         samples = sum(getattr(partitions[index], "size", 1) for index in indices) if timed else 0
-        payload = Payload(function, tuple(tasks), tuple(seeds), state, options, samples=samples)
+        payload = Payload(function, tuple(tasks), tuple(seeds), state, options, ticket, samples)
         payloads[rank] = payload, indices
     return payloads
