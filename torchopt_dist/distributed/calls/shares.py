@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torchopt_dist._future import Future
 from torchopt_dist._random_turns import lent
-from torchopt_dist._torch_private import tensor_version
+from torchopt_dist._versions import Seen
 from torchopt_dist.distributed.calls.relay import Branch, Child, Sending, spread
 from torchopt_dist.distributed.calls.siblings import Siblings
 from torchopt_dist.distributed.calls.tree import Twig, tree
@@ -223,20 +223,20 @@ class _AsSent:
     Args:
         messages: the messages.
         snapshot: copy all tensors.
-        again: copy small tensors and those that a module may change, and note how often others have been changed.
+        again: copy small tensors and those that a module may change, and see whether others change.
     """
 
     def __init__(self, messages: Iterable[Message], *, snapshot: bool, again: bool) -> None:
         self._copies: dict[int, Tensor] = {}
-        self._versions: dict[int, int | None] = {}
+        self._own: dict[int, Seen] = {}
         for message in messages if snapshot or again else ():
             for number, tensor in enumerate(message.tensors):
-                if id(tensor) in self._copies or id(tensor) in self._versions:
+                if id(tensor) in self._copies or id(tensor) in self._own:
                     continue
                 if snapshot or is_copied(message, number):
                     self._copies[id(tensor)] = tensor.detach().clone()
-                elif not tensor.is_inference():
-                    self._versions[id(tensor)] = tensor_version(tensor)
+                else:
+                    self._own[id(tensor)] = Seen([tensor])
 
     def __call__(self, tensor: Tensor) -> Tensor:
         """The tensor as it is sent.
@@ -244,6 +244,6 @@ class _AsSent:
         Raises:
             RuntimeError: it has been changed in place since it was sent first.
         """
-        if id(tensor) in self._versions:
-            check_unchanged(tensor, self._versions[id(tensor)])
+        if id(tensor) in self._own:
+            check_unchanged(self._own[id(tensor)])
         return self._copies.get(id(tensor), tensor).detach()

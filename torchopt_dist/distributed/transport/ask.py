@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from torchopt_dist._future import Future
-from torchopt_dist._torch_private import tensor_version
+from torchopt_dist._versions import Seen
 from torchopt_dist.distributed.messages.message import Message
 from torchopt_dist.distributed.messages.requests import Key
 from torchopt_dist.distributed.serialization.wire import SMALL
@@ -29,19 +29,20 @@ ANOTHER_GRAPH = (
 def is_copied(message: Message, number: int) -> bool:
     """Whether the caller keeps a copy of a tensor that may be sent again: a small one, or one that a module may change.
 
-    Of the others, which are the caller's own, it keeps the versions.
+    Of the others, which are the caller's own, it sees whether they change.
     """
     tensor = message.tensors[number]
     return number in message.buffers or tensor.nbytes <= SMALL
 
 
-def check_unchanged(tensor: Tensor, version: int | None) -> None:
+def check_unchanged(sent: Seen) -> None:
     """Raise ``RuntimeError`` if a tensor that was sent has been changed in place since."""
-    if tensor_version(tensor) != version:
+    for index in sent.changed():
+        shape = tuple(sent.tensors[index].shape)
         raise RuntimeError(
-            f"the share of a lost worker cannot run again: a tensor that it was sent, of shape {tuple(tensor.shape)}, "
-            "has been changed in place since. Run backward before the optimizer's step, or make the call "
-            "asynchronous, which copies what it sends"
+            f"the share of a lost worker cannot run again: a tensor that it was sent, of shape {shape}, has "
+            "been changed in place since. Run backward before the optimizer's step, or make the call asynchronous, "
+            "which copies what it sends"
         )
 
 
@@ -69,23 +70,23 @@ class Sent:
     Attributes:
         message: the request, with copies of small tensors and of those that a module may change.
         key: the key in the request; if another one is to be used, or this is ``None``, it is sent beside the request.
-        versions: for the other tensors, which are the caller's own, how often each had been changed in place.
+        own: the other tensors, which are the caller's own.
     """
 
     message: Message
     key: Key | None
-    versions: dict[int, int | None]
+    own: Seen
 
     @classmethod
     def of(cls, message: Message, key: Key | None) -> Sent:
         """Keep a request."""
-        kept, versions = message.detached(), {}
+        kept, own = message.detached(), list[Tensor]()
         for number, tensor in enumerate(kept.tensors):
             if is_copied(kept, number):
                 kept.tensors[number] = tensor.clone()
-            elif not tensor.is_inference():
-                versions[number] = tensor_version(tensor)
-        return cls(kept, key, versions)
+            else:
+                own.append(tensor)
+        return cls(kept, key, Seen(own))
 
     def again(self, key: Key) -> Message:
         """The request, to be sent under this key.
@@ -93,11 +94,9 @@ class Sent:
         Raises:
             RuntimeError: a tensor of the caller has been changed in place since.
         """
-        tensors: list[Tensor] = []
-        for number, tensor in enumerate(self.message.tensors):
-            if number in self.versions:
-                check_unchanged(tensor, self.versions[number])
-            tensors.append(tensor.detach() if number in self.versions else tensor.clone())
+        check_unchanged(self.own)
+        own = {id(tensor) for tensor in self.own.tensors}
+        tensors = [x.detach() if id(x) in own else x.clone() for x in self.message.tensors]
         return replace(self.message, tensors=tensors, key=None if key == self.key else key)
 
 
