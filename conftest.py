@@ -18,6 +18,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from tests.limits import Limits
 from tests.turns import Turns
 from tests.worlds import World
 
@@ -53,6 +54,12 @@ STARTS_PROCESSES = re.compile(r"\b(subprocess|multiprocessing|torchrun|warm_pyth
 def world() -> type[World]:
     """``world(n)``: n worker processes; see ``tests/worlds.py``."""
     return World
+
+
+@pytest.fixture
+def limits(monkeypatch: pytest.MonkeyPatch) -> Limits:
+    """``limits(grace_seconds=0.02)``; see ``tests/limits.py``."""
+    return Limits(monkeypatch)
 
 
 @functools.cache

@@ -94,8 +94,8 @@ def loop(loss: Callable[[Tensor], Tensor]) -> Tensor:
     return made
 
 
-def test_threads_of_a_loss_end_whatever_they_wait_for_and_are_told(monkeypatch):
-    monkeypatch.setattr(_random_turns, "SHORT_PATIENCE", 0.02)
+def test_threads_of_a_loss_end_whatever_they_wait_for_and_are_told(limits):
+    limits(short_patience=0.02)
 
     def loss(p: Tensor) -> Tensor:
         with ThreadPoolExecutor() as pool:
@@ -251,11 +251,9 @@ def test_a_visitor_computes_only_while_a_thread_waits_for_a_call_and_that_waits_
 
 
 @pytest.mark.parametrize("computes", [False, True])
-def test_an_exclusive_task_waits_for_one_that_computes_and_not_for_one_that_waits_unseen(
-    computes, monkeypatch
-):
-    monkeypatch.setattr(_random_turns, "SHORT_PATIENCE", 0.2)
-    monkeypatch.setattr(_random_turns, "QUIET", 0.02)
+def test_an_exclusive_task_waits_for_one_that_computes_and_not_for_one_that_waits_unseen(computes, limits):
+    limits(short_patience=0.2)
+    limits(quiet=0.02)
 
     def run() -> None:
         with task(1):

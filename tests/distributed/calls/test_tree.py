@@ -119,9 +119,9 @@ def test_chunks_that_nobody_wants_or_nobody_sends_are_let_go_of():
 
 
 @pytest.mark.parametrize("began", [False, True])
-def test_chunks_of_a_request_that_is_given_up_outside_of_it_are_dropped(monkeypatch, began):
+def test_chunks_of_a_request_that_is_given_up_outside_of_it_are_dropped(limits, began):
     """Before it has begun, as where its worker could not read it, or after its end."""
-    monkeypatch.setattr(chunks_module, "OVER", 2)
+    limits(over=2)
     streams, chunk, key = Streams(), chunks_of([torch.ones(3)])[0], (0, 7)
     if began:
         with streams.opened(key, 3, 10):

@@ -84,9 +84,9 @@ def halved(x):
 
 
 @pytest.mark.parametrize("isolated", [True, False])
-def test_the_caller_counts_its_own_tasks(monkeypatch, isolated):
+def test_the_caller_counts_its_own_tasks(monkeypatch, limits, isolated):
     monkeypatch.setattr(tqdm.auto, "tqdm", Steps)
-    monkeypatch.setattr(progress_module, "TELL_SECONDS", 0.0)
+    limits(tell_seconds=0.0)
     monkeypatch.setattr(Steps, "made", [])
 
     @todist.auto_init_rpc()

@@ -23,7 +23,6 @@ from tests.distributed.programs import rank_of_worker
 from tests.seeds import torchrun
 from tests.waits import say, soon, watch
 from torchopt_dist.distributed.group.group import current_group
-from torchopt_dist.distributed.life import interruption
 from torchopt_dist.distributed.transport import shutdown
 from torchopt_dist.distributed.transport.rpc import RPCTransport
 
@@ -127,7 +126,7 @@ def test_when_another_rank_fails_main_ends_its_finally_block(world, tmp_path, bu
     assert "raise_now" in said[0]
 
 
-def test_a_finally_block_that_does_not_end_is_ended(tmp_path, monkeypatch):
+def test_a_finally_block_that_does_not_end_is_ended(tmp_path, limits):
     def main():
         if todist.get_rank() == 1:
             assert watch(tmp_path / "busy")
@@ -140,7 +139,7 @@ def test_a_finally_block_that_does_not_end_is_ended(tmp_path, monkeypatch):
             hang()
 
     def program():
-        monkeypatch.setattr(interruption, "FINALLY_SECONDS", 0.2)
+        limits(finally_seconds=0.2)
         todist.auto_init_rpc()(main)()
 
     endings, said = end_of(Bare(2), tmp_path, program, seconds=1.5)
@@ -515,7 +514,7 @@ GIVEN_UP = {
 
 
 @pytest.mark.parametrize("how", GIVEN_UP)
-def test_a_function_that_hangs_does_not_keep_the_world_alive(tmp_path, monkeypatch, how):
+def test_a_function_that_hangs_does_not_keep_the_world_alive(tmp_path, limits, how):
     def main():
         if todist.get_rank() == 1:
             return "all is well"
@@ -536,7 +535,7 @@ def test_a_function_that_hangs_does_not_keep_the_world_alive(tmp_path, monkeypat
         return "all is well"
 
     def program():
-        monkeypatch.setattr(shutdown, "SHUTDOWN_SECONDS", 0.3)
+        limits(shutdown_seconds=0.3)
         told = []
         for _ in range(2):  # the second group of the process has nothing of the first
             with warnings.catch_warnings(record=True) as caught:

@@ -67,8 +67,8 @@ def test_main_is_interrupted_by_an_error_that_is_the_other_ranks(error):
     assert (str(copy), copy.summary) == (str(error), error.summary)
 
 
-def test_main_that_is_in_a_finally_block_is_left_there(error, monkeypatch):
-    monkeypatch.setattr(interruption_module, "GRACE_SECONDS", 0.02)
+def test_main_that_is_in_a_finally_block_is_left_there(error, limits):
+    limits(grace_seconds=0.02)
     entered, leave = threading.Event(), threading.Event()
 
     def body():
@@ -86,8 +86,8 @@ def test_main_that_is_in_a_finally_block_is_left_there(error, monkeypatch):
     assert isinstance(main.raised(), ValueError)
 
 
-def test_main_that_is_in_c_is_given_up(error, monkeypatch):
-    monkeypatch.setattr(interruption_module, "GRACE_SECONDS", 0.02)
+def test_main_that_is_in_c_is_given_up(error, limits):
+    limits(grace_seconds=0.02)
     wake = threading.Lock()
     wake.acquire()
     main = Main(wake.acquire)
@@ -97,8 +97,8 @@ def test_main_that_is_in_c_is_given_up(error, monkeypatch):
     assert isinstance(main.raised(), todist.PeerFailedError)
 
 
-def test_what_runs_after_main_is_not_interrupted(error, monkeypatch):
-    monkeypatch.setattr(interruption_module, "GRACE_SECONDS", 0.02)
+def test_what_runs_after_main_is_not_interrupted(error, limits):
+    limits(grace_seconds=0.02)
     interruption = Interruption()
     with interruption:
         pass
@@ -134,9 +134,9 @@ def _by_with(work, close):
 
 
 @pytest.mark.parametrize("enter", [_by_finally, _by_with])
-def test_a_block_that_main_has_entered_in_order_is_left_alone_first(error, monkeypatch, enter):
+def test_a_block_that_main_has_entered_in_order_is_left_alone_first(error, monkeypatch, limits, enter):
     """The block ends, and not what comes after it; the one in which ``main`` itself was called does not count."""
-    monkeypatch.setattr(interruption_module, "GRACE_SECONDS", 0.02)
+    limits(grace_seconds=0.02)
     entered, leave, steps = threading.Event(), threading.Event(), []
 
     def close():
@@ -167,9 +167,9 @@ def test_a_block_that_main_has_entered_in_order_is_left_alone_first(error, monke
     assert steps == ["worked", "closed"]
 
 
-def test_a_block_that_does_not_end_is_given_up(error, monkeypatch):
-    monkeypatch.setattr(interruption_module, "GRACE_SECONDS", 0.02)
-    monkeypatch.setattr(interruption_module, "FINALLY_SECONDS", 0.1)
+def test_a_block_that_does_not_end_is_given_up(error, limits):
+    limits(grace_seconds=0.02)
+    limits(finally_seconds=0.1)
     leave = threading.Event()
     main = Main(lambda: _by_finally(lambda: None, leave.wait))
     assert not main.unwind(error)

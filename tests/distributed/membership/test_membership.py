@@ -19,7 +19,6 @@ import pytest
 import torchopt_dist as todist
 from tests.waits import soon, wait_until
 from torchopt_dist import _out_of_memory
-from torchopt_dist.distributed.membership import hub as hub_module
 from torchopt_dist.distributed.membership import listener
 from torchopt_dist.distributed.membership.hub import START
 from torchopt_dist.distributed.membership.link import Link
@@ -103,8 +102,8 @@ def test_a_connection_without_the_token_is_refused_and_logged_and_does_no_harm(l
     assert line.heard == [[], []]
 
 
-def test_a_silent_connection_is_refused_after_a_while(lines, caplog, monkeypatch):
-    monkeypatch.setattr(listener, "TOKEN_SECONDS", 0.2)
+def test_a_silent_connection_is_refused_after_a_while(lines, caplog, limits):
+    limits(token_seconds=0.2)
     line = lines("a", "b")
     with caplog.at_level(logging.WARNING, listener.__name__):
         assert talk(line.hub(), b"", shut=False) == b""
@@ -129,8 +128,8 @@ def test_many_connections_without_a_token_keep_nobody_out_and_fill_no_log(lines,
     assert {record.levelname for record in caplog.records} == {"WARNING"}
 
 
-def test_a_moment_without_free_descriptors_delays_who_connects(lines, caplog, monkeypatch):
-    monkeypatch.setattr(listener, "RETRY_SECONDS", 0.02)
+def test_a_moment_without_free_descriptors_delays_who_connects(lines, caplog, monkeypatch, limits):
+    limits(retry_seconds=0.02)
     line = lines("a", "b", joined=False)
     loop, errors = line.ends[0]._loop, itertools.repeat(OSError(errno.EMFILE, "Too many open files"), 5)
     accept = loop.sock_accept
@@ -449,8 +448,8 @@ def behind_a_middlebox(lines):
         box.close()
 
 
-def test_a_connection_that_is_reset_is_made_again_and_loses_nothing(behind_a_middlebox, monkeypatch):
-    monkeypatch.setattr(hub_module, "AGAIN_SECONDS", 20.0)
+def test_a_connection_that_is_reset_is_made_again_and_loses_nothing(behind_a_middlebox, limits):
+    limits(again_seconds=20.0)
     line, box = behind_a_middlebox("a", "b", "c")
 
     def work(rank):
@@ -505,8 +504,8 @@ def test_what_comes_again_over_a_new_connection_counts_once():
     assert heard == ["a", "b", "c"]
 
 
-def test_a_connection_that_is_reset_and_not_made_again_is_a_loss(behind_a_middlebox, monkeypatch):
-    monkeypatch.setattr(hub_module, "AGAIN_SECONDS", 0.1)
+def test_a_connection_that_is_reset_and_not_made_again_is_a_loss(behind_a_middlebox, limits):
+    limits(again_seconds=0.1)
     line, box = behind_a_middlebox("a", "b")
     line.ends[1]._to_hub._liveness = todist.Liveness(0.1, 0.3)
     box.closed = True

@@ -113,9 +113,9 @@ def test_who_is_refused(lines, newcomers):
         newcomers(other, 1, 1).join()
 
 
-def test_a_new_process_proves_the_loss_of_the_old_one(lines, newcomers, monkeypatch):
+def test_a_new_process_proves_the_loss_of_the_old_one(lines, newcomers, limits):
     line = lines("a", "b", on_loss="replace")
-    monkeypatch.setattr(replacements_module, "OLD_SECONDS", 0.02)
+    limits(old_seconds=0.02)
     newcomers(line, 1, 1).come()  # while the connection of the old one stands
     assert line.ends[0].replaced[1].cause == "died"
 

@@ -10,7 +10,6 @@ import weakref
 import pytest
 
 from torchopt_dist._threads import ThreadPool
-from torchopt_dist.distributed.transport import receiver
 from torchopt_dist.distributed.transport.receiver import SHORT_IN_A_ROW, Receiver
 
 SECONDS = 30
@@ -54,17 +53,17 @@ class Line:
 
 
 @pytest.fixture
-def line(monkeypatch):
+def line(limits):
     """All messages are short by the clock, also on a busy machine, unless they wait."""
-    monkeypatch.setattr(receiver, "SHORT_SECONDS", 10.0)
+    limits(short_seconds=10.0)
     made = Line()
     yield made
     made.close()
 
 
 @pytest.fixture
-def line_without_keeper(monkeypatch):
-    monkeypatch.setattr(receiver, "SHORT_SECONDS", 10.0)
+def line_without_keeper(monkeypatch, limits):
+    limits(short_seconds=10.0)
     monkeypatch.setattr(Receiver, "_keep_time", lambda self: None)
     made = Line()
     yield made
@@ -76,10 +75,10 @@ def test_short_messages_stay_with_one_thread(line_without_keeper):
     assert len({line_without_keeper.ask() for _ in range(20)}) == 1
 
 
-def test_after_a_long_message_others_are_received_meanwhile(line_without_keeper, monkeypatch):
+def test_after_a_long_message_others_are_received_meanwhile(line_without_keeper, limits):
     line = line_without_keeper
     line.be_short()
-    monkeypatch.setattr(receiver, "SHORT_SECONDS", 0.0)  # the next one is found to be long
+    limits(short_seconds=0.0)  # the next one is found to be long
     line.ask()
     go, waited = threading.Event(), []
     line.send(lambda: waited.append(go.wait(SECONDS)))
