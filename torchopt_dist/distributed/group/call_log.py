@@ -20,13 +20,7 @@ log = logging.getLogger("torchopt_dist.distributed.calls")
 
 
 class CallLog:
-    """Context manager around a call; logs one line at its end.
-
-    Args:
-        function: the function that the tasks call.
-        tasks: worker → how many tasks it has.
-        group: the group of the workers.
-    """
+    """Context manager around a call, made with the number of tasks of each worker; logs one line at its end."""
 
     def __init__(self, function: Callable[..., Any], tasks: Mapping[int, int], group: Group) -> None:
         self._function = getattr(function, "__qualname__", type(function).__qualname__)

@@ -29,13 +29,7 @@ OVER = 1 << 12
 
 
 class Piece(NamedTuple):
-    """A part of a tensor.
-
-    Attributes:
-        number: the number of the tensor.
-        start: the index of its first element, as if the tensor were flat.
-        values: the elements.
-    """
+    """A part of the tensor of this number: its values from index ``start`` on, as if the tensor were flat."""
 
     number: int
     start: int
@@ -111,13 +105,10 @@ class Arriving:
 
 
 class Deferred(NamedTuple):
-    """A child's gradients, for which a worker inside a tree does not wait in the autograd engine.
+    """A child's gradients of ``inputs``, for which a worker inside a tree does not wait in the autograd engine.
 
-    Attributes:
-        inputs: the tensors of which they are the gradients.
-        arriving: the chunks of some of these.
-        finish: waits for the reply; returns the gradients that do not come in chunks, and those of a recorded backward
-            all.
+    ``arriving`` has the chunks of some of them. ``finish`` waits for the reply, and returns the gradients that do not
+    come in chunks, and those of a recorded backward all.
     """
 
     inputs: list[Tensor]
@@ -163,14 +154,8 @@ class Streams:
     def opened(self, key: Key, count: int, seconds: float) -> Iterator[Iterator[Chunk]]:
         """Yield the chunks of a request that has come, one after another; at the end the request is over.
 
-        Args:
-            key: the key of the request.
-            count: the number of chunks.
-            seconds: how long to wait for all; 0: no limit.
-
-        Raises:
-            CallTimeoutError: the chunks have not come in time.
-            WorkerLostError: the chunks will not come, since their sender has ended or given up.
+        Raises :class:`CallTimeoutError` if not all have come in so many seconds (0: no limit), and
+        :class:`WorkerLostError` if they will not come, since their sender has ended or given up.
         """
         with self._lock:
             if key in self._over:
@@ -219,11 +204,8 @@ class Streams:
     def deferring(self, leaves: Sequence[Tensor]) -> Iterator[list[Deferred]]:
         """A context in which this thread puts off waits for children's gradients of these leaves, and of these only.
 
-        Args:
-            leaves: those whose gradients come and go in chunks, in this order.
-
-        Yields:
-            The waits that were put off, in the order in which the engine would have added the gradients.
+        Chunks of gradients are in the order of the leaves. It yields the waits that were put off, in the order in which
+        the engine would have added the gradients.
         """
         deferred: list[Deferred] = []
         before = getattr(self._thread, "deferring", None)

@@ -39,31 +39,18 @@ NUMBER_BITS = 40
 class Group:
     """An RPC group, as this worker sees it.
 
-    Args:
-        membership: the connection to rank 0, by which this worker has joined.
+    Attributes:
         settings: what ``auto_init_rpc`` was called with; a second call inside ``main`` must ask for the same.
         call_timeout: the default time-out of calls in seconds; 0 means no limit.
-        transport: makes the transport to the other workers.
         ask: sends another worker a question that the program does not notice.
-        answer: makes the reply to a request, with this worker's graphs and recorder.
-
-    Attributes:
         process: the id of this process, by which a fork is recognized.
         incarnation: how often this worker's rank has been given to a new process.
         first_number: the first of this process's numbers; those of earlier processes of the rank are smaller.
-        names: the workers' names, by rank.
         kept_graphs: the graphs of the calls that this worker has answered.
         known_functions: those of which this worker has told callers what there is to tell, by their code.
-        releaser: tells other workers to forget the graphs of calls that this worker has made.
         threads: run work that must not wait for a thread.
-        residents: values that stay on this worker.
-        replicas: the copies of modules, each with its optimizer, that this worker holds.
-        streams: tensors that come to this worker in chunks.
         bars: for calls with a progress bar, by number, a function of a worker and its number of finished tasks.
-        recorder: records what this worker does for calls while a profile is on.
-        retries: assigns the shares of lost workers to others.
         outstanding: bounds the requests that a thread sends before it waits for replies.
-        numbers: unique numbers for the calls and backward passes of this worker.
         ending: whether no new calls may be made; those of other workers are still answered.
     """
 
@@ -165,11 +152,7 @@ class Group:
             )
 
     def close(self, seconds: float = 0.0) -> None:
-        """Drop everything that the group holds, and end its threads, each when its work is done.
-
-        Args:
-            seconds: how long to wait for the threads.
-        """
+        """Drop all that the group holds, and end its threads, each when its work is done, waiting so many seconds."""
         self.ending = True
         self.kept_graphs.clear()
         self.residents.clear()
@@ -209,11 +192,7 @@ def find_group() -> Group | None:
 
 
 def current_group() -> Group:
-    """The group in which calls can be made.
-
-    Raises:
-        NotInitializedError: there is none.
-    """
+    """The group in which calls can be made; raises :class:`NotInitializedError` if there is none."""
     if _group is None or _group.ending:
         raise NotInitializedError(
             "no RPC group: decorate the program's `main` with `@todist.auto_init_rpc()`, and make remote calls "
@@ -225,8 +204,7 @@ def current_group() -> Group:
 def answering_group() -> Group:
     """The group that answers requests of other workers, from before the first one until after the last one.
 
-    Raises:
-        NotInitializedError: there is none.
+    Raises :class:`NotInitializedError` if there is none.
     """
     if _group is None:
         raise NotInitializedError("the RPC group of this worker has ended")

@@ -23,9 +23,8 @@ T = TypeVar("T")
 class Kept(Generic[T]):
     """What a worker keeps, by key, until it is released or its owner is gone; all of it ends with the worker's group.
 
-    Args:
-        missing: makes the error for a key under which nothing is kept.
-        has_gone: whether the process that has made a key is known to have ended, so that it releases nothing any more.
+    ``missing`` makes the error for a key under which nothing is kept; ``has_gone`` tells whether the process that has
+    made a key is known to have ended, so that it releases nothing any more.
     """
 
     def __init__(
@@ -85,12 +84,10 @@ class Kept(Generic[T]):
 
 
 class HeldLeaf(NamedTuple):
-    """Why the gradient of a graph's leaf stays on this worker: the leaf stands for a replica's tensor.
+    """Why the gradient of a graph's leaf stays on this worker: the leaf stands for a tensor of the replica ``held``.
 
-    Attributes:
-        hook: the index of the graph's input that the caller's graph has in its place.
-        held: the replica.
-        place: the index of the tensor there.
+    ``hook`` is the index of the graph's input that the caller's graph has in its place, ``place`` that of the tensor
+    in the replica.
     """
 
     hook: int
@@ -106,8 +103,7 @@ class KeptGraph:
         inputs: its leaves, those of ``held`` the last.
         outputs: the tensors that were sent from it; ``None`` for one that a backward has used up.
         shared: whether the graph of a recorded backward has nodes in common with it. A backward through one of the two
-            must then retain the nodes for the other, whatever its caller asks; the nodes are freed when both graphs are
-            forgotten.
+            then retains these, whatever its caller asks; they are freed when both graphs are forgotten.
         end: a sequence number above those of its nodes.
         held: what the last leaves are whose gradients stay on this worker.
     """

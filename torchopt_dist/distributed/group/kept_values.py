@@ -26,15 +26,10 @@ __all__ = ["Residents"]
 
 @dataclass
 class _Kept:
-    """A value, and how its tensors were when it was put or received.
+    """A value, the tensors in it, and a snapshot of how these were when it was put or received.
 
-    Attributes:
-        value: the value.
-        tensors: the tensors in it.
-        snapshot: how they were.
-        digest: of all its bytes; ``None`` if these are not compared.
-        holders: at home, the workers that have fetched it.
-        placed: copies on other devices.
+    ``digest`` is of all its bytes, ``None`` if these are not compared; ``holders`` are, at its home, the workers that
+    have fetched it; ``placed`` are copies on other devices.
     """
 
     value: Any
@@ -64,14 +59,7 @@ class _Kept:
 
 
 class Residents(Kept[_Kept]):
-    """The values that stay on a worker.
-
-    Args:
-        has_gone: whether the process that has put a value is known to have ended, so that it frees nothing any more.
-
-    Attributes:
-        in_use: whether there has ever been a handle; if not, calls need not search for handles.
-    """
+    """The values that stay on a worker; ``in_use``: there has been a handle, so calls must search for handles."""
 
     def __init__(self, has_gone: Callable[[Key], bool]) -> None:
         super().__init__(_missing, has_gone)
@@ -79,12 +67,7 @@ class Residents(Kept[_Kept]):
         self._coming: dict[Key, Future[_Kept]] = {}
 
     def put(self, key: Key, value: Any, *, check: bool) -> None:
-        """Keep a value of this worker's own.
-
-        Raises:
-            SerializationError: the value cannot be sent.
-            ValueError: it has a tensor that requires grad.
-        """
+        """Keep a value of this worker's own; raises :class:`ValueError` if a tensor in it requires grad."""
         kept = _kept(value)
         for tensor in kept.tensors:
             if tensor.requires_grad:
@@ -98,15 +81,10 @@ class Residents(Kept[_Kept]):
         self.keep(key, kept)
 
     def on(self, key: Key, device: torch.device | None, fetch: Callable[[], Any] | None = None) -> Any:
-        """The value; threads that want it at the same time fetch it once.
+        """The value on a device (``None``: where it is), fetched once for all threads that want it at the same time.
 
-        Args:
-            key: the key of the value.
-            device: the device for its tensors; ``None`` leaves them where they are.
-            fetch: fetches the value if it is not here; ``None`` at the value's home.
-
-        Raises:
-            ResidentError: it has been changed in place, or its handle has been closed.
+        ``fetch`` is ``None`` at the value's home. Raises :class:`ResidentError` if the value has been changed in place,
+        or its handle has been closed.
         """
         mine = None
         with self._lock:

@@ -22,13 +22,10 @@ LIMIT_OF_A_WORKER = 8
 
 
 class Outstanding(threading.local):
-    """The requests under way of what runs in this thread.
+    """The requests under way of what runs in this thread, in a group of this size.
 
-    Args:
-        size: the number of workers.
-
-    Attributes:
-        slots: those left; ``None`` if nothing has been sent yet. A thread that begins to run something else sets it so.
+    ``slots`` are those left, ``None`` if nothing has been sent yet; a thread that begins to run something else sets
+    it so.
     """
 
     def __init__(self, size: int) -> None:
@@ -38,11 +35,7 @@ class Outstanding(threading.local):
     def wait_for_slot(self, seconds: float) -> Callable[..., None]:
         """Wait until a request may be sent; returns a function to be called when it is answered.
 
-        Args:
-            seconds: how long to wait; 0: for ever.
-
-        Raises:
-            CallTimeoutError: none of the earlier requests has been answered by then.
+        Raises :class:`CallTimeoutError` if no earlier request is answered in so many seconds; 0 means no limit.
         """
         limit = max(LIMIT, LIMIT_OF_A_WORKER * self._size)
         slots = self.slots = self.slots or threading.Semaphore(limit)

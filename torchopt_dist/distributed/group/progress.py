@@ -25,15 +25,8 @@ TELL_SECONDS = 0.2
 class Bar:
     """A bar of a call. It is shown until the context is left, on a terminal or in a notebook, and nowhere else.
 
-    Args:
-        title: the text before the bar.
-        shares: how many tasks each worker has, by rank.
-
-    Attributes:
-        ticket: the caller's rank and a number, by which workers report tasks.
-
-    Raises:
-        ImportError: tqdm is not installed.
+    ``shares`` are the numbers of tasks, by rank; workers report tasks by ``ticket``, the caller's rank and a number.
+    Raises :class:`ImportError` if tqdm is not installed.
     """
 
     def __init__(self, title: str, shares: dict[int, int]) -> None:

@@ -31,15 +31,10 @@ Before: TypeAlias = Callable[[nn.Module], object]
 
 
 class Held:
-    """A worker's copy of a replica; on the worker that made the replica, the original.
+    """A worker's copy of a module, with its optimizer; on the worker that made the replica, the original.
 
-    Args:
-        module: the module.
-        optimizer: an optimizer of some of the module's parameters.
-
-    Attributes:
-        tensors: all tensors of the module, in the same order on all workers.
-        version: how often they have been stepped or sent anew.
+    ``tensors`` are all of the module's, in the same order on all workers; ``version`` is how often they have been
+    stepped or sent anew.
     """
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -131,13 +126,8 @@ class Held:
     def reduce(self, trained: Sequence[int], *, problem: bool = False) -> None:
         """Sum the gradients over all workers into ``.grad`` of the parameters: one all-reduce for each dtype.
 
-        Args:
-            trained: the indices of these parameters, the same on all workers.
-            problem: this worker cannot take the step, so that no worker does.
-
-        Raises:
-            ResidentError: another worker has a problem.
-            ValueError: a gradient is sparse.
+        The indices of the parameters are the same on all workers; if one has a ``problem``, no worker takes the step.
+        Raises :class:`ResidentError` if another worker has one, and :class:`ValueError` if a gradient is sparse.
         """
         with self._lock:
             grads, self._grads = self._sums(), {}
@@ -182,12 +172,7 @@ class Held:
         return bool(problems)
 
     def step(self, options: Options, before: Before | None = None) -> None:
-        """Take the step, after :meth:`reduce`.
-
-        Args:
-            options: the options of the optimizer that have changed on the worker that made the replica.
-            before: called with the module before the step.
-        """
+        """Take the step, after :meth:`reduce`, with the options that have changed where the replica was made."""
         if before is not None:
             before(self.module)
         for group, changed in zip(self.optimizer.param_groups, options, strict=True):
@@ -209,12 +194,7 @@ def _missing() -> ResidentError:
 
 
 class HeldLeaves:
-    """The leaves of one request in the places of tensors of replicas, each once; made while the request is rebuilt.
-
-    Args:
-        device: for the leaves; ``None`` leaves them where the tensors are.
-        find: finds this worker's replica of a key.
-    """
+    """The leaves of one request in the places of tensors of replicas, each once; made while the request is rebuilt."""
 
     def __init__(self, device: torch.device | None, find: Callable[[Key], Held]) -> None:
         self._device = device
@@ -227,16 +207,8 @@ class HeldLeaves:
     ) -> Tensor:
         """A leaf on the memory of a parameter, or on a copy of a buffer, as that of the sender is.
 
-        Args:
-            hook: the tensor that the sender's graph has in its place.
-            key: of the replica.
-            version: of the replica at the sender.
-            place: the index of the tensor in the replica.
-            is_parameter: whether it is a parameter there.
-            requires_grad: whether it requires grad there.
-
-        Raises:
-            ResidentError: a task has changed this worker's copy in place.
+        ``hook`` is the tensor that the sender's graph has in its place. Raises :class:`ResidentError` if a task has
+        changed this worker's copy in place, or if the copy is of another version than the sender's.
         """
         if key not in self._replicas:
             held = self._find(key)
@@ -273,13 +245,7 @@ class HeldLeaves:
 
 
 def keep_grads(backward: Key, staying: Sequence[HeldLeaf], grads: Sequence[Tensor | None]) -> None:
-    """Accumulate the gradients that stay.
-
-    Args:
-        backward: the key of the backward.
-        staying: what the leaves are.
-        grads: the gradient of each.
-    """
+    """Accumulate the gradients that stay, one for each leaf, under the key of their backward."""
     by_replica: dict[int, tuple[Held, dict[int, Tensor]]] = {}
     for (_, held, place), grad in zip(staying, grads, strict=True):
         if grad is not None:

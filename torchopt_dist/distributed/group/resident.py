@@ -162,12 +162,7 @@ class Shards:
 
 
 def resolved(payload: Payload, device: torch.device | None) -> Payload:
-    """The payload with values in the places of handles among its arguments.
-
-    Args:
-        payload: the work of this worker.
-        device: where the values' tensors are put; ``None`` leaves them where they are.
-    """
+    """The payload with values in the places of handles among its arguments, on a device, if one is given."""
     group = answering_group()
     if not (group.residents.in_use or len(group.replicas)):
         return payload

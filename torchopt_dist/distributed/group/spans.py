@@ -53,18 +53,10 @@ T = TypeVar("T")
 
 
 class Span(NamedTuple):
-    """One piece of work.
+    """One piece of work: who did what, from when to when in seconds, in a thread whose number is unique on the worker.
 
-    Attributes:
-        worker: the rank of the worker that did it.
-        phase: the kind of work.
-        start: the time at which it began, in seconds.
-        end: the time at which it ended, in seconds.
-        thread: the number of the thread that did it, unique on the worker.
-        call: the key of the call or the backward, the caller's rank and a number; ``None`` while several are waited
-            for.
-        peer: the rank of the worker at the other end, if there is one.
-        size: the bytes of the message that was made, if one was.
+    ``call`` is the key of the call or the backward, ``None`` while several are waited for; ``peer`` is the worker at
+    the other end, if there is one; ``size`` are the bytes of the message that was made, if one was.
     """
 
     worker: int
@@ -94,14 +86,7 @@ class Spanned:
 
 
 class Recorder:
-    """The spans of one worker.
-
-    Args:
-        worker: the rank of the worker.
-
-    Attributes:
-        profile: whether spans are recorded, and those that were.
-    """
+    """The spans of one worker; its ``profile`` has whether spans are recorded, and those that were."""
 
     _off = Spanned()
     _phases: Collection[Phase] = frozenset(PHASES)

@@ -8,13 +8,7 @@ __all__ = ["bytes_text", "seconds_text", "table"]
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """A line for the header and one a row, which may be shorter.
-
-    Args:
-        header: the names of the columns.
-        rows: the texts in them.
-        left: how many columns, from the first, are left-aligned; the others are right-aligned.
-    """
+    """A line for the header and one a row, which may be shorter; the first ``left`` columns are left-aligned."""
     lines = [[*row, *[""] * (len(header) - len(row))] for row in [header, *rows]]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
