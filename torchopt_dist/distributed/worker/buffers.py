@@ -26,11 +26,7 @@ _Key: TypeAlias = tuple[str, str]
 
 
 def check_buffers(buffers: Any) -> None:
-    """Check the argument of this name.
-
-    Raises:
-        ValueError: it is none of those that there are.
-    """
+    """Raise :class:`ValueError` unless the argument of this name is one that there is."""
     if buffers not in ("mean", "first", None):
         raise ValueError(f'buffers must be "mean", "first" or None, got {buffers!r}')
 
@@ -103,20 +99,11 @@ def differs(before: Tensor, now: Tensor) -> bool:
 def take(
     function: Any, partitions: Sequence[Any], results: Sequence[Any], buffers: Literal["mean", "first"]
 ) -> list[Any]:
-    """Set the caller's buffers to what tasks have made of them.
+    """Set the caller's buffers to what tasks have made of them; returns the function's values.
 
-    Args:
-        function: the function that was called.
-        partitions: a worker, arguments and a size for each task.
-        results: what :class:`Returning` has returned for each.
-        buffers: ``"mean"`` over the tasks, weighted by their sizes, of buffers of floating-point or complex numbers,
-            and the largest of integers, element by element; or those of the ``"first"`` task that was given the module.
-
-    Returns:
-        The values of the function.
-
-    Raises:
-        ValueError: a mean is wanted, and the tasks have made a buffer of different shapes.
+    A mean over the tasks is weighted by their sizes, and of integers it is the largest, element by element; ``"first"``
+    are those of the first task that was given the module. ``results`` are what :class:`Returning` has returned. Raises
+    :class:`ValueError` if a mean is wanted, and the tasks have made a buffer of different shapes.
     """
     found: dict[int, tuple[Place, list[Tensor], list[float]]] = {}
     changed: set[int] = set()

@@ -24,9 +24,7 @@ __all__ = ["TakeChunk", "arriving"]
 class TakeChunk(Errand):
     """Take a part of the tensors that another request, of the same key, needs or has asked for.
 
-    Attributes:
-        index: the number of the part.
-        chunk: the part; a gradient that there is not has no piece in it.
+    ``index`` is the number of the part; a gradient that there is not has no piece in it.
     """
 
     index: int
@@ -46,13 +44,8 @@ class TakeChunk(Errand):
 def arriving(message: Message, key: Key) -> Iterator[Iterator[Chunk]]:
     """Yield the chunks of the late tensors of a message; each is in its place when the next one is asked for.
 
-    Args:
-        message: the message, as it is used.
-        key: of the request.
-
-    Raises:
-        CallTimeoutError: they have not come in time.
-        WorkerLostError: the worker that sends them is gone, or has given up.
+    Raises :class:`CallTimeoutError` if they have not come in time, and :class:`WorkerLostError` if the worker that
+    sends them is gone, or has given up.
     """
     group, late = answering_group(), message.late
     group.transport.about_to_wait()

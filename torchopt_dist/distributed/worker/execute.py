@@ -26,12 +26,9 @@ _TurnOf: TypeAlias = Callable[[int | None], AbstractContextManager[object]]
 
 
 class Ran(NamedTuple):
-    """What the tasks of a payload have made.
+    """What the tasks of a payload have made, and the seconds that a sample took, 0 if the payload does not ask.
 
-    Attributes:
-        values: of the tasks.
-        seconds: how many a sample took; 0 if the payload does not ask.
-        drew: whether random numbers were drawn; true also with gradients, where nobody asks.
+    ``drew`` is whether random numbers were drawn; true also with gradients, where nobody asks.
     """
 
     values: list[Any]
@@ -40,12 +37,7 @@ class Ran(NamedTuple):
 
 
 def run(payload: Payload, *, moved: bool = False) -> Ran:
-    """Run the payload's tasks. If a task raises, its exception is raised and later tasks do not run.
-
-    Args:
-        payload: the work of this worker.
-        moved: whether another worker was to run them first.
-    """
+    """Run the payload's tasks, no more after one that raises; ``moved``: another worker was to run them first."""
     started, recorded = time.perf_counter(), payload.state.grad_enabled
     payload = resolved(payload, receiving_device(payload.options.device))
     turns: list[Turn] = []

@@ -30,20 +30,11 @@ def add_up(
     *,
     recorded: bool,
 ) -> list[Tensor | None]:
-    """Send the sums of the gradients that go in chunks; returns those of the others.
+    """Send the sums of the gradients at ``places``, which go in chunks; returns those of the others.
 
-    A recorded backward returns all sums, with their graph; those that were sent are then left out of the reply.
-
-    Args:
-        grads: this worker's own gradients.
-        leaves: the leaf of each of these gradients.
-        places: the indices of those that are sent in chunks.
-        deferred: the children's gradients.
-        key: the key of the backward that has asked for the gradients.
-        recorded: whether the gradients are to be differentiated in turn.
-
-    Raises:
-        Exception: a child's backward has failed, or the worker that asked cannot take a chunk.
+    A recorded backward returns all sums, with their graph; those that were sent are then left out of the reply. ``key``
+    is that of the backward that has asked for the gradients. Raises what a child's backward has raised, or the error of
+    the worker that cannot take a chunk.
     """
     group, asker = answering_group(), key[0]
     transport = group.transport.to(asker)
@@ -80,12 +71,7 @@ def add_up(
 
 
 def with_gradients(reply: Message, whole: Mapping[int, Tensor]) -> Message:
-    """The reply to a recorded backward, with the gradients that it has left out.
-
-    Args:
-        reply: the reply, as it has arrived.
-        whole: the gradients that have come in chunks, by their places.
-    """
+    """The reply to a recorded backward, with the gradients that it has left out, by their places."""
     if not whole:
         return reply
     content: Reply = unpack(reply)

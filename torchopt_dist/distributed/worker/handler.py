@@ -41,16 +41,7 @@ __all__ = ["answer", "handle_request"]
 
 
 def handle_request(request: Message, kept_graphs: Kept[KeptGraph], recorder: Recorder) -> Message:
-    """Handle a request; an exception becomes the reply's exception.
-
-    Args:
-        request: the message, as it has arrived.
-        kept_graphs: the graphs of this worker; one may be added or used up.
-        recorder: the recorder of this worker.
-
-    Returns:
-        The reply's message, ready to be sent.
-    """
+    """The reply to a request, ready to be sent; an exception becomes the reply's exception."""
     try:
         device = None if request.device is None else receiving_device(request.device)
         return answer(request, device, kept_graphs, recorder)
@@ -62,14 +53,7 @@ def handle_request(request: Message, kept_graphs: Kept[KeptGraph], recorder: Rec
 def answer(
     request: Message, device: torch.device | None, kept_graphs: Kept[KeptGraph], recorder: Recorder
 ) -> Message:
-    """Handle a request; exceptions are raised.
-
-    Args:
-        request: the message, as it has arrived.
-        device: the device for its tensors; ``None`` leaves them where they are.
-        kept_graphs: as for :func:`handle_request`.
-        recorder: as for :func:`handle_request`.
-    """
+    """The reply to a request, whose tensors are moved to a device, if one is given; exceptions are raised."""
     began = time.perf_counter()
     worker = _Worker(request, device, kept_graphs, recorder)
     content = worker.unpack()

@@ -39,12 +39,9 @@ def is_looked_at(payload: Payload, known: set[object]) -> bool:
 
 
 class LeftBehind:
-    """What the tasks of a call leave on this worker.
+    """What the tasks of a call, which get these tensors, leave on this worker.
 
-    Args:
-        payload: the call's.
-        tensors: that the tasks get.
-        apart: tensors that only global variables hold that came with the code of functions.
+    ``apart`` are tensors that only global variables hold that came with the code of functions.
     """
 
     def __init__(self, payload: Payload, tensors: Sequence[Tensor], apart: Sequence[Tensor]) -> None:
@@ -71,15 +68,10 @@ class LeftBehind:
             yield
 
     def warning(self, values: list[Any], known: set[object]) -> str | None:
-        """The warning for the caller, if there is one.
+        """The warning for the caller, if there is one; it is raised as :class:`RuntimeError` if the call is strict.
 
-        Args:
-            values: what the tasks have returned.
-            known: the functions that have been looked at; this one is added. One that uses a parameter that it has made
-                is looked at once more: the next call may find that parameter in a cache.
-
-        Raises:
-            RuntimeError: something is left behind, and the call is strict.
+        The function is added to the known ones. One that uses a parameter that it has made is looked at once more: the
+        next call may find that parameter in a cache.
         """
         function = self._payload.function
         tree: Any = values
