@@ -47,22 +47,14 @@ class Again(Protocol):
         left: ExecutionOptions,
         deadline: Deadline,
     ) -> list[Tensor]:
-        """Make outputs again; waits until they are there.
+        """Make the outputs of these numbers again; waits until they are there.
 
-        Args:
-            numbers: of these outputs.
-            instead: by the id of an input of the graph, the tensor to which they are connected in its place.
-            left: the options of the call, with the retries that are left.
-            deadline: the time limit.
+        ``instead`` has, by the id of an input of the graph, the tensor to which they are connected in its place;
+        ``left`` are the options of the call, with the retries that are left.
         """
 
     def is_loss(self, worker: int, error: BaseException) -> bool:
-        """Whether one of the workers is lost, which is then avoided.
-
-        Args:
-            worker: the one that was asked.
-            error: of its reply.
-        """
+        """Whether the error of a reply, of the worker that was asked, says that one is lost, which is then avoided."""
 
     def avoid(self, worker: int) -> None:
         """Let no graph be made again on a worker that is late."""
@@ -71,11 +63,7 @@ class Again(Protocol):
 class CallAgain:
     """The graph of one call on one worker; see :class:`Again`.
 
-    Args:
-        group: the group.
-        sent: the call.
-        inputs: the inputs of its graph.
-        new: makes the record of such a graph, from a time limit and options.
+    ``new`` makes the record of such a graph, from a time limit and options.
     """
 
     def __init__(
@@ -135,14 +123,9 @@ class CallAgain:
 
 
 class GradientsAgain:
-    """The gradients of one backward; see :class:`Again`.
+    """The gradients of one backward through a graph, for the inputs that are wanted; see :class:`Again`.
 
-    Args:
-        graph: the graph that is differentiated.
-        output_grads: the gradient of each of its outputs that takes part.
-        wanted: for each of its inputs, whether the gradient is wanted.
-        inputs: its inputs.
-        state: of the thread of the backward; with grad mode, the gradients are to be differentiated in turn.
+    ``state`` is of the thread of the backward; with grad mode, the gradients are to be differentiated in turn.
     """
 
     def __init__(
@@ -208,15 +191,8 @@ class GradientsAgain:
     ) -> Future[Message]:
         """The reply to the backward, or an empty one as soon as the gradients are made again.
 
-        They are if a worker is lost, or if the reply is late; what is there first counts. Whoever keeps the empty reply
-        keeps no gradients, whose graph may lead back there.
-
-        Args:
-            reply: the reply; ``None`` if there is nobody to ask.
-            group: the group.
-            worker: the one that sends it.
-            left: the options of the call, with the retries that are left.
-            deadline: the time limit.
+        They are if a worker is lost, if the reply is late, or if there is nobody to ask (``None``); what is there first
+        counts. Whoever keeps the empty reply keeps no gradients, whose graph may lead back there.
         """
         settled: Future[Message] = Future()
         lock, at_work, begun = threading.Lock(), int(reply is not None), False
@@ -306,16 +282,10 @@ class GradientsAgain:
 
 
 class UnderWay(NamedTuple, Generic[Graph]):
-    """A backward that is running.
+    """A backward that is running: its request, the future reply, and the graph of the backward itself.
 
-    Attributes:
-        message: the message of the request.
-        reply: the future reply.
-        graph: the graph of the backward itself.
-        inputs: the call's inputs, as they were at the call.
-        arriving: the gradients that come in chunks.
-        streamed: the places of the inputs that these are of.
-        again: makes the gradients if workers are lost.
+    ``inputs`` are the call's, as they were at the call; ``arriving`` has the gradients of those at ``streamed``, which
+    come in chunks; ``again`` makes the gradients if workers are lost.
     """
 
     message: Message

@@ -22,9 +22,7 @@ T = TypeVar("T")
 class _Failure:
     """What the future's C++ code holds of an exception: all of it until it is raised, then a way to it.
 
-    Args:
-        error: the exception.
-        home: the future, which holds it from then on.
+    ``home`` is the future, which holds the exception from then on.
     """
 
     def __init__(self, error: Exception, home: Awaited[Any]) -> None:

@@ -20,17 +20,10 @@ GRACE_SECONDS = 0.1
 def gather(
     futures: Mapping[int, Future[list[Any]]], names: Sequence[str], timeout: float = 0.0, started: float = 0.0
 ) -> dict[int, list[Any]]:
-    """Wait for each worker's values.
+    """Wait for each worker's values, for ``timeout`` seconds (0: no limit) since ``started`` by ``time.monotonic``.
 
-    Args:
-        futures: the future of each worker.
-        names: the workers' names.
-        timeout: seconds to wait since ``started``; 0 means that there is no limit.
-        started: the time at which the call began, by ``time.monotonic``.
-
-    Raises:
-        CallTimeoutError: a worker has not answered, and none has raised.
-        Exception: the exception of a worker, preferably of this one, with the others' errors in its notes.
+    Raises the exception of a worker, preferably of this one, with the others' errors in its notes; or
+    :class:`CallTimeoutError` if a worker has not answered, and none has raised.
     """
     missing: set[Future[list[Any]]] = set()
     with lent():

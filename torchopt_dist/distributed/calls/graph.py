@@ -118,10 +118,7 @@ class RemoteGraph:
     def ask(self, sent: Sent, *, spent: int = 0, avoided: Collection[int] = ()) -> Future[Message]:
         """Send a call to the worker, or to another one if the worker is lost or late.
 
-        Args:
-            sent: the call.
-            spent: how many of its retries have been used before.
-            avoided: the workers that are asked only if nobody else is left.
+        So many of its retries are ``spent``; the ``avoided`` workers are asked only if nobody else is left.
         """
         options, device, group = self.options, sent.message.device, self.group
         if self.kept and self.again is None and options.outlives_workers:
@@ -149,11 +146,7 @@ class RemoteGraph:
         )
 
     def start(self, payload: Payload, modules: PackedModules | None) -> tuple[Message, Tensor | None]:
-        """The message that asks for a call, and the anchor, if gradients are wanted.
-
-        Raises:
-            SerializationError: the payload cannot be sent.
-        """
+        """The message that asks for a call, and the anchor, if gradients are wanted; errors as of :meth:`packed`."""
         message = self.group.recorder.record("pack", self.key, self.worker, self.packed, payload, modules)
         keep = payload.state.grad_enabled
         return message, self.connect(message, keep=keep) if message.tensors else None
@@ -161,8 +154,7 @@ class RemoteGraph:
     def packed(self, payload: Payload, modules: PackedModules | None) -> Message:
         """The message that asks for a call.
 
-        Raises:
-            SerializationError: the payload cannot be sent, or not from inside a transform.
+        Raises :class:`SerializationError` if the payload cannot be sent, or not from inside a transform.
         """
         request = Call(payload, self.key, payload.state.grad_enabled)
         try:
@@ -269,13 +261,8 @@ class RemoteGraph:
     ) -> UnderWay[RemoteGraph]:
         """Send the results' gradients; returns what :meth:`finish_backward` needs.
 
-        Args:
-            output_grads: the gradient of each result that takes part.
-            wanted: for each input, whether a gradient is wanted.
-
-        Raises:
-            RuntimeError: a backward has used up one of the results. The other results can still be used, as in torch.
-            NotInitializedError: the RPC group of the call has ended, or this process was forked from the caller.
+        Raises :class:`RuntimeError` if a backward has used up one of the results (the others can still be used, as in
+        torch), and :class:`NotInitializedError` if the RPC group of the call has ended, or in a fork of the caller.
         """
         self.group.check_process()
         retain_graph, state = engine_keeps_graph(), CallerState.capture()
@@ -361,8 +348,7 @@ class RemoteGraph:
     def finish_backward(self, under_way: UnderWay[RemoteGraph]) -> list[Tensor | None]:
         """Wait for the inputs' gradients; if recorded, these are connected to the results' gradients and to the inputs.
 
-        Raises:
-            RuntimeError: the backward is recorded, and an input has been changed in place.
+        Raises :class:`RuntimeError` if the backward is recorded, and an input has been changed in place.
         """
         message, reply, graph, inputs, arriving, streamed, again = under_way
         tensors = inputs.tensors

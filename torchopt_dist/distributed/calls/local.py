@@ -22,13 +22,7 @@ __all__ = ["Beside", "Here"]
 class Here:
     """The transport to this process: a request is answered by the thread that first asks for the reply.
 
-    Args:
-        device: the device for tensors; ``None`` leaves them where they are.
-        group: the group of this process.
-        recorder: records how the request is answered; without one, the group's.
-
-    Attributes:
-        kept_graphs: the graphs of one share alone, which end with the share, even if that is after the group.
+    ``kept_graphs`` are those of one share alone, which end with the share, even if that is after the group.
     """
 
     def __init__(self, device: torch.device | None, group: Group, recorder: Recorder | None = None) -> None:

@@ -26,11 +26,9 @@ FIRST = 2**62
 class Graph(Protocol):
     """The part of a call between its two nodes.
 
-    Attributes:
-        number: the sequence number of *dispatch*: low, since it waits for a worker. Each share of a call has another
-            one, since the gradients of an input are added up in this order. Among equal ones the engine's order is that
-            of a heap, which every other node changes.
-        inputs: the inputs of *dispatch*, set by it.
+    ``number`` is the sequence number of *dispatch*: low, since it waits for a worker. Each share of a call has another
+    one, since the gradients of an input are added up in this order. Among equal ones the engine's order is that of a
+    heap, which every other node changes. ``inputs`` are those of *dispatch*, set by it.
     """
 
     number: int

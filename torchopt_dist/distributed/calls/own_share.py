@@ -36,20 +36,10 @@ def prepare(
     modules: PackedModules | None = None,
     siblings: Siblings | None = None,
 ) -> Callable[[], list[Any]]:
-    """Make the caller's own share ready, in the caller's thread; any thread may run it.
+    """Make the caller's own share ready, in the caller's thread; returns a function that runs it in any thread.
 
-    Args:
-        payload: the work of this worker; its options say whether the share is isolated.
-        snapshot: copy all tensors, so that they may be changed in place as soon as this returns. A share that is not
-            isolated copies none.
-        modules: those that the same call has packed for other workers.
-        siblings: the shares of the same call.
-
-    Returns:
-        A function that runs the share; it returns the tasks' values or raises a task's exception.
-
-    Raises:
-        SerializationError: the share is isolated, and its objects cannot be rebuilt.
+    With ``snapshot`` all tensors are copied, so that they may be changed in place as soon as this returns; a share that
+    is not isolated copies none. Raises :class:`SerializationError` if it is isolated and its objects cannot be rebuilt.
     """
     if not payload.options.isolate_own_share:
         return _plain(payload, siblings, in_a_thread=snapshot)

@@ -56,10 +56,8 @@ class Sending(NamedTuple):
     """What the shares of a call that are sent have in common.
 
     Attributes:
-        group: the group.
         seconds: how long the call may take; 0: for ever.
         keep: whether to keep graphs.
-        siblings: the shares of the call.
         options: of the call; ``None`` on a relay, which sends nothing again.
         mends: whether the caller sends again what lost workers were to forward, so that their loss is no error.
         as_sent: a function from a tensor of a message to the one to send.
@@ -90,17 +88,9 @@ def send(
     *,
     spent: int | None = None,
 ) -> tuple[Tensor | None, Future[Message]]:
-    """Send a request, but for the tensors that come later.
+    """Send a request, but for its tensors that come late; returns the anchor of its graph, and the future reply.
 
-    Args:
-        sending: what it has in common with others.
-        graph: the record of the graph that its worker is to keep.
-        message: the request.
-        late: those of its tensors that come later.
-        spent: if another worker may be asked: how many of the retries have been used; ``None``: none may.
-
-    Returns:
-        The anchor of the graph, and the future reply.
+    ``spent`` is how many of the retries have been used, if another worker may be asked; ``None``: none may.
     """
     anchor, sent, record = None, message, graph.group.recorder.record
     if message.tensors:
@@ -126,15 +116,8 @@ def send(
 class Child:
     """A worker below: one request to it, for its share and those of its branches, under a key of its own.
 
-    Args:
-        sending: what it has in common with others.
-        branch: the shares; they are sent when this object is made.
-        spent: as of :func:`send`.
-
-    Attributes:
-        branch: as given.
-        graph: the record of the graph that the worker keeps, with those of all below it.
-        reply: the future reply.
+    The request is sent when this object is made. ``graph`` is the record of the graph that the worker keeps, with those
+    of all below it; ``spent`` is as of :func:`send`.
     """
 
     def __init__(self, sending: Sending, branch: Branch, *, spent: int | None = None) -> None:
@@ -191,12 +174,10 @@ def spread(sending: Sending, branches: Iterable[Branch], chunks: Iterable[Chunk]
 
 @dataclass(frozen=True)
 class Relay(Errand):
-    """Run a share, and let the workers below run theirs.
+    """Run the shares of a branch: the first here, the others on the workers below.
 
-    Attributes:
-        branch: the shares. The tensors that come late are those of the own share's message, and others have them, too.
-        seconds: how long a call of a child may take; 0: no limit.
-        mends: whether the caller sends again what lost workers were to forward.
+    A call of a child may take so many ``seconds`` (0: no limit); ``mends`` is as of :class:`Sending`. The tensors that
+    come late are those of the own share's message, and others have them, too.
     """
 
     branch: Branch

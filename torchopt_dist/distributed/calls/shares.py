@@ -35,14 +35,7 @@ def common(held: Sequence[Iterable[Tensor]]) -> list[Tensor]:
 
 
 class Shares:
-    """The shares of a call that go down a tree; they can be sent more than once.
-
-    Args:
-        sending: what they have in common.
-        messages: the message of each worker.
-        fan_out: how many children a worker has.
-        snapshot: send copies.
-    """
+    """The shares of a call that go down a tree, as copies if ``snapshot``; they can be sent more than once."""
 
     def __init__(
         self, sending: Sending, messages: Mapping[int, Message], fan_out: int, *, snapshot: bool
@@ -61,15 +54,9 @@ class Shares:
     def send(
         self, workers: Iterable[int], siblings: Siblings, instead: Mapping[int, Tensor] | None = None
     ) -> dict[int, Future[Message]]:
-        """Send the shares of these workers.
+        """Send the shares of these workers; returns a future of each one's reply, connected to the messages' tensors.
 
-        Args:
-            workers: their ranks.
-            siblings: the shares of the same call.
-            instead: by the id of a tensor of the messages, the tensor to which the replies are connected in its place.
-
-        Returns:
-            A future of each worker's reply, whose tensors are connected to those of the messages.
+        ``instead`` has, by the id of a tensor of the messages, the one to which replies are connected in its place.
         """
         replies: dict[int, Future[Message]] = {worker: Future() for worker in workers}
         self._send(replies, self._sending._replace(siblings=siblings, instead=instead or {}))
@@ -220,10 +207,8 @@ class _RepliesAgain:
 class _AsSent:
     """A tensor of a message → what is sent of it, every time the same.
 
-    Args:
-        messages: the messages.
-        snapshot: copy all tensors.
-        again: copy small tensors and those that a module may change, and see whether others change.
+    For a ``snapshot`` all tensors are copied; to be sent ``again``, the small ones and those that a module may change,
+    and a change of the others is noticed.
     """
 
     def __init__(self, messages: Iterable[Message], *, snapshot: bool, again: bool) -> None:
@@ -239,11 +224,7 @@ class _AsSent:
                     self._own[id(tensor)] = Seen([tensor])
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """The tensor as it is sent.
-
-        Raises:
-            RuntimeError: it has been changed in place since it was sent first.
-        """
+        """The tensor as it is sent; raises :class:`RuntimeError` if it was changed in place since it was sent first."""
         if id(tensor) in self._own:
             check_unchanged(self._own[id(tensor)])
         return self._copies.get(id(tensor), tensor).detach()

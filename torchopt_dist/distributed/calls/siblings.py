@@ -22,15 +22,10 @@ class Siblings:
     The autograd engine adds to a leaf's ``.grad`` as soon as it has the leaf's gradient. So a share whose backward is
     done waits for the others before it gives its inputs their gradients.
 
-    Args:
-        log: see ``log``.
-        error_of: the error to raise for an exception of one of the shares and the name of its worker.
-        took: see ``took``.
-
     Attributes:
         log: the log of the call, while the call is logged.
         took: gets the rank of each worker, and the seconds that it took for a sample.
-        error_of: as given.
+        error_of: the error to raise for an exception of one of the shares and the name of its worker.
         drew: whether tasks of the call drew random numbers, as far as is known.
     """
 
@@ -49,12 +44,7 @@ class Siblings:
         self._lock = threading.Lock()
 
     def add(self, reply: Future[Message], worker: str) -> None:
-        """Record a backward that the engine has begun.
-
-        Args:
-            reply: the future reply.
-            worker: the name of the worker that sends it.
-        """
+        """Record a backward that the engine has begun, by the future reply and the name of its worker."""
         with self._lock:
             self._replies = [entry for entry in self._replies if not _is_done(entry[1]())]
             self._replies.append((engine_run(), weakref.ref(reply), worker))

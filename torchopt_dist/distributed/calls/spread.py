@@ -48,23 +48,12 @@ def calls(
     siblings: Siblings,
     snapshot: bool,
 ) -> dict[int, Future[list[Any]]]:
-    """Run payloads on other workers.
+    """Run payloads of one call on other workers, in this order; returns a future of each worker's values.
 
-    Args:
-        payloads: of one call, by rank, in the order in which they are sent.
-        seconds: how long they, or a backward through their values, may take, or else fail with
-            :class:`~torchopt_dist.errors.CallTimeoutError`; 0: for ever.
-        movable: of a worker: whether another one is to run its payload if it is known to be lost.
-        modules: those that the same call has packed.
-        siblings: the shares of the same call.
-        snapshot: send copies, so that tensors may be changed in place as soon as this returns.
-
-    Returns:
-        A future of each worker's values; it fails with what a task raised. Tensors among the values are connected to
-        those of the payload, if its state has grad mode on and any of these requires grad.
-
-    Raises:
-        SerializationError: a payload cannot be sent.
+    The values, and a backward through them, may take so many ``seconds`` (0: for ever), or fail with
+    :class:`~torchopt_dist.errors.CallTimeoutError`; they are connected to the payload's tensors if its state has grad
+    mode on. ``movable`` tells of a worker whether another one is to run its payload if it is known to be lost; with
+    ``snapshot`` tensors may be changed in place as soon as this returns.
     """
     if not payloads:
         return {}
@@ -108,21 +97,11 @@ def call(
 def ask(
     worker: int, function: Callable[..., Any], *args: Any, seconds: float = 0.0, recorded: bool = False
 ) -> Future[list[Any]]:
-    """Call ``function(*args)`` on another worker, without effects on the program.
+    """Call a function, which both processes have by its name, on another worker, without effects on the program.
 
     Such a question belongs to the package, not to the program: no random number is drawn for it, so it does not wait
-    for tasks that draw, no graph is recorded unless it asks, and it is not retried if the worker is lost.
-
-    Args:
-        worker: the worker's rank.
-        function: a function that both processes have by its name.
-        args: plain values.
-        seconds: the time after which the future fails with :class:`~torchopt_dist.errors.CallTimeoutError`; 0 means
-            never.
-        recorded: whether the value is connected to the tensors among ``args``.
-
-    Returns:
-        A future of a list with the function's value.
+    for tasks that draw, no graph is recorded unless it asks, and it is not retried if the worker is lost. The future
+    gives a list with the function's value, or fails after so many ``seconds``; 0 means never.
     """
     state = replace(CallerState.capture(), grad_enabled=recorded, autocast=())
     group = current_group()

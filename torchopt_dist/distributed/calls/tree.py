@@ -18,12 +18,7 @@ __all__ = ["Twig", "tree"]
 
 
 class Twig(NamedTuple):
-    """A worker in a tree.
-
-    Attributes:
-        worker: its rank.
-        twigs: its children, in the order in which it sends to them.
-    """
+    """A worker in a tree, and its children, in the order in which it sends to them."""
 
     worker: int
     twigs: tuple[Twig, ...]
@@ -34,13 +29,9 @@ class Twig(NamedTuple):
 
 
 def tree(root: int, workers: Iterable[int], hosts: Sequence[str], fan_out: int) -> tuple[Twig, ...]:
-    """The children of ``root``.
+    """The children of ``root`` in a tree of these workers; none, ``root`` included, has more than ``fan_out``.
 
-    Args:
-        root: the rank of the worker that has the message.
-        workers: the ranks of the other workers that get it.
-        hosts: the name of each worker's machine, by rank.
-        fan_out: how many children a worker may have, the root included.
+    ``hosts`` are the names of the workers' machines, by rank.
     """
     machines: dict[str, list[int]] = {hosts[root]: [root]}
     for worker in workers:
