@@ -54,14 +54,9 @@ _visitor = threading.local()
 class Turn:
     """A context in which a thread may seed the generators and draw.
 
-    Args:
-        exclusive: whether no other exclusive turn computes meanwhile, and if it is a task's, no task.
-        seed: of a task: the generators are seeded, and restored at the end. A step of an inner loop has none, since the
-            loop itself sees to the generators.
-        asks: whether ``drew`` is asked for.
-
-    Attributes:
-        drew: whether numbers were drawn while it computed, by whomever.
+    While an ``exclusive`` turn computes, no other exclusive one does, and if it is a task's, no task. A task has a
+    ``seed``: the generators are seeded, and restored at the end; for a step of an inner loop the loop itself sees to
+    them. ``drew``, if somebody ``asks``, is whether numbers were drawn while it computed, by whomever.
     """
 
     def __init__(self, *, exclusive: bool, seed: int | None = None, asks: bool = False) -> None:

@@ -128,11 +128,7 @@ def ranges(
 ) -> list[tuple[int, int, int]]:
     """The worker of each part, and the part's half-open range of indices; parts are in order, and none is empty.
 
-    Args:
-        size: how many indices there are.
-        ranks: the workers.
-        balance: says how many each gets; ``None`` means evenly.
-        exclusive: whether each index is a part of its own.
+    Without a ``balance`` they are even; ``exclusive`` makes each index a part of its own.
     """
     if balance is None:
         parts = size if exclusive else min(size, len(ranks))

@@ -104,19 +104,10 @@ def replicated(value: T) -> T:
 
 
 def partition(partitioner: Partitioner | None, args: Args, kwargs: KwArgs) -> list[Partition]:
-    """Split the arguments of a call.
+    """Split the arguments of a call into at least one partition; each one's worker is a rank.
 
-    Args:
-        partitioner: a worker's rank or name, a function returning triplets, or ``None`` for ``batch_partitioner``.
-        args: the call's positional arguments.
-        kwargs: its keyword arguments.
-
-    Returns:
-        At least one partition; each one's worker is a rank.
-
-    Raises:
-        TypeError: the partitioner is none of these, or its function returns something else than triplets.
-        ValueError: the partitioner returns no triplet, or one for an unknown worker.
+    Raises :class:`TypeError` if the partitioner is of no known kind, or its function returns something else than
+    triplets, and :class:`ValueError` if it returns no triplet, or one for an unknown worker.
     """
     if type(partitioner) is not int:
         check_partitioner(partitioner)
@@ -272,13 +263,7 @@ class TensorDimensionPartitioner:
         return tensor.narrow(self.dim, start, stop - start)
 
     def _check_whole(self, arguments: tuple[Args, KwArgs], others: list[tuple[str, Any]], size: int) -> None:
-        """Raise :class:`TypeError` if what goes to every worker whole looks like a batch.
-
-        Args:
-            arguments: of the call.
-            others: those of their leaves that are not split, with their paths.
-            size: of the batch.
-        """
+        """Raise :class:`TypeError` if one of the ``others``, which go to every worker whole, looks like a batch."""
         for path, leaf in others:
             if callable(leaf):
                 continue

@@ -159,8 +159,7 @@ def _floating(tensor: torch.Tensor) -> torch.Tensor:
 def check_reducer(reducer: Callable[..., Any] | None) -> Callable[[list[Any], list[int]], Any]:
     """Check a reducer and make it ``(results, sizes) → result``; without one the results stay a list.
 
-    Raises:
-        TypeError: the reducer cannot be called; or, when it is called, it returns ``None``.
+    Raises :class:`TypeError` if it cannot be called, or, when it is called, returns ``None``.
     """
     if reducer is None:
         return lambda results, sizes: results

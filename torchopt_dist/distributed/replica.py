@@ -199,8 +199,7 @@ class Replica(StayingModule):
     def staying(self) -> tuple[Tensor, Key, int, Sequence[Tensor]]:
         """The tensors that a call does not send, and how a worker finds its own.
 
-        Raises:
-            ResidentError: the workers do not have them as they are here.
+        Raises :class:`ResidentError` if the workers do not have them as they are here.
         """
         self._check()
         self._called |= torch.is_grad_enabled()
