@@ -17,11 +17,9 @@ class CallerState:
     """The part of the caller's state that decides how its function computes.
 
     Attributes:
-        grad_enabled: whether a graph is recorded.
         autocast: for each device type with autocast switched on, the dtype it casts to.
-        default_dtype: the dtype of new floating-point tensors. Torch keeps one for the whole process, so dtypes get
-            mixed up on a worker that answers calls with several default dtypes at a time, or whose ``main`` changes it
-            meanwhile: set the default dtype before ``main``.
+        default_dtype: torch keeps one for the whole process, so dtypes get mixed up on a worker that answers calls with
+            several at a time, or whose ``main`` changes it meanwhile.
     """
 
     grad_enabled: bool
@@ -79,12 +77,7 @@ def _name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class ThreadSettings:
-    """Settings that torch keeps for each thread, captured in one thread and applied in others.
-
-    Attributes:
-        device: where tensors are made by default.
-        gpu: the current GPU; ``None`` where no GPU is in use.
-    """
+    """Settings that torch keeps for each thread, captured in one thread and applied in others."""
 
     device: torch.device
     gpu: int | None

@@ -23,9 +23,8 @@ class GlobalsOfCode:
 
     Attributes:
         depth: of how many functions the global variables are being pickled, one inside another.
-        numbers: the numbers of the tensors that have been met nowhere else.
-        variables: the variables.
-        pickled: how many bytes of the pickle they take.
+        numbers: of the tensors that have been met nowhere else.
+        pickled: how many bytes of the pickle the variables take.
     """
 
     def __init__(self) -> None:
@@ -85,14 +84,7 @@ def enclosed(variables: dict[str, Any], end: None) -> dict[str, Any]:
 def description_of_much(
     name: str, globals_of_code: GlobalsOfCode, nbytes: int, size: Callable[[Any], int]
 ) -> str:
-    """The warning that the code of a function takes much with it.
-
-    Args:
-        name: of the function.
-        globals_of_code: what goes with it.
-        nbytes: how many bytes that takes.
-        size: how many bytes an object takes.
-    """
+    """The warning that the code of a function takes much with it; ``size`` tells how many bytes an object takes."""
     sizes = {
         variable: size(value)
         for variable, value in globals_of_code.variables.items()

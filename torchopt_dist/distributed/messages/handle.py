@@ -20,11 +20,7 @@ class Handle:
 
 
 class StayingModule(nn.Module):
-    """Takes the place of its only child in calls; the function gets the child.
-
-    Attributes:
-        module: the child.
-    """
+    """Takes the place of its only child in calls; the function gets the child."""
 
     module: nn.Module
 

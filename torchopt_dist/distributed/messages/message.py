@@ -17,14 +17,7 @@ __all__ = ["Late", "Message"]
 
 
 class Late(NamedTuple):
-    """Which tensors of a message come later, in chunks.
-
-    Attributes:
-        numbers: the numbers of these tensors, which are sent empty.
-        shapes: their shapes.
-        chunks: how many chunks come.
-        seconds: how long to wait for these; 0: for ever.
-    """
+    """Which tensors of a message are sent empty and come later, in chunks, within so many seconds; 0: no limit."""
 
     numbers: tuple[int, ...]
     shapes: tuple[tuple[int, ...], ...]
@@ -38,9 +31,7 @@ class Message:
 
     Attributes:
         skeleton: the pickled object, with a number in each tensor's place.
-        tensors: the tensors; they are detached when the message is sent.
-        requires_grad: for each tensor, whether it requires grad.
-        is_parameter: for each tensor, whether it is an ``nn.Parameter``.
+        tensors: they are detached when the message is sent.
         structures: the pickles of modules without their tensors, which the skeleton mentions by number.
         connected: in a reply, the numbers of the tensors that are outputs of the graph the worker keeps.
         device: in a call, where the receiver puts the tensors; see ``ExecutionOptions``.
@@ -49,9 +40,8 @@ class Message:
             of those on the memory of numpy arrays.
         holes: where long ``bytes`` are left out of the skeleton, and the numbers of the tensors that lie on them.
         references: the ``torch.distributed.rpc.RRef``s that the skeleton mentions.
-        handles: at the sender, the handles that the skeleton mentions, whose values are there while the message is.
-        key: of a call that is sent again, or handed on, its key, instead of the one that the skeleton has.
-        late: the tensors that come later, if any do.
+        handles: at the sender, those that the skeleton mentions; their values are there while the message is.
+        key: of a call that is sent again, or handed on; it counts instead of the one in the skeleton.
         arrived: of a call that has been rebuilt, what its tasks get for RRefs that are connected to it.
         code: at the sender, the global variables that functions bring that are sent as code.
         apart: of a call that has been rebuilt, its tensors that only such variables hold. They are the receiver's own:

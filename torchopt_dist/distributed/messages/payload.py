@@ -23,14 +23,11 @@ class Payload:
     """The work of one worker for one call.
 
     Attributes:
-        function: the function to call.
-        tasks: its arguments, ``(args, kwargs)`` for each call.
+        tasks: ``(args, kwargs)`` for each call of the function.
         seeds: for each task the seed of torch's generators, which does not depend on the number of workers; ``None``
             for one of the package's own, which draws nothing and waits for no other.
-        state: the caller's state, under which the tasks run.
-        options: how to run the tasks.
-        ticket: the ticket of the caller's progress bar; ``None`` if there is none.
-        samples: how many samples the tasks hold, if the worker is to measure how long one takes; else 0.
+        ticket: of the caller's progress bar, if there is one.
+        samples: how many the tasks hold, if the worker is to measure how long one takes; else 0.
     """
 
     function: Callable[..., Any]
@@ -80,16 +77,13 @@ class ExecutionOptions:
 
     Attributes:
         vectorize: whether tasks run in one ``torch.func.vmap`` instead of one after another.
-        chunk_size: how many tasks run at once, if vectorized; ``None`` means all.
-        device: where the tensors among the arguments are put first; ``None`` leaves them on the
-            kind of device that they are on, and ``"auto"`` means the worker's own GPU, if it has one.
-        isolate_own_share: whether the caller's own share works on leaves and rebuilt objects, as a worker does, instead
-            of on the caller's own objects.
-        strict: whether it is an error that a function's results depend on a worker's own parameters; else that is
-            warned about when a worker first runs the function.
+        chunk_size: how many tasks run at once, if vectorized; ``None``: all.
+        device: where the tensors among the arguments are put first; ``None``: on the kind of device that they are on;
+            ``"auto"``: on the worker's own GPU, if it has one.
+        isolate_own_share: whether the caller's own share works on leaves and rebuilt objects, as a worker does.
+        strict: whether it is an error, instead of a warning, that results depend on a worker's own parameters.
         retries: how often a share whose worker is lost runs again, elsewhere.
-        hedge_after: seconds after which a share that is not answered yet is started on another worker as well; ``None``
-            means never.
+        hedge_after: seconds after which a share without an answer is started on another worker, too; ``None``: never.
         progress: whether the caller shows how many tasks are done.
         fan_out: to how many workers each worker forwards the data that all of them share; ``None``: the caller sends it
             to each; ``"auto"``: depends on its size and on the number of workers.
@@ -176,18 +170,9 @@ def group_by_worker(
     seed: int | None = None,
     ticket: tuple[int, int] | None = None,
 ) -> dict[int, tuple[Payload, list[int]]]:
-    """Collect the partitions of each worker.
+    """For each worker's rank its payload, and the indices of its tasks among ``partitions``.
 
-    Args:
-        function: the function to call.
-        partitions: a worker and arguments each; those of a call that is timed have a size.
-        options: how to run them.
-        timed: whether each worker is to measure how long its samples take.
-        seed: the number from which the tasks' seeds are made; ``None`` draws it.
-        ticket: see :class:`Payload`.
-
-    Returns:
-        For each worker's rank its payload, and the indices of its tasks among ``partitions``.
+    The partitions of a ``timed`` call have a size; ``seed`` is what the tasks' seeds are made from, ``None`` draws it.
     """
     state = CallerState.capture()
     if seed is None:

@@ -75,10 +75,7 @@ class Reference:
 class ConnectedRRef(Reference):
     """An ``RRef`` as a task gets it: its value is connected to the call while this runs; all else is the RRef's.
 
-    Args:
-        rref: the ``torch.distributed.rpc.RRef``.
-        value: a tuple with the value, if the caller owns it; else empty.
-        hook: the tensor to which the value of another worker is to be connected.
+    The tuple ``value`` is empty unless the caller owns it; a value of another worker is to be connected to ``hook``.
     """
 
     __slots__ = ("_ask", "_lock", "_outlives", "hook", "rref")
@@ -92,12 +89,7 @@ class ConnectedRRef(Reference):
         self._lock = threading.Lock()
 
     def begin(self, ask: Callable[..., Any], *, outlives: bool) -> None:
-        """The call begins.
-
-        Args:
-            ask: asks other workers.
-            outlives: whether more than one worker may run the call, and its backward.
-        """
+        """The call begins; ``outlives``: more than one worker may run the call, and its backward."""
         self._ask, self._outlives = ask, outlives
 
     def end(self) -> None:
@@ -151,11 +143,7 @@ class ConnectedRRef(Reference):
 
 
 def carried_by(rref: Any) -> tuple[Any, ...]:
-    """The value and the hook that travel with an RRef in a call; empty if the RRef travels alone.
-
-    Args:
-        rref: a ``torch.distributed.rpc.RRef``, or what a task has got for one.
-    """
+    """The value and the hook that travel with an RRef, or what a task has got for one; empty if it travels alone."""
     if isinstance(rref, ConnectedRRef):
         carried = rref.carried()
         if carried:

@@ -25,8 +25,6 @@ class Reply:
 
     Attributes:
         values: one for each task of a call; one for each input of a graph, ``None`` where it has no gradient.
-        exception: the exception that ended the request, if one did.
-        warning: the text of a warning for the caller.
         seconds: how long a sample of a call took, if the call asks.
         drew: whether tasks of a call drew random numbers; true also for a call with gradients, which nobody asks.
     """
@@ -46,7 +44,6 @@ class Made(NamedTuple):
     """What a request has made on a worker.
 
     Attributes:
-        reply: the reply.
         inputs: the tensors from which the graph leads to the reply's, if it is to be kept.
         held: what the last of these are, if they stand for tensors of replicas.
         shared: whether that graph has nodes in common with another one that is kept.
@@ -105,13 +102,7 @@ class Request(Protocol):
 
 @dataclass
 class Call:
-    """Run a payload.
-
-    Attributes:
-        payload: what to run.
-        key: names the call, and the graph from the message's tensors to the results, if that is kept.
-        keep: whether to keep the graph.
-    """
+    """Run a payload; see :class:`Request`."""
 
     payload: Payload
     key: Key
@@ -134,12 +125,7 @@ def _call(*plain: Any) -> Call:
 
 @dataclass(frozen=True)
 class Errand(ABC):
-    """Do something of this package's own, which knows itself how that is done.
-
-    Attributes:
-        key: names the request, and the graph from the message's tensors to the values, if that is kept.
-        keep: whether to keep the graph.
-    """
+    """Do something of this package's own, which knows itself how that is done; see :class:`Request`."""
 
     key: Key
     keep: bool
@@ -211,11 +197,7 @@ class Backward:
 
 @dataclass(frozen=True)
 class Release:
-    """Forget what is not needed any more.
-
-    Attributes:
-        keys: of graphs whose part at the caller has been freed, and of values whose handles have been closed or freed.
-    """
+    """Forget graphs whose part at the caller has been freed, and values whose handles have been closed or freed."""
 
     keys: tuple[Key, ...]
     key: ClassVar[None] = None

@@ -11,16 +11,7 @@ UNSET_TIMEOUT = -1.0
 
 
 def seconds_of(timeout: float | None, default: float = 0.0) -> float:
-    """Check a time-out.
-
-    Args:
-        timeout: seconds; ``None`` or 0 means no limit.
-        default: the value of ``UNSET_TIMEOUT``.
-
-    Raises:
-        TypeError: ``timeout`` is not a number.
-        ValueError: ``timeout`` is negative.
-    """
+    """A time-out that the user gave, checked; ``None`` and 0 mean no limit, ``UNSET_TIMEOUT`` means ``default``."""
     if timeout is None:
         return 0.0
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
