@@ -23,13 +23,9 @@ Holes: TypeAlias = tuple[tuple[int, int], ...]
 
 
 class Writer:
-    """A file for a pickler.
+    """A file for a pickler; ``length`` is how many bytes have been written, without the long ones.
 
-    Args:
-        number: gives a tensor that travels beside the pickle its number; ``None`` leaves all in the pickle.
-
-    Attributes:
-        length: how many bytes have been written, without the long ones.
+    ``number`` gives a tensor that travels beside the pickle its number; ``None`` leaves all in the pickle.
     """
 
     def __init__(self, number: Callable[[torch.Tensor], int] | None) -> None:
@@ -88,13 +84,7 @@ class _Spliced(io.RawIOBase):
 
 
 def reader(pickled: bytes, holes: Holes, tensors: Sequence[torch.Tensor]) -> io.BufferedIOBase:
-    """A file to read the whole pickle from, in which a long ``bytes`` object is copied once.
-
-    Args:
-        pickled: the pickle without the long ones.
-        holes: where these were.
-        tensors: has the tensors that lie on them, by their numbers.
-    """
+    """A file to read the whole pickle from, in which a long ``bytes`` object is copied once."""
     if not holes:
         return io.BytesIO(pickled)
     parts: list[memoryview] = []

@@ -60,21 +60,11 @@ _Structures: TypeAlias = dict[bytes, int]
 def pack(
     value: Any, *, main_by_name: bool, modules: PackedModules | None = None, here: bool = False
 ) -> Message:
-    """Pickle ``value``, with its tensors beside.
+    """Pickle ``value``, with its tensors, and their graph, beside.
 
-    Args:
-        value: any object.
-        main_by_name: whether functions and classes of ``__main__`` can be sent by name, since the receiver runs the
-            same program; else their code is sent. Importable functions and classes are always sent by name.
-        modules: the modules that were packed before and have not changed since; more are added.
-        here: whether the message stays in this process.
-
-    Returns:
-        The message; its tensors are those of ``value``, with their graph.
-
-    Raises:
-        SerializationError: a part of it cannot be pickled.
-        ResidentError: a handle in it belongs to a value that has been changed in place or freed.
+    ``main_by_name`` says that the receiver runs the same program, so functions of ``__main__`` go by name, not as code;
+    ``modules`` are those packed before, which get more; ``here`` says that the message stays in this process. Raises
+    ``SerializationError``, or ``ResidentError`` where a handle's value has been changed in place or freed.
     """
     connects = type(value) is Call
     tensors: Tensors = Tensors(main_by_name)
@@ -128,15 +118,10 @@ def message_of(
 
 
 def unpack(message: Message, held: Callable[..., torch.Tensor] | None = None) -> Any:
-    """Rebuild what :func:`pack` packed, with the message's tensors as they are.
+    """Rebuild what :func:`pack` packed, with the message's tensors as they are; for ``held`` see ``HeldLeaves``.
 
-    Args:
-        message: the message.
-        held: makes the leaf in the place of a replica's tensor; see ``HeldLeaves``.
-
-    Raises:
-        SerializationError: a module, function or class that it mentions does not exist here.
-        ResidentError: a replica in it is not here, or not as it was where it was made.
+    Raises ``SerializationError`` where a module, function or class does not exist here, and ``ResidentError`` where a
+    replica is not here, or not as it was where it was made.
     """
     try:
         if message.skeleton[:1] == MARK:
@@ -169,8 +154,7 @@ def reply_of(
 ) -> Reply:
     """The reply of a worker, by its name; raises what ended the request there, as ``error_of`` makes it.
 
-    Raises:
-        SerializationError: the reply cannot be rebuilt here.
+    Raises ``SerializationError`` if the reply cannot be rebuilt here.
     """
     try:
         reply: Reply = unpack(message)
@@ -182,11 +166,7 @@ def reply_of(
 
 
 def error_reply(error: BaseException) -> Message:
-    """The reply that lets the caller raise ``error``, ready to be sent.
-
-    Args:
-        error: an exception of the function, or one on the way to it or back, such as a lack of memory.
-    """
+    """The reply, ready to be sent, that lets the caller raise an error of the function, or of the way to it or back."""
     exception = SerializedException.of(error)
     try:
         return pack(Reply(exception=exception), main_by_name=True).detached()

@@ -40,15 +40,9 @@ class _NotPlainError(Exception):
 
 
 def plain_skeleton(content: object, tensors: Tensors, main_by_name: bool) -> bytes | None:
-    """The skeleton of a request or a reply; ``None`` if a part of it is not plain.
+    """The skeleton of a request or a reply; ``None`` if a part is not plain, where ``tensors`` may have got some.
 
-    Args:
-        content: what is to be sent.
-        tensors: get its tensors; some may be there also where the result is ``None``.
-        main_by_name: as of :func:`~torchopt_dist.distributed.serialization.pickling.pack`.
-
-    Raises:
-        SerializationError: a tensor cannot be sent.
+    Raises ``SerializationError`` if a tensor cannot be sent.
     """
     kind = type(content)
     if kind not in (Call, Backward, Reply):

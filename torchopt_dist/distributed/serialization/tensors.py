@@ -75,10 +75,8 @@ def _can_be_copied(dtype: torch.dtype) -> bool:
 class Tensors:
     """Tensors by number, each once; references of RPC; and handles, which live as long as the message.
 
-    Args:
-        main_by_name: as of ``pack``.
-        connects: whether the values of references of RPC, or what these are to be connected to, are sent, too.
-        here: whether the message stays in this process, so that a replica is the module itself.
+    With ``connects`` the values of references of RPC, or what these are to be connected to, are sent, too; with
+    ``here`` the message stays in this process, so that a replica is the module itself.
     """
 
     def __init__(self, main_by_name: bool, *, connects: bool = False, here: bool = False) -> None:

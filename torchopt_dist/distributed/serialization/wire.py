@@ -71,12 +71,9 @@ def is_skeleton(message: Message) -> bool:
 
 
 def to_wire(message: Message, *, direct: bool = False, whole_storages: bool = True) -> WireMessage:
-    """Make a message ready to be sent.
+    """Make a message ready for a transport.
 
-    Args:
-        message: the message.
-        direct: whether the transport can send tensors on a GPU.
-        whole_storages: whether the transport would send all of a storage that a tensor is a part of.
+    ``direct``: it can send tensors on a GPU; ``whole_storages``: of a part of a storage it would send the whole.
     """
     buffers: list[torch.Tensor] = []
     places: list[Place] = []
