@@ -43,11 +43,7 @@ class WorldInfo:
 
 
 def read_world() -> WorldInfo:
-    """This process's place in the world, with the default name.
-
-    Raises:
-        InitializationError: a variable is missing, is not a number, or is out of range.
-    """
+    """This process's place in the world, with the default name; raises ``InitializationError`` for a bad variable."""
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         world_size, world_rank, local_world_size, local_rank = 1, 0, 1, 0
     else:

@@ -32,15 +32,9 @@ FOLDER, FILE = "todist-", "secret"
 
 
 class SealedStore:
-    """Notes of a run's workers to each other.
+    """Notes of a run's workers to each other, on a store whose keys are this run's alone, and which torch may use, too.
 
-    Args:
-        plain: a store whose keys are this run's alone.
-        nonce: the nonce of this run, by which notes of another run with the same secret are rejected.
-        secret: a secret that only this run's workers know; ``None``: nothing is signed.
-
-    Attributes:
-        plain: the store, for torch's own use.
+    By the ``nonce`` notes of another run with the same secret are rejected; without a ``secret`` nothing is signed.
     """
 
     def __init__(self, plain: dist.Store, nonce: str = "", secret: bytes | None = None) -> None:
@@ -55,9 +49,8 @@ class SealedStore:
     def told(self, *keys: str) -> list[str]:
         """Wait for the notes under these keys, and return them.
 
-        Raises:
-            InitializationError: one was not written by a worker of this run. torch.distributed.DistError: the store has
-                ended, or a note has not come within the store's time-out.
+        Raises ``InitializationError`` if one is not of a worker of this run, and torch's ``DistError`` if the store has
+        ended, or a note has not come within its time-out.
         """
         return [self._opened(key, note.decode()) for key, note in zip(keys, self._get(keys), strict=True)]
 
@@ -103,14 +96,7 @@ class SealedStore:
 def open_store(plain: dist.Store, nonce: str, rank: int, on_one_machine: bool) -> Iterator[SealedStore]:
     """A context with the notes of this run; it is left when all workers have written theirs.
 
-    Args:
-        plain: a store whose keys are this run's alone.
-        nonce: the nonce of this run.
-        rank: this worker's rank.
-        on_one_machine: whether all workers are on this machine.
-
-    Raises:
-        InitializationError: ``TODIST_SECRET`` is too short, or the secret that rank 0 has made cannot be read.
+    Raises ``InitializationError`` if ``TODIST_SECRET`` is too short, or the secret that rank 0 has made cannot be read.
     """
     given = given_secret()
     if given is not None:
@@ -135,11 +121,7 @@ def open_store(plain: dist.Store, nonce: str, rank: int, on_one_machine: bool) -
 
 
 def given_secret() -> bytes | None:
-    """The secret in the environment, if there is one.
-
-    Raises:
-        InitializationError: the secret is too short.
-    """
+    """The secret in the environment, if there is one; raises ``InitializationError`` if it is too short."""
     given = os.environ.get(VARIABLE)
     if given is not None and len(given) < LEAST_LENGTH:
         raise InitializationError(

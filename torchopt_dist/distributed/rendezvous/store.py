@@ -61,20 +61,10 @@ def init_timeout() -> float:
 
 
 def rendezvous(rank: int, world_size: int, init_method: str, incarnation: int = 0) -> tuple[str, dist.Store]:
-    """Wait until all ranks have come, and agree on a nonce; or take the nonce of the others, if they have one.
+    """Wait until all ranks have come, and agree on a nonce, or take the others' one; returns it, and the run's store.
 
-    Args:
-        rank: this worker's rank.
-        world_size: the number of workers.
-        init_method: the place of the store, in torch's notation; ``env://`` reads MASTER_ADDR and MASTER_PORT.
-        incarnation: how often the rank has been given to a new process.
-
-    Returns:
-        The nonce, and a store whose keys are this run's alone.
-
-    Raises:
-        InitializationError: the store cannot be reached, or ranks are missing, after :func:`init_timeout`.
-        GroupEndedError: the others have ended, or are ending, already.
+    Raises ``InitializationError`` if the store cannot be reached, or ranks are missing, after :func:`init_timeout`, and
+    ``GroupEndedError`` if the others have ended, or are ending, already.
     """
     if world_size == 1 and init_method == "env://":
         return uuid.uuid4().hex, dist.HashStore()  # nobody to meet, so no port is opened
