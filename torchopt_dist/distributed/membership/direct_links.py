@@ -26,11 +26,7 @@ __all__ = ["DirectLinks"]
 class DirectLinks:
     """This worker's connections to those that it calls; used in one thread, which runs the event loop.
 
-    Args:
-        liveness: how long the network may be silent.
-
-    Attributes:
-        on_cut: called with a rank, and with the error that says between which workers the network is cut.
+    ``on_cut`` is called with a rank, and with the error that says between which workers the network is cut.
     """
 
     def __init__(self, liveness: Liveness) -> None:
@@ -80,8 +76,7 @@ class DirectLinks:
     async def _is_cut(self, there: Member) -> bool:
         """Wait until the network has been silent for the patience, or the other worker has ended.
 
-        Raises:
-            OSError: the other worker has ended.
+        Raises ``OSError`` if the other worker had ended before.
         """
         host, port, token = there.link.split()
         until = time.monotonic() + self._liveness.patience

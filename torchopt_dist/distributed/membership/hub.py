@@ -35,14 +35,9 @@ LOOK_SECONDS = 0.02
 
 
 class Hub:
-    """The hub of a membership.
+    """The hub of a membership; ``to_self`` takes the messages to rank 0.
 
-    Args:
-        world_size: the number of workers.
-        on_loss: what the workers do when one is lost; if they do not end, barriers are opened without those that have
-            died.
-        liveness: after how long a connection without an answer ends.
-        to_self: takes the messages to rank 0.
+    If the workers go on when one is lost, as ``on_loss`` says, barriers are opened without those that have died.
     """
 
     def __init__(

@@ -54,7 +54,7 @@ class Link:
 
     Attributes:
         received: the number of the last message that has come.
-        writer: of the connection; ``None`` while there is none.
+        writer: ``None`` while there is no connection.
         turn: how often the connection has been made.
     """
 
@@ -116,15 +116,7 @@ class Link:
 
 
 class ToHub:
-    """A worker's end.
-
-    Args:
-        rank: the worker's rank.
-        incarnation: how often the rank has been given to a new process.
-        liveness: how long the hub may be out of reach.
-        handle: takes the messages that come.
-        ended: called when the connection has ended for good, with the cause.
-    """
+    """A worker's end; ``ended`` is called with the cause when the connection has ended for good."""
 
     def __init__(
         self,
@@ -142,11 +134,7 @@ class ToHub:
         self._listening: asyncio.Task[None] | None = None
 
     async def connect(self, host: str, port: int, token: str) -> None:
-        """Connect for the first time.
-
-        Raises:
-            OSError: the hub cannot be reached.
-        """
+        """Connect for the first time; raises ``OSError`` if the hub cannot be reached."""
         self._where = (host, port, token)
         reader = await self._open()
         self._listening = asyncio.ensure_future(self._listen(reader))
@@ -217,11 +205,7 @@ class ToHub:
 
 
 async def read_line(reader: asyncio.StreamReader) -> _Message:
-    """A message at the beginning of a connection, which has no number.
-
-    Raises:
-        OSError: no message came.
-    """
+    """A message at the beginning of a connection, which has no number; raises ``OSError`` if none came."""
     try:
         line = await reader.readline()
         message: _Message = json.loads(line)
@@ -233,8 +217,8 @@ async def read_line(reader: asyncio.StreamReader) -> _Message:
 def keep_alive(writer: asyncio.StreamWriter, liveness: Liveness) -> None:
     """Let the kernel probe the other machine's kernel, so that a network that stays cut ends the connection.
 
-    The two processes take no part in that, so a worker that computes for long is not taken for a dead one. What is sent
-    while the network is cut arrives when it is back.
+    The processes take no part in that, so one that computes for long is not taken for dead; what is sent while the
+    network is cut arrives when it is back.
     """
     seconds = min(math.ceil(liveness.interval), MAX_SECONDS)
     options = (

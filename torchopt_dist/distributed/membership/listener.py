@@ -25,17 +25,10 @@ RETRY_SECONDS = 0.2
 
 
 class Listener:
-    """Accepts connections in the event loop's thread.
+    """Lets ``serve`` serve, in the event loop's thread, the connections that begin with ``token`` and a new line.
 
-    As many of them as there are workers, and a few more, may be without the token at a time. If one more comes, the
-    oldest is ended, since workers give the token at once.
-
-    Args:
-        what: who listens, for the log.
-        serve: serves a connection until it ends.
-
-    Attributes:
-        token: what a connection must begin with, and then a new line; set before it listens.
+    As many as there are workers, and a few more, may be without the token at a time; one more ends the oldest, since
+    workers give the token at once.
     """
 
     def __init__(

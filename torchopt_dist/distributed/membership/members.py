@@ -28,8 +28,7 @@ class Member:
     """The data that a worker sends to the others.
 
     Attributes:
-        rank: its rank.
-        name: its name, unique among the workers.
+        name: unique among the workers.
         program: the path of its ``__main__``; on workers with the same path ``__main__.f`` is the same function.
         host: the name of its machine.
         on_loss: what it does when another worker dies; the same on all workers.
@@ -55,7 +54,6 @@ class Failure:
     """The failure of a rank.
 
     Attributes:
-        rank: its rank.
         report: its traceback; empty if the rank was lost without sending one.
         summary: the error in one line.
         cause: why it was lost; see :class:`WorkerLostError`.
@@ -90,15 +88,7 @@ class Failure:
 
 
 def check_members(members: Sequence[Member], me: Member) -> None:
-    """Check that the workers fit together.
-
-    Args:
-        members: all of them, by rank.
-        me: this one.
-
-    Raises:
-        InitializationError: two have one name, they differ in ``on_loss``, or this one replaces one of another name.
-    """
+    """Raise ``InitializationError`` if two have one name, or differ in ``on_loss``, or ``me`` replaces another name."""
     if members[me.rank].name != me.name:
         raise InitializationError(
             f"worker_name_format must give a new process of rank {me.rank} the name that the rank has, "

@@ -42,17 +42,8 @@ class Membership(MembershipState):
     """This worker's connection to rank 0; on rank 0 the hub as well.
 
     Unless ``me.on_loss == "end"`` the loss of another rank than 0, once all have started, is no error of its own:
-    barriers do not wait for that rank. With ``"replace"`` a new process may have the rank, and joins the others.
-
-    Args:
-        me: this worker.
-        world_size: the number of workers.
-        on_failure: called once, from the membership's own thread, when another rank fails or is lost.
-        liveness: after how long a rank that has not died counts as lost; ``None`` means ``Liveness()``.
-        on_replacement: called from the same thread with the new process of another rank; calls to it still fail then.
-
-    Attributes:
-        links: the networks between this worker and those that it calls.
+    barriers do not wait for that rank, and with ``"replace"`` a new process may have it. The membership's own thread
+    calls ``on_failure`` once, and ``on_replacement`` with each new process, to which calls still fail then.
     """
 
     def __init__(
@@ -81,20 +72,10 @@ class Membership(MembershipState):
         self._thread.start()
 
     def join(self, store: SealedStore, host: str, timeout: float) -> tuple[Member, ...]:
-        """Connect with all the others.
+        """Connect with all the others, at ``host`` on rank 0, and return all the workers, by rank.
 
-        Args:
-            store: the store in which rank 0 writes its address.
-            host: the address at which the others reach this machine; rank 0 listens at no other one.
-            timeout: seconds to wait for the others.
-
-        Returns:
-            All the workers, by rank.
-
-        Raises:
-            InitializationError: a worker is missing, or two have one name.
-            PeerFailedError: another rank failed meanwhile.
-            GroupEndedError: this worker replaces a lost one, and the others are ending already.
+        Raises ``InitializationError`` if a worker is missing, or two have one name; ``PeerFailedError`` if another rank
+        failed meanwhile; ``GroupEndedError`` if this worker replaces a lost one, and the others are ending already.
         """
         if self.world_size > 2:
             self.me = replace(self.me, link=self._run(self.links.listen(host, self.world_size)))
@@ -127,8 +108,7 @@ class Membership(MembershipState):
     def announce(self, timeout: float) -> None:
         """Announce this worker, which replaces a lost one, to the others, and wait until all have replied.
 
-        Raises:
-            GroupEndedError: the others are at their end.
+        Raises ``GroupEndedError`` if the others are at their end.
         """
         self._set_member(self.me)
         self._send({"announce": asdict(self.me)})
@@ -137,8 +117,7 @@ class Membership(MembershipState):
     def start(self, timeout: float) -> None:
         """Wait until all ranks have called this; if this worker replaces a lost one, until the others can call it.
 
-        Raises:
-            GroupEndedError: the others are at their end.
+        Raises ``GroupEndedError`` if the others are at their end.
         """
         if not self.joins_late:
             self.barrier(range(self.world_size), START)
@@ -150,10 +129,8 @@ class Membership(MembershipState):
     def barrier(self, ranks: Sequence[int], purpose: str = "", timeout: float | None = None) -> None:
         """Wait until all ``ranks``, this one among them, have called ``barrier`` with the same ranks and purpose.
 
-        Raises:
-            PeerFailedError: a rank failed meanwhile.
-            WorkerLostError: one of ``ranks`` was lost, and the group does not go on without it; or ``timeout`` seconds
-                have passed.
+        Raises ``PeerFailedError`` if a rank failed meanwhile, and ``WorkerLostError`` if one of ``ranks`` was lost and
+        the group does not go on without it, or ``timeout`` seconds have passed.
         """
         group = sorted(set(ranks))
         name = f"{purpose}:{','.join(map(str, group))}"
@@ -165,23 +142,13 @@ class Membership(MembershipState):
         self._released.discard(key)
 
     def final_barrier(self) -> None:
-        """Wait until every rank has called this, so that calls of those still at work are answered.
-
-        Raises:
-            PeerFailedError: a rank failed meanwhile.
-            WorkerLostError: a rank was lost, and the group does not go on without it.
-        """
+        """Wait until every rank has called this, so that calls of those at work are answered; see :meth:`barrier`."""
         self.barrier(range(self.world_size), END)
 
     def leave_barrier(self, all_answered: bool, timeout: float) -> bool:
         """Wait until every rank has called this, after :meth:`final_barrier`; errors as :meth:`barrier`.
 
-        Args:
-            all_answered: whether this rank has a reply to each of its requests.
-            timeout: seconds.
-
-        Returns:
-            Whether this is so for all ranks.
+        Returns whether ``all_answered`` holds for all ranks: each has a reply to each of its requests.
         """
         if not all_answered:
             self.note_unanswered()  # reaches the others before they are released
@@ -189,10 +156,7 @@ class Membership(MembershipState):
         return self._all_answered
 
     def fail(self, report: str, summary: str = "") -> None:
-        """Send this rank's traceback, and the same in one line, to all the others, and return when it is sent.
-
-        Of a very long traceback only the beginning and the end are sent.
-        """
+        """Send this rank's traceback, if long its two ends, and its summary to the others; return when it is sent."""
         if len(report) > MAX_REPORT:
             left_out = f"\n... {len(report) - MAX_REPORT} characters left out ...\n"
             report = report[: MAX_REPORT // 2] + left_out + report[-MAX_REPORT // 2 :]

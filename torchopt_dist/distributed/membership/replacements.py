@@ -33,13 +33,7 @@ class _Telling:
 
 
 class Replacements:
-    """The processes that replace lost workers.
-
-    Args:
-        wanted: whether replacements are enabled.
-        links: the links to the workers, by rank; that of a replacement is added when it connects.
-        dead: the ranks that were lost, and were not replaced.
-        to_self: takes the messages to rank 0.
+    """The processes that replace lost workers, if they are ``wanted``.
 
     Attributes:
         incarnations: by rank, how often it was given to a new process; a missing rank has 0.
@@ -71,11 +65,8 @@ class Replacements:
     async def refusal(self, rank: int, incarnation: int, lose: Callable[[int], Any], complete: bool) -> str:
         """The reason for which a process that connects is refused; empty if it is accepted.
 
-        Args:
-            rank: its rank.
-            incarnation: its incarnation.
-            lose: called with the rank if the process before it has not been found to be lost in time.
-            complete: whether the group was complete, so that the process joins a running group.
+        ``lose`` is called with the rank if the process before it has not been found to be lost in time; if the group
+        was ``complete``, the process joins a running group.
         """
         if incarnation == self.incarnation(rank):
             return STALE if rank in self._dead and rank not in self.joining else ""
@@ -104,13 +95,7 @@ class Replacements:
             self._links[rank].put({"known": True})
 
     async def readmit(self, rank: int, incarnation: int, sequence: dict[str, int]) -> None:
-        """Tell all workers that a new process can be called.
-
-        Args:
-            rank: its rank.
-            incarnation: its incarnation.
-            sequence: how often each barrier was opened, which goes on while others are told.
-        """
+        """Tell all that a new process can be called; ``sequence`` counts how often each barrier opens, also then."""
         if self._is_joining(rank, incarnation):
             await self._tell({"back": rank}, rank)
         if self._is_joining(rank, incarnation):

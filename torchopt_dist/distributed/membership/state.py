@@ -20,10 +20,6 @@ __all__ = ["MembershipState"]
 class MembershipState:
     """What a worker knows about the others.
 
-    Args:
-        me: this worker.
-        world_size: the number of workers.
-
     Attributes:
         members: all workers, by rank, once they have joined.
         failures: the ranks that have failed or were lost, in the order of the events.

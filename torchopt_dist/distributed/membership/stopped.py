@@ -57,10 +57,6 @@ class StoppedProcesses:
     """Checks processes at each call, and counts how often in a row each was found stopped.
 
     It counts checks instead of seconds, so a time in which this process was stopped itself does not count.
-
-    Args:
-        pids: ids of the processes, by rank.
-        liveness: how often it is called, and how long a process may be stopped.
     """
 
     def __init__(self, pids: Mapping[int, int], liveness: Liveness) -> None:

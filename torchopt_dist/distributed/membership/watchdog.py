@@ -26,14 +26,9 @@ LAST_ACKNOWLEDGED = struct.Struct("@56xI")
 
 
 class Watchdog:
-    """Watches this process, from another one, until it is closed.
+    """Watches this process, from another one, until it is closed; ``can_be``: whether that works on this system.
 
-    Args:
-        liveness: how often it checks, and how long this process may be stopped before it is killed.
-        hub: host and port of rank 0's hub, and the text with which a connection begins; ``None`` if this is rank 0.
-
-    Attributes:
-        can_be: whether this system shows the states of processes.
+    ``hub`` is host and port of rank 0's hub, and the text with which a connection begins; ``None`` if this is rank 0.
     """
 
     can_be = bool(sys.executable) and Path("/proc/self/stat").exists()
@@ -69,11 +64,7 @@ def looks(liveness: Liveness) -> int:
 
 
 async def is_heard(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, liveness: Liveness) -> bool:
-    """Receive a watchdog's signs of life until it ends.
-
-    Returns:
-        Whether its worker may be alive; otherwise the worker was stopped for the patience.
-    """
+    """Receive a watchdog's signs of life until it ends; ``False`` if its worker was stopped for the patience."""
     silent = 0
     while silent <= looks(liveness) or not _kernel_answers(writer, liveness):
         try:
