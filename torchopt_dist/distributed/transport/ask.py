@@ -68,7 +68,7 @@ class Sent:
     """A call that can be sent again.
 
     Attributes:
-        message: the request, with copies of small tensors and of those that a module may change.
+        message: with copies of small tensors and of those that a module may change.
         key: the key in the request; if another one is to be used, or this is ``None``, it is sent beside the request.
         own: the other tensors, which are the caller's own.
     """
@@ -89,11 +89,7 @@ class Sent:
         return cls(kept, key, Seen(own))
 
     def again(self, key: Key) -> Message:
-        """The request, to be sent under this key.
-
-        Raises:
-            RuntimeError: a tensor of the caller has been changed in place since.
-        """
+        """The request under this key; raises ``RuntimeError`` if a tensor of the caller was changed in place since."""
         check_unchanged(self.own)
         own = {id(tensor) for tensor in self.own.tensors}
         tensors = [x.detach() if id(x) in own else x.clone() for x in self.message.tensors]
@@ -125,18 +121,13 @@ class Ask:
     """A call that some worker is to answer.
 
     Attributes:
-        sent: the call.
-        graph: its graph, at the worker that is asked first.
+        graph: at the worker that is asked first.
         retries: how many losses of workers it outlives.
         hedge_after: after how many seconds without an answer another worker is asked as well; ``None``: never.
-        deadline: the time limit for all of it.
         beside: makes a transport to this process.
         may_go: whether a survivor of this rank can be asked.
         avoided: workers that are asked only if nobody else is left.
-        future: the future of the reply.
-        attempts: all that have been made.
-        under_way: those that are not answered yet.
-        answered: whether the future has its result.
+        attempts: all that have been made; those in ``under_way`` are not answered yet.
     """
 
     sent: Sent

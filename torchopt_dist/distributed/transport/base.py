@@ -20,12 +20,10 @@ class Host(Protocol):
     """What a transport needs to know of the process that it connects.
 
     Attributes:
-        rank: its rank.
-        names: the names of all workers, by rank.
+        names: of all workers, by rank.
         incarnation: how often its rank has been given to a new process.
         first_number: the first number that it may give to a request.
         call_timeout: the default time-out of calls in seconds; 0 means no limit.
-        membership: who is there.
         threads: run work that must not wait for a thread.
     """
 
@@ -54,22 +52,13 @@ class Host(Protocol):
 
 
 class Sender(Protocol):
-    """Carries a request to a worker, where :meth:`Host.answer` answers it, and the reply back.
-
-    It does not interpret the messages.
-    """
+    """Carries a request, uninterpreted, to a worker, where :meth:`Host.answer` answers it, and the reply back."""
 
     def send(self, worker: int, request: Message, timeout: float) -> Future[Message]:
-        """Send a request.
+        """Send a request, whose tensors are detached; a reply after ``timeout`` seconds is dropped, 0 means no limit.
 
-        Args:
-            worker: the worker's rank.
-            request: the message; its tensors are detached.
-            timeout: seconds to wait for the reply; 0 means no limit. A reply that comes later is dropped.
-
-        Returns:
-            A future of the reply. The future fails with :class:`~torchopt_dist.errors.CallTimeoutError`, or with
-            :class:`~torchopt_dist.errors.WorkerLostError` soon after the worker was lost.
+        The future fails with :class:`~torchopt_dist.errors.CallTimeoutError`, or with
+        :class:`~torchopt_dist.errors.WorkerLostError` soon after the worker was lost.
         """
         ...
 
@@ -82,36 +71,19 @@ class Transport(Sender, Protocol):
     """The connections of a group's workers; each implementation is a row of ``test_transports.py``."""
 
     def start(self, store: SealedStore, timeout: float) -> None:
-        """Connect to the other workers, and answer their requests from now on.
-
-        Args:
-            store: the store of this run, which all workers read and write.
-            timeout: seconds to wait for the others.
-        """
+        """Connect to the other workers, within ``timeout`` seconds, and answer their requests from now on."""
         ...
 
     def stop(self, *, in_order: bool, code: int | None = None) -> None:
-        """End all connections and threads, within a bounded time.
+        """End all connections and threads, within a bounded time; ``in_order`` if all stop now without open requests.
 
-        Args:
-            in_order: whether all workers stop now and have no open requests; otherwise no worker is waited for.
-            code: the exit code, in case something keeps the interpreter from ending; ``None``: 0, or 1 if an uncaught
-                exception ends the program.
-
-        Raises:
-            PeerFailedError: another rank failed while all stopped in order.
-            WorkerLostError: a worker died meanwhile.
-            TimeoutError: a worker does not stop in time.
+        Only then others are waited for, and it raises ``PeerFailedError``, ``WorkerLostError`` or, if one does not stop
+        in time, ``TimeoutError``. For ``code`` see :func:`~torchopt_dist.distributed.transport.shutdown.exit_now`.
         """
         ...
 
     def worker_lost(self, worker: int, error: Exception) -> None:
-        """Let all requests to a worker fail, since it was lost.
-
-        Args:
-            worker: the worker's rank.
-            error: the error with which the requests fail.
-        """
+        """Let all requests to a worker fail with this error, since it was lost."""
         ...
 
     def to(self, worker: int) -> Sender:
@@ -119,12 +91,7 @@ class Transport(Sender, Protocol):
         ...
 
     def worker_replaced(self, worker: int, incarnation: int) -> None:
-        """Accept a new process of a worker that was lost; it can send requests from now on.
-
-        Args:
-            worker: the worker's rank.
-            incarnation: how often the rank has been given to a new process.
-        """
+        """Accept a new process of a worker that was lost; it can send requests from now on."""
         ...
 
     def about_to_wait(self) -> None:
@@ -136,14 +103,7 @@ class Transport(Sender, Protocol):
         ...
 
     def wait_for_replies(self, timeout: float) -> set[int]:
-        """Wait until no request waits for its reply.
-
-        Args:
-            timeout: seconds to wait at most.
-
-        Returns:
-            The workers that have not replied to all.
-        """
+        """Wait at most so many seconds until no request waits for its reply; returns the workers that owe some."""
         ...
 
 

@@ -54,18 +54,10 @@ def choose(
     local_world_size: int,
     on_loss: OnLoss = "end",
 ) -> Choice:
-    """Choose a transport.
+    """Choose a transport; raises ``InitializationError`` if it is unknown, or cannot be used in this process.
 
-    Args:
-        transport: its name; ``None``: the environment variable ``TODIST_TRANSPORT``, or ``rpc``, or ``zmq`` where lost
-            workers are replaced.
-        backend: as in :func:`torch.distributed.rpc.init_rpc`.
-        options: as in :func:`torch.distributed.rpc.init_rpc`; ``None`` means options that suit this machine.
-        local_world_size: the number of workers on this machine.
-        on_loss: what the group does when a worker is lost.
-
-    Raises:
-        InitializationError: the transport is unknown, or cannot be used in this process.
+    ``None`` means the environment variable ``TODIST_TRANSPORT``, or ``rpc``, or ``zmq`` where lost workers are
+    replaced; ``backend`` and ``options`` are those of :func:`torch.distributed.rpc.init_rpc`.
     """
     name = transport or os.environ.get(VARIABLE) or ("zmq" if on_loss == "replace" else "rpc")
     if name not in NAMES:

@@ -45,7 +45,7 @@ class Contact:
 
     Attributes:
         machine: equal for workers that can reach each other's Unix sockets; unique if it has none.
-        path: the path of its Unix socket.
+        path: of its Unix socket.
         address: ``host:port``; empty where all workers are on one machine.
         key: its public key.
     """
@@ -57,15 +57,7 @@ class Contact:
 
 
 class Endpoint:
-    """The listening socket of this worker.
-
-    Args:
-        rank: this worker's rank.
-        incarnation: how often the rank has been given to a new process.
-
-    Attributes:
-        socket: the socket that receives messages; it exists while the endpoint is open.
-    """
+    """The listening socket of this worker, which exists while the endpoint is open."""
 
     socket: zmq.Socket[bytes]
 
@@ -84,16 +76,7 @@ class Endpoint:
         configure(self.socket)
 
     def meet(self, store: SealedStore, size: int, host: str) -> list[Contact]:
-        """Listen, and publish the address.
-
-        Args:
-            store: of this run.
-            size: the number of workers.
-            host: a host that the others reach, too.
-
-        Returns:
-            The contacts of all workers, by rank. There are no connections yet.
-        """
+        """Listen at a host that the others reach, and publish the address; returns all contacts, not yet connected."""
         here = self._listen_at_path()
         contacts = self._exchange(store, "machine", here, size)
         if len({contact.machine for contact in contacts}) > 1:
@@ -109,10 +92,7 @@ class Endpoint:
     def meet_late(self, store: SealedStore, incarnations: Sequence[int], host: str) -> list[Contact]:
         """As :meth:`meet`, for a worker that replaces a lost one, while the others have met already.
 
-        Args:
-            store: of this run.
-            incarnations: of the present processes, by rank; of this rank, that of the lost one.
-            host: as for :meth:`meet`.
+        ``incarnations`` are those of the present processes, by rank; of this rank, that of the lost one.
         """
         here = self._listen_at_path()
         contacts = [*map(contact_of, repeat(store), range(len(incarnations)), incarnations)]
@@ -210,13 +190,9 @@ class Endpoint:
 
 
 def contact_of(store: SealedStore, rank: int, incarnation: int, what: str = "machine") -> Contact:
-    """Read the address that a worker has published.
+    """Read the address that a process of a worker has published.
 
-    Args:
-        store: of this run.
-        rank: the worker's.
-        incarnation: which process of it.
-        what: of one that has come with all the others: whether to say only on which machine it is, or its address, too.
+    ``what`` is read of one that has come with all the others: the ``machine`` alone, or with its ``address``.
     """
     (text,) = store.told(f"contact/{rank}/{incarnation}" if incarnation else f"{what}/{rank}")
     return Contact(**json.loads(text))

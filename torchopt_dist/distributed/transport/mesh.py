@@ -53,14 +53,7 @@ class _Link:
 
 
 class Mesh:
-    """This worker's connections to all the others.
-
-    Args:
-        context: the context of its sockets.
-        here: the endpoint of this worker.
-        contacts: the contacts of the others, by rank.
-        incarnations: the incarnations of their processes, by rank; 0 if not given.
-    """
+    """This worker's connections to all the others, whose contacts and incarnations are given by rank."""
 
     def __init__(
         self,
@@ -80,15 +73,9 @@ class Mesh:
         return self._links[rank].incarnation if rank < len(self._links) else 0
 
     def send(self, rank: int, frames: Sequence[Frame], incarnation: int | None = None) -> bool:
-        """Send a message. The memory of its frames must not change before an answer to the message has come.
+        """Send a message to this incarnation, or the present one; returns ``False`` if that process has ended.
 
-        Args:
-            rank: the rank of the worker.
-            frames: the frames of the message.
-            incarnation: the incarnation of the receiving process; ``None`` means the present one.
-
-        Returns:
-            Whether the message is sent; ``False`` if that process has ended.
+        The memory of its frames must not change before an answer to the message has come.
         """
         link = self._links[rank]
         with link.lock:

@@ -78,10 +78,7 @@ def disconnected(member: Member, reason: object) -> WorkerLostError:
 class Alarms:
     """Calls functions at their times, in a thread that is started for the first of them.
 
-    What a function raises is logged, and the others are called all the same.
-
-    Args:
-        is_over: whether the alarm of a number is not needed any more; called from time to time, to drop such alarms.
+    What one raises is logged, and the others are called all the same; an alarm whose number ``is_over`` may be dropped.
     """
 
     def __init__(self, is_over: Callable[[int], bool]) -> None:

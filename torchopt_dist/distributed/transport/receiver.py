@@ -25,18 +25,12 @@ M = TypeVar("M")
 
 
 class Receiver(Generic[M]):
-    """The role of receiving, which one thread at a time has.
+    """The role of receiving, which one thread at a time has; ``receive`` returns ``None`` at the end.
 
-    A thread that has received a message handles it. If the last messages took little time, the thread keeps the role
-    meanwhile, so that no other thread is woken. It gives the role to another thread before it waits for a message
-    itself, as in a nested call; and the keeper, a timer thread, takes the role away when the message takes longer than
-    expected. If the last messages took more time, another thread gets the role at once.
-
-    Args:
-        receive: waits for the next message; ``None`` when there are no more.
-        handle: handles a message; must not raise.
-        threads: run the receiving threads and the keeper.
-        ended: called when there are no more messages.
+    A thread that has received a message handles it. If the last messages took little time, it keeps the role meanwhile,
+    so that no other thread is woken; else another one gets the role at once. It gives the role away before it waits for
+    a message itself, as in a nested call; and the keeper, a timer thread, takes it away when the message takes longer
+    than expected.
     """
 
     def __init__(

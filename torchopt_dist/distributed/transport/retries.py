@@ -32,12 +32,7 @@ __all__ = ["Retries"]
 class Retries:
     """The calls of this worker that can be sent to another worker, and who works on them.
 
-    Args:
-        membership: knows which workers are lost.
-        threads: send the calls again.
-        release: tells a worker whose answer came too late to forget its graph.
-        transport: the transport to the other workers.
-        new_key: makes a key.
+    ``release`` tells a worker whose answer came too late to forget its graph.
     """
 
     def __init__(
@@ -76,12 +71,7 @@ class Retries:
         return self._membership.goes_on_without(worker)
 
     def ask(self, ask: Ask) -> Future[Message]:
-        """Send a call.
-
-        Returns:
-            A future of the reply; it fails as a transport's does, but not for the loss of a worker, as long as
-            retries are left.
-        """
+        """Send a call; the future fails as a transport's does, but not for a worker's loss while retries are left."""
         with self._lock:
             attempt = self._begun(ask)
         if attempt is not None:  # there is somebody to ask, in any case this process

@@ -40,13 +40,7 @@ _answering: list[RPCTransport] = []
 
 
 class RPCTransport:
-    """Sends requests by ``rpc_async``, and answers those that arrive so.
-
-    Args:
-        host: this process.
-        backend: as in :func:`torch.distributed.rpc.init_rpc`.
-        options: as in :func:`torch.distributed.rpc.init_rpc`.
-    """
+    """Sends requests by ``rpc_async``, and answers those that arrive so."""
 
     def __init__(self, host: Host, backend: rpc.BackendType | None, options: rpc.RpcBackendOptions) -> None:
         self._host = host

@@ -30,16 +30,10 @@ FINALLY_SECONDS = 5.0
 
 
 def shut_down_in_order(membership: Membership) -> None:
-    """Shut down RPC when no rank has an open request.
+    """Shut down RPC when no rank has an open request; alone, if one was lost, since RPC's own handshake needs all.
 
-    RPC's own handshake needs all ranks, so where one was lost, each rank shuts down by itself.
-
-    Args:
-        membership: knows whether the others are alive.
-
-    Raises:
-        PeerFailedError: a rank failed meanwhile.
-        WorkerLostError: a rank was lost meanwhile, and the group does not go on without it; or one does not take part.
+    Raises ``PeerFailedError`` if a rank failed meanwhile, and ``WorkerLostError`` if one was lost and the group does
+    not go on without it, or one does not take part.
     """
     handshake = threading.Thread(target=rpc.shutdown, args=(True, SHUTDOWN_SECONDS), daemon=True)
     if not membership.lost:
@@ -52,12 +46,7 @@ def shut_down_in_order(membership: Membership) -> None:
 
 
 def shut_down_at_once(code: int | None) -> None:
-    """Shut down RPC without waiting for other ranks.
-
-    Args:
-        code: the exit code, in case RPC's threads keep the interpreter from ending; ``None``: 0, or 1 if an uncaught
-            exception ends the program.
-    """
+    """Shut down RPC without waiting for other ranks; if its threads are left, the program ends by :func:`exit_now`."""
     shutdown = threading.Thread(target=rpc.shutdown, kwargs={"graceful": False}, daemon=True)
     shutdown.start()
     shutdown.join(GRACE_SECONDS)
@@ -68,8 +57,7 @@ def shut_down_at_once(code: int | None) -> None:
 def exit_now(code: int | None) -> None:
     """End the process at once: threads in C++ code would keep the interpreter from ending, or abort it.
 
-    Args:
-        code: see :func:`shut_down_at_once`.
+    The exit code ``None`` means 0, or 1 if an uncaught exception ends the program.
     """
     logging.shutdown()
     sys.stdout.flush()

@@ -71,11 +71,7 @@ class _ToProcess:
 
 
 class ZMQTransport:
-    """Sends requests over ZeroMQ, and answers those that arrive so.
-
-    Args:
-        host: this process.
-    """
+    """Sends requests over ZeroMQ, and answers those that arrive so."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
@@ -136,14 +132,7 @@ class ZMQTransport:
     def send(
         self, worker: int, request: Message, timeout: float, incarnation: int | None = None
     ) -> Future[Message]:
-        """See :class:`~torchopt_dist.distributed.transport.base.Sender`.
-
-        Args:
-            worker: the worker's rank.
-            request: the message.
-            timeout: seconds.
-            incarnation: the incarnation of the receiving process; ``None`` means the present one.
-        """
+        """See :class:`~torchopt_dist.distributed.transport.base.Sender`; no ``incarnation`` means the present one."""
         self.about_to_wait()  # for the reply
         frames = _frames(request)  # an error here, such as a lack of memory, leaves nothing to wait for
         future = self._pending.add(worker)
@@ -262,11 +251,7 @@ class ZMQTransport:
 
 
 def _frames(message: Message) -> list[Frame]:
-    """The frames of a message.
-
-    Raises:
-        SerializationError: it mentions a reference of torch's RPC, which only torch's RPC can send.
-    """
+    """The frames of a message; raises ``SerializationError`` if it mentions a reference of torch's RPC."""
     if message.references:
         raise SerializationError("an RRef can be sent by torch's RPC only: ask for the transport 'rpc'")
     if is_skeleton(message):
