@@ -13,14 +13,10 @@ M_ARENA_MAX = -8
 
 
 def share_one_arena() -> bool:
-    """Let all threads take memory from one arena, if the C library is glibc, and the user has set no limit.
+    """Let all threads take memory from one arena, on glibc, unless the user has set a limit; returns whether they do.
 
-    By default each thread has an arena of its own, in which the memory that it has freed stays. What a call has used in
-    one thread, the next call in another thread takes from the system again: the process grows by that with every
-    thread, and its pages must be mapped again.
-
-    Returns:
-        Whether the limit is set.
+    Else each thread has an arena, in which the memory that it has freed stays: what a call has used in one thread, the
+    next call in another thread takes from the system again.
     """
     asked = (
         os.environ.get("MALLOC_ARENA_MAX"),

@@ -17,12 +17,7 @@ _EXITS = frozenset({"__exit__", "__aexit__", "__del__"})
 
 
 def is_cleaning_up(frame: FrameType | None, until: FrameType | None) -> bool:
-    """Whether a frame, or one of its callers, is in such a block; ``False`` if there is no source.
-
-    Args:
-        frame: the innermost frame.
-        until: the first caller that does not count; ``None`` means that all callers count.
-    """
+    """Whether a frame, or a caller of it before ``until``, is in such a block; ``False`` if there is no source."""
     while frame is not None and frame is not until:
         if frame.f_code.co_name in _EXITS or frame.f_lineno in _finally_lines(frame.f_code.co_filename):
             return True

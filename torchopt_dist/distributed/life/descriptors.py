@@ -16,11 +16,7 @@ __all__ = ["check_descriptors", "too_many_files"]
 
 
 def check_descriptors(number: int) -> None:
-    """Check that so many files can be opened.
-
-    Raises:
-        InitializationError: they cannot be opened.
-    """
+    """Check that so many files can be opened; raises ``InitializationError`` if not."""
     with contextlib.ExitStack() as opened:
         for count in range(number):
             try:

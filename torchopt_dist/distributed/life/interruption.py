@@ -55,15 +55,9 @@ class Interruption:
             _raise_in(threading.get_ident(), None)
 
     def unwind(self, error: TodistError, unwound: threading.Event) -> bool:
-        """End ``main`` by ``error``, unless an exception is ending it already.
+        """End ``main`` by ``error``, unless an exception is ending it already; returns whether it has ended in time.
 
-        Args:
-            error: the error of another rank, or of the process that has started the workers.
-            unwound: set when ``main`` has ended.
-
-        Returns:
-            Whether ``main`` has ended within ``GRACE_SECONDS``, or, if it runs Python code, ``FINALLY_SECONDS`` more.
-            The latter is also the limit for a ``finally`` block that is running.
+        It has ``GRACE_SECONDS``, and, if it runs Python code, such as a ``finally`` block, ``FINALLY_SECONDS`` more.
         """
         if unwound.wait(GRACE_SECONDS / 2):
             return True
@@ -102,18 +96,10 @@ class Interruption:
 
 
 def end_threads(threads: Iterable[threading.Thread], seconds: float) -> list[threading.Thread]:
-    """End threads that run Python code, by a ``SystemExit`` between two instructions.
+    """End threads that run Python code, by a ``SystemExit``; returns those left after so many seconds, as in C code.
 
     Where the interpreter ends first, Python ends a daemon thread by C's ``pthread_exit`` as soon as it takes the
-    interpreter lock. If the lock is taken in C++ code of torch, such as a backward that calls Python, that aborts the
-    process.
-
-    Args:
-        threads: the threads; those that have ended, and the calling one, are left alone.
-        seconds: how long to wait for them.
-
-    Returns:
-        The threads that are left, since they are in C code.
+    interpreter lock. In C++ code of torch, such as a backward that calls Python, that aborts the process.
     """
     end = time.monotonic() + seconds
     alive = [each for each in threads if each.is_alive() and each is not threading.current_thread()]
@@ -134,12 +120,7 @@ def is_in_backward(thread: threading.Thread) -> bool:
 
 
 def _class_of(error: TodistError, raised: threading.Event) -> type[BaseException]:
-    """A class whose instances are like ``error``, since only a class can be raised in another thread.
-
-    Args:
-        error: the error that instances resemble, and into which they are pickled.
-        raised: set when there is an instance.
-    """
+    """A class whose instances are like ``error`` and set ``raised``: only a class can be raised in another thread."""
     kind: type[BaseException] = type(error)
 
     def initialize(self: BaseException) -> None:

@@ -21,15 +21,7 @@ one."""
 
 
 def own_incarnation(on_loss: OnLoss, world_size: int) -> int:
-    """Read this process's incarnation from the environment.
-
-    Args:
-        on_loss: what the group does when a worker is lost.
-        world_size: the number of workers.
-
-    Raises:
-        InitializationError: the launcher of the workers does not support ``on_loss``, or the variable is not a number.
-    """
+    """This process's incarnation; raises ``InitializationError`` if it is bad, or the launcher lacks ``on_loss``."""
     text = os.environ.get(VARIABLE)
     if text is None:
         if on_loss == "replace" and world_size > 1:
@@ -52,13 +44,7 @@ def own_incarnation(on_loss: OnLoss, world_size: int) -> int:
 
 
 def own_member(world: WorldInfo, on_loss: OnLoss, incarnation: int) -> Member:
-    """This process.
-
-    Args:
-        world: its ranks and its name.
-        on_loss: what it does when another worker is lost.
-        incarnation: how often its rank was given to a new process.
-    """
+    """This process, as the others are to know it."""
     return Member(
         world.rank,
         world.worker_name,
@@ -72,11 +58,7 @@ def own_member(world: WorldInfo, on_loss: OnLoss, incarnation: int) -> Member:
 
 
 def named(world: WorldInfo, worker_name_format: Callable[..., str]) -> WorldInfo:
-    """Name this worker.
-
-    Raises:
-        InitializationError: ``worker_name_format`` does not return a valid name.
-    """
+    """Name this worker; raises ``InitializationError`` if ``worker_name_format`` does not return a valid name."""
     name = worker_name_format(
         world_rank=world.world_rank,
         world_size=world.world_size,

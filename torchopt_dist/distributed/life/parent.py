@@ -10,15 +10,11 @@ __all__ = ["ParentWatch"]
 
 
 class ParentWatch:
-    """Context manager that watches the parent process, where that is torchrun's agent or a launcher's.
+    """Context manager that calls ``orphaned``, in a thread of its own, when torchrun's agent or a launcher has ended.
 
-    Nothing else ends the workers if their agent is killed. Other parents, such as a shell, may end before the program.
-    The signal that the kernel sends when a parent dies would come when the parent's *thread* ends that has started this
-    process, and would leave `main` no time for its ``finally`` blocks.
-
-    Args:
-        interval: seconds between two checks.
-        orphaned: called in a thread of its own, once.
+    Other parents, such as a shell, may end before the program. The signal that the kernel sends when a parent dies
+    would come when the parent's *thread* ends that has started this process, and leave ``main`` no time for ``finally``
+    blocks.
     """
 
     def __init__(self, interval: float, orphaned: Callable[[], None]) -> None:

@@ -38,9 +38,9 @@ class CppWarnings:
 
 
 def report(error: BaseException) -> tuple[str, str]:
-    """The report for the other ranks: a traceback, and a summary in one line.
+    """The report for the other ranks: a traceback, or an exit code, since a parser that exits has printed the reason.
 
-    For a ``SystemExit`` it is the exit code, since a parser that refuses arguments has printed the reason.
+    The second text is a summary in one line.
     """
     if isinstance(error, SystemExit):
         return (f"SystemExit: {error.code}",) * 2
@@ -56,8 +56,8 @@ def one_line(error: Exception) -> str:
 def tell_user(error: BaseException) -> None:
     """Print the error when it ends the program, with the user's frames, on one rank only.
 
-    torchrun ends all ranks as soon as one of them has ended, perhaps before the failed one has printed its error. So
-    under torchrun an error is printed at once, and torchrun is told that it was the first one.
+    torchrun ends all ranks as soon as one has ended, perhaps before the failed one has printed its error: so under it
+    this is printed at once, and torchrun is told that it was the first error.
     """
     consequence = isinstance(error, (PeerFailedError, WorkerLostError))
     if consequence or not isinstance(error, Exception) or _error_file() is None:
@@ -73,8 +73,8 @@ def tell_user(error: BaseException) -> None:
 def tell_torchrun(text: str, *, root_cause: bool = False) -> None:
     """Write the reason for the end of this rank into torchrun's file, if there is one.
 
-    torchrun shows the ranks that have ended by the time that it looks, and calls the earliest the root cause. A rank
-    that ends because another one failed may be the only one.
+    torchrun shows the ranks that have ended by then, and calls the earliest the root cause; a rank that ends because
+    another one failed may be the only one.
     """
     file = _error_file()
     if file is not None and not file.exists():  # else the program's own `record` has told more
