@@ -57,14 +57,7 @@ class Future(Generic[T]):
         return True
 
     def result(self, seconds: float | None = None) -> T:
-        """Wait for the result; raises the exception, if there is one instead.
-
-        Args:
-            seconds: how long to wait at most; ``None``: for ever.
-
-        Raises:
-            TimeoutError: there is no result yet.
-        """
+        """Wait for the result; raises the exception, if there is one instead, or ``TimeoutError`` after ``seconds``."""
         error = self._error if self._done else self.exception(seconds)
         if error is None:
             return self._result
@@ -88,7 +81,7 @@ class Future(Generic[T]):
     def add_done_callback(self, function: Callable[[Future[T]], object]) -> None:
         """Call ``function`` with this future when the result is there: in the thread that sets it, or now.
 
-        Threads that wait for the result go on afterwards. An exception of ``function`` is logged.
+        Threads that wait for the result go on afterwards; an exception of ``function`` is logged.
         """
         self._callbacks.append(function)
         if self._done:

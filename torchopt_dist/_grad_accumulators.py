@@ -34,12 +34,7 @@ def _may_lack_accumulator(tensor: Tensor) -> bool:
 
 
 def apart_from(others: Iterable[Tensor], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Gradients in memory that is not that of others, which may be on their way to another leaf.
-
-    Args:
-        others: the others.
-        grads: the gradients.
-    """
+    """Gradients in memory that is not that of others, which may be on their way to another leaf."""
     taken = {other.untyped_storage().data_ptr() for other in others if other.numel()}
     return [
         grad if grad is None or grad.untyped_storage().data_ptr() not in taken else grad.clone()

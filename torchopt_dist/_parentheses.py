@@ -9,17 +9,10 @@ __all__ = ["check_parentheses"]
 
 
 def check_parentheses(decorator: str, argument: object) -> None:
-    """Raise for ``@decorator`` without parentheses; to be called in the decorator's own function.
+    """Raise ``TypeError`` for ``@decorator`` without parentheses; to be called in the decorator's own function.
 
-    A decorator's first argument may be a function of the user, too. It is the decorated one if the call stands
-    in the lines that define it.
-
-    Args:
-        decorator: the name of the decorator.
-        argument: its first argument.
-
-    Raises:
-        TypeError: the decorator was written without parentheses.
+    A decorator's first argument may be a function of the user, too: it is the decorated one if the call stands in the
+    lines that define it.
     """
     if not isinstance(argument, FunctionType) or argument.__name__ == "<lambda>":
         return

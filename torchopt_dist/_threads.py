@@ -27,14 +27,8 @@ _Unsettled: TypeAlias = Future[Any] | torch.futures.Future[Any]
 class ThreadPool:
     """Daemon threads; unlike an executor's they do not delay the interpreter's end.
 
-    The thread that became free last gets the next work. So successive pieces of work run in one thread, with its caches
-    and its memory, and threads that a burst of work has started end again.
-
-    Args:
-        idle_seconds: how long a thread without work is kept.
-
-    Attributes:
-        prepare: called once by each thread before its next work, for settings that belong to a thread.
+    The thread that became free last gets the next work, with its caches and its memory, so threads that a burst of work
+    has started end again. Each calls ``prepare`` once before its next work, for settings that belong to a thread.
     """
 
     def __init__(self, idle_seconds: float = IDLE_SECONDS) -> None:
@@ -71,12 +65,10 @@ class ThreadPool:
             prepare()
 
     def close(self, seconds: float = 0.0) -> None:
-        """End the threads, each when its work is done. Later work runs in threads that end after it.
+        """End the threads, each when its work is done, and wait at most so long; threads of later work end after it.
 
-        Args:
-            seconds: how long to wait for them. Where the interpreter ends while a daemon thread is in C++ code of
-                torch, such as a future's ``set_result``, or code that frees what torch keeps for the thread, that
-                thread aborts the process; see ``_interruption.py``.
+        A daemon thread that is still in C++ code of torch, such as a future's ``set_result``, when the interpreter ends
+        aborts the process; see ``life/interruption.py``.
         """
         end = time.monotonic() + seconds
         with self._lock:
@@ -122,13 +114,7 @@ class ThreadPool:
 
 
 def settle_by(work: Callable[[], Any], future: _Unsettled, name: str | None = None) -> None:
-    """Run ``work`` in this thread; the future gets what it returns or raises.
-
-    Args:
-        work: what to run.
-        future: the future.
-        name: of this worker, where an exit would end this thread only: the future gets an exit, too.
-    """
+    """Run ``work`` in this thread; the future gets what it returns or raises, with a worker's ``name`` even an exit."""
     unsettled = [future]
     del future  # the exception refers to this frame, and the future to the exception
     try:

@@ -13,11 +13,9 @@ __all__ = ["Seen", "check_inputs"]
 
 
 class Seen:
-    """Tensors as they are now. Torch does not count changes of those made under ``torch.inference_mode()``.
+    """Tensors as they are now; with ``memory``, other memory, as after ``x.data = y``, is a change, too.
 
-    Args:
-        tensors: the tensors.
-        memory: whether other memory, as after ``x.data = y``, is a change, too.
+    Torch does not count changes of those made under ``torch.inference_mode()``.
     """
 
     def __init__(self, tensors: Iterable[Tensor] = (), *, memory: bool = False) -> None:
