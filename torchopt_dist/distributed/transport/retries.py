@@ -6,7 +6,7 @@ work waits, since its tasks have exclusive turns (``_random_turns.py``), and dra
 If no other worker is left, this process computes it, while its own threads wait for calls.
 
 Only calls are sent again. The graphs of a lost worker are lost, and a backward through one is made again from the call
-(``_again.py``).
+(``calls/again.py``).
 """
 
 from __future__ import annotations
