@@ -236,7 +236,7 @@ def test_process_groups_form_in_every_world(tmp_path):
         kill_agent(places, 0)
         wait_until(  # the host comes back, though it may do so before the next world
             lambda: any(tmp_path.glob("sum.2.[12].0")) and any(tmp_path.glob("sum.2.[12].1")),
-            lambda: sorted(path.name for path in tmp_path.iterdir()),
+            tell=lambda: f"{sorted(path.name for path in tmp_path.iterdir())}",
         )
         say(tmp_path / "end")
 
@@ -275,7 +275,7 @@ def test_spare_hosts_wait_until_one_is_lost(tmp_path, reachability):
     def kill():
         kill_agent(world_of(tmp_path, 0, 1), 0)
         places = world_of(tmp_path, 1, 1)
-        wait_until(lambda: reachability.reached == ["localhost"], lambda: reachability.reached)
+        wait_until(lambda: reachability.reached == ["localhost"], tell=lambda: f"{reachability.reached}")
         time.sleep(0.5)
         assert not (tmp_path / "world2.rank0").exists()  # there was no room for the host that came back
         kill_agent(places, 0)
@@ -297,9 +297,9 @@ def test_a_host_that_comes_back_when_all_functions_have_returned_changes_nothing
         kill_agent(world_of(tmp_path, 0, 2), 1)
         ((worker, _),) = world_of(tmp_path, 1, 1)
         say(tmp_path / "end")
-        wait_until(lambda: (tmp_path / "returned").exists(), lambda: "it has not returned")
+        wait_until(lambda: (tmp_path / "returned").exists(), tell=lambda: "it has not returned")
         reachability.lost_for_good.clear()
-        wait_until(lambda: reachability.reached == ["localhost#2"], lambda: reachability.reached)
+        wait_until(lambda: reachability.reached == ["localhost#2"], tell=lambda: f"{reachability.reached}")
         time.sleep(0.5)
         os.kill(worker, 0)  # it has not been told to stop
         say(tmp_path / "exit")

@@ -52,7 +52,7 @@ def test_an_interrupt_while_hosts_are_waited_for_leaves_nothing(tmp_path, reacha
         pids_in(tmp_path)
         os.kill(int((tmp_path / "place1").read_text().split()[1]), signal.SIGKILL)
         assert_gone(pids_in(tmp_path))
-        wait_until(lambda: reachability.tried, lambda: "nobody tries to reach the host again")
+        wait_until(lambda: reachability.tried, tell=lambda: "nobody tries to reach the host again")
         os.kill(os.getpid(), signal.SIGINT)
 
     threads = threading.active_count()

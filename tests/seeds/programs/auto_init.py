@@ -1,11 +1,10 @@
 # completed:
 import argparse
 
-import torch
-import torchopt.distributed as todist
-
 import completion
+import torch
 
+import torchopt.distributed as todist
 
 def parse_arguments():
     parser = argparse.ArgumentParser()

@@ -9,9 +9,9 @@ import signal
 from dataclasses import asdict
 from pathlib import Path
 
-import torchopt_dist as todist
-
 import completion
+
+import torchopt_dist as todist
 
 VARIABLES = (
     "LOCAL_RANK",

@@ -1,9 +1,8 @@
 # completed:
-import torch
-import torchopt.distributed as todist
-
 import completion
+import torch
 
+import torchopt.distributed as todist
 
 def loss_fn(model, batch):
     # completed:

@@ -1,8 +1,9 @@
 # completed:
-import torch.distributed.autograd as dist_autograd
+import completion
 import torchopt.distributed as todist
 
-import completion
+import torch
+import torch.distributed.autograd as dist_autograd
 
 # completed:
 compute_loss = todist.parallelize(reducer=todist.mean_reducer)(completion.loss_of)

@@ -1,9 +1,9 @@
 """Not the documents': one loss, its gradient taken in every way that they and DESIGN.md name."""
 
-import torch
-import torchopt.distributed as todist
-
 import completion
+import torch
+
+import torchopt.distributed as todist
 
 compute_loss = todist.parallelize(reducer=todist.mean_reducer)(completion.loss_of)
 

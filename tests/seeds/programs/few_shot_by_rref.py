@@ -1,12 +1,12 @@
 """Not the documents': MAML on digits, with the network sent by reference, and tasks split or loaded on the workers."""
 
+import completion
+import digits
 import torch
 import torch.nn.functional as F
 import torchopt
-import torchopt.distributed as todist
 
-import completion
-import digits
+import torchopt.distributed as todist
 
 TASKS = 6
 

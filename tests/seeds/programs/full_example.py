@@ -1,13 +1,12 @@
 # completed:
 import argparse
 
+import completion
 import setproctitle
+
 import torch
 import torch.nn as nn
 import torchopt.distributed as todist
-
-import completion
-
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description='TorchOpt Distributed Training')

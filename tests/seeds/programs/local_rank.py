@@ -1,9 +1,8 @@
 # completed:
-import torch
-import torchopt.distributed as todist
-
 import completion
 
+import torch
+import torchopt.distributed as todist
 
 def worker_init_fn():
     local_rank = todist.get_local_rank()

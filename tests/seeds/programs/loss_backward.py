@@ -1,15 +1,14 @@
 # completed: the loss is distributed, and the document's lines are none the wiser
-import torchopt.distributed as todist
-
 import completion
+import torchopt.distributed as todist
 from completion import build_model
 
 compute_loss = todist.parallelize(reducer=todist.mean_reducer)(completion.loss_of)
 args = completion.parse_arguments()
 data, lr = completion.data(7), args.lr
 
+import torch
 import torch.optim as optim
-
 
 # completed:
 @todist.auto_init_rpc()

@@ -1,10 +1,10 @@
 """Not the documents': MAML over workers by each kind of call, partitioner, reducer and gradient that TorchOpt has."""
 
+import completion
 import torch
 import torchopt
-import torchopt.distributed as todist
 
-import completion
+import torchopt.distributed as todist
 
 
 def adapted_loss(model, task, lr, inner_steps):

@@ -1,9 +1,8 @@
 """Not the documents': MAML as TorchOpt's tutorials write it, with every optimizer inside and outside."""
 
+import completion
 import torch
 import torchopt
-
-import completion
 
 POSITIONAL = {
     "SGD": (0.05, 0.9, 0.01, 0.1, False),

@@ -1,9 +1,9 @@
 # completed:
+import completion
 import torch
 import torchopt
-import torchopt.distributed as todist
 
-import completion
+import torchopt.distributed as todist
 
 # completed:
 inner_loss_fn = completion.loss_of

@@ -1,12 +1,12 @@
 # completed:
+import completion
 import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
-import torch.nn as nn
-import torchopt
 import torchopt.distributed as todist
 
-import completion
-
+import torch
+import torch.nn as nn
+import torchopt
 
 def compute_loss(model, batch):
     # completed:

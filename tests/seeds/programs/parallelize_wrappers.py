@@ -1,8 +1,8 @@
 # completed:
-import torchopt
-import torchopt.distributed as todist
-
 import completion
+import torchopt
+
+import torchopt.distributed as todist
 
 # completed:
 inner_loss_fn = completion.loss_of

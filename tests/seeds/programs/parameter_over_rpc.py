@@ -1,11 +1,10 @@
 # completed:
-import torch
+import completion
 import torch.distributed.autograd as dist_autograd
-import torch.distributed.rpc as rpc
 import torchopt.distributed as todist
 
-import completion
-
+import torch
+import torch.distributed.rpc as rpc
 
 def compute_loss(param):
     return param.mean()

@@ -1,11 +1,10 @@
 # completed:
 import sys
 
-import torch
-import torchopt.distributed as todist
-
 import completion
+import torch
 
+import torchopt.distributed as todist
 
 @todist.rank_non_zero_only
 def greet():

@@ -1,11 +1,10 @@
 # completed:
+import completion
+import torchopt.distributed as todist
+
 import torch
 import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
-import torchopt.distributed as todist
-
-import completion
-
 
 def my_add(t1, t2):
     return torch.add(t1, t2)

@@ -1,9 +1,9 @@
 # completed:
-import torch
-import torchopt.distributed as todist
-
 import completion
 from completion import build_model
+
+import torch
+import torchopt.distributed as todist
 
 # completed:
 compute_loss = todist.parallelize(reducer=todist.mean_reducer)(completion.loss_of)

@@ -1,8 +1,8 @@
 # completed:
-import torchopt.distributed as todist
-
 import completion
 from completion import build_model
+
+import torchopt.distributed as todist
 
 # completed:
 compute_loss = todist.parallelize(reducer=todist.mean_reducer)(completion.loss_of)
