@@ -309,3 +309,18 @@ def test_tasks_that_overlap_in_two_threads_know_whether_anything_was_drawn(drawi
         for name in turns:
             threads[name].submit(turns[name].__exit__, None, None, None).result(60)
     assert turns["first"].drew is turns["second"].drew is (drawing is not None)
+
+
+@pytest.mark.parametrize("last", ["first", "second"])
+def test_tasks_that_overlap_in_two_threads_leave_the_generators_as_they_were(last):
+    """Such as the caller's own share, and what another share asks the caller's process for."""
+    turns = {name: task(seed, exclusive=False) for seed, name in enumerate(("first", "second"))}
+    before = torch.get_rng_state()
+    with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
+        threads = {"first": first, "second": second}
+        for name in turns:
+            threads[name].submit(turns[name].__enter__).result(SECONDS)
+            threads[name].submit(torch.rand, ()).result(SECONDS)
+        for name in sorted(turns, key=last.__eq__):
+            threads[name].submit(turns[name].__exit__, None, None, None).result(SECONDS)
+    assert torch.equal(torch.get_rng_state(), before)

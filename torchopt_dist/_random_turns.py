@@ -86,7 +86,7 @@ class Turn:
                 self.kind = max(self.kind, outer.kind)
             _inside.append(self)
             if self._seed is not None:
-                self.found = states()
+                self.found = states() if outer is not None else _outside() or states()
                 seed_all(self._seed)
             if _last or self.asks:
                 _see()
@@ -117,7 +117,7 @@ class Turn:
                 _look()
             if self in _inside:  # unless it was interrupted when it was to go on
                 _inside.remove(self)
-                if self._seed is not None:
+                if self._seed is not None and (self._outer is not None or not _outside()):
                     restore(self.found)
             if self._outer is not None:
                 _inside.append(self._outer)
@@ -160,8 +160,8 @@ class _Lent:
             else:
                 has_come = _wait_for(mine)
                 _look()
-                if mine.outermost.found and not _inside:
-                    mine.outermost.found = states()
+                if mine.outermost.found:
+                    mine.outermost.found = _outside() if _inside else states()
                 restore(self._own)
                 _inside.append(mine)
                 _see()
@@ -244,9 +244,12 @@ def _draw(*, counts: bool) -> int:
 
 def _kept() -> States:
     """Where this thread's states are kept while a task of another one computes; empty if they are the generators'."""
-    if _inside and _turn_of(asking_thread()) is None:
-        return next((turn.outermost.found for turn in _inside if turn.outermost.found), [])
-    return []
+    return _outside() if _inside and _turn_of(asking_thread()) is None else []
+
+
+def _outside() -> States:
+    """The states outside of the tasks that compute, which all have found the same; empty if none computes."""
+    return next((turn.outermost.found for turn in _inside if turn.outermost.found), [])
 
 
 def _state() -> torch.Tensor:

@@ -24,6 +24,7 @@ from torchopt_dist.distributed.membership.hub import START
 from torchopt_dist.distributed.membership.link import Link
 from torchopt_dist.distributed.membership.members import Failure, Member
 from torchopt_dist.distributed.membership.stopped import process_table
+from torchopt_dist.distributed.rendezvous.store import GroupEndedError
 
 # Joining.
 
@@ -319,6 +320,15 @@ def test_the_living_go_on_without_the_dead(lines):
             future.result()
 
 
+def test_who_waits_at_a_barrier_is_told_that_this_worker_has_left(lines):
+    line = lines("a", "b")
+    wait = line.barrier(0, range(2))
+    wait_until(lambda: line.ends[0]._hub._arrived)
+    line.ends.pop(0).close()
+    with pytest.raises(GroupEndedError, match="rank 0 left the group while it waited for ranks"):
+        wait.result(10)
+
+
 def test_with_continue_barriers_skip_the_dead(lines):
     line = lines("a", "b", "c", on_loss="continue")
     waits = [line.barrier(rank, range(3)) for rank in (0, 1)]
@@ -329,8 +339,8 @@ def test_with_continue_barriers_skip_the_dead(lines):
         wait.result(10)
     for future in [line.barrier(0, range(3)), line.barrier(1, range(3)), line.barrier(1, [1, 2])]:
         future.result(10)
-    line.threads.submit(line.ends[0].final_barrier)
-    line.threads.submit(line.ends[1].final_barrier).result(10)
+    for future in [line.threads.submit(line.ends[rank].final_barrier) for rank in (0, 1)]:
+        future.result(10)
     (lost,) = line.ends[1].lost.values()
     lost = pickle.loads(pickle.dumps(lost))
     assert (lost.rank, lost.worker, lost.host, lost.cause) == (2, "c", "here", "died")

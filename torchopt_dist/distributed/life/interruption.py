@@ -59,13 +59,13 @@ class Interruption:
 
         It has ``GRACE_SECONDS``, and, if it runs Python code, such as a ``finally`` block, ``FINALLY_SECONDS`` more.
         """
-        if unwound.wait(GRACE_SECONDS / 2):
+        if _wait_briefly(unwound):
             return True
         end = time.monotonic() + FINALLY_SECONDS
         while not self._is_unwinding() and not self._interrupt(error):
             if time.monotonic() > end or unwound.wait(_POLL_SECONDS):
                 return unwound.is_set()
-        if unwound.wait(GRACE_SECONDS / 2):
+        if _wait_briefly(unwound):
             return True
         return self._is_unwinding() and unwound.wait(end - time.monotonic())
 
@@ -133,6 +133,11 @@ def _class_of(error: TodistError, raised: threading.Event) -> type[BaseException
 
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}  # as users see it
     return type(kind.__name__, (kind,), {**names, "__init__": initialize, "__reduce__": reduce})
+
+
+def _wait_briefly(event: threading.Event) -> bool:
+    """Wait for half of ``GRACE_SECONDS``, counted in short waits: where threads wait for a core, each takes longer."""
+    return any(event.wait(_POLL_SECONDS) for _ in range(round(GRACE_SECONDS / 2 / _POLL_SECONDS)))
 
 
 def _raise_in(thread: int, kind: type[BaseException] | None) -> None:

@@ -191,7 +191,9 @@ class Membership(MembershipState):
 
     def close(self) -> None:
         """Leave the group, so that the others do not take the end of the connection for a failure."""
-        self._closing = True
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()  # nothing is received any more for which a thread could wait
         try:
             with contextlib.suppress(OSError, TimeoutError):  # the hub may be gone
                 self._send({"left": self.me.rank})

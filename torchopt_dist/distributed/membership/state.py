@@ -85,6 +85,8 @@ class MembershipState:
                 self.check(ranks)  # first, since a rank that came to a barrier may have died after that
                 if condition():
                     return
+                if self._closing:
+                    raise GroupEndedError(f"rank {self.me.rank} left the group while it waited for {what}")
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
                     raise TimeoutError(f"rank {self.me.rank} waited {timeout:g} s for {what}")
