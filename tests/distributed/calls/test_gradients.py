@@ -267,9 +267,12 @@ def test_a_backward_runs_under_the_state_of_the_thread_that_calls_it(world):
     def body():
         expected = derivatives(loss)
         assert expected[0] == 512 + 10
+
+        def nested(w, x):
+            return todist.remote_call(2, loss, w, x)
+
         for rank in range(3):
             assert derivatives(lambda w, x, rank=rank: todist.remote_call(rank, loss, w, x)) == expected
-        nested = lambda w, x: todist.remote_call(2, loss, w, x)  # noqa: E731
         assert derivatives(lambda w, x: todist.remote_call(1, nested, w, x)) == expected
 
     world(3).on_zero(body)

@@ -99,8 +99,10 @@ def test_no_gradient_comes_back_from_global_variables_and_the_first_call_says_so
 
 def test_what_a_function_has_besides_global_variables_is_connected_however_it_is_met(world):
     def body():
+        def uses_both(module, x):
+            return model(x).sum() + module(x).sum()
+
         x, net = torch.ones(2), nn.Linear(2, 1)
-        uses_both = lambda module, x: model(x).sum() + module(x).sum()  # noqa: E731
         calls = {
             "closure": (lambda x: net(x).sum(), (x,), net, 1),
             "default": (lambda x, net=net: net(x).sum(), (x,), net, 1),
@@ -157,8 +159,16 @@ def test_a_task_adapts_a_global_module_as_ever(world):
 
 def test_global_variables_of_more_than_a_megabyte_are_warned_of_once_by_name(world):
     def body():
+        def both(x):
+            return x.sum() + large[0] + many[0] + len(str(model))
+
+        def small(x, large):
+            return x.sum() + large[0] + len(str(model))
+
+        def of_both(x, other):
+            return x.sum() + large[0]
+
         x = torch.ones(2, requires_grad=True)
-        both = lambda x: x.sum() + large[0] + many[0] + len(str(model))  # noqa: E731
         cases = [
             (both, (x,), "3.1 MB of global variables: `many` (2.1 MB), `large` (1.0 MB). This"),
             (lambda x: x.sum() + len(text), (x,), "3.1 MB of global variables: `text` (3.1 MB). This"),
@@ -172,8 +182,6 @@ def test_global_variables_of_more_than_a_megabyte_are_warned_of_once_by_name(wor
             assert told(call)[1] == []
             assert told(functools.partial(todist.remote_call, 0, function, *args))[1] == []
 
-        small = lambda x, large: x.sum() + large[0] + len(str(model))  # noqa: E731
-        of_both = lambda x, other: x.sum() + large[0]  # noqa: E731
         for function in (small, of_both):  # an argument is sent in any case
             assert told(lambda f=function: todist.remote_call(1, f, x, large))[1] == []
 
