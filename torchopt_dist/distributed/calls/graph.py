@@ -154,7 +154,8 @@ class RemoteGraph:
     def packed(self, payload: Payload, modules: PackedModules | None) -> Message:
         """The message that asks for a call.
 
-        Raises :class:`SerializationError` if the payload cannot be sent, or not from inside a transform.
+        Raises :class:`SerializationError` if the payload cannot be sent, or not from inside a transform, and
+        :class:`ValueError` if the call gets a replica and may run twice.
         """
         request = Call(payload, self.key, payload.state.grad_enabled)
         try:

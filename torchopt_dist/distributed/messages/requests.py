@@ -81,20 +81,15 @@ class Worker(Protocol):
 
 
 class Request(Protocol):
-    """What a worker is asked to do.
-
-    Attributes:
-        key: names the request, and the graph from the message's tensors to the reply's, if that is kept.
-        keep: whether to keep the graph.
-    """
+    """What a worker is asked to do."""
 
     @property
     def key(self) -> Key | None:
-        """See above; ``None`` if it makes no graph."""
+        """Names the request, and the graph from the message's tensors to the reply's; ``None`` if it makes none."""
 
     @property
     def keep(self) -> bool:
-        """See above."""
+        """Whether to keep that graph."""
 
     def run(self, worker: Worker) -> Made:
         """Do it."""

@@ -96,7 +96,8 @@ class SealedStore:
 def open_store(plain: dist.Store, nonce: str, rank: int, on_one_machine: bool) -> Iterator[SealedStore]:
     """A context with the notes of this run; it is left when all workers have written theirs.
 
-    Raises ``InitializationError`` if ``TODIST_SECRET`` is too short, or the secret that rank 0 has made cannot be read.
+    Raises ``InitializationError`` if ``TODIST_SECRET`` is too short, rank 0 does not say in time where the secret is
+    that it has made, or that cannot be read.
     """
     given = given_secret()
     if given is not None:
