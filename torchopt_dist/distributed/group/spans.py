@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from types import TracebackType
-from typing import Literal, NamedTuple, ParamSpec, Self, TypeAlias, TypeVar
+from typing import Literal, NamedTuple, ParamSpec, Self, TypeAlias, TypeVar, get_args
 
 from torch.profiler import record_function
 
@@ -35,17 +35,7 @@ __all__ = ["PHASES", "Phase", "Recorder", "Span", "Spanned"]
 Phase: TypeAlias = Literal[
     "pack", "send", "wait", "unpack", "wait back", "receive", "run", "backward", "reply"
 ]
-PHASES: tuple[Phase, ...] = (
-    "pack",
-    "send",
-    "wait",
-    "unpack",
-    "wait back",
-    "receive",
-    "run",
-    "backward",
-    "reply",
-)
+PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
 P = ParamSpec("P")
