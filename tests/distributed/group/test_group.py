@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -147,6 +148,25 @@ def test_a_backward_after_the_group_has_ended_is_an_error_that_says_so(again):
         return True
 
     assert Bare(2).run(program) == [True, True]
+
+
+def test_the_end_waits_for_the_threads_only_as_long_as_the_releaser_has_left_of_its_time():
+    def program():
+        group = todist.auto_init_rpc()(current_group)()
+        now, waited = [100.0], []
+        group_module.time = SimpleNamespace(monotonic=lambda: now[0])
+        group.threads.close = waited.append
+        for takes in (2.0, 7.0):
+
+            def release(seconds, takes=takes):
+                now[0] += takes
+                waited.append(seconds)
+
+            group.releaser.close = release
+            group.close(5.0)
+        return waited
+
+    assert Bare(1).run(program) == [[5.0, 3.0, 5.0, 0.0]]
 
 
 def test_a_world_of_one_leaves_nothing_either():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -152,14 +153,15 @@ class Group:
             )
 
     def close(self, seconds: float = 0.0) -> None:
-        """Drop all that the group holds, and end its threads, each when its work is done, waiting so many seconds."""
+        """Drop all that the group holds, and end its threads, each when its work is done; wait at most so long."""
+        deadline = time.monotonic() + seconds
         self.ending = True
         self.kept_graphs.clear()
         self.residents.clear()
         self.replicas.clear()
         self.streams.clear()
         self.releaser.close(seconds)
-        self.threads.close(seconds)
+        self.threads.close(max(0.0, deadline - time.monotonic()))
 
 
 _group: Group | None = None
