@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import queue
 import signal
 import threading
 import time
@@ -65,6 +66,41 @@ def test_a_value_that_is_freed_while_it_is_on_its_way_is_not_kept(fails):
     else:
         assert residents.on(key, None, fetch).sum() == 3
     assert len(residents) == len(vars(residents)["_coming"]) == 0
+
+
+class Interrupting:
+    """An object, while whose bytes are compared something else is done."""
+
+    def __init__(self):
+        self.meanwhile = lambda: None
+
+    def __reduce__(self):
+        self.meanwhile()
+        return Interrupting, ()
+
+
+def test_other_values_are_found_while_the_bytes_of_one_that_is_handed_out_are_compared():
+    residents, key, other, value = Residents(lambda _: False), (0, 7), (0, 8), Interrupting()
+    residents.put(key, value, check=True)
+    residents.put(other, 3, check=False)
+    found = queue.SimpleQueue()
+
+    def look():
+        thread = threading.Thread(target=lambda: found.put(residents.find(other).value), daemon=True)
+        thread.start()
+        assert found.get(timeout=60) == 3
+
+    value.meanwhile = look
+    assert residents.hand_out(key, 1) is value
+    assert residents.find(key).holders == {1}
+
+
+def test_a_value_that_is_freed_while_its_bytes_are_compared_is_not_handed_out():
+    residents, key, value = Residents(lambda _: False), (0, 7), Interrupting()
+    residents.put(key, value, check=True)
+    value.meanwhile = lambda: residents.release(key)
+    with pytest.raises(ResidentError, match="its handle had been closed"):
+        residents.hand_out(key, 1)
 
 
 @pytest.mark.parametrize("size", [1, 3])

@@ -126,10 +126,10 @@ class Residents(Kept[_Kept]):
 
     def hand_out(self, key: Key, worker: int) -> Any:
         """At the value's home: the value, for a worker that keeps it from now on; errors as for :meth:`check`."""
+        kept = self.check(key)  # which may take long, so others may look for their values meanwhile
         with self._lock:
-            kept = self.check(key)
-            kept.holders.add(worker)
-            return kept.value
+            self.find(key).holders.add(worker)  # unless it was freed meanwhile
+        return kept.value
 
     def check(self, key: Key) -> _Kept:
         """Raise :class:`ResidentError` if a value of this worker has been changed in place or freed; else return it."""
