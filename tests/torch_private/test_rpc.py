@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed import rpc
 
 from torchopt_dist import _torch_private as private
@@ -53,6 +54,30 @@ def test_a_process_without_rpc_has_contexts_of_distributed_autograd(monkeypatch:
     private.init_distributed_autograd(3)
     monkeypatch.delattr(torch._C._distributed_autograd, "_init")
     private.init_distributed_autograd(3)
+
+
+@pytest.mark.parametrize("hide", [False, True])
+def test_a_group_over_nccl_has_torchs_own_timeout_where_it_cannot_be_set(
+    monkeypatch: pytest.MonkeyPatch, hide: bool
+) -> None:
+    class Hidden:
+        __slots__ = ()
+
+    class Named:
+        _timeout = timedelta(minutes=10)
+
+    class Group:
+        """Stands for ``ProcessGroupNCCL``, which needs a GPU."""
+
+        Options = Hidden if hide else Named
+
+        def __init__(self, store: dist.Store, rank: int, size: int, options: Any) -> None:
+            self.made_with = store, rank, size, getattr(options, "_timeout", None)
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Group, raising=False)
+    store, limit = dist.HashStore(), timedelta(seconds=7)
+    made: Any = private.nccl_group(store, 1, 2, limit)
+    assert made.made_with == (store, 1, 2, None if hide else limit)
 
 
 def test_options_are_torchs_own_where_the_transports_cannot_be_chosen(

@@ -54,6 +54,7 @@ from torchopt_dist._torch_private.ops import (
 )
 from torchopt_dist._torch_private.rpc import (
     init_distributed_autograd,
+    nccl_group,
     set_cpp_log_level,
     set_default_rpc_timeout,
     set_failure,
@@ -110,6 +111,7 @@ __all__ = [
     "leave_finalizers",
     "left_to_python",
     "memory_is_shared",
+    "nccl_group",
     "next_sequence_number",
     "outside_of_transforms",
     "parameters_of",

@@ -1,4 +1,4 @@
-"""Remote procedure calls of torch: time-outs, transports, contexts of gradients, and messages of the C++ code."""
+"""Processes of torch that work together: time-outs, transports, contexts of gradients, messages of the C++ code."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import ctypes
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch.distributed import rpc
 
 from torchopt_dist._torch_private.lookup import find
@@ -75,6 +77,21 @@ def init_distributed_autograd(rank: int) -> None:
     if init is not None:
         with suppress(RuntimeError):  # this process had another rank before, as it may not
             init(rank)
+
+
+def nccl_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupNCCL:
+    """A process group over NCCL; without the name its time-out is torch's own.
+
+    Args:
+        store: where its members meet.
+        rank: this process's rank among them.
+        size: how many there are.
+        timeout: for each of its collectives.
+    """
+    options = dist.ProcessGroupNCCL.Options()
+    if hasattr(options, "_timeout"):
+        options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
 def tensorpipe_options_with_sockets() -> rpc.TensorPipeRpcBackendOptions:

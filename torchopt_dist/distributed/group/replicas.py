@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torchopt_dist._torch_private import nccl_group
 from torchopt_dist._versions import Seen
 from torchopt_dist.distributed.group.kept import HeldLeaf, Kept
 from torchopt_dist.distributed.messages.requests import Key
@@ -77,12 +78,9 @@ class Held:
 
     def connect(self, store: dist.Store, rank: int, size: int, backend: str, seconds: float) -> None:
         """Enter a process group of all that hold the replica."""
-        made: Any  # torch's stubs do not say that the two are process groups
-        if backend == "nccl":
-            made = dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
-        else:
-            made = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=seconds))
-        self.group, self._backend = made, backend
+        # Torch's stubs do not say that what the two make is a process group.
+        make: Any = nccl_group if backend == "nccl" else dist.ProcessGroupGloo
+        self.group, self._backend = make(store, rank, size, timedelta(seconds=seconds)), backend
         self._store = store  # NCCL meets there in the first all-reduce
 
     def adopt(self, earlier: Held) -> None:
