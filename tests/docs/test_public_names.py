@@ -93,6 +93,15 @@ def test_the_page_has_no_name_that_is_gone() -> None:
     assert not gone
 
 
+def test_a_handle_shows_only_what_users_use() -> None:
+    def shown(kind: type) -> set[str]:
+        return {name for name in vars(kind) if not name.startswith("_")}
+
+    assert shown(todist.Resident) == {"value", "local_value", "to_here", "close"}
+    assert shown(todist.Reference) == shown(todist.Resident)
+    assert shown(todist.Shards) == {"size", "dim", "selected", "close"}
+
+
 def test_every_function_and_class_has_a_docstring() -> None:
     texts = {
         name: inspect.getdoc(thing) if isinstance(thing, FunctionType) else thing.__doc__

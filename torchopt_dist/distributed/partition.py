@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from torchopt_dist.distributed.balance import Balance, check_balance, check_workers, ranges, ranks_of
-from torchopt_dist.distributed.group.resident import Shards
+from torchopt_dist.distributed.group.resident import Shards, part_of
 from torchopt_dist.distributed.reduce import REDUCERS
 from torchopt_dist.distributed.world import get_worker_id
 from torchopt_dist.nn.module_state import StateHolder
@@ -254,7 +254,7 @@ class TensorDimensionPartitioner:
 
     def _take(self, tensor: _Array | Shards, start: int, stop: int) -> Any:
         if isinstance(tensor, Shards):
-            return tensor.part(start, stop, self.dim, self.exclusive and not self.keepdim)
+            return part_of(tensor, start, stop, self.dim, self.exclusive and not self.keepdim)
         if isinstance(tensor, np.ndarray):
             front = (slice(None),) * (self.dim % tensor.ndim)
             return tensor[(*front, start if self.exclusive and not self.keepdim else slice(start, stop))]

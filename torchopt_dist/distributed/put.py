@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from torchopt_dist.distributed.group.group import current_group
-from torchopt_dist.distributed.group.resident import Resident, Shards
+from torchopt_dist.distributed.group.resident import Resident, Shards, keep_here
 from torchopt_dist.distributed.messages.references import Reference, requires_grad
 from torchopt_dist.distributed.partition import PartitionFunction, TensorDimensionPartitioner
 
@@ -58,7 +58,7 @@ def put(value: Any, partitioner: PartitionFunction | None = None, *, check: bool
         if requires_grad(value):
             current_group()
             return Reference(value)
-        return Resident.of(value, check=check)
+        return keep_here(value, check=check)
     if not isinstance(partitioner, TensorDimensionPartitioner):
         raise TypeError(
             "put needs what `dim_partitioner` returns, `batch_partitioner`, `tasks` or None as its partitioner, got "
@@ -72,6 +72,6 @@ def put(value: Any, partitioner: PartitionFunction | None = None, *, check: bool
     parts: dict[tuple[int, int], Resident] = {}
     start = 0
     for part in partitioner(value):
-        parts[start, start + part.size] = Resident.of(part[1][0], check=check)
+        parts[start, start + part.size] = keep_here(part[1][0], check=check)
         start += part.size
     return Shards(parts, start, partitioner.dim, partitioner.exclusive and not partitioner.keepdim)

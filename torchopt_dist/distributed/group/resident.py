@@ -26,7 +26,7 @@ from torchopt_dist.distributed.messages.requests import Key
 from torchopt_dist.errors import ResidentError
 from torchopt_dist.pytree._containers import flatten
 
-__all__ = ["Resident", "Shards", "resolved"]
+__all__ = ["Resident", "Shards", "keep_here", "part_of", "resolved"]
 
 
 class Resident(Handle):
@@ -48,16 +48,6 @@ class Resident(Handle):
         self._key = key
         self._release: weakref.finalize[[Group, Key], Resident] | None = None
 
-    @classmethod
-    def of(cls, value: Any, *, check: bool) -> Resident:
-        """Put a value; see :func:`put`."""
-        group = current_group()
-        handle = cls((group.rank, next(group.numbers)))
-        group.residents.put(handle._key, value, check=check)
-        handle._release = weakref.finalize(handle, _let_go, group, handle._key)
-        handle._release.atexit = False
-        return handle
-
     @property
     def value(self) -> Any:
         """The value, as this worker keeps it. It is shared by all that use it: do not change it in place.
@@ -67,7 +57,7 @@ class Resident(Handle):
                 ended.
             WorkerLostError: the worker that has put it died.
         """
-        return self.on(None)
+        return _value_on(self, None)
 
     def local_value(self) -> Any:
         """What :attr:`value` is."""
@@ -77,23 +67,6 @@ class Resident(Handle):
         """What :attr:`value` is, however long it takes to come."""
         del timeout
         return self.value
-
-    def on(self, device: torch.device | None) -> Any:
-        """The value on a device; ``None`` leaves its tensors where they are. Errors as for ``value``."""
-        group = answering_group()
-        self._check_group(group)
-        home, number = self._key
-        lives = group.members[home].incarnation == incarnation_of(number)
-        if home == group.rank and lives:
-            return group.residents.on(self._key, device)
-
-        def fetch() -> Any:
-            if not lives:
-                raise group.membership.loss_of(home)
-            with lent():
-                return group.ask(home, _hand_out, self._key, group.rank).result()[0]
-
-        return group.residents.on(self._key, device, fetch)
 
     def close(self) -> None:
         """Free the value on all workers. Closing a worker's copy of the handle has no effect."""
@@ -118,13 +91,40 @@ class Resident(Handle):
         return f"<{type(self).__name__} {self._key[1]} of rank {self._key[0]}>"
 
 
+def keep_here(value: Any, *, check: bool) -> Resident:
+    """Keep a value on this worker, which is its home; see ``put``."""
+    group = current_group()
+    handle = Resident((group.rank, next(group.numbers)))
+    group.residents.put(handle._key, value, check=check)
+    handle._release = weakref.finalize(handle, _let_go, group, handle._key)
+    handle._release.atexit = False
+    return handle
+
+
+def _value_on(handle: Resident, device: torch.device | None) -> Any:
+    """The value on a device; ``None`` leaves its tensors where they are. Errors as for ``handle.value``."""
+    group = answering_group()
+    handle._check_group(group)
+    home, number = key = handle._key
+    lives = group.members[home].incarnation == incarnation_of(number)
+    if home == group.rank and lives:
+        return group.residents.on(key, device)
+
+    def fetch() -> Any:
+        if not lives:
+            raise group.membership.loss_of(home)
+        with lent():
+            return group.ask(home, _hand_out, key, group.rank).result()[0]
+
+    return group.residents.on(key, device, fetch)
+
+
 class Shards:
     """The handles of the parts of a value; made by :func:`put` with a partitioner.
 
     As an argument of a call it is split as the value would be, and each worker gets the handles of its parts.
 
-    Args:
-        parts: the handle of each part, by its half-open range of indices along the dimension.
+    Attributes:
         size: the size of the value along the dimension.
         dim: the dimension that was split.
         selected: whether each part is a single index, and so lacks the dimension.
@@ -133,24 +133,10 @@ class Shards:
     __slots__ = ("_parts", "dim", "selected", "size")
 
     def __init__(self, parts: dict[tuple[int, int], Resident], size: int, dim: int, selected: bool) -> None:
-        self._parts = parts
+        self._parts = parts  # by their half-open ranges of indices along the dimension
         self.size = size
         self.dim = dim
         self.selected = selected
-
-    def part(self, start: int, stop: int, dim: int, selected: bool) -> Resident:
-        """The handle of one part.
-
-        Raises:
-            ValueError: the value was split into other parts.
-        """
-        found = self._parts.get((start, stop))
-        if found is None or (dim, selected) != (self.dim, self.selected):
-            raise ValueError(
-                f"a call needs indices {start} to {stop - 1} along dim={dim} of a value that `put` has split into "
-                f"{len(self._parts)} parts of {self.size} indices along dim={self.dim}: give both the same partitioner"
-            )
-        return found
 
     def close(self) -> None:
         """Close all handles."""
@@ -159,6 +145,18 @@ class Shards:
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {len(self._parts)} of size {self.size} along dim={self.dim}>"
+
+
+def part_of(shards: Shards, start: int, stop: int, dim: int, selected: bool) -> Resident:
+    """The handle of one part; raises ``ValueError`` if the value was split into other parts."""
+    found = shards._parts.get((start, stop))
+    if found is None or (dim, selected) != (shards.dim, shards.selected):
+        raise ValueError(
+            f"a call needs indices {start} to {stop - 1} along dim={dim} of a value that `put` has split into "
+            f"{len(shards._parts)} parts of {shards.size} indices along dim={shards.dim}: give both the same "
+            "partitioner"
+        )
+    return found
 
 
 def resolved(payload: Payload, device: torch.device | None) -> Payload:
@@ -172,7 +170,7 @@ def resolved(payload: Payload, device: torch.device | None) -> Payload:
     found: dict[Key, Any] = {}
     for leaf in flat.leaves:
         if isinstance(leaf, Resident) and leaf._key not in found:
-            found[leaf._key] = leaf.on(device)
+            found[leaf._key] = _value_on(leaf, device)
 
     def value_of(leaf: Any) -> Any:
         if isinstance(leaf, Resident):
