@@ -105,8 +105,8 @@ class Hub:
     def _is_complete(self) -> bool:
         return len(self._members) == self.world_size
 
-    async def _lose(self, rank: int, cause: str = DIED) -> None:
-        await self.handle({"failed": rank, "report": "", "cause": cause})
+    async def _lose(self, rank: int, cause: str = DIED, **of: int) -> None:
+        await self.handle({"failed": rank, "cause": cause, **of})
 
     async def _hear_watchdog(
         self, rank: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -114,7 +114,7 @@ class Hub:
         of = self._replacements.incarnation(rank)
         if not await is_heard(reader, writer, self._liveness):
             link = self._links.get(rank)
-            await self.handle({"failed": rank, "report": "", "cause": STOPPED, "incarnation": of})
+            await self._lose(rank, STOPPED, incarnation=of)
             if link is not None and link.writer is not None:
                 link.writer.close()  # if it goes on, it sees that the others have gone on without it
 
@@ -186,7 +186,7 @@ class Hub:
         self._dead[rank] = message
         self._links.pop(rank, None)
         replacements.lost(rank)
-        if message["report"] or self._on_loss == "end" or not any(map(_is_start, self._opened)):
+        if message.get("report") or self._on_loss == "end" or not any(map(_is_start, self._opened)):
             replacements.end()
         await self._broadcast(message)
         await self._open_all([*self._arrived])

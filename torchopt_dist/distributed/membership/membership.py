@@ -98,7 +98,7 @@ class Membership(MembershipState):
             except (OSError, dist.DistError) as error:
                 raise InitializationError(f"rank {self.me.rank} cannot reach {where}: {error}") from error
         try:
-            self._wait_unless_over(lambda: bool(self.members), timeout, "all workers to join")
+            self._wait(lambda: bool(self.members), timeout, "all workers to join", late=InitializationError)
         except PeerFailedError:
             if not self.members:  # else that rank has found out what this one is about to
                 raise
@@ -112,7 +112,8 @@ class Membership(MembershipState):
         """
         self._set_member(self.me)
         self._send({"announce": asdict(self.me)})
-        self._wait_unless_over(lambda: self._known, timeout, "the others to know where it listens")
+        what = "the others to know where it listens"
+        self._wait(lambda: self._known, timeout, what, late=InitializationError)
 
     def start(self, timeout: float) -> None:
         """Wait until all ranks have called this; if this worker replaces a lost one, until the others can call it.
@@ -123,8 +124,7 @@ class Membership(MembershipState):
             self.barrier(range(self.world_size), START)
             return
         self._send({"ready": self.me.rank, "incarnation": self.me.incarnation})
-        self._wait_unless_over(lambda: self._back, timeout, "the others to call it")
-        self._started = True
+        self._wait(lambda: self._started, timeout, "the others to call it", late=InitializationError)
 
     def barrier(self, ranks: Sequence[int], purpose: str = "", timeout: float | None = None) -> None:
         """Wait until all ``ranks``, this one among them, have called ``barrier`` with the same ranks and purpose.
@@ -137,8 +137,7 @@ class Membership(MembershipState):
         sequence = self._sequence[name] = self._sequence.get(name, 0) + 1
         key = f"{name}#{sequence}"
         self._send({"arrive": key, "rank": self.me.rank, "group": group})
-        what = f"ranks {group} to come to a barrier"
-        self._wait_for_others(lambda: key in self._released, timeout, what, group)
+        self._wait(lambda: key in self._released, timeout, f"ranks {group} to come to a barrier", group)
         self._released.discard(key)
 
     def final_barrier(self) -> None:
@@ -171,9 +170,7 @@ class Membership(MembershipState):
                 self._changed.notify_all()
 
         threading.Thread(target=watch, daemon=True).start()
-        self._wait_for_others(
-            lambda: not thread.is_alive() or bool(self.lost), timeout, "the others to shut down RPC"
-        )
+        self._wait(lambda: not thread.is_alive() or bool(self.lost), timeout, "the others to shut down RPC")
 
     def watch(self, rank: int) -> None:
         """Let :attr:`links` watch the network to a worker; rank 0 has its own connections."""
@@ -225,12 +222,12 @@ class Membership(MembershipState):
                 self._run(self._to_hub.send(message))
         except (OSError, TimeoutError) as error:  # so that what users see is never a bare error of a socket
             self.check(())
-            raise self._failure(HUB, "", cause=UNREACHABLE).error() from error
+            raise self._failure(HUB, cause=UNREACHABLE).error() from error
 
     def _hub_ended(self, cause: str) -> None:
         self._hub_gone.set()
         if not self._hub_left:
-            self._receive({"failed": HUB, "report": "", "cause": cause})
+            self._receive({"failed": HUB, "cause": cause})
 
     def _receive(self, message: dict[str, Any]) -> None:
         with self._changed:
@@ -268,7 +265,7 @@ class Membership(MembershipState):
             await asyncio.sleep(self._liveness.interval)
             for rank, cause in stopped.look():
                 of = self.members[rank].incarnation
-                message = {"failed": rank, "report": "", "cause": cause, "incarnation": of}
+                message = {"failed": rank, "cause": cause, "incarnation": of}
                 if self._hub is not None:
                     await self._hub.handle(message)
                 elif rank != HUB and self._to_hub is not None:

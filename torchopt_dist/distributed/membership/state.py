@@ -12,7 +12,7 @@ from torchopt_dist.distributed.membership.hub import HUB, START
 from torchopt_dist.distributed.membership.link import DIED, OVER
 from torchopt_dist.distributed.membership.members import Failure, Member
 from torchopt_dist.distributed.rendezvous.store import GroupEndedError
-from torchopt_dist.errors import InitializationError, PeerFailedError, WorkerLostError
+from torchopt_dist.errors import PeerFailedError, WorkerLostError
 
 __all__ = ["MembershipState"]
 
@@ -33,7 +33,7 @@ class MembershipState:
         self.members: tuple[Member, ...] = ()
         self.failures: dict[int, Failure] = {}
         self.replaced: dict[int, Failure] = {}
-        self.joins_late = self._known = self._back = self._over = False
+        self.joins_late = self._known = self._over = False
         self._started = self._hub_left = self._closing = False
         self._all_answered = True
         self._kills_before = out_of_memory_kills()
@@ -50,7 +50,7 @@ class MembershipState:
     def loss_of(self, rank: int) -> PeerFailedError | WorkerLostError:
         """How the last process of a rank was lost; another process may have the rank now."""
         failure = self.failures.get(rank) or self.replaced.get(rank)
-        return (failure or self._failure(rank, "")).error()
+        return (failure or self._failure(rank)).error()
 
     def goes_on_without(self, rank: int) -> bool:
         """Whether the group goes on if that rank is lost."""
@@ -78,39 +78,26 @@ class MembershipState:
         timeout: float | None,
         what: str,
         ranks: Sequence[int] | None = None,
+        late: Callable[[str], Exception] = WorkerLostError,
     ) -> None:
+        """Wait for a condition; raises as :meth:`check`, ``late`` if it is not in time, and ``GroupEndedError``.
+
+        Who does not come in time to what has begun hangs, or is as good as lost.
+        """
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._changed:
             while True:
                 self.check(ranks)  # first, since a rank that came to a barrier may have died after that
                 if condition():
                     return
+                if self._over:
+                    raise GroupEndedError("the others are at their end")
                 if self._closing:
                     raise GroupEndedError(f"rank {self.me.rank} left the group while it waited for {what}")
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
-                    raise TimeoutError(f"rank {self.me.rank} waited {timeout:g} s for {what}")
+                    raise late(f"rank {self.me.rank} waited {timeout:g} s for {what}")
                 self._changed.wait(left)
-
-    def _wait_unless_over(self, condition: Callable[[], bool], timeout: float, what: str) -> None:
-        try:
-            self._wait(lambda: condition() or self._over, timeout, what)
-        except TimeoutError as error:
-            raise InitializationError(str(error)) from None
-        if not condition():
-            raise GroupEndedError("the others are at their end")
-
-    def _wait_for_others(
-        self,
-        condition: Callable[[], bool],
-        timeout: float | None,
-        what: str,
-        ranks: Sequence[int] | None = None,
-    ) -> None:
-        try:
-            self._wait(condition, timeout, what, ranks)
-        except TimeoutError as error:  # whoever does not come hangs, or is as good as lost
-            raise WorkerLostError(str(error)) from None
 
     def _note(self, message: dict[str, Any]) -> Failure | Member | None:
         """Record a message; returns a failure or a new process, of which more than the waiting threads must know."""
@@ -157,19 +144,19 @@ class MembershipState:
     def _come_back(self, rank: int, sequence: dict[str, int]) -> None:
         """Record that a rank, perhaps this one, has a new process that can be called."""
         if rank == self.me.rank:
-            self._back = True
+            self._started = True
             self._released.clear()
             self._sequence.update(sequence)
         elif rank in self.failures:
             self.replaced[rank] = self.failures.pop(rank)
 
-    def _is_new(self, failed: int, report: str, **_: object) -> bool:
+    def _is_new(self, failed: int, report: str = "", **_: object) -> bool:
         """Whether this is news: of a rank that was lost, only what its new process has raised."""
         known = self.failures.get(failed)
         return failed != self.me.rank and (known is None or bool(report and not known.report))
 
     def _failure(
-        self, failed: int, report: str, summary: str = "", cause: str = DIED, **_: object
+        self, failed: int, report: str = "", summary: str = "", cause: str = DIED, **_: object
     ) -> Failure:
         of = self.members[failed] if self.members else Member(failed, "", "")
         seen = cause == DIED and not report and of.process_table == self.me.process_table

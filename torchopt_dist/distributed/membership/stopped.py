@@ -18,7 +18,7 @@ import psutil
 from torchopt_dist._liveness import Liveness
 from torchopt_dist.distributed.membership.link import DIED, STOPPED
 
-__all__ = ["StoppedProcesses", "is_running", "process_table"]
+__all__ = ["StoppedProcesses", "is_running", "looks", "process_table"]
 
 
 def process_table() -> str:
@@ -30,6 +30,11 @@ def process_table() -> str:
             os.readlink("/proc/self/ns/pid"),
         ]
     return " ".join(parts)
+
+
+def looks(liveness: Liveness) -> int:
+    """How many times in a row a process may be found stopped."""
+    return max(1, round(liveness.patience / liveness.interval))
 
 
 def is_running(pid: int) -> bool:
@@ -60,7 +65,7 @@ class StoppedProcesses:
     """
 
     def __init__(self, pids: Mapping[int, int], liveness: Liveness) -> None:
-        self._looks = max(1, round(liveness.patience / liveness.interval))
+        self._looks = looks(liveness)
         self._counts: dict[int, int] = {}
         self._processes: dict[int, psutil.Process] = {}
         for rank, pid in pids.items():

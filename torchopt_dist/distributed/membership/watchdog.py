@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 
 from torchopt_dist._liveness import Liveness
+from torchopt_dist.distributed.membership.stopped import looks
 
 __all__ = ["Watchdog", "is_heard"]
 
@@ -56,11 +57,6 @@ class Watchdog:
         """End it."""
         self._process.kill()
         self._process.communicate()
-
-
-def looks(liveness: Liveness) -> int:
-    """How many times in a row a process may be found stopped."""
-    return max(1, round(liveness.patience / liveness.interval))
 
 
 async def is_heard(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, liveness: Liveness) -> bool:
