@@ -18,18 +18,18 @@ from torchopt_dist._parentheses import check_parentheses
 from torchopt_dist._random_turns import draw_seed_returnable
 from torchopt_dist._threads import settle_by, settle_in_thread
 from torchopt_dist.distributed.balance import balance_of
-from torchopt_dist.distributed.calls import own_share, spread
+from torchopt_dist.distributed.calls import spread
 from torchopt_dist.distributed.calls.awaited import Awaited
 from torchopt_dist.distributed.calls.gather import gather
+from torchopt_dist.distributed.calls.own_share import prepare
 from torchopt_dist.distributed.calls.siblings import Siblings
 from torchopt_dist.distributed.group.call_log import call_log
-from torchopt_dist.distributed.group.group import current_group
+from torchopt_dist.distributed.group.group import Group, current_group
 from torchopt_dist.distributed.group.progress import Bar
 from torchopt_dist.distributed.messages.caller_state import CallerState
 from torchopt_dist.distributed.messages.payload import (
     ExecutionKwargs,
     ExecutionOptions,
-    Payload,
     group_by_worker,
 )
 from torchopt_dist.distributed.messages.timeout import UNSET_TIMEOUT, seconds_of
@@ -118,14 +118,7 @@ def remote_sync_call(
         TypeError: an argument is of the wrong kind.
         ValueError: the arguments cannot be split, or a worker is unknown.
     """
-    execution: Any = options
-    buffers = execution.pop("buffers", None)
-    call = _Call(
-        func, args, kwargs, partitioner, reducer, timeout, ExecutionOptions.of(execution), buffers=buffers
-    )
-    with call.shown:
-        call.run_own_share()
-        return call.finish()
+    return _begun(func, args, kwargs, partitioner, reducer, timeout, options)()
 
 
 def remote_async_call(
@@ -151,15 +144,10 @@ def remote_async_call(
     Returns:
         A future whose ``wait()`` returns the result or raises what the call raised.
     """
-    execution: Any = options
-    buffers = execution.pop("buffers", None)
-    settings = ExecutionOptions.of(execution)
     group = current_group()
     answered = group.outstanding.wait_for_slot(seconds_of(timeout, default=group.call_timeout))
     try:
-        call = _Call(
-            func, args, kwargs, partitioner, reducer, timeout, settings, buffers=buffers, snapshot=True
-        )
+        finish = _begun(func, args, kwargs, partitioner, reducer, timeout, options, snapshot=True)
     except BaseException:
         answered()
         raise
@@ -169,147 +157,127 @@ def remote_async_call(
     def work() -> Any:
         group.outstanding.slots = None  # those that this thread has used up before are not this call's
         try:
-            with call.shown:
-                call.run_own_share()
-                with state.applied():
-                    return call.finish()
+            with state.applied():
+                return finish()
         finally:
             answered()  # before anybody can wait for this thread's frames to be gone
 
-    settle_in_thread(group.threads, work, future, group.names[call.me])
+    settle_in_thread(group.threads, work, future, group.names[group.rank])
     return future
 
 
-_SHOWN_NOWHERE: AbstractContextManager[object] = nullcontext()
+_SHOWN_NOWHERE: AbstractContextManager[None] = nullcontext()
 
 
-class _Call:
-    """One call; the requests to other workers are sent when the object is made."""
-
-    def __init__(
-        self,
-        func: Callable[..., Any],
-        args: Args | None,
-        kwargs: KwArgs | None,
-        partitioner: Partitioner | None,
-        reducer: Callable[..., Any] | None,
-        timeout: float | None,
-        options: ExecutionOptions,
-        *,
-        buffers: Buffers = None,
-        snapshot: bool = False,
-    ) -> None:
-        self.group = current_group()
-        if not callable(func):
-            raise TypeError(f"func must be callable, got {type(func).__name__} {func!r:.80}")
-        if not isinstance(args, (tuple, list, type(None))):
-            raise TypeError(
-                f"args must be a tuple, got {type(args).__name__}: write args=(x,) for one argument"
-            )
-        if not isinstance(kwargs, (dict, type(None))):
-            raise TypeError(f"kwargs must be a dictionary, got {type(kwargs).__name__}")
-        self.seconds = seconds_of(timeout, default=self.group.call_timeout)
-        self.started = time.monotonic()
-        self.reduce = None if reducer is None else check_reducer(reducer)
-        self.partitions = partition(partitioner, tuple(args or ()), dict(kwargs or {}))
-        if options.retries and self.group.on_loss == "end":
-            raise ValueError(
-                f'retries={options.retries} needs `auto_init_rpc(on_loss="continue")` or "replace": the loss of a '
-                "worker ends all others here"
-            )
-        self.balance = balance_of(partitioner)
-        if buffers is not None:
-            check_buffers(buffers)
-        self.take = None if buffers is None else functools.partial(take, func, buffers=buffers)
-        sent = func if buffers is None else Returning(func)
-        # As in one process, an evaluation that draws nothing does not move the caller's random numbers.
-        seed: int | None = None
-        self.settle_seed: Callable[[bool], None] | None = None
-        if not (snapshot or torch.is_grad_enabled()):
-            seed, self.settle_seed = draw_seed_returnable()
-        self.me = self.group.rank
-        self.bar = None
-        if options.progress:
-            title = getattr(func, "__name__", type(func).__name__)
-            self.bar = Bar(title, Counter(int(part.worker) for part in self.partitions))
-        self.payloads = group_by_worker(
-            sent,
-            self.partitions,
-            options,
-            timed=self.balance is not None,
-            seed=seed,
-            ticket=None if self.bar is None else self.bar.ticket,
-        )
-        log = call_log(func, self.payloads, self.group)
-        self.siblings = Siblings(log, took=None if self.balance is None else self.balance.took)
-        self.shown = _SHOWN_NOWHERE
-        if log is None and self.bar is None:
-            self.send(snapshot)
-            return
-        with ExitStack() as shown:
-            for each in (log, self.bar):
-                shown.enter_context(each or nullcontext())
-            self.send(snapshot)
-            self.shown = shown.pop_all()
-
-    def send(self, snapshot: bool) -> None:
-        """Send the others their shares, and make the caller's own ready."""
-        modules: PackedModules = {}
-        others: dict[int, Payload] = {}
-        for worker, (payload, _) in self.payloads.items():
-            if worker != self.me:
-                others[worker] = payload
-        lost = self.group.membership.failures
-        self.values = spread.calls(
-            dict(sorted(others.items(), key=lambda each: each[0] in lost)) if lost else others,
-            self.seconds,
-            movable=self.is_movable,
+def _begun(
+    func: Callable[..., Any],
+    args: Args | None,
+    kwargs: KwArgs | None,
+    partitioner: Partitioner | None,
+    reducer: Callable[..., Any] | None,
+    timeout: float | None,
+    given: CallKwargs,
+    *,
+    snapshot: bool = False,
+) -> Callable[[], Any]:
+    """Split a call and send the others their shares; returns what runs the own share, and waits for all results."""
+    execution: Any = given
+    buffers: Buffers = execution.pop("buffers", None)
+    options = ExecutionOptions.of(execution)
+    group = current_group()
+    _check(func, args, kwargs, options, group)
+    check_buffers(buffers)
+    seconds, started = seconds_of(timeout, default=group.call_timeout), time.monotonic()
+    reduce = None if reducer is None else check_reducer(reducer)
+    partitions = partition(partitioner, tuple(args or ()), dict(kwargs or {}))
+    balance = balance_of(partitioner)
+    # As in one process, an evaluation that draws nothing does not move the caller's random numbers.
+    draws = snapshot or torch.is_grad_enabled()
+    seed, settle_seed = (None, None) if draws else draw_seed_returnable()
+    bar = None
+    if options.progress:
+        title = getattr(func, "__name__", type(func).__name__)
+        bar = Bar(title, Counter(int(part.worker) for part in partitions))
+    payloads = group_by_worker(
+        func if buffers is None else Returning(func),
+        partitions,
+        options,
+        timed=balance is not None,
+        seed=seed,
+        ticket=None if bar is None else bar.ticket,
+    )
+    log = call_log(func, payloads, group)
+    siblings = Siblings(log, took=None if balance is None else balance.took)
+    modules: PackedModules = {}
+    own_share: Callable[[], list[Any]] | None = None
+    shown = _SHOWN_NOWHERE if log is None and bar is None else ExitStack()
+    with shown as stack:
+        if stack is not None:
+            for each in (log, bar):
+                stack.enter_context(each or nullcontext())
+        values = spread.calls(
+            {worker: payload for worker, (payload, _) in payloads.items() if worker != group.rank},
+            seconds,
+            movable=lambda worker: all(partitions[index].movable for index in payloads[worker][1]),
             modules=modules,
-            siblings=self.siblings,
+            siblings=siblings,
             snapshot=snapshot,
         )
-        if self.bar is not None:
-            self.bar.watch(self.values)
-        self.own_share: Callable[[], list[Any]] | None = None
-        if self.me in self.payloads:
-            self.own_share = own_share.prepare(
-                self.payloads[self.me][0], snapshot=snapshot, modules=modules, siblings=self.siblings
+        if group.rank in payloads:
+            own_share = prepare(
+                payloads[group.rank][0], snapshot=snapshot, modules=modules, siblings=siblings
             )
+        if bar is not None:
+            bar.watch(values)
+        if stack is not None:
+            shown = stack.pop_all()
 
-    def is_movable(self, worker: int) -> bool:
-        """Whether another worker may run the share of one that is lost."""
-        return all(self.partitions[index].movable for index in self.payloads[worker][1])
-
-    def run_own_share(self) -> None:
-        """Run the caller's own share while the other workers run theirs; in a thread, if a time-out bounds the wait."""
-        work, self.own_share = self.own_share, None
+    def run_own_share() -> None:
+        """Run it while the others run theirs; in a thread, if a time-out bounds the wait."""
+        nonlocal own_share
+        work, own_share = own_share, None
         if work is None:
             return
-        own = self.values[self.me] = _future.Future()
-        if self.bar is not None:
-            self.bar.watch({self.me: own})
-        if self.seconds and self.payloads[self.me][0].options.isolate_own_share:
-            settle_in_thread(self.group.threads, work, own, self.group.names[self.me])
+        own = values[group.rank] = _future.Future()
+        if bar is not None:
+            bar.watch({group.rank: own})
+        if seconds and options.isolate_own_share:
+            settle_in_thread(group.threads, work, own, group.names[group.rank])
         else:
             settle_by(work, own)
 
-    def finish(self) -> Any:
-        """Wait for the others, and reduce."""
-        results: list[Any] = [None] * len(self.partitions)
-        group = self.group
-        gathered = group.recorder.record(
-            "wait", None, None, gather, self.values, group.names, self.seconds, self.started
+    def finish() -> Any:
+        with shown:
+            run_own_share()
+            gathered = group.recorder.record(
+                "wait", None, None, gather, values, group.names, seconds, started
+            )
+            if settle_seed is not None:
+                settle_seed(siblings.drew)
+            results: list[Any] = [None] * len(partitions)
+            for worker, found in gathered.items():
+                for index, value in zip(payloads[worker][1], found, strict=True):
+                    results[index] = value
+            if buffers is not None:
+                results = take(func, partitions, results, buffers)
+            return results if reduce is None else reduce(results, [part.size for part in partitions])
+
+    return finish
+
+
+def _check(func: Any, args: Any, kwargs: Any, options: ExecutionOptions, group: Group) -> None:
+    """Raise an error for arguments of the wrong kind, and for retries where no worker may be lost."""
+    if not callable(func):
+        raise TypeError(f"func must be callable, got {type(func).__name__} {func!r:.80}")
+    if not isinstance(args, (tuple, list, type(None))):
+        raise TypeError(f"args must be a tuple, got {type(args).__name__}: write args=(x,) for one argument")
+    if not isinstance(kwargs, (dict, type(None))):
+        raise TypeError(f"kwargs must be a dictionary, got {type(kwargs).__name__}")
+    if options.retries and group.on_loss == "end":
+        raise ValueError(
+            f'retries={options.retries} needs `auto_init_rpc(on_loss="continue")` or "replace": the loss of a worker '
+            "ends all others here"
         )
-        if self.settle_seed is not None:
-            self.settle_seed(self.siblings.drew)
-        for worker, values in gathered.items():
-            for index, value in zip(self.payloads[worker][1], values, strict=True):
-                results[index] = value
-        if self.take is not None:
-            results = self.take(self.partitions, results)
-        if self.reduce is None:
-            return results
-        return self.reduce(results, [part.size for part in self.partitions])
 
 
 @overload

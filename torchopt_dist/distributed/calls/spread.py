@@ -48,7 +48,7 @@ def calls(
     siblings: Siblings,
     snapshot: bool,
 ) -> dict[int, Future[list[Any]]]:
-    """Run payloads of one call on other workers, in this order; returns a future of each worker's values.
+    """Run payloads of one call on other workers, those of lost ones last; returns a future of each worker's values.
 
     The values, and a backward through them, may take so many ``seconds`` (0: for ever), or fail with
     :class:`~torchopt_dist.errors.CallTimeoutError`; they are connected to the payload's tensors if its state has grad
@@ -69,10 +69,10 @@ def calls(
     if snapshot:
         sending = sending._replace(as_sent=_copied)
     lost = group.membership.failures
-    for worker, payload in payloads.items():
+    for worker in sorted(payloads, key=lost.__contains__) if lost else payloads:
         if worker not in futures:
             moves = worker in lost and movable(worker)
-            futures[worker] = call(sending, worker, payload, modules, moves=moves)
+            futures[worker] = call(sending, worker, payloads[worker], modules, moves=moves)
     return futures
 
 
