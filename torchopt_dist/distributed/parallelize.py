@@ -186,7 +186,8 @@ def _begun(
     options = ExecutionOptions.of(execution)
     group = current_group()
     _check(func, args, kwargs, options, group)
-    check_buffers(buffers)
+    if buffers is not None:
+        check_buffers(buffers)
     seconds, started = seconds_of(timeout, default=group.call_timeout), time.monotonic()
     reduce = None if reducer is None else check_reducer(reducer)
     partitions = partition(partitioner, tuple(args or ()), dict(kwargs or {}))
@@ -207,7 +208,15 @@ def _begun(
         ticket=None if bar is None else bar.ticket,
     )
     log = call_log(func, payloads, group)
-    siblings = Siblings(log, took=None if balance is None else balance.took)
+    siblings = Siblings(
+        group,
+        seconds,
+        torch.is_grad_enabled(),
+        options,
+        mends=options.retries > 0,
+        log=log,
+        took=None if balance is None else balance.took,
+    )
     modules: PackedModules = {}
     own_share: Callable[[], list[Any]] | None = None
     shown = _SHOWN_NOWHERE if log is None and bar is None else ExitStack()
@@ -216,17 +225,14 @@ def _begun(
             for each in (log, bar):
                 stack.enter_context(each or nullcontext())
         values = spread.calls(
+            siblings,
             {worker: payload for worker, (payload, _) in payloads.items() if worker != group.rank},
-            seconds,
+            modules,
             movable=lambda worker: all(partitions[index].movable for index in payloads[worker][1]),
-            modules=modules,
-            siblings=siblings,
             snapshot=snapshot,
         )
         if group.rank in payloads:
-            own_share = prepare(
-                payloads[group.rank][0], snapshot=snapshot, modules=modules, siblings=siblings
-            )
+            own_share = prepare(siblings, payloads[group.rank][0], modules, snapshot=snapshot)
         if bar is not None:
             bar.watch(values)
         if stack is not None:

@@ -69,9 +69,9 @@ def test_gradients_are_added_up_by_rank_whatever_is_in_front_of_the_arguments(wo
     def body():
         came, finish, size = [], RemoteGraph.finish_backward, 6
 
-        def noting(graph, under_way):
+        def noting(graph, *backward):
             came.append(graph.worker)
-            return finish(graph, under_way)
+            return finish(graph, *backward)
 
         def derivatives(viewed):
             def shares(x):

@@ -11,15 +11,14 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from torchopt_dist._future import Future
 from torchopt_dist._random_turns import lent
-from torchopt_dist._versions import Seen
-from torchopt_dist.distributed.group.chunks import Arriving
+from torchopt_dist.distributed.calls.siblings import Siblings
 from torchopt_dist.distributed.group.group import Group
 from torchopt_dist.distributed.messages.caller_state import CallerState
 from torchopt_dist.distributed.messages.message import Message
@@ -29,9 +28,7 @@ from torchopt_dist.distributed.serialization.pickling import pack, unpack
 from torchopt_dist.distributed.transport.ask import ANOTHER_GRAPH, Deadline, Sent
 from torchopt_dist.distributed.transport.base import settle
 
-__all__ = ["Again", "CallAgain", "GradientsAgain", "UnderWay"]
-
-Graph = TypeVar("Graph")
+__all__ = ["Again", "CallAgain", "GradientsAgain"]
 
 
 class Again(Protocol):
@@ -63,7 +60,7 @@ class Again(Protocol):
 class CallAgain:
     """The graph of one call on one worker; see :class:`Again`.
 
-    ``new`` makes the record of such a graph, from a time limit and options.
+    ``new`` makes the record of such a graph, from what the shares of a call have in common.
     """
 
     def __init__(
@@ -93,7 +90,8 @@ class CallAgain:
         deadline: Deadline,
     ) -> list[Tensor]:
         """See :class:`Again`."""
-        graph = self._new(deadline.left(), options=left)
+        siblings = Siblings(self._group, deadline.left(), True, left)
+        graph = self._new(siblings)
         message = self._sent.message
         inputs = [instead[id(tensor)] for tensor in self._inputs]
         places = iter(inputs)
@@ -106,7 +104,7 @@ class CallAgain:
         asked = graph.ask(self._sent, avoided=frozenset(self._avoided))
         with lent():
             arrived = asked.result()
-        graph.timeout = deadline.left()
+        siblings.seconds = deadline.left()
         reply = graph.connected(anchor, arrived.received())
         graph.again.found(reply, graph.values_of(reply))
         if reply.connected != self._connected:
@@ -279,19 +277,3 @@ class GradientsAgain:
                 )
             )
         return [next(found) if wanted else None for wanted in self._wanted]
-
-
-class UnderWay(NamedTuple, Generic[Graph]):
-    """A backward that is running: its request, the future reply, and the graph of the backward itself.
-
-    ``inputs`` are the call's, as they were at the call; ``arriving`` has the gradients of those at ``streamed``, which
-    come in chunks; ``again`` makes the gradients if workers are lost.
-    """
-
-    message: Message
-    reply: Future[Message]
-    graph: Graph
-    inputs: Seen
-    arriving: Arriving | None
-    streamed: Sequence[int]
-    again: GradientsAgain | None

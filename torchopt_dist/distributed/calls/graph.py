@@ -18,8 +18,7 @@ These nodes are used inside the contexts of ``torch.distributed.autograd`` too: 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,18 +33,18 @@ from torchopt_dist._torch_private import (
     transforms_are_active,
 )
 from torchopt_dist._versions import Seen, check_inputs
-from torchopt_dist.distributed.calls.again import Again, CallAgain, GradientsAgain, UnderWay
+from torchopt_dist.distributed.calls.again import Again, CallAgain, GradientsAgain
 from torchopt_dist.distributed.calls.local import Beside, Here
 from torchopt_dist.distributed.calls.nodes import collect, dispatch
 from torchopt_dist.distributed.calls.siblings import Siblings
-from torchopt_dist.distributed.group.chunks import Deferred
+from torchopt_dist.distributed.group.chunks import Arriving, Deferred
 from torchopt_dist.distributed.group.group import Group, find_group
 from torchopt_dist.distributed.group.spans import Phase, Spanned
 from torchopt_dist.distributed.messages.caller_state import CallerState
 from torchopt_dist.distributed.messages.globals_of_code import MUCH_CODE, GlobalsOfCode, description_of_much
 from torchopt_dist.distributed.messages.handle import StayingModule
 from torchopt_dist.distributed.messages.message import Message
-from torchopt_dist.distributed.messages.payload import ExecutionOptions, Payload
+from torchopt_dist.distributed.messages.payload import Payload
 from torchopt_dist.distributed.messages.requests import BACKWARD_TWICE, Backward, Call, Key
 from torchopt_dist.distributed.serialization.names import code_of
 from torchopt_dist.distributed.serialization.pickling import PackedModules, pack, reply_of
@@ -64,25 +63,20 @@ class RemoteGraph:
 
     def __init__(
         self,
-        group: Group,
+        siblings: Siblings,
         worker: int,
-        transport: Sender,
-        timeout: float,
+        transport: Sender | None = None,
         *,
-        options: ExecutionOptions | None = None,
         own: bool = False,
-        siblings: Siblings | None = None,
     ) -> None:
         self.kept = False  # set first, since `__del__` reads it
         self.gone = False  # whether no worker keeps it, and a backward makes it again
-        self.options = options or ExecutionOptions()
-        self.siblings = siblings or Siblings()
+        self.siblings = siblings
+        self.group = group = siblings.group
         self.own = own  # the graph of this worker's own share
         self.number = len(group.names) + 1 if own else len(group.names) - worker  # of its *dispatch*
         self.again: Again | None = None  # makes it again, if it is to outlive its workers
-        self.group = group
-        self.transport = transport
-        self.timeout = timeout
+        self.transport = transport or group.transport.to(worker)
         self.worker = worker
         self.worker_name = group.names[worker]
         self.key: Key = (group.rank, next(group.numbers))
@@ -111,25 +105,60 @@ class RemoteGraph:
         self.worker, self.transport, self.key = attempt
         self.worker_name = self.group.names[self.worker]
 
+    def begin(
+        self,
+        message: Message,
+        late: Sequence[Tensor] = (),
+        *,
+        as_sent: Callable[[Tensor], Tensor] = Tensor.detach,
+        instead: Mapping[int, Tensor] | None = None,
+        spent: int | None = None,
+    ) -> tuple[Tensor | None, Future[Message]]:
+        """Send a call, but for its tensors that come late; returns the anchor, and the future reply.
+
+        ``as_sent`` is a function from a tensor of the message to the one to send; ``instead`` has, by the id of a
+        tensor of the message, the one to which the reply is connected in its place; ``spent`` is how many of the
+        retries have been used, if another worker may be asked (``None``: none may).
+        """
+        anchor, sent, siblings, record = None, message, self.siblings, self.group.recorder.record
+        if message.tensors:
+            connected = message
+            if instead:
+                connected = message.with_tensors([instead.get(id(each), each) for each in message.tensors])
+            anchor = self.connect(connected, keep=siblings.keep)
+            sent = message.with_tensors([as_sent(tensor) for tensor in message.tensors])
+        if late:
+            numbers = {id(tensor): number for number, tensor in enumerate(message.tensors)}
+            for tensor in late:
+                sent.tensors[numbers[id(tensor)]] = tensor.new_empty(0)
+        if spent is None:
+            reply = record("send", self.key, self.worker, self.send, sent)
+        else:
+            kept = Sent.of(sent, None if message.key else self.key)
+            reply = record("send", self.key, self.worker, self.ask, kept, spent=spent)
+        if siblings.log is not None:
+            siblings.log.watch(message, reply)
+        return anchor, reply
+
     def send(self, message: Message) -> Future[Message]:
         """Send a request to the worker."""
-        return self.transport.send(self.worker, message, self.timeout)
+        return self.transport.send(self.worker, message, self.siblings.seconds)
 
     def ask(self, sent: Sent, *, spent: int = 0, avoided: Collection[int] = ()) -> Future[Message]:
         """Send a call to the worker, or to another one if the worker is lost or late.
 
         So many of its retries are ``spent``; the ``avoided`` workers are asked only if nobody else is left.
         """
-        options, device, group = self.options, sent.message.device, self.group
+        options, device, group = self.siblings.options, sent.message.device, self.group
         if self.kept and self.again is None and options.outlives_workers:
-            new = partial(RemoteGraph, group, self.worker, self.transport)
+            new = partial(RemoteGraph, worker=self.worker, transport=self.transport)
             self.again = CallAgain(group, sent, self.inputs.tensors, new)
         ask = Ask(
             sent,
             self,
             max(0, options.retries - spent),
             options.hedge_after,
-            Deadline(self.timeout),
+            Deadline(self.siblings.seconds),
             beside=lambda: Beside(receiving_device(device), group),
             may_go=lambda rank: not self._main_by_name or group.same_program(rank),
             avoided=avoided,
@@ -145,13 +174,11 @@ class RemoteGraph:
             request, main_by_name=self._main_by_name, modules=modules, here=isinstance(self.transport, Here)
         )
 
-    def start(self, payload: Payload, modules: PackedModules | None) -> tuple[Message, Tensor | None]:
-        """The message that asks for a call, and the anchor, if gradients are wanted; errors as of :meth:`packed`."""
-        message = self.group.recorder.record("pack", self.key, self.worker, self.packed, payload, modules)
-        keep = payload.state.grad_enabled
-        return message, self.connect(message, keep=keep) if message.tensors else None
-
     def packed(self, payload: Payload, modules: PackedModules | None) -> Message:
+        """The message that asks for a call, recorded; errors as of :meth:`message_of`."""
+        return self.group.recorder.record("pack", self.key, self.worker, self.message_of, payload, modules)
+
+    def message_of(self, payload: Payload, modules: PackedModules | None) -> Message:
         """The message that asks for a call.
 
         Raises :class:`SerializationError` if the payload cannot be sent, or not from inside a transform, and
@@ -165,7 +192,8 @@ class RemoteGraph:
             raise SerializationError(
                 f"`{function}` and its arguments cannot be sent to {self.worker_name}: {place}{error}"
             ) from error
-        if self.options.outlives_workers and any(isinstance(each, StayingModule) for each in message.handles):
+        moves = self.siblings.options.outlives_workers and not self.own
+        if moves and any(isinstance(each, StayingModule) for each in message.handles):
             raise ValueError(
                 f"`{_name(payload)}` is called with a replica, whose gradients stay on the worker that computes them: "
                 "leave out retries and hedge_after"
@@ -243,24 +271,30 @@ class RemoteGraph:
             self.siblings.took(self.worker, reply.seconds)
         return reply.values
 
-    def wait_for(self, reply: Future[Message], take_up: Callable[[], object]) -> Message:
-        """The reply to a backward, as soon as those of the call's other shares have come, too.
+    def wait_for(
+        self, reply: Future[Message], arriving: Arriving | None, cut: Sequence[Tensor]
+    ) -> tuple[Message, dict[int, Tensor]]:
+        """The reply to a backward, and by number the gradients of ``cut`` that have come before it in chunks.
 
-        Until it is there, ``take_up`` takes up what comes before it, if anything does.
+        They are there as soon as the replies of the call's other shares have come, too.
         """
+        whole: dict[int, Tensor] = {}
         if self.own:
             arrived = reply.result()  # computes it, which is no waiting
-        with nullcontext() if self.own else self.span("wait back"), lent():
-            take_up()
-            if not self.own:
+            with lent():
+                self.siblings.check()
+        else:
+            with self.span("wait back"), lent():
+                if arriving is not None:
+                    whole = arriving.put_together(cut)
                 arrived = reply.result()
-            self.siblings.check()
-        return arrived
+                self.siblings.check()
+        return arrived, whole
 
     def start_backward(
         self, output_grads: tuple[Tensor | None, ...], wanted: tuple[bool, ...]
-    ) -> UnderWay[RemoteGraph]:
-        """Send the results' gradients; returns what :meth:`finish_backward` needs.
+    ) -> Callable[[], list[Tensor | None]]:
+        """Send the results' gradients; returns what waits for the inputs', as of :meth:`finish_backward`.
 
         Raises :class:`RuntimeError` if a backward has used up one of the results (the others can still be used, as in
         torch), and :class:`NotInitializedError` if the RPC group of the call has ended, or in a fork of the caller.
@@ -275,15 +309,7 @@ class RemoteGraph:
             raise NotInitializedError(
                 f"the graph of this remote call was kept by {self.worker_name}, and the RPC group has ended"
             )
-        graph = RemoteGraph(
-            self.group,
-            self.worker,
-            self.transport,
-            self.timeout,
-            options=self.options,
-            own=self.own,
-            siblings=self.siblings,
-        )
+        graph = RemoteGraph(self.siblings, self.worker, self.transport, own=self.own)
         graph.number = self.number
         nobody = self.again is not None and (self.gone or self._has_lost_worker())
         streamed = () if nobody else tuple(place for place in self.streamed if wanted[place])
@@ -306,13 +332,14 @@ class RemoteGraph:
         again = None
         if self.again is not None:
             again = GradientsAgain(self.again, output_grads, wanted, inputs.tensors, state)
-            reply = again.instead_of(reply, self.group, self.worker, self.options, Deadline(self.timeout))
+            options, deadline = self.siblings.options, Deadline(self.siblings.seconds)
+            reply = again.instead_of(reply, self.group, self.worker, options, deadline)
             graph.again = again if recorded else None
             self.again = self.again if self.unused else None
         assert reply is not None
         if not self.own:
             self.siblings.add(reply, self.worker_name)
-        return UnderWay(message, reply, graph, inputs, arriving, streamed, again)
+        return partial(self.finish_backward, graph, message, reply, inputs, arriving, streamed, again)
 
     def _has_lost_worker(self) -> bool:
         return self.transport.has_lost(self.worker) and self.group.retries.goes_on_without(self.worker)
@@ -321,7 +348,7 @@ class RemoteGraph:
         graph.kept = recorded
         if self.own:
             return self.send(message)
-        answered = self.group.outstanding.wait_for_slot(self.timeout)
+        answered = self.group.outstanding.wait_for_slot(self.siblings.seconds)
         with graph.span("send"):
             reply = self.send(message)
         reply.add_done_callback(answered)
@@ -346,41 +373,43 @@ class RemoteGraph:
                 found[place] = output
         return found
 
-    def finish_backward(self, under_way: UnderWay[RemoteGraph]) -> list[Tensor | None]:
+    def finish_backward(
+        self,
+        graph: RemoteGraph,
+        message: Message,
+        reply: Future[Message],
+        inputs: Seen,
+        arriving: Arriving | None,
+        streamed: Sequence[int],
+        again: GradientsAgain | None,
+    ) -> list[Tensor | None]:
         """Wait for the inputs' gradients; if recorded, these are connected to the results' gradients and to the inputs.
 
-        Raises :class:`RuntimeError` if the backward is recorded, and an input has been changed in place.
+        ``graph`` is that of the backward itself, and ``message`` has the results' gradients; ``inputs`` are the call's,
+        as they were at the call, and ``arriving`` has the gradients of those at ``streamed``, which come in chunks;
+        ``again`` has the gradients if they were made again. Raises :class:`RuntimeError` if the backward is recorded,
+        and an input has been changed in place.
         """
-        message, reply, graph, inputs, arriving, streamed, again = under_way
-        tensors = inputs.tensors
-        anchor = None
-        recorded = torch.is_grad_enabled()
+        tensors, anchor, recorded = inputs.tensors, None, torch.is_grad_enabled()
         if recorded:
             check_inputs(inputs)
-            own = message.inputs()
-            anchor = dispatch(graph, [*own, *tensors])
-
-        whole: dict[int, Tensor] = {}
+            anchor = dispatch(graph, [*message.inputs(), *tensors])
         cut = [tensors[place] for place in streamed]
 
-        def take_up() -> None:
-            if arriving is not None:
-                found = arriving.put_together(cut)
-                whole.update((streamed[number], grad) for number, grad in found.items())
-
         def finish() -> list[Tensor | None]:
-            arrived = graph.wait_for(reply, take_up)
+            arrived, found = graph.wait_for(reply, arriving, cut)
             made = None if again is None else again.take()
-            if made is None:
-                return graph.collect(anchor, with_gradients(arrived, whole) if recorded else arrived)
-            whole.clear()
-            return graph.made_elsewhere(anchor, made)
+            if made is not None:
+                return graph.made_elsewhere(anchor, made)
+            whole = {streamed[number]: grad for number, grad in found.items()}
+            if recorded:
+                return graph.collect(anchor, with_gradients(arrived, whole))
+            grads = graph.collect(anchor, arrived)
+            return [whole.get(place, grad) for place, grad in enumerate(grads)] if whole else grads
 
         if arriving is not None and self.group.streams.put_off(cut, Deferred(tensors, arriving, finish)):
             return [None] * len(tensors)
         grads = finish()
-        if whole and not recorded:
-            grads = [whole.get(place, grad) for place, grad in enumerate(grads)]
         if isinstance(self.transport, Here) and not recorded:
             grads = apart_from(message.tensors, grads)
         # A worker may have computed on its GPU what came from a CPU.

@@ -34,11 +34,10 @@ class Graph(Protocol):
     number: int
     inputs: Seen
 
-    def start_backward(self, output_grads: tuple[Tensor | None, ...], wanted: tuple[bool, ...]) -> object:
-        """Send the gradients of the results; returns the argument of :meth:`finish_backward`."""
-
-    def finish_backward(self, under_way: Any) -> list[Tensor | None]:
-        """Wait for the gradients of the inputs."""
+    def start_backward(
+        self, output_grads: tuple[Tensor | None, ...], wanted: tuple[bool, ...]
+    ) -> Callable[[], list[Tensor | None]]:
+        """Send the gradients of the results; returns a function that waits for those of the inputs."""
 
 
 def dispatch(graph: Graph, inputs: list[Tensor]) -> Tensor:
@@ -70,7 +69,8 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, ticket: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.graph.finish_backward(vars(ticket).pop("take_under_way")())
+        finish = vars(ticket).pop("take_under_way")()
+        return None, *finish()
 
 
 class _Collect(torch.autograd.Function):

@@ -18,7 +18,6 @@ from torchopt_dist._versions import Seen
 from torchopt_dist.distributed.calls.graph import RemoteGraph
 from torchopt_dist.distributed.calls.local import Here
 from torchopt_dist.distributed.calls.siblings import Siblings
-from torchopt_dist.distributed.group.group import current_group
 from torchopt_dist.distributed.messages.payload import Payload
 from torchopt_dist.distributed.serialization.pickling import PackedModules
 from torchopt_dist.distributed.serialization.wire import SMALL
@@ -30,11 +29,7 @@ __all__ = ["prepare"]
 
 
 def prepare(
-    payload: Payload,
-    *,
-    snapshot: bool,
-    modules: PackedModules | None = None,
-    siblings: Siblings | None = None,
+    siblings: Siblings, payload: Payload, modules: PackedModules, *, snapshot: bool
 ) -> Callable[[], list[Any]]:
     """Make the caller's own share ready, in the caller's thread; returns a function that runs it in any thread.
 
@@ -42,18 +37,19 @@ def prepare(
     is not isolated copies none. Raises :class:`SerializationError` if it is isolated and its objects cannot be rebuilt.
     """
     if not payload.options.isolate_own_share:
-        return _plain(payload, siblings, in_a_thread=snapshot)
-    group = current_group()
+        return _plain(siblings, payload, in_a_thread=snapshot)
+    group = siblings.group
     here = Here(receiving_device(payload.options.device), group)
-    graph = RemoteGraph(group, group.rank, here, 0, own=True, siblings=siblings)
+    graph = RemoteGraph(siblings, group.rank, here, own=True)
     try:
-        message, anchor = graph.start(payload, modules)
+        message = graph.packed(payload, modules)
     except SerializationError as error:
         error.add_note(
             "the caller's own share works on rebuilt objects, as the other workers' do; "
             "isolate_own_share=False lets it work on the caller's own"
         )
         raise
+    anchor = graph.connect(message, keep=siblings.keep) if message.tensors else None
     sent = message.detached()
     shared: list[Tensor] = []
     for number, tensor in enumerate(message.tensors):
@@ -75,18 +71,17 @@ def prepare(
     return work
 
 
-def _plain(payload: Payload, siblings: Siblings | None, *, in_a_thread: bool) -> Callable[[], list[Any]]:
+def _plain(siblings: Siblings, payload: Payload, *, in_a_thread: bool) -> Callable[[], list[Any]]:
+    """The same for a share that works on the caller's own objects."""
     held = hold_grad_accumulators(payload.tensors()) if in_a_thread else []
 
     def work() -> list[Any]:
-        group = current_group()
         try:
-            with group.recorder.span("run"):
+            with siblings.group.recorder.span("run"):
                 values, seconds, drew = execute.run(placed(payload))
-            if siblings is not None:
-                siblings.drew |= drew
-            if siblings is not None and siblings.took is not None:
-                siblings.took(group.rank, seconds)
+            siblings.drew |= drew
+            if siblings.took is not None:
+                siblings.took(siblings.group.rank, seconds)
             return values
         finally:
             held.clear()

@@ -9,12 +9,10 @@ nested calls. The shares and results of other workers are forwarded as messages,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
-
-from torch import Tensor
 
 from torchopt_dist._future import Future, as_completed
 from torchopt_dist._serialized_exception import PassedOnError
@@ -24,16 +22,14 @@ from torchopt_dist.distributed.calls.siblings import Siblings
 from torchopt_dist.distributed.group.chunks import Chunk
 from torchopt_dist.distributed.group.group import Group, answering_group
 from torchopt_dist.distributed.messages.message import Message
-from torchopt_dist.distributed.messages.payload import ExecutionOptions
 from torchopt_dist.distributed.messages.requests import Errand
 from torchopt_dist.distributed.serialization.pickling import pack, raised, reply_of
-from torchopt_dist.distributed.transport.ask import Sent
 from torchopt_dist.distributed.transport.base import settle
 from torchopt_dist.distributed.worker.chunk_requests import TakeChunk, arriving
 from torchopt_dist.distributed.worker.device import receiving_device
 from torchopt_dist.errors import WorkerLostError
 
-__all__ = ["Branch", "Child", "Relay", "Sending", "send", "spread"]
+__all__ = ["Branch", "Child", "Relay", "spread"]
 
 
 class Branch(NamedTuple):
@@ -52,90 +48,31 @@ class Branch(NamedTuple):
         return [self.message, *(message for branch in self.branches for message in branch.messages())]
 
 
-class Sending(NamedTuple):
-    """What the shares of a call that are sent have in common.
-
-    Attributes:
-        seconds: how long the call may take; 0: for ever.
-        keep: whether to keep graphs.
-        options: of the call; ``None`` on a relay, which sends nothing again.
-        mends: whether the caller sends again what lost workers were to forward, so that their loss is no error.
-        as_sent: a function from a tensor of a message to the one to send.
-        instead: by the id of a tensor of a message, the tensor to which the replies are connected in its place.
-    """
-
-    group: Group
-    seconds: float
-    keep: bool
-    siblings: Siblings
-    options: ExecutionOptions | None = None
-    mends: bool = False
-    as_sent: Callable[[Tensor], Tensor] = Tensor.detach
-    instead: Mapping[int, Tensor] = {}
-
-    def graph(self, worker: int) -> RemoteGraph:
-        """The record of a graph that a worker is to keep."""
-        group, seconds = self.group, self.seconds
-        transport = group.transport.to(worker)
-        return RemoteGraph(group, worker, transport, seconds, options=self.options, siblings=self.siblings)
-
-
-def send(
-    sending: Sending,
-    graph: RemoteGraph,
-    message: Message,
-    late: Sequence[Tensor] = (),
-    *,
-    spent: int | None = None,
-) -> tuple[Tensor | None, Future[Message]]:
-    """Send a request, but for its tensors that come late; returns the anchor of its graph, and the future reply.
-
-    ``spent`` is how many of the retries have been used, if another worker may be asked; ``None``: none may.
-    """
-    anchor, sent, record = None, message, graph.group.recorder.record
-    if message.tensors:
-        tensors = message.tensors
-        if sending.instead:
-            tensors = [sending.instead.get(id(tensor), tensor) for tensor in tensors]
-        anchor = graph.connect(message.with_tensors(tensors), keep=sending.keep)
-        sent = message.with_tensors([sending.as_sent(tensor) for tensor in message.tensors])
-    if late:
-        numbers = {id(tensor): number for number, tensor in enumerate(message.tensors)}
-        for tensor in late:
-            sent.tensors[numbers[id(tensor)]] = tensor.new_empty(0)
-    if spent is None:
-        reply = record("send", graph.key, graph.worker, graph.send, sent)
-    else:
-        kept = Sent.of(sent, None if message.key else graph.key)
-        reply = record("send", graph.key, graph.worker, graph.ask, kept, spent=spent)
-    if sending.siblings.log is not None:
-        sending.siblings.log.watch(message, reply)
-    return anchor, reply
-
-
 class Child:
     """A worker below: one request to it, for its share and those of its branches, under a key of its own.
 
     The request is sent when this object is made. ``graph`` is the record of the graph that the worker keeps, with those
-    of all below it; ``spent`` is as of :func:`send`.
+    of all below it; ``how`` is as of :meth:`RemoteGraph.begin`.
     """
 
-    def __init__(self, sending: Sending, branch: Branch, *, spent: int | None = None) -> None:
+    def __init__(self, siblings: Siblings, branch: Branch, **how: Any) -> None:
         self.branch = branch
-        self.graph = graph = sending.graph(branch.worker)
+        self.graph = graph = RemoteGraph(siblings, branch.worker)
         late = branch.message.late_tensors()
         with graph.span("pack") as span:
-            message = span.made(self._request(sending))
-        self._anchor, self.reply = send(sending, graph, message, late, spent=spent)
+            message = span.made(self._request())
+        self._anchor, self.reply = graph.begin(message, late, **how)
         if branch.message.late is not None and branch.message.late.chunks > 1:
             places = {id(tensor): place for place, tensor in enumerate(message.inputs())}
             graph.streamed = [places[id(tensor)] for tensor in late if id(tensor) in places]
 
-    def _request(self, sending: Sending) -> Message:
-        graph, branch = self.graph, self.branch
+    def _request(self) -> Message:
+        graph, branch, siblings = self.graph, self.branch, self.graph.siblings
         if not branch.branches:
             return branch.message.with_tensors(branch.message.tensors, key=graph.key)
-        return pack(Relay(graph.key, sending.keep, branch, sending.seconds, sending.mends), main_by_name=True)
+        return pack(
+            Relay(graph.key, siblings.keep, branch, siblings.seconds, siblings.mends), main_by_name=True
+        )
 
     def hand_on(self, index: int, chunk: Chunk) -> None:
         """Send a part of the late tensors; the reply fails if it does not arrive, as for a lack of memory."""
@@ -163,9 +100,11 @@ class Child:
         return found
 
 
-def spread(sending: Sending, branches: Iterable[Branch], chunks: Iterable[Chunk] = ()) -> list[Child]:
-    """Send each branch its shares, and then all of them the chunks of their late tensors."""
-    children = [Child(sending, branch) for branch in branches]
+def spread(
+    siblings: Siblings, branches: Iterable[Branch], chunks: Iterable[Chunk] = (), **how: Any
+) -> list[Child]:
+    """Send each branch its shares, and then all of them the chunks of their late tensors; see :class:`Child`."""
+    children = [Child(siblings, branch, **how) for branch in branches]
     for index, chunk in enumerate(chunks):
         for child in children:
             child.hand_on(index, chunk)
@@ -176,7 +115,7 @@ def spread(sending: Sending, branches: Iterable[Branch], chunks: Iterable[Chunk]
 class Relay(Errand):
     """Run the shares of a branch: the first here, the others on the workers below.
 
-    A call of a child may take so many ``seconds`` (0: no limit); ``mends`` is as of :class:`Sending`. The tensors that
+    A call of a child may take so many ``seconds`` (0: no limit); ``mends`` is as of :class:`Siblings`. The tensors that
     come late are those of the own share's message, and others have them, too.
     """
 
@@ -187,10 +126,9 @@ class Relay(Errand):
     def values(self) -> list[Any]:
         """See :class:`Errand`."""
         group = answering_group()
-        siblings = Siblings(error_of=PassedOnError)
-        sending = Sending(group, self.seconds, self.keep, siblings, mends=self.mends)
+        siblings = Siblings(group, self.seconds, self.keep, mends=self.mends, error_of=PassedOnError)
         with arriving(self.branch.message, self.key) as chunks:
-            children = spread(sending, self.branch.branches, chunks)
+            children = spread(siblings, self.branch.branches, chunks)
         if self.mends and group.has_gone(self.key):  # these shares run elsewhere now
             raise group.membership.loss_of(self.key[0])
         own = self._run_own(group)
@@ -200,7 +138,7 @@ class Relay(Errand):
         message = self.branch.message
         # Messages that are sent are recorded by who sends them.
         here = Here(receiving_device(message.device), group, group.recorder.only("run", "backward"))
-        graph = RemoteGraph(group, group.rank, here, 0, own=True)
+        graph = RemoteGraph(Siblings(group, 0, self.keep), group.rank, here, own=True)
         anchor = graph.connect(message, keep=self.keep)
         on_the_way = {id(tensor) for each in self.branch.messages()[1:] for tensor in each.tensors}
         on_the_way -= {id(tensor) for tensor in message.late_tensors()}  # of these the chunks are on the way

@@ -8,6 +8,7 @@ graphs are lost, too.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from torchopt_dist._future import Future
 from torchopt_dist._random_turns import lent
 from torchopt_dist._versions import Seen
-from torchopt_dist.distributed.calls.relay import Branch, Child, Sending, spread
+from torchopt_dist.distributed.calls.relay import Branch, Child, spread
 from torchopt_dist.distributed.calls.siblings import Siblings
 from torchopt_dist.distributed.calls.tree import Twig, tree
 from torchopt_dist.distributed.group.chunks import can_be_cut, chunks_of
@@ -38,14 +39,14 @@ class Shares:
     """The shares of a call that go down a tree, as copies if ``snapshot``; they can be sent more than once."""
 
     def __init__(
-        self, sending: Sending, messages: Mapping[int, Message], fan_out: int, *, snapshot: bool
+        self, siblings: Siblings, messages: Mapping[int, Message], fan_out: int, *, snapshot: bool
     ) -> None:
-        self._group = sending.group
+        self._siblings = siblings
+        self._group = siblings.group
         self._messages = messages
         self._fan_out = fan_out
-        self._mends = sending.mends
-        as_sent = _AsSent(messages.values(), snapshot=snapshot, again=sending.mends)
-        self._sending = sending._replace(as_sent=as_sent)
+        self._mends = siblings.mends
+        self._as_sent = _AsSent(messages.values(), snapshot=snapshot, again=siblings.mends)
         shared = common([message.tensors for message in messages.values()])
         self._hoisted = [tensor for tensor in shared if can_be_cut(tensor)]
         self._chunks = len(chunks_of(self._hoisted))
@@ -59,14 +60,20 @@ class Shares:
         ``instead`` has, by the id of a tensor of the messages, the one to which replies are connected in its place.
         """
         replies: dict[int, Future[Message]] = {worker: Future() for worker in workers}
-        self._send(replies, self._sending._replace(siblings=siblings, instead=instead or {}))
+        self._send(replies, siblings, instead or {})
         return replies
+
+    def send_again(self, workers: Iterable[int], instead: Mapping[int, Tensor]) -> dict[int, Future[Message]]:
+        """The same as a call of its own."""
+        return self.send(workers, replace(self._siblings, log=None, took=None), instead)
 
     def avoid(self, worker: int) -> None:
         """Let no tree lead through a worker any more."""
         self._avoided.add(worker)
 
-    def _send(self, replies: Mapping[int, Future[Message]], sending: Sending) -> None:
+    def _send(
+        self, replies: Mapping[int, Future[Message]], siblings: Siblings, instead: Mapping[int, Tensor]
+    ) -> None:
         group, mends = self._group, self._mends
         alone = {
             worker
@@ -76,18 +83,20 @@ class Shares:
         self._avoided |= alone
         hosts = [member.host for member in group.members]
         twigs = tree(group.rank, [worker for worker in replies if worker not in alone], hosts, self._fan_out)
-        hoisted = [sending.as_sent(tensor) for tensor in self._hoisted] if twigs else []
-        for child in spread(sending, [self._branch(twig) for twig in twigs], chunks_of(hoisted)):
+        hoisted = [self._as_sent(tensor) for tensor in self._hoisted] if twigs else []
+        branches = [self._branch(twig) for twig in twigs]
+        for child in spread(siblings, branches, chunks_of(hoisted), as_sent=self._as_sent, instead=instead):
             workers = child.branch.workers()
             if mends:
-                child.graph.again = _RepliesAgain(self, sending.instead, workers)
+                child.graph.again = _RepliesAgain(self, instead, workers)
             branch = {worker: replies[worker] for worker in workers}
-            child.reply.add_done_callback(partial(self._arrived, branch, child, sending))
+            child.reply.add_done_callback(partial(self._arrived, branch, child, instead))
         for worker in alone:
             spent = int(group.transport.to(worker).has_lost(worker))
-            child = Child(sending, Branch(worker, self._messages[worker]), spent=spent)
+            alone_there = Branch(worker, self._messages[worker])
+            child = Child(siblings, alone_there, as_sent=self._as_sent, instead=instead, spent=spent)
             one = {worker: replies[worker]}
-            child.reply.add_done_callback(partial(self._arrived, one, child, sending))
+            child.reply.add_done_callback(partial(self._arrived, one, child, instead))
 
     def _branch(self, twig: Twig) -> Branch:
         message, hoisted = self._messages[twig.worker], self._hoisted
@@ -95,7 +104,7 @@ class Shares:
             places = {id(tensor): number for number, tensor in enumerate(message.tensors)}
             numbers = tuple(places[id(tensor)] for tensor in hoisted)
             shapes = tuple(tuple(tensor.shape) for tensor in hoisted)
-            late = Late(numbers, shapes, self._chunks, self._sending.seconds)
+            late = Late(numbers, shapes, self._chunks, self._siblings.seconds)
             message = message.with_tensors(message.tensors, late=late)
         return Branch(twig.worker, message, tuple(self._branch(each) for each in twig.twigs))
 
@@ -103,7 +112,7 @@ class Shares:
         self,
         replies: dict[int, Future[Message]],
         child: Child,
-        sending: Sending,
+        instead: Mapping[int, Tensor],
         reply: Future[Message],
     ) -> None:
         """Pass the replies of a branch, or its error, to the futures of its workers."""
@@ -125,11 +134,15 @@ class Shares:
             else:
                 replies.pop(worker).set_result(message)
         if replies:
-            self._group.threads.run(partial(self._send_again, replies, sending))
+            siblings = child.graph.siblings
+            self._group.threads.run(partial(self._mend, replies, siblings, instead))
 
-    def _send_again(self, replies: dict[int, Future[Message]], sending: Sending) -> None:
+    def _mend(
+        self, replies: dict[int, Future[Message]], siblings: Siblings, instead: Mapping[int, Tensor]
+    ) -> None:
+        """Send again what has not arrived."""
         try:
-            self._send(replies, sending)
+            self._send(replies, siblings, instead)
         except Exception as error:
             for future in replies.values():
                 if not future.done():
@@ -139,7 +152,7 @@ class Shares:
         """Nobody here knows which worker of a branch is late."""
         names = [self._group.names[worker] for worker in workers]
         which = f"one of {', '.join(names)}" if len(names) > 1 else names[0]
-        return CallTimeoutError(f"{which} took longer than timeout={self._sending.seconds:g} s")
+        return CallTimeoutError(f"{which} took longer than timeout={self._siblings.seconds:g} s")
 
     def is_loss_of(self, workers: Iterable[int], asked: int, error: BaseException) -> int | None:
         """The one of ``workers`` that is lost, if the error of the one that was asked says so."""
@@ -187,7 +200,7 @@ class _RepliesAgain:
         places = [self._places[number] for number in numbers]
         workers = dict.fromkeys(worker for worker, _ in places)
         of_messages = {which: instead.get(id(tensor), tensor) for which, tensor in self._instead.items()}
-        replies = self._shares.send(workers, Siblings(), {**instead, **of_messages})
+        replies = self._shares.send_again(workers, {**instead, **of_messages})
         with lent():
             messages = {worker: reply.result() for worker, reply in replies.items()}
         for worker, number in places:

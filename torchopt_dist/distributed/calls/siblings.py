@@ -1,21 +1,25 @@
-"""The shares of one call → what they have in common: backwards succeed together, and one who balances hears of all."""
+"""The shares of one call → what they have in common: its options, and that backwards through them succeed together."""
 
 from __future__ import annotations
 
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from torchopt_dist._future import Future
 from torchopt_dist._serialized_exception import SerializedException
 from torchopt_dist._torch_private import engine_run
 from torchopt_dist.distributed.group.call_log import CallLog
+from torchopt_dist.distributed.group.group import Group
 from torchopt_dist.distributed.messages.message import Message
+from torchopt_dist.distributed.messages.payload import ExecutionOptions
 from torchopt_dist.distributed.serialization.pickling import raised, reply_of
 
 __all__ = ["Siblings"]
 
 
+@dataclass(eq=False)
 class Siblings:
     """The shares of one call, with the replies to backwards through them.
 
@@ -23,25 +27,29 @@ class Siblings:
     done waits for the others before it gives its inputs their gradients.
 
     Attributes:
+        seconds: how long the call, and a backward through it, may wait for a worker; 0: for ever.
+        keep: whether workers keep graphs.
+        options: of the call; on a worker that hands shares on the default ones, as it sends nothing again.
+        mends: whether the caller sends again what lost workers of a tree were to forward, so that their loss is no
+            error.
         log: the log of the call, while the call is logged.
         took: gets the rank of each worker, and the seconds that it took for a sample.
         error_of: the error to raise for an exception of one of the shares and the name of its worker.
         drew: whether tasks of the call drew random numbers, as far as is known.
     """
 
-    def __init__(
-        self,
-        log: CallLog | None = None,
-        error_of: Callable[[SerializedException, str], Exception] = SerializedException.to_error,
-        took: Callable[[int, float], object] | None = None,
-    ) -> None:
-        self.log = log
-        self.took = took
-        self.error_of = error_of
-        self.drew = False
-        # Weak ones: who waits for a reply holds it, and one that is an error refers to frames, and these to the graph.
-        self._replies: list[tuple[int, weakref.ref[Future[Message]], str]] = []
-        self._lock = threading.Lock()
+    group: Group
+    seconds: float
+    keep: bool
+    options: ExecutionOptions = field(default_factory=ExecutionOptions)
+    mends: bool = False
+    log: CallLog | None = None
+    took: Callable[[int, float], object] | None = None
+    error_of: Callable[[SerializedException, str], Exception] = SerializedException.to_error
+    drew: bool = field(default=False, init=False)
+    # Weak ones: who waits for a reply holds it, and one that is an error refers to frames, and these to the graph.
+    _replies: list[tuple[int, weakref.ref[Future[Message]], str]] = field(default_factory=list, init=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def add(self, reply: Future[Message], worker: str) -> None:
         """Record a backward that the engine has begun, by the future reply and the name of its worker."""

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from torchopt_dist._future import Future
 from torchopt_dist.distributed.calls.graph import RemoteGraph
-from torchopt_dist.distributed.calls.relay import Sending, send
 from torchopt_dist.distributed.calls.shares import Shares, common
 from torchopt_dist.distributed.calls.siblings import Siblings
 from torchopt_dist.distributed.group.group import Group, current_group
@@ -40,55 +39,52 @@ AUTO_BYTES = 1 << 20
 
 
 def calls(
+    siblings: Siblings,
     payloads: Mapping[int, Payload],
-    seconds: float,
+    modules: PackedModules,
     *,
     movable: Callable[[int], bool],
-    modules: PackedModules,
-    siblings: Siblings,
     snapshot: bool,
 ) -> dict[int, Future[list[Any]]]:
     """Run payloads of one call on other workers, those of lost ones last; returns a future of each worker's values.
 
-    The values, and a backward through them, may take so many ``seconds`` (0: for ever), or fail with
-    :class:`~torchopt_dist.errors.CallTimeoutError`; they are connected to the payload's tensors if its state has grad
-    mode on. ``movable`` tells of a worker whether another one is to run its payload if it is known to be lost; with
-    ``snapshot`` tensors may be changed in place as soon as this returns.
+    The values, and a backward through them, fail with :class:`~torchopt_dist.errors.CallTimeoutError` if they take too
+    long; the values are connected to the payload's tensors if graphs are kept. ``movable`` tells of a worker whether
+    another one is to run its payload if it is known to be lost; with ``snapshot`` tensors may be changed in place as
+    soon as this returns.
     """
     if not payloads:
         return {}
-    group = current_group()
+    group = siblings.group
     group.check_process()
     futures: dict[int, Future[list[Any]]] = {}
-    one = next(iter(payloads.values()))
-    sending = Sending(group, seconds, one.state.grad_enabled, siblings, one.options)
     fan_out = _fan_out_for(group, payloads) if len(payloads) > 1 else 0
     if fan_out:
         there = {worker: each for worker, each in payloads.items() if not group.retries.is_lost(worker)}
-        futures = _down_a_tree(sending, there, fan_out, modules, snapshot=snapshot)
-    if snapshot:
-        sending = sending._replace(as_sent=_copied)
+        futures = _down_a_tree(siblings, there, fan_out, modules, snapshot=snapshot)
+    as_sent = _copied if snapshot else Tensor.detach
     lost = group.membership.failures
     for worker in sorted(payloads, key=lost.__contains__) if lost else payloads:
         if worker not in futures:
             moves = worker in lost and movable(worker)
-            futures[worker] = call(sending, worker, payloads[worker], modules, moves=moves)
+            futures[worker] = call(siblings, worker, payloads[worker], modules, as_sent, moves=moves)
     return futures
 
 
 def call(
-    sending: Sending,
+    siblings: Siblings,
     worker: int,
     payload: Payload,
     modules: PackedModules | None = None,
+    as_sent: Callable[[Tensor], Tensor] = Tensor.detach,
     *,
     moves: bool = False,
 ) -> Future[list[Any]]:
     """Run a payload on another worker, or elsewhere if it ``moves``; see :func:`calls`."""
-    graph = sending.graph(worker)
-    message = sending.group.recorder.record("pack", graph.key, worker, graph.packed, payload, modules)
+    graph = RemoteGraph(siblings, worker)
+    message = graph.packed(payload, modules)
     spent = 0 if moves or payload.options.outlives_workers else None
-    anchor, reply = send(sending, graph, message, spent=spent)
+    anchor, reply = graph.begin(message, as_sent=as_sent, spent=spent)
     future: Future[list[Any]] = Future()  # made while the message is on its way, as all that can wait
     reply.add_done_callback(partial(_collected, graph, anchor, future))
     return future
@@ -107,7 +103,7 @@ def ask(
     group = current_group()
     group.check_process()
     payload = Payload(function, ((args, {}),), (None,), state, ExecutionOptions())
-    return call(Sending(group, seconds, recorded, Siblings(), payload.options), worker, payload)
+    return call(Siblings(group, seconds, recorded), worker, payload)
 
 
 def _collected(
@@ -149,22 +145,25 @@ def _fan_out_for(group: Group, payloads: Mapping[int, Payload]) -> int:
 
 
 def _down_a_tree(
-    sending: Sending, payloads: Mapping[int, Payload], fan_out: int, modules: PackedModules, *, snapshot: bool
+    siblings: Siblings,
+    payloads: Mapping[int, Payload],
+    fan_out: int,
+    modules: PackedModules,
+    *,
+    snapshot: bool,
 ) -> dict[int, Future[list[Any]]]:
     """Send the payloads down a tree; none if each must be a call by itself."""
     graphs: dict[int, RemoteGraph] = {}
     messages: dict[int, Message] = {}
     for worker, payload in payloads.items():
-        graph = sending.graph(worker)
+        graph = RemoteGraph(siblings, worker)
         with graph.span("pack"):
-            graphs[worker], messages[worker] = graph, graph.packed(payload, modules)
-    options = next(iter(payloads.values())).options
+            graphs[worker], messages[worker] = graph, graph.message_of(payload, modules)
     if any(message.references for message in messages.values()):
         return {}  # torch's count of an RRef's users does not come back to zero if a relay passes the RRef on
-    sending = sending._replace(mends=options.retries > 0)
-    shares = Shares(sending, messages, fan_out, snapshot=snapshot)
+    shares = Shares(siblings, messages, fan_out, snapshot=snapshot)
     futures: dict[int, Future[list[Any]]] = {}
-    for worker, reply in shares.send(payloads, sending.siblings).items():
+    for worker, reply in shares.send(payloads, siblings).items():
         futures[worker] = Future()
         reply.add_done_callback(partial(_arrived, graphs[worker], futures[worker]))
     return futures
