@@ -39,7 +39,7 @@ class _NotPlainError(Exception):
     """A part is left to the pickler."""
 
 
-def plain_skeleton(content: object, tensors: Tensors, main_by_name: bool) -> bytes | None:
+def plain_skeleton(content: object, tensors: Tensors) -> bytes | None:
     """The skeleton of a request or a reply; ``None`` if a part is not plain, where ``tensors`` may have got some.
 
     Raises ``SerializationError`` if a tensor cannot be sent.
@@ -50,7 +50,7 @@ def plain_skeleton(content: object, tensors: Tensors, main_by_name: bool) -> byt
     fields: tuple[Any, ...]
     try:
         if isinstance(content, Call):
-            fields = _call_fields(content, tensors, main_by_name)
+            fields = _call_fields(content, tensors)
         elif isinstance(content, Backward):
             fields = _BACKWARD, _plain(content.output_grads, tensors), *content.plain()
         elif isinstance(content, Reply) and content.exception is None:
@@ -81,10 +81,10 @@ def rebuilt(skeleton: bytes, tensors: Sequence[torch.Tensor]) -> Call | Backward
     return Call(Payload(find(*name), tuple(tasks), seeds, state, options, *more), *rest)
 
 
-def _call_fields(call: Call, tensors: Tensors, main_by_name: bool) -> tuple[Any, ...]:
+def _call_fields(call: Call, tensors: Tensors) -> tuple[Any, ...]:
     payload, *rest = vars(call).values()
     function, tasks, seeds, state, options, *more = vars(payload).values()
-    name = name_of(function, main_by_name) if type(function) is FunctionType else None
+    name = name_of(function, tensors.main_by_name) if type(function) is FunctionType else None
     if name is None:
         raise _NotPlainError
     plain: list[tuple[Any, ...]] = []

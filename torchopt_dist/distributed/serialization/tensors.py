@@ -75,12 +75,13 @@ def _can_be_copied(dtype: torch.dtype) -> bool:
 class Tensors:
     """Tensors by number, each once; references of RPC; and handles, which live as long as the message.
 
-    With ``connects`` the values of references of RPC, or what these are to be connected to, are sent, too; with
-    ``here`` the message stays in this process, so that a replica is the module itself.
+    ``main_by_name``: the receiver runs the same program, so functions of ``__main__`` go by name, not as code;
+    ``connects``: the values of references of RPC, or what these are to be connected to, are sent, too; ``here``: the
+    message stays in this process, so that a replica is the module itself.
     """
 
     def __init__(self, main_by_name: bool, *, connects: bool = False, here: bool = False) -> None:
-        self._main_by_name = main_by_name
+        self.main_by_name = main_by_name
         self.connects = connects
         self.here = here
         self.all: list[torch.Tensor] = []
@@ -91,11 +92,15 @@ class Tensors:
         self.of_globals: GlobalsOfCode | None = None
         self._numbers: dict[int, int] = {}
 
+    def like(self) -> Tensors:
+        """A new one, for the same message."""
+        return Tensors(self.main_by_name, connects=self.connects, here=self.here)
+
     def number(self, tensor: torch.Tensor) -> int:
         number = self._numbers.setdefault(id(tensor), len(self.all))
         is_new = number == len(self.all)
         if is_new:
-            check_sendable(tensor, self._main_by_name)
+            check_sendable(tensor, self.main_by_name)
             self.all.append(tensor)
         if self.of_globals is not None:
             self.of_globals.met(number, is_new=is_new, elsewhere=not self.of_globals.depth)
