@@ -15,7 +15,7 @@ import torch
 from torchopt_dist._future import Future
 from torchopt_dist._serialized_exception import SerializedException
 
-__all__ = ["ThreadPool", "settle_by", "settle_in_thread"]
+__all__ = ["ThreadPool", "settle_by", "settle_in_thread", "when_late"]
 
 IDLE_SECONDS = 1.0
 """How long a thread without work is kept for the next."""
@@ -132,3 +132,11 @@ def settle_by(work: Callable[[], Any], future: _Unsettled, name: str | None = No
 def settle_in_thread(threads: ThreadPool, work: Callable[[], Any], future: _Unsettled, name: str) -> None:
     """Run ``work`` in a thread of its own; see :func:`settle_by`."""
     threads.run(partial(settle_by, work, future, name))
+
+
+def when_late(future: Future[Any], seconds: float, ring: Callable[[], object]) -> None:
+    """Call ``ring`` in a thread if the future is not settled in so many seconds."""
+    timer = threading.Timer(seconds, ring)
+    timer.daemon = True
+    timer.start()
+    future.add_done_callback(lambda _: timer.cancel())

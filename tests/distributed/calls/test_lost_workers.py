@@ -16,8 +16,7 @@ import torchopt_dist as todist
 from tests.distributed.programs import data, kept_on, mlp
 from tests.waits import say, watch
 from torchopt_dist import _random_turns
-from torchopt_dist.distributed.transport.ask import Ask, Attempt, Sent
-from torchopt_dist.distributed.transport.retries import Retries
+from torchopt_dist.distributed.transport.retries import Ask, Attempt, Retries, Sent
 
 
 def survive(world, body, *args, transport="rpc"):
@@ -455,8 +454,8 @@ def test_who_is_asked_next(lost, avoided, tried, chosen):
     membership = SimpleNamespace(me=member, world_size=4, failures=lost)
     retries = Retries(membership, None, None, SimpleNamespace(to=transport), lambda: (0, 2))
     retries._under_way.update({3: 1})
-    graph = SimpleNamespace(worker=1, transport=transport(1), key=(0, 1))
-    ask = Ask(None, graph, 1, None, None, lambda: transport(0), lambda rank: True, avoided)
+    home = Attempt(1, transport(1), (0, 1))
+    ask = Ask(None, home, True, None, 1, None, None, lambda: transport(0), lambda rank: True, avoided)
     ask.attempts += [Attempt(rank, transport(rank), (0, 3)) for rank in tried]
     attempt = retries._next(ask)
     assert (attempt and attempt.worker) == chosen

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from torchopt_dist._future import Future
 from torchopt_dist._random_turns import lent
+from torchopt_dist._threads import when_late
 from torchopt_dist.distributed.calls.siblings import Siblings
 from torchopt_dist.distributed.group.group import Group
 from torchopt_dist.distributed.messages.caller_state import CallerState
@@ -25,10 +26,17 @@ from torchopt_dist.distributed.messages.message import Message
 from torchopt_dist.distributed.messages.payload import ExecutionOptions
 from torchopt_dist.distributed.messages.requests import Reply
 from torchopt_dist.distributed.serialization.pickling import pack, unpack
-from torchopt_dist.distributed.transport.ask import ANOTHER_GRAPH, Deadline, Sent
 from torchopt_dist.distributed.transport.base import settle
+from torchopt_dist.distributed.transport.retries import Deadline, Sent
 
-__all__ = ["Again", "CallAgain", "GradientsAgain"]
+__all__ = ["ANOTHER_GRAPH", "Again", "CallAgain", "GradientsAgain"]
+
+
+ANOTHER_GRAPH = (
+    "the share of a lost worker has another graph when it runs again: its function depends on more than its arguments "
+    "and torch's random numbers"
+)
+"""The error text for a function that is not pure."""
 
 
 class Again(Protocol):
@@ -248,10 +256,7 @@ class GradientsAgain:
             begin(left)
             return settled
         if left.hedge_after is not None:
-            timer = threading.Timer(left.hedge_after, late)
-            timer.daemon = True
-            timer.start()
-            settled.add_done_callback(lambda _: timer.cancel())
+            when_late(settled, left.hedge_after, late)
         reply.add_done_callback(arrived)
         return settled
 

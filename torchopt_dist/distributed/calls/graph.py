@@ -49,8 +49,8 @@ from torchopt_dist.distributed.messages.requests import BACKWARD_TWICE, Backward
 from torchopt_dist.distributed.serialization.names import code_of
 from torchopt_dist.distributed.serialization.pickling import PackedModules, pack, reply_of
 from torchopt_dist.distributed.serialization.unsendable import place_in_payload
-from torchopt_dist.distributed.transport.ask import Ask, Attempt, Deadline, Sent
 from torchopt_dist.distributed.transport.base import Sender
+from torchopt_dist.distributed.transport.retries import Ask, Attempt, Deadline, Sent
 from torchopt_dist.distributed.worker.device import receiving_device
 from torchopt_dist.distributed.worker.gradient_sums import with_gradients
 from torchopt_dist.errors import NotInitializedError, SerializationError
@@ -155,7 +155,9 @@ class RemoteGraph:
             self.again = CallAgain(group, sent, self.inputs.tensors, new)
         ask = Ask(
             sent,
-            self,
+            Attempt(self.worker, self.transport, self.key),
+            self.kept,
+            self.is_at,
             max(0, options.retries - spent),
             options.hedge_after,
             Deadline(self.siblings.seconds),
@@ -342,7 +344,7 @@ class RemoteGraph:
         return partial(self.finish_backward, graph, message, reply, inputs, arriving, streamed, again)
 
     def _has_lost_worker(self) -> bool:
-        return self.transport.has_lost(self.worker) and self.group.retries.goes_on_without(self.worker)
+        return self.transport.has_lost(self.worker) and self.group.membership.goes_on_without(self.worker)
 
     def _send_backward(self, graph: RemoteGraph, message: Message, *, recorded: bool) -> Future[Message]:
         graph.kept = recorded

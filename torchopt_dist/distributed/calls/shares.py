@@ -17,13 +17,14 @@ from torch import Tensor
 from torchopt_dist._future import Future
 from torchopt_dist._random_turns import lent
 from torchopt_dist._versions import Seen
+from torchopt_dist.distributed.calls.again import ANOTHER_GRAPH
 from torchopt_dist.distributed.calls.relay import Branch, Child, spread
 from torchopt_dist.distributed.calls.siblings import Siblings
 from torchopt_dist.distributed.calls.tree import Twig, tree
 from torchopt_dist.distributed.group.chunks import can_be_cut, chunks_of
 from torchopt_dist.distributed.messages.message import Late, Message
 from torchopt_dist.distributed.messages.payload import ExecutionOptions
-from torchopt_dist.distributed.transport.ask import ANOTHER_GRAPH, Deadline, check_unchanged, is_copied
+from torchopt_dist.distributed.transport.retries import Deadline, check_unchanged, is_copied
 from torchopt_dist.errors import CallTimeoutError, RemoteError, WorkerLostError
 
 __all__ = ["Shares", "common"]
@@ -78,7 +79,7 @@ class Shares:
         alone = {
             worker
             for worker in replies
-            if mends and (worker in self._avoided or group.retries.is_lost(worker))
+            if mends and (worker in self._avoided or worker in group.membership.failures)
         }
         self._avoided |= alone
         hosts = [member.host for member in group.members]
@@ -158,10 +159,11 @@ class Shares:
         """The one of ``workers`` that is lost, if the error of the one that was asked says so."""
         if not isinstance(error, WorkerLostError):
             return None
-        retries = self._group.retries
+        group = self._group
         if not isinstance(error, RemoteError):
-            return asked if retries.is_loss(asked, error) else None
-        return error.rank if error.rank in workers and retries.goes_on_without(error.rank) else None
+            return asked if group.retries.is_loss(asked, error) else None
+        lost = error.rank
+        return lost if lost in workers and group.membership.goes_on_without(lost) else None
 
 
 class _RepliesAgain:

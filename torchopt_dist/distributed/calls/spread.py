@@ -60,7 +60,7 @@ def calls(
     futures: dict[int, Future[list[Any]]] = {}
     fan_out = _fan_out_for(group, payloads) if len(payloads) > 1 else 0
     if fan_out:
-        there = {worker: each for worker, each in payloads.items() if not group.retries.is_lost(worker)}
+        there = {worker: each for worker, each in payloads.items() if worker not in group.membership.failures}
         futures = _down_a_tree(siblings, there, fan_out, modules, snapshot=snapshot)
     as_sent = _copied if snapshot else Tensor.detach
     lost = group.membership.failures
@@ -122,7 +122,7 @@ def _copied(tensor: Tensor) -> Tensor:
 
 def _fan_out_for(group: Group, payloads: Mapping[int, Payload]) -> int:
     """How many children a worker has in the tree for a call; 0 if there is to be none."""
-    workers = [worker for worker in payloads if not group.retries.is_lost(worker)]
+    workers = [worker for worker in payloads if worker not in group.membership.failures]
     if len(workers) < 2:
         return 0
     options = payloads[workers[0]].options

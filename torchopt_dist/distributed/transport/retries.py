@@ -12,21 +12,138 @@ Only calls are sent again. The graphs of a lost worker are lost, and a backward 
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import NamedTuple
+
+from torch import Tensor
 
 from torchopt_dist._future import Future
-from torchopt_dist._threads import ThreadPool
+from torchopt_dist._threads import ThreadPool, when_late
+from torchopt_dist._versions import Seen
 from torchopt_dist.distributed.membership.membership import Membership
 from torchopt_dist.distributed.messages.message import Message
 from torchopt_dist.distributed.messages.requests import Key
-from torchopt_dist.distributed.transport.ask import Ask, Attempt
+from torchopt_dist.distributed.serialization.wire import SMALL
 from torchopt_dist.distributed.transport.base import Sender, Transport, settle
-from torchopt_dist.errors import PeerFailedError, RemoteError, WorkerLostError
+from torchopt_dist.errors import CallTimeoutError, PeerFailedError, RemoteError, WorkerLostError
 
-__all__ = ["Retries"]
+__all__ = ["Ask", "Attempt", "Deadline", "Retries", "Sent", "check_unchanged", "is_copied"]
+
+
+def is_copied(message: Message, number: int) -> bool:
+    """Whether the caller keeps a copy of a tensor that may be sent again: a small one, or one that a module may change.
+
+    Of the others, which are the caller's own, it sees whether they change.
+    """
+    tensor = message.tensors[number]
+    return number in message.buffers or tensor.nbytes <= SMALL
+
+
+def check_unchanged(sent: Seen) -> None:
+    """Raise ``RuntimeError`` if a tensor that was sent has been changed in place since."""
+    for index in sent.changed():
+        shape = tuple(sent.tensors[index].shape)
+        raise RuntimeError(
+            f"the share of a lost worker cannot run again: a tensor that it was sent, of shape {shape}, has "
+            "been changed in place since. Run backward before the optimizer's step, or make the call asynchronous, "
+            "which copies what it sends"
+        )
+
+
+class Deadline:
+    """A time limit of so many seconds from now on; 0: none."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._until = time.monotonic() + seconds
+
+    def left(self) -> float:
+        """How many seconds are left; 0: no limit. Raises ``CallTimeoutError`` if none are."""
+        if not self._seconds:
+            return 0.0
+        left = self._until - time.monotonic()
+        if left <= 0:
+            raise CallTimeoutError(f"no worker has answered within timeout={self._seconds:g} s")
+        return left
+
+
+@dataclass
+class Sent:
+    """A call that can be sent again.
+
+    Attributes:
+        message: with copies of small tensors and of those that a module may change.
+        key: the key in the request; if another one is to be used, or this is ``None``, it is sent beside the request.
+        own: the other tensors, which are the caller's own.
+    """
+
+    message: Message
+    key: Key | None
+    own: Seen
+
+    @classmethod
+    def of(cls, message: Message, key: Key | None) -> Sent:
+        """Keep a request."""
+        kept, own = message.detached(), list[Tensor]()
+        for number, tensor in enumerate(kept.tensors):
+            if is_copied(kept, number):
+                kept.tensors[number] = tensor.clone()
+            else:
+                own.append(tensor)
+        return cls(kept, key, Seen(own))
+
+    def again(self, key: Key) -> Message:
+        """The request under this key; raises ``RuntimeError`` if a tensor of the caller was changed in place since."""
+        check_unchanged(self.own)
+        own = {id(tensor) for tensor in self.own.tensors}
+        tensors = [x.detach() if id(x) in own else x.clone() for x in self.message.tensors]
+        return replace(self.message, tensors=tensors, key=None if key == self.key else key)
+
+
+class Attempt(NamedTuple):
+    """One sending of a call: to a worker, by a transport, under a key that no other sending has."""
+
+    worker: int
+    transport: Sender
+    key: Key
+
+
+@dataclass(eq=False)
+class Ask:
+    """A call that some worker is to answer.
+
+    Attributes:
+        home: how it is sent first.
+        kept: whether the worker that answers keeps a graph.
+        answered_by: called with the attempt that was answered, before the future has the reply.
+        retries: how many losses of workers it outlives.
+        hedge_after: after how many seconds without an answer another worker is asked as well; ``None``: never.
+        beside: makes a transport to this process.
+        may_go: whether a survivor of this rank can be asked.
+        avoided: workers that are asked only if nobody else is left.
+        attempts: all that have been made, of which so many are ``under_way``.
+        over: whether no more are made.
+    """
+
+    sent: Sent
+    home: Attempt
+    kept: bool
+    answered_by: Callable[[Attempt], object]
+    retries: int
+    hedge_after: float | None
+    deadline: Deadline
+    beside: Callable[[], Sender]
+    may_go: Callable[[int], bool]
+    avoided: Collection[int] = ()
+    future: Future[Message] = field(default_factory=Future)
+    attempts: list[Attempt] = field(default_factory=list)
+    under_way: int = 0
+    over: bool = False
 
 
 class Retries:
@@ -52,10 +169,6 @@ class Retries:
         self._lock = threading.Lock()
         self._under_way: Counter[int] = Counter()
 
-    def is_lost(self, worker: int) -> bool:
-        """Whether that worker has died."""
-        return worker in self._membership.failures
-
     def is_loss(self, worker: int, error: BaseException) -> bool:
         """Whether a worker is lost and the group goes on; the same exception raised by a function is not a loss."""
         if not isinstance(error, WorkerLostError) or isinstance(error, RemoteError):
@@ -64,10 +177,6 @@ class Retries:
             self._membership.check(())
         except (PeerFailedError, WorkerLostError):
             return False
-        return self.goes_on_without(worker)
-
-    def goes_on_without(self, worker: int) -> bool:
-        """Whether the group goes on if that worker is lost."""
         return self._membership.goes_on_without(worker)
 
     def ask(self, ask: Ask) -> Future[Message]:
@@ -77,17 +186,14 @@ class Retries:
         if attempt is not None:  # there is somebody to ask, in any case this process
             self._send(ask, attempt)
         if ask.hedge_after is not None:
-            timer = threading.Timer(ask.hedge_after, self._hedge, (weakref.ref(ask),))
-            timer.daemon = True
-            timer.start()
-            ask.future.add_done_callback(lambda _: timer.cancel())
+            when_late(ask.future, ask.hedge_after, partial(self._hedge, weakref.ref(ask)))
         return ask.future
 
     def _hedge(self, late: weakref.ref[Ask]) -> None:
         ask = late()
         if ask is not None:
             with self._lock:
-                attempt = None if ask.answered else self._begun(ask)
+                attempt = None if ask.over else self._begun(ask)
             if attempt is not None:
                 self._send(ask, attempt)
 
@@ -97,16 +203,16 @@ class Retries:
         if attempt is not None:
             self._under_way[attempt.worker] += 1
             ask.attempts.append(attempt)
-            ask.under_way.append(attempt)
+            ask.under_way += 1
         return attempt
 
     def _next(self, ask: Ask) -> Attempt | None:
-        home, size = ask.home, self._membership.world_size
+        home, size, failures = ask.home, self._membership.world_size, self._membership.failures
         tried = {attempt.worker for attempt in ask.attempts}
         if not (home.worker in tried | set(ask.avoided) or home.transport.has_lost(home.worker)):
             return home
         ranks = ((home.worker + distance) % size for distance in range(size))
-        left = [rank for rank in ranks if rank not in tried and not self.is_lost(rank) and ask.may_go(rank)]
+        left = [rank for rank in ranks if rank not in tried and rank not in failures and ask.may_go(rank)]
         left = [rank for rank in left if rank not in ask.avoided] or left
         others = [rank for rank in left if rank != self._me]
         if others:
@@ -132,8 +238,8 @@ class Retries:
         following: Attempt | None = None
         with self._lock:
             self._under_way[attempt.worker] -= 1
-            ask.under_way.remove(attempt)
-            if ask.answered:
+            ask.under_way -= 1
+            if ask.over:
                 return
             if not isinstance(result, Message):
                 if ask.under_way:
@@ -141,7 +247,7 @@ class Retries:
                 if ask.retries and attempt.worker != self._me and self.is_loss(attempt.worker, result):
                     ask.retries -= 1
                     following = self._begun(ask)
-            ask.answered = following is None
+            ask.over = following is None
         if following is not None:
             self._threads.run(partial(self._send, ask, following))
             return
@@ -150,7 +256,7 @@ class Retries:
             if each is not answered:
                 self._let_go(ask, each)
         if isinstance(result, Message):
-            ask.graph.is_at(attempt)
+            ask.answered_by(attempt)
             settle(ask.future, result)
         else:
             ask.future.set_exception(result)
@@ -158,5 +264,5 @@ class Retries:
     def _let_go(self, ask: Ask, attempt: Attempt) -> None:
         """Let a worker forget the graph that it has made, or is about to make."""
         here = attempt.worker == self._me  # what is made here goes with its transport
-        if ask.graph.kept and not (here or attempt.transport.has_lost(attempt.worker)):
+        if ask.kept and not (here or attempt.transport.has_lost(attempt.worker)):
             self._release(attempt.transport, attempt.worker, attempt.key)
