@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import gc
 import importlib
@@ -23,11 +24,12 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import types
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any, NoReturn, Self
 
 import psutil
 
@@ -46,99 +48,200 @@ PROGRAMS = (
     "setproctitle",
 )
 
+CLONE_NEWNET = 0x40000000
+
 
 class WarmPython:
     """A server that has imported some modules and forks itself for each command."""
 
     def __init__(self, *modules: str, **env: str) -> None:
         """Start the server; ``env`` adds to its environment."""
-        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+        self._folder = tempfile.TemporaryDirectory(prefix="todist-warm-")
+        self.address = f"{self._folder.name}/socket"
+        ours, theirs = socket.socketpair()
+        with theirs, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as requests:
+            requests.bind(self.address)
+            requests.listen(128)
+            self._life = ours
             self._server = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno()), *modules],
+                [sys.executable, __file__, str(requests.fileno()), *modules],
                 env={**os.environ, "OMP_NUM_THREADS": "1", **env},
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
+                stdin=theirs,
+                pass_fds=[requests.fileno()],
                 start_new_session=True,  # a Ctrl-C ends the test, which ends the server
             )
 
     def close(self) -> None:
         """End the server and all that it has forked."""
-        self._requests.close()
+        self._life.close()
         self._server.wait()
+        self._folder.cleanup()
+
+    def fork(
+        self, *arguments: object, files: Sequence[int], cwd: Path, env: Mapping[str, str], warm: bool
+    ) -> Fork:
+        """Start ``python`` with these arguments and, as its standard input, output and error, these files."""
+        args = [str(argument) for argument in arguments]
+        request = {"args": args, "cwd": str(cwd), "env": dict(env), "warm": warm}
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection.connect(self.address)
+        socket.send_fds(connection, [json.dumps(request).encode()], list(files))
+        return Fork(connection)
 
     def start(
         self,
         *arguments: object,
         cwd: Path | None = None,
         env: Mapping[str, str] | None = None,
+        read: str = "",
         merged: bool = False,
         warm: bool = True,
     ) -> Job:
         """Start ``python`` with these arguments.
 
         Args:
-            arguments: as on the command line, ``-W error`` and one of ``-c code``, ``-m module``, ``script`` first.
+            arguments: as on the command line, ``-W error`` and one of ``-c code``, ``-m module``, ``script`` first; or
+                none of these, and the program is what it reads.
             cwd: the working directory, by default this process's.
             env: the environment, by default this process's.
+            read: what it reads from its standard input.
             merged: whether stdout and stderr are one file, which is then found in stdout.
             warm: if False, the fork executes a new Python, which imports torch itself.
         """
-        args = [str(argument) for argument in arguments]
         files = [tempfile.TemporaryFile("w+") for _ in range(1 if merged else 2)]  # noqa: SIM115
-        environ = dict(os.environ if env is None else env)
-        request = {"args": args, "cwd": str(cwd or Path.cwd()), "env": environ, "warm": warm}
-        status, theirs = os.pipe()
-        fds = [files[0].fileno(), files[-1].fileno(), theirs]
-        socket.send_fds(self._requests, [json.dumps(request).encode()], fds)
-        os.close(theirs)
-        return Job(args, files, os.fdopen(status))
+        with tempfile.TemporaryFile("w+") as given:
+            given.write(read)
+            given.seek(0)
+            fork = self.fork(
+                *arguments,
+                files=[given.fileno(), files[0].fileno(), files[-1].fileno()],
+                cwd=cwd or Path.cwd(),
+                env=os.environ if env is None else env,
+                warm=warm,
+            )
+        return Job(list(map(str, arguments)), files, fork)
 
     def run(self, *arguments: object, timeout: float, **options: Any) -> subprocess.CompletedProcess[str]:
         """Run ``python`` with these arguments to its end, or for at most ``timeout`` seconds."""
-        with contextlib.closing(self.start(*arguments, **options)) as job:
+        with self.start(*arguments, **options) as job:
             return job.finish(timeout)
 
+    def executable(self, path: Path) -> Path:
+        """Make a file there that does what ``python`` does, in a fork of this server in the caller's network."""
+        path.write_text(f"#!{sys.executable} -IS\n{EXECUTABLE.format(address=self.address)}")
+        path.chmod(0o755)
+        return path
 
-class Job:
-    """A running command."""
 
-    def __init__(self, args: list[str], printed: list[IO[str]], status: IO[str]) -> None:
+EXECUTABLE = """
+import json, os, signal, socket, sys
+
+if sys.argv[1] == "-S":  # for which there is nothing to be imported
+    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+    server.connect({address!r})
+    request = dict(args=sys.argv[1:], cwd=os.getcwd(), env=dict(os.environ), warm=True)
+    with open("/proc/self/ns/net") as network:
+        socket.send_fds(server, [json.dumps(request).encode()], [0, 1, 2, network.fileno()])
+    server.recv(100)  # its process id
+    code = int(server.recv(100) or -9)
+if code < 0:
+    os.kill(os.getpid(), -code)
+sys.exit(code)
+"""
+
+
+class Fork:
+    """A process that the server has forked.
+
+    Attributes:
+        pid: its process id.
+        returncode: the exit code as :class:`subprocess.Popen` gives it; None as long as nobody has found it.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
         """Wait until the server has forked."""
-        self.args, self._files, self._status = args, printed, status
-        self.pid = int(self._status.readline())
+        self._connection = connection
+        self.pid = int(connection.recv(100))
         self.returncode: int | None = None
 
     def poll(self, timeout: float | None = 0.0) -> int | None:
-        """Return the exit code as :class:`subprocess.Popen` gives it; None if there is none in this time."""
-        if self.returncode is None and select.select([self._status], [], [], timeout)[0]:
+        """Return the exit code; None if there is none in this time."""
+        if self.returncode is None and select.select([self._connection], [], [], timeout)[0]:
             # Where the server has ended, what it ran has been killed.
-            self.returncode = int(self._status.readline() or -signal.SIGKILL)
+            self.returncode = int(self._connection.recv(100) or -signal.SIGKILL)
+            self._connection.close()
         return self.returncode
 
-    def finish(self, timeout: float) -> subprocess.CompletedProcess[str]:
-        """Wait for the end; raise :class:`subprocess.TimeoutExpired`, with what was printed, if it does not come."""
-        if self.poll(timeout) is None:
-            raise subprocess.TimeoutExpired(self.args, timeout, *self._printed())
-        assert self.returncode is not None
-        return subprocess.CompletedProcess(self.args, self.returncode, *self._printed())
-
-    def close(self) -> None:
-        """Kill the command, if it is still running, with its descendants, and close its files."""
-        if not self._status.closed and self.poll() is None:
+    def kill(self) -> None:
+        """Kill the process, if it is still running, with its descendants."""
+        if self.poll() is None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 family = psutil.Process(self.pid)
                 for process in (*family.children(recursive=True), family):
                     process.kill()
             self.poll(timeout=None)
-        for file in (*self._files, self._status):
+
+
+class Job:
+    """A running command, with what it has printed."""
+
+    def __init__(self, args: list[str], printed: list[IO[str]], fork: Fork) -> None:
+        self.args, self._files, self._fork = args, printed, fork
+        self.pid = fork.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit code as :class:`subprocess.Popen` gives it, None while the command runs."""
+        return self._fork.poll()
+
+    def poll(self, timeout: float | None = 0.0) -> int | None:
+        """Return the exit code; None if there is none in this time."""
+        return self._fork.poll(timeout)
+
+    def first_line(self, timeout: float = 30.0) -> str:
+        """Wait for the first line that the command prints."""
+        deadline = time.monotonic() + timeout
+        while not (line := self._printed()[0].partition("\n"))[1]:
+            assert time.monotonic() < deadline, f"no line within {timeout:g} s"
+            time.sleep(0.005)
+        return line[0] + line[1]
+
+    def finish(self, timeout: float) -> subprocess.CompletedProcess[str]:
+        """Wait for the end; raise :class:`subprocess.TimeoutExpired`, with what was printed, if it does not come."""
+        code = self.poll(timeout)
+        if code is None:
+            raise subprocess.TimeoutExpired(self.args, timeout, *self._printed())
+        return subprocess.CompletedProcess(self.args, code, *self._printed())
+
+    def communicate(self, timeout: float) -> tuple[str, str]:
+        """Wait for the end as :meth:`finish` does; what the command has printed on stdout and stderr."""
+        done = self.finish(timeout)
+        return done.stdout, done.stderr
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to the command's process alone."""
+        os.kill(self.pid, number)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Kill the command, if it is still running, with its descendants, and close its files."""
+        self._fork.kill()
+        for file in self._files:
             file.close()
 
     def _printed(self) -> tuple[str, str]:
         texts = []
-        for file in self._files:
-            file.seek(0)
-            texts.append(file.read())
+        for file in (
+            self._files
+        ):  # read where the command does not write: the place in the file is also the command's
+            size = os.fstat(file.fileno()).st_size
+            texts.append(os.pread(file.fileno(), size, 0).decode(errors="replace"))
         return texts[0], "".join(texts[1:])
 
 
@@ -151,32 +254,35 @@ def warm_python() -> WarmPython:
     return server
 
 
-def serve(requests: socket.socket) -> dict[str, Any]:
-    """Fork a child for each request until the requests end; return in a child, with its request."""
+def serve(requests: socket.socket, life: int) -> dict[str, Any]:
+    """Fork a child for each request until ``life`` has ended; return in a child, with its request."""
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake)
     before = signal.signal(signal.SIGCHLD, lambda *_: None)
-    running: dict[int, IO[str]] = {}
+    running: dict[int, socket.socket] = {}
     while True:
-        ready, _, _ = select.select([requests, woken], [], [])
+        ready, _, _ = select.select([requests, life, woken], [], [])
+        if life in ready:  # the tests have ended
+            for pid in running:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+            sys.exit()
         if woken in ready:
             os.read(woken, 4096)
             while running:
                 pid, ending = os.waitpid(-1, os.WNOHANG)
                 if pid == 0:
                     break
-                with contextlib.suppress(BrokenPipeError), running.pop(pid) as status:
-                    print(os.waitstatus_to_exitcode(ending), file=status)
+                with contextlib.suppress(OSError), running.pop(pid) as asker:
+                    asker.send(str(os.waitstatus_to_exitcode(ending)).encode())
         if requests not in ready:
             continue
-        data, fds, _, _ = socket.recv_fds(requests, 1 << 20, 3)
-        if not data:  # the tests have ended
-            for pid in running:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGKILL)
-            sys.exit()
-        status = os.fdopen(fds.pop(), "w")
+        asker, _ = requests.accept()
+        data, fds, _, _ = socket.recv_fds(asker, 1 << 20, 4)
+        if not data:  # who has connected has ended
+            asker.close()
+            continue
         pid = os.fork()
         if pid == 0:
             os.setpgid(0, 0)
@@ -184,18 +290,30 @@ def serve(requests: socket.socket) -> dict[str, Any]:
             signal.signal(signal.SIGCHLD, before)
             for fd in (woken, wake):
                 os.close(fd)
-            for each in (requests, status, *running.values()):
+            for each in (requests, asker, *running.values()):
                 each.close()
-            for target, fd in enumerate(fds, 1):
-                os.dup2(fd, target)
+            for network in fds[3:]:
+                enter_network(network)
+            for target, fd in enumerate(fds[:3]):
+                os.dup2(fd, target)  # the first takes the place of `life`
+            for fd in fds:
                 os.close(fd)
             return dict(json.loads(data))
         with contextlib.suppress(OSError):  # the child, which does the same, was first
             os.setpgid(pid, pid)
-        running[pid] = status
-        print(pid, file=status, flush=True)
+        running[pid] = asker
+        with contextlib.suppress(OSError):
+            asker.send(str(pid).encode())
         for fd in fds:
             os.close(fd)
+
+
+def enter_network(namespace: int) -> None:
+    """Move this process, which has one thread, to a network namespace, unless that is its own."""
+    if os.fstat(namespace).st_ino != os.stat("/proc/self/ns/net").st_ino:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.setns(namespace, CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), "setns")
 
 
 def become(args: list[str], cwd: str, env: dict[str, str], path: list[str]) -> None:
@@ -203,14 +321,18 @@ def become(args: list[str], cwd: str, env: dict[str, str], path: list[str]) -> N
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
+    if args[:1] == [
+        "-u"
+    ]:  # which matters to nobody: what programs print is read when they have ended, or as they flush
+        del args[0]
     if args[:2] == ["-W", "error"]:
         del args[:2]
     else:
         sys.warnoptions.clear()
         warnings.simplefilter("default")
-    kind, *rest = args
+    kind, *rest = args or ["-"]
     script = Path(kind).resolve()
-    first = {"-c": "", "-m": cwd}.get(kind, str(script.parent))
+    first = {"-c": "", "-": "", "-m": cwd}.get(kind, str(script.parent))
     added = [folder for folder in env.get("PYTHONPATH", "").split(os.pathsep) if folder]
     sys.path[:] = [first, *added, *path]
     if kind == "-m":
@@ -222,6 +344,9 @@ def become(args: list[str], cwd: str, env: dict[str, str], path: list[str]) -> N
     if kind == "-c":
         source, name = rest.pop(0), "<string>"
         sys.argv[:] = ["-c", *rest]
+    elif kind == "-":
+        source, name = sys.stdin.read(), "<stdin>"
+        sys.argv[:] = ["", *rest]
     else:
         source, name = script.read_text("utf-8"), kind
         sys.argv[:] = [kind, *rest]
@@ -254,7 +379,7 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # a collector that walked over these modules in a fork would copy them
     with socket.socket(fileno=int(fd)) as requests:
-        request = serve(requests)
+        request = serve(requests, life=0)
     if request.pop("warm"):
         code = 0
         try:

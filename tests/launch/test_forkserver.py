@@ -172,10 +172,11 @@ def test_launches_in_a_launch_use_the_same_forkserver():
 
 
 @NEEDS_SSHD
-def test_where_connections_to_sockets_are_forbidden_a_program_makes_them(tmp_path):
+def test_where_connections_to_sockets_are_forbidden_a_program_makes_them(tmp_path, warm_executable):
     server = Sshd(tmp_path / "sshd", more="DisableForwarding yes\n")
     try:
-        launcher = Launcher(hosts=["node1", "node2"], nproc_per_host=1, ssh_config=server.config, handlers=[])
+        by_ssh = {"hosts": ["node1", "node2"], "ssh_config": server.config, "python": warm_executable}
+        launcher = Launcher(nproc_per_host=1, handlers=[], **by_ssh)
         big = "x" * 3_000_000
         result = launcher.run(lambda value: (os.environ["RANK"], value), big)
         assert result.results == {"node1": [("0", big)], "node2": [("1", big)]}

@@ -227,14 +227,13 @@ def test_a_job_without_gpus_has_a_worker_a_core(job, scontrol):
 
 @NEEDS_SSHD
 @pytest.mark.timeout(120)
-def test_a_job_runs_on_its_hosts(job, scontrol, tmp_path):
+def test_a_job_runs_on_its_hosts(job, scontrol, warm_executable, tmp_path):
     job(SLURM_JOB_CPUS_PER_NODE="2,1")
     scontrol()
     server = Sshd(tmp_path / "sshd")
     try:
-        launcher = Launcher(
-            nproc_per_host="cpu", ssh_config=server.config, handlers=[], log_dir=None, rpc=True
-        )
+        by_ssh = {"ssh_config": server.config, "python": warm_executable}
+        launcher = Launcher(nproc_per_host="cpu", handlers=[], log_dir=None, rpc=True, **by_ssh)
         result = launcher.run(lambda: (todist.get_rank(), todist.get_world_size(), os.getenv("GROUP_RANK")))
         cores = min(2, len(os.sched_getaffinity(0)))
         assert list(result.results) == ["node1", "node2"]

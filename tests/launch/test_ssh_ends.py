@@ -121,6 +121,7 @@ def test_an_agent_there_that_is_stopped_is_killed_and_named(launcher, tmp_path):
 
 def test_an_ssh_server_that_is_stopped_is_a_lost_host(sshd, launcher, tmp_path):
     """As when the network is cut: there is no sign of life, in either direction."""
+    cold = {"python": sys.executable}  # a forkserver that is a child of its SSH server's session
     stopped = []
 
     def stop_the_server():
@@ -138,7 +139,9 @@ def test_an_ssh_server_that_is_stopped_is_a_lost_host(sshd, launcher, tmp_path):
             todist.AgentFailedError,
             match="node2 was lost: there was no sign of life for 2 s; rank 1 on node2",
         ):
-            launcher(["node1", "node2"], liveness=todist.Liveness(patience=2)).run(crash, wait, tmp_path)
+            launcher(["node1", "node2"], liveness=todist.Liveness(patience=2), **cold).run(
+                crash, wait, tmp_path
+            )
         thread.join()
         assert_gone([int(pid) for pid in (tmp_path / "family1").read_text().split()], 10.0)
     finally:
@@ -156,13 +159,13 @@ def work():
     start_a_family(pathlib.Path(sys.argv[1]))
     threading.Event().wait()
 
-Launcher(hosts=["node1"], nproc_per_host=2, ssh_config=sys.argv[2]).run(work)
+Launcher(hosts=["node1"], nproc_per_host=2, ssh_config=sys.argv[2], python=sys.argv[3]).run(work)
 """
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_a_launcher_that_ends_leaves_nothing_on_other_hosts(sshd, tmp_path, number):
-    program = Program("-c", LAUNCHER, tmp_path, sshd.config)
+def test_a_launcher_that_ends_leaves_nothing_on_other_hosts(sshd, warm_executable, tmp_path, number):
+    program = Program("-c", LAUNCHER, tmp_path, sshd.config, warm_executable)
     try:
         family = family_of(tmp_path)
         servers = [forkserver_of(agent) for agent in family[4::5]]

@@ -166,13 +166,18 @@ def elsewhere(network):
         yield pool
 
 
+@pytest.fixture(scope="module")
+def by_ssh(config, warm_executable):
+    """How a launch reaches the hosts, where forkservers are forks of a process that has imported torch."""
+    return {"nproc_per_host": 1, "ssh_config": config, "python": warm_executable, "liveness": LIVENESS}
+
+
 @pytest.fixture
-def launch(elsewhere, config):
+def launch(elsewhere, by_ssh):
     """A launch from there: function and arguments, hosts and options → the values of the ranks."""
 
     def run(function, *args, hosts=NAMES[:2], **options):
-        options = {"hosts": list(hosts), "nproc_per_host": 1, "ssh_config": config, "handlers": [], **options}
-        options = {"log_dir": None, "liveness": LIVENESS, **options}
+        options = {"hosts": list(hosts), "handlers": [], "log_dir": None, **by_ssh, **options}
         return elsewhere.submit(run_there, options, function, *args).result()
 
     return run
@@ -287,10 +292,9 @@ def train_there(options, words):
     return Launcher(**options).run(example.main, args, parser).results
 
 
-def test_the_digits_are_learned_on_two_hosts(elsewhere, config, alone, tmp_path):
+def test_the_digits_are_learned_on_two_hosts(elsewhere, by_ssh, alone, tmp_path):
     path = tmp_path / "curve"
-    options = {"hosts": ["alpha", "beta"], "nproc_per_host": 1, "ssh_config": config, "log_dir": tmp_path}
-    options.update(liveness=LIVENESS)
+    options = {"hosts": ["alpha", "beta"], "log_dir": tmp_path, **by_ssh}
     results = elsewhere.submit(train_there, options, arguments(path)).result()
     assert results == {"alpha": [None], "beta": [None]}
     assert "on 2 worker(s)" in (tmp_path / "rank0.log").read_text()
@@ -320,11 +324,10 @@ def wait_with_a_family(folder):
 
 
 def test_a_host_that_is_cut_off_is_named_and_nothing_is_left_there(
-    network, elsewhere, config, launch, tmp_path
+    network, elsewhere, by_ssh, launch, tmp_path
 ):
     launch(places)  # so that the forkservers of another launch are there, too
-    options = {"hosts": ["alpha", "beta"], "nproc_per_host": 1, "ssh_config": config, "handlers": []}
-    options.update(liveness=LIVENESS, log_dir=None)
+    options = {"hosts": ["alpha", "beta"], "handlers": [], "log_dir": None, **by_ssh}
     future = elsewhere.submit(run_there, options, wait_with_a_family, tmp_path)
     try:
         family = family_of(tmp_path)
@@ -346,10 +349,10 @@ def test_a_host_that_is_cut_off_is_named_and_nothing_is_left_there(
 
 
 def test_an_elastic_launch_goes_on_without_a_host_that_is_cut_off_and_takes_it_back(
-    network, elsewhere, config, tmp_path
+    network, elsewhere, by_ssh, tmp_path
 ):
-    options = {"hosts": ["alpha", "beta"], "nproc_per_host": 1, "ssh_config": config, "handlers": []}
-    options.update(liveness=LIVENESS, stop_timeout=1, min_hosts=1, rpc=True, log_dir=None, timeout=80)
+    options = {"hosts": ["alpha", "beta"], "handlers": [], "log_dir": None, **by_ssh}
+    options.update(stop_timeout=1, min_hosts=1, rpc=True, timeout=80)
     future = elsewhere.submit(run_there, options, call_the_other, tmp_path)
     try:
         lost = world_of(tmp_path, 0, 2)[1]

@@ -50,7 +50,7 @@ def sshd(tmp_path):
     switch.off()
 
 
-def test_a_host_by_ssh_comes_late_is_lost_and_comes_back(tmp_path, sshd, caplog):
+def test_a_host_by_ssh_comes_late_is_lost_and_comes_back(tmp_path, sshd, warm_executable, caplog):
     def switch():
         world_of(tmp_path, 0, 1)
         sshd.on()
@@ -64,7 +64,12 @@ def test_a_host_by_ssh_comes_late_is_lost_and_comes_back(tmp_path, sshd, caplog)
 
     with Aside(switch), caplog.at_level(logging.WARNING, "torchopt_dist.launch"):
         results = launch(
-            in_worlds, tmp_path, hosts=["node1", "localhost"], ssh_config=sshd.config, timeout=50.0
+            in_worlds,
+            tmp_path,
+            hosts=["node1", "localhost"],
+            ssh_config=sshd.config,
+            python=warm_executable,
+            timeout=50.0,
         )
     assert list(results.items()) == [("node1", [(3, 0, 2)]), ("localhost", [(3, 1, 2)])]
     said = [record.getMessage() for record in caplog.records if record.name == "torchopt_dist.launch"]
