@@ -127,13 +127,8 @@ class Turn:
                 _changed.notify_all()
 
 
-def lent() -> _Lent:
-    """A context in which a thread waits for a call, and others compute, perhaps for its sake."""
-    return _Lent()
-
-
 class _Lent:
-    """See :func:`lent`; a generator would be more calls of Python code."""
+    """A context in which a thread waits for a call, and others compute, perhaps for its sake."""
 
     def __enter__(self) -> None:
         global _away
@@ -167,6 +162,9 @@ class _Lent:
                 _see()
         if not has_come:
             _warn()
+
+
+lent = _Lent
 
 
 @contextmanager

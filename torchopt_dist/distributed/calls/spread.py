@@ -86,7 +86,7 @@ def call(
     spent = 0 if moves or payload.options.outlives_workers else None
     anchor, reply = graph.begin(message, as_sent=as_sent, spent=spent)
     future: Future[list[Any]] = Future()  # made while the message is on its way, as all that can wait
-    reply.add_done_callback(partial(_collected, graph, anchor, future))
+    reply.add_done_callback(partial(_settle, future, partial(graph.collect, anchor)))
     return future
 
 
@@ -106,12 +106,12 @@ def ask(
     return call(Siblings(group, seconds, recorded), worker, payload)
 
 
-def _collected(
-    graph: RemoteGraph, anchor: Tensor | None, future: Future[list[Any]], reply: Future[Message]
+def _settle(
+    future: Future[list[Any]], values_of: Callable[[Message], list[Any]], reply: Future[Message]
 ) -> None:
-    """Pass a worker's values, connected to what it was sent, or its error, to its future."""
+    """Pass a worker's values, or its error, to its future."""
     try:
-        future.set_result(graph.collect(anchor, reply.result()))
+        future.set_result(values_of(reply.result()))
     except Exception as error:
         future.set_exception(error)
 
@@ -165,13 +165,5 @@ def _down_a_tree(
     futures: dict[int, Future[list[Any]]] = {}
     for worker, reply in shares.send(payloads, siblings).items():
         futures[worker] = Future()
-        reply.add_done_callback(partial(_arrived, graphs[worker], futures[worker]))
+        reply.add_done_callback(partial(_settle, futures[worker], graphs[worker].values_of))
     return futures
-
-
-def _arrived(graph: RemoteGraph, future: Future[list[Any]], reply: Future[Message]) -> None:
-    """Pass a worker's values, or its error, to its future."""
-    try:
-        future.set_result(graph.values_of(reply.result()))
-    except Exception as error:
-        future.set_exception(error)

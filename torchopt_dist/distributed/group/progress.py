@@ -14,7 +14,6 @@ from typing import Any, Self
 
 from torchopt_dist._future import Future
 from torchopt_dist.distributed.group.group import answering_group
-from torchopt_dist.distributed.messages.payload import Payload
 
 __all__ = ["Bar", "teller"]
 
@@ -71,11 +70,9 @@ class Bar:
             self._bar.close()
 
 
-def teller(payload: Payload) -> Callable[[int], None] | None:
-    """On the worker: a function to call with the number of tasks that are done, after each; ``None`` without a bar."""
-    if payload.ticket is None:
-        return None
-    group, (caller, number), total = answering_group(), payload.ticket, len(payload.tasks)
+def teller(ticket: tuple[int, int], total: int) -> Callable[[int], None]:
+    """On the worker: a function to call with the number of tasks that are done, of so many, after each."""
+    group, (caller, number) = answering_group(), ticket
     told = time.monotonic()
 
     def tell(done: int) -> None:

@@ -80,31 +80,16 @@ class Worker(Protocol):
         """Forget what is kept under keys."""
 
 
-class Request(Protocol):
-    """What a worker is asked to do."""
-
-    @property
-    def key(self) -> Key | None:
-        """Names the request, and the graph from the message's tensors to the reply's; ``None`` if it makes none."""
-
-    @property
-    def keep(self) -> bool:
-        """Whether to keep that graph."""
-
-    def run(self, worker: Worker) -> Made:
-        """Do it."""
-
-
 @dataclass
 class Call:
-    """Run a payload; see :class:`Request`."""
+    """Run a payload."""
 
     payload: Payload
     key: Key
     keep: bool
 
     def run(self, worker: Worker) -> Made:
-        """See :class:`Request`."""
+        """Do it on this worker."""
         return worker.execute(self)
 
     def __reduce__(self) -> tuple[Callable[..., Call], tuple[Any, ...]]:
@@ -120,13 +105,13 @@ def _call(*plain: Any) -> Call:
 
 @dataclass(frozen=True)
 class Errand(ABC):
-    """Do something of this package's own, which knows itself how that is done; see :class:`Request`."""
+    """Do something of this package's own, which knows itself how that is done."""
 
     key: Key
     keep: bool
 
     def run(self, worker: Worker) -> Made:
-        """See :class:`Request`."""
+        """Do it on this worker."""
         return Made(Reply(self.values(), drew=False), worker.inputs, worker.held)
 
     @abstractmethod
@@ -166,7 +151,7 @@ class Backward:
     streamed: tuple[int, ...] = ()
 
     def run(self, worker: Worker) -> Made:
-        """See :class:`Request`."""
+        """Do it on this worker."""
         return worker.differentiate(self)
 
     def plain(self) -> tuple[Any, ...]:
@@ -199,5 +184,10 @@ class Release:
     keep: ClassVar[bool] = False
 
     def run(self, worker: Worker) -> Made:
-        """See :class:`Request`."""
+        """Do it on this worker."""
         return worker.release(self)
+
+
+Request: TypeAlias = Call | Backward | Errand | Release
+"""What a worker is asked to do, which ``run`` does. Its ``key`` names the request, and the graph from the message's
+tensors to the reply's, if it asks to ``keep`` that; a request with the key ``None`` makes no graph."""

@@ -63,7 +63,7 @@ def run(payload: Payload, *, moved: bool = False) -> Ran:
 
 def _one_by_one(payload: Payload, turn: _TurnOf) -> list[Any]:
     values: list[Any] = []
-    tell = teller(payload)
+    tell = None if payload.ticket is None else teller(payload.ticket, len(payload.tasks))
     for (args, kwargs), seed in zip(payload.tasks, payload.seeds, strict=True):
         with turn(seed):
             values.append(payload.function(*args, **kwargs))

@@ -28,13 +28,14 @@ from torchopt_dist.distributed.messages.message import Message
 from torchopt_dist.distributed.messages.payload import Payload
 from torchopt_dist.distributed.messages.references import ConnectedRRef
 from torchopt_dist.distributed.messages.requests import Backward, Call, Key, Made, Release, Reply, Request
+from torchopt_dist.distributed.serialization.names import code_of
 from torchopt_dist.distributed.serialization.pickling import error_reply, pack, unpack
 from torchopt_dist.distributed.serialization.unsendable import place_in_values
 from torchopt_dist.distributed.worker import execute as execute_module
 from torchopt_dist.distributed.worker.chunk_requests import arriving
 from torchopt_dist.distributed.worker.device import receiving_device
 from torchopt_dist.distributed.worker.gradient_sums import add_up
-from torchopt_dist.distributed.worker.left_behind import LeftBehind, is_looked_at
+from torchopt_dist.distributed.worker.left_behind import LeftBehind
 from torchopt_dist.errors import SerializationError
 
 __all__ = ["answer", "handle_request"]
@@ -107,7 +108,7 @@ class _Worker:
         if message.arrived:
             run = functools.partial(_with_references, message.arrived, run, payload)
         warning = None
-        if call.keep and is_looked_at(payload, known):
+        if call.keep and (payload.options.strict or code_of(payload.function) not in known):
             left = LeftBehind(payload, [*message.tensors, *self._leaves], message.apart)
             with left.watched():
                 ran = self._recorder.record("run", call.key, call.key[0], run)

@@ -30,12 +30,7 @@ from torchopt_dist.distributed.messages.payload import Payload
 from torchopt_dist.distributed.serialization.names import code_of
 from torchopt_dist.distributed.worker.buffers import Place, buffers_in, differs
 
-__all__ = ["LeftBehind", "is_looked_at"]
-
-
-def is_looked_at(payload: Payload, known: set[object]) -> bool:
-    """Whether to look at what a call leaves behind: those of its function are not known yet, or it is strict."""
-    return payload.options.strict or code_of(payload.function) not in known
+__all__ = ["LeftBehind"]
 
 
 class LeftBehind:
