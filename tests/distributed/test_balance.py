@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import torchopt_dist as todist
 from tests.distributed.programs import gradients, mlp
-from torchopt_dist.distributed.balance import ranges
+from torchopt_dist.distributed.balance import ranges, taking_readings
 from torchopt_dist.distributed.worker import execute
 
 
@@ -40,20 +40,21 @@ def test_many_tasks_are_as_many_as_fit_the_speeds():
 
 def test_tasks_move_when_that_pays_and_readings_are_averaged():
     balance = todist.Balance()
+    took = taking_readings(todist.dim_partitioner(0, balance=balance))
     assert balance.shares(10, (0, 1)) == [5, 5]
     for worker, seconds in ((0, 1.0), (1, 4.0), (1, 0.0)):  # the last is no reading
-        balance.took(worker, seconds)
+        took(worker, seconds)
     assert balance.seconds == {0: 1, 1: 4}
     assert balance.shares(10, (0, 1)) == [8, 2]
-    balance.took(1, 4.4)
+    took(1, 4.4)
     assert balance.seconds[1] == pytest.approx(4.2)
     assert balance.shares(10, (0, 1)) == [8, 2], "the longest share would be 8.4 s instead of 9 s"
     for _ in range(20):
-        balance.took(1, 1.0)
+        took(1, 1.0)
     assert balance.shares(10, (0, 1)) == [5, 5]
     assert balance.shares(10, (0, 1, 2)) == [4, 3, 3], "a new worker is taken for an average one"
     fixed = todist.Balance({0: 1, 1: 3}, fixed=True)
-    fixed.took(0, 100.0)
+    assert taking_readings(todist.dim_partitioner(0, balance=fixed)) is None
     assert fixed.shares(8, (0, 1)) == [6, 2]
     assert repr(fixed) == "Balance({0: 1, 1: 3}, fixed=True)"
 

@@ -93,12 +93,13 @@ def test_the_page_has_no_name_that_is_gone() -> None:
     assert not gone
 
 
-def test_a_handle_shows_only_what_users_use() -> None:
+def test_handles_and_balances_show_only_what_users_use() -> None:
     def shown(kind: type) -> set[str]:
         return {name for name in vars(kind) if not name.startswith("_")}
 
     assert shown(todist.Resident) == {"value", "local_value", "to_here", "close"}
     assert shown(todist.Reference) == shown(todist.Resident)
+    assert shown(todist.Balance) == {"shares"}
     assert shown(todist.Shards) == {"size", "dim", "selected", "close"}
 
 

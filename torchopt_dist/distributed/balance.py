@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 
 from torchopt_dist.distributed.group.group import current_group
@@ -11,13 +11,13 @@ from torchopt_dist.distributed.world import get_worker_id
 
 __all__ = [
     "Balance",
-    "balance_of",
     "check_balance",
     "check_workers",
     "even_share",
     "ranges",
     "ranks_of",
     "spread",
+    "taking_readings",
 ]
 
 WORTH = 1.05
@@ -96,16 +96,6 @@ class Balance:
         self._before = tasks, tuple(workers), found
         return found
 
-    def took(self, worker: int, seconds: float) -> None:
-        """Note a reading.
-
-        Args:
-            worker: the rank of the worker.
-            seconds: how long one of its tasks has taken.
-        """
-        if not self.fixed and seconds > 0:
-            self.seconds[worker] = (self.seconds.get(worker, seconds) + seconds) / 2
-
     def __repr__(self) -> str:
         listed = ", ".join(f"{rank}: {seconds:.3g}" for rank, seconds in sorted(self.seconds.items()))
         return f"{type(self).__name__}({{{listed}}}{', fixed=True' if self.fixed else ''})"
@@ -117,10 +107,17 @@ def check_balance(balance: object) -> None:
         raise TypeError(f"balance must be a todist.Balance() or None, got {balance!r:.80}")
 
 
-def balance_of(partitioner: object) -> Balance | None:
-    """Who is to be told how long a sample takes on each worker, by a partitioner's attribute ``balance``."""
+def taking_readings(partitioner: object) -> Callable[[int, float], None] | None:
+    """Who is to be told a worker's rank and how long a sample takes there, by a partitioner's attribute ``balance``."""
     balance = getattr(partitioner, "balance", None)
-    return balance if isinstance(balance, Balance) and not balance.fixed else None
+    if not isinstance(balance, Balance) or balance.fixed:
+        return None
+
+    def took(worker: int, seconds: float) -> None:
+        if seconds > 0:
+            balance.seconds[worker] = (balance.seconds.get(worker, seconds) + seconds) / 2
+
+    return took
 
 
 def ranges(

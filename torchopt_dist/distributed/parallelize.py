@@ -17,7 +17,7 @@ from torchopt_dist import _future
 from torchopt_dist._parentheses import check_parentheses
 from torchopt_dist._random_turns import draw_seed_returnable
 from torchopt_dist._threads import settle_by, settle_in_thread
-from torchopt_dist.distributed.balance import balance_of
+from torchopt_dist.distributed.balance import taking_readings
 from torchopt_dist.distributed.calls import spread
 from torchopt_dist.distributed.calls.awaited import Awaited
 from torchopt_dist.distributed.calls.gather import gather
@@ -191,7 +191,7 @@ def _begun(
     seconds, started = seconds_of(timeout, default=group.call_timeout), time.monotonic()
     reduce = None if reducer is None else check_reducer(reducer)
     partitions = partition(partitioner, tuple(args or ()), dict(kwargs or {}))
-    balance = balance_of(partitioner)
+    took = taking_readings(partitioner)
     # As in one process, an evaluation that draws nothing does not move the caller's random numbers.
     draws = snapshot or torch.is_grad_enabled()
     seed, settle_seed = (None, None) if draws else draw_seed_returnable()
@@ -203,7 +203,7 @@ def _begun(
         func if buffers is None else Returning(func),
         partitions,
         options,
-        timed=balance is not None,
+        timed=took is not None,
         seed=seed,
         ticket=None if bar is None else bar.ticket,
     )
@@ -215,7 +215,7 @@ def _begun(
         options,
         mends=options.retries > 0,
         log=log,
-        took=None if balance is None else balance.took,
+        took=took,
     )
     modules: PackedModules = {}
     own_share: Callable[[], list[Any]] | None = None
