@@ -136,6 +136,12 @@ def short_attention(
     return attended
 
 
+def _through_softmax(weights: Tensor, x: Tensor) -> Tensor:
+    """A tangent or a gradient of a softmax, times its derivative, which is symmetric."""
+    weighted = weights * x
+    return weighted - weights * weighted.sum(-1, keepdim=True)
+
+
 class _Attention(torch.autograd.Function):
     """Softmax of the scores, times the values; and the softmax."""
 
@@ -172,8 +178,7 @@ class _Attention(torch.autograd.Function):
             of_weights = plus(of_weights, of_attended @ value.transpose(-2, -1))
         if of_weights is None:
             return None, None, of_value, None, None
-        of_weights = weights * of_weights
-        of_scores = (of_weights - weights * of_weights.sum(-1, keepdim=True)) * ctx.factor
+        of_scores = _through_softmax(weights, of_weights) * ctx.factor
         return of_scores @ key, of_scores.transpose(-2, -1) @ query, of_value, None, None
 
     @staticmethod
@@ -187,6 +192,5 @@ class _Attention(torch.autograd.Function):
         attended_dot = None if value_dot is None else weights @ value_dot
         if scores_dot is None:
             return attended_dot, torch.zeros_like(weights)
-        weights_dot = weights * scores_dot * ctx.factor
-        weights_dot = weights_dot - weights * weights_dot.sum(-1, keepdim=True)
+        weights_dot = _through_softmax(weights, scores_dot * ctx.factor)
         return plus(attended_dot, weights_dot @ value), weights_dot

@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from torchopt_dist._formulas.normalization import normalized_channels
+from torchopt_dist._formulas.normalization import by_channel, normalized
 from torchopt_dist._formulas.operands import need_formula
+from torchopt_dist.typing import OptionalTensor
 
 __all__ = ["batch_norm", "instance_norm"]
 
@@ -15,50 +16,53 @@ __all__ = ["batch_norm", "instance_norm"]
 def batch_norm(
     torchs: Callable[..., Tensor],
     input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
+    weight: OptionalTensor,
+    bias: OptionalTensor,
+    running_mean: OptionalTensor,
+    running_var: OptionalTensor,
     training: bool,
     momentum: float,
     eps: float,
     cudnn_enabled: bool,
 ) -> Tensor:
     """By the formula where that is needed; running statistics are torch's."""
-    if not training or not need_formula(input) or input.ndim < 2:
-        return torchs(input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled)
-    if running_mean is not None:
-        torchs(input.detach(), None, None, running_mean, running_var, training, momentum, eps, cudnn_enabled)
-    return normalized_channels(input, (0, *range(2, input.ndim)), weight, bias, eps=eps)
+    dims = (0, *range(2, input.ndim)) if training and input.ndim >= 2 else ()
+    running, settings = (running_mean, running_var), (training, momentum, eps, cudnn_enabled)
+    return _over(dims, torchs, input, weight, bias, running, settings)
 
 
 def instance_norm(
     torchs: Callable[..., Tensor],
     input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
+    weight: OptionalTensor,
+    bias: OptionalTensor,
+    running_mean: OptionalTensor,
+    running_var: OptionalTensor,
     use_input_stats: bool,
     momentum: float,
     eps: float,
     cudnn_enabled: bool,
 ) -> Tensor:
     """As :func:`batch_norm`, of each sample by itself."""
-    if not use_input_stats or not need_formula(input) or input.ndim < 3:
-        return torchs(
-            input, weight, bias, running_mean, running_var, use_input_stats, momentum, eps, cudnn_enabled
-        )
-    if running_mean is not None:
-        torchs(
-            input.detach(),
-            None,
-            None,
-            running_mean,
-            running_var,
-            use_input_stats,
-            momentum,
-            eps,
-            cudnn_enabled,
-        )
-    return normalized_channels(input, tuple(range(2, input.ndim)), weight, bias, eps=eps)
+    dims = tuple(range(2, input.ndim)) if use_input_stats else ()
+    running, settings = (running_mean, running_var), (use_input_stats, momentum, eps, cudnn_enabled)
+    return _over(dims, torchs, input, weight, bias, running, settings)
+
+
+def _over(
+    dims: tuple[int, ...],
+    torchs: Callable[..., Tensor],
+    input: Tensor,
+    weight: OptionalTensor,
+    bias: OptionalTensor,
+    running: tuple[OptionalTensor, OptionalTensor],
+    settings: tuple[bool, float, float, bool],
+) -> Tensor:
+    """By the formula over these dimensions; torch's, if there are none or the formula is not needed."""
+    if not dims or not need_formula(input):
+        return torchs(input, weight, bias, *running, *settings)
+    if running[0] is not None:
+        torchs(input.detach(), None, None, *running, *settings)
+    _, _, eps, _ = settings
+    weight, bias = by_channel(weight, input.ndim), by_channel(bias, input.ndim)
+    return normalized(input, dims, weight, bias, eps=eps)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from torchopt_dist._formulas.normalization import normalized
+from torchopt_dist._formulas.normalization import by_channel, scaled, standardized
 
 __all__ = ["group_norm"]
 
@@ -18,8 +18,5 @@ def group_norm(
 ) -> Tensor:
     """Each group of channels by itself, then scaled by channel."""
     groups = input.reshape(input.shape[0], num_groups, -1)
-    values = normalized(groups, (-1,), None, None, eps=eps).reshape(input.shape)
-    shape = (1, -1, *[1] * (input.dim() - 2))
-    if weight is not None:
-        values = values * weight.reshape(shape)
-    return values if bias is None else values + bias.reshape(shape)
+    values, _scale = standardized(groups, (-1,), eps)
+    return scaled(values.reshape(input.shape), by_channel(weight, input.ndim), by_channel(bias, input.ndim))

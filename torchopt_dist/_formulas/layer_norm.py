@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from torchopt_dist._formulas.normalization import normalized, projected
+from torchopt_dist._formulas.normalization import normalized, projected, scaled
 from torchopt_dist._formulas.operands import fit_short_formula, need_formula
 from torchopt_dist._vjp import plus
 from torchopt_dist.typing import OptionalTensor
@@ -45,8 +45,7 @@ def short_layer_norm(
     if not fit_short_formula(input, weight, bias):
         return torchs(input, normalized_shape, weight, bias, eps)
     normalized, _scale = _Normalized.apply(input, tuple(normalized_shape), eps)
-    scaled = normalized if weight is None else normalized * weight
-    return scaled if bias is None else scaled + bias
+    return scaled(normalized, weight, bias)
 
 
 class _Normalized(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""A tensor, dimensions → the tensor normalized over them, with right derivatives of every order."""
+"""A tensor, dimensions → the tensor normalized over them, with right derivatives of every order; and its parts."""
 
 from __future__ import annotations
 
@@ -7,26 +7,32 @@ from torch import Tensor
 
 from torchopt_dist.typing import OptionalTensor
 
-__all__ = ["normalized", "normalized_channels", "projected"]
-
-
-def normalized_channels(
-    input: Tensor, dims: tuple[int, ...], weight: OptionalTensor, bias: OptionalTensor, *, eps: float
-) -> Tensor:
-    """As :func:`normalized`, with a weight and a bias for each channel, the second dimension of the input."""
-    shape = (-1, *[1] * (input.ndim - 2))
-    weight, bias = (None if x is None else x.reshape(shape) for x in (weight, bias))
-    return normalized(input, dims, weight, bias, eps=eps)
+__all__ = ["by_channel", "normalized", "projected", "scaled", "standardized"]
 
 
 def normalized(
     input: Tensor, dims: tuple[int, ...], weight: OptionalTensor, bias: OptionalTensor, *, eps: float
 ) -> Tensor:
+    """With a weight and a bias that can be broadcast to the input."""
+    return scaled(standardized(input, dims, eps)[0], weight, bias)
+
+
+def standardized(input: Tensor, dims: tuple[int, ...], eps: float | Tensor) -> tuple[Tensor, Tensor]:
+    """Less its mean, and divided by its deviation; and one by the deviation, which scales it."""
     variance, mean = torch.var_mean(input, dims, correction=0, keepdim=True)
-    made = (input - mean) * torch.rsqrt(variance + eps)
-    if weight is not None:
-        made = made * weight
+    scale = torch.rsqrt(variance + eps)
+    return (input - mean) * scale, scale
+
+
+def scaled(x: Tensor, weight: OptionalTensor, bias: OptionalTensor) -> Tensor:
+    """Times the weight, plus the bias, where there are any."""
+    made = x if weight is None else x * weight
     return made if bias is None else made + bias
+
+
+def by_channel(x: OptionalTensor, ndim: int) -> OptionalTensor:
+    """A value for each channel, as it is broadcast to an input, whose second dimension the channels are."""
+    return None if x is None else x.reshape(-1, *[1] * (ndim - 2))
 
 
 def projected(x: Tensor, normalized: Tensor, dims: tuple[int, ...]) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchopt_dist._formulas.normalization import projected
+from torchopt_dist._formulas.normalization import by_channel, projected, standardized
 from torchopt_dist._torch_private import evaluating_node, forward_mode_is_active, transforms_are_active
 from torchopt_dist._vjp import pulled_back
 from torchopt_dist.typing import OptionalTensor
@@ -102,18 +102,14 @@ def _backward(
         others = tuple(range(x.ndim - len(dims)))
         shape: Any = node._saved_normalized_shape
         beside = weight
+        variance = x.detach().var(dims, correction=0, keepdim=True)
+        eps = node._saved_rstd.detach().pow(-2).reshape(variance.shape) - variance
     else:
         others = dims = (0, *range(2, x.ndim))
         shape = (x.shape[1],)
-        beside = None if weight is None else weight.reshape(-1, *[1] * (x.ndim - 2))
-    centered = x - x.mean(dims, keepdim=True)
-    variance = centered.square().mean(dims, keepdim=True)
-    if kind.eps is None:
-        eps = (node._saved_rstd.pow(-2).reshape(variance.shape) - variance).detach()
-        scale = torch.rsqrt(variance + eps)
-    else:
-        scale = torch.rsqrt(variance + getattr(node, kind.eps))
-    normalized = centered * scale
+        beside = by_channel(weight, x.ndim)
+        eps = getattr(node, kind.eps)
+    normalized, scale = standardized(x, dims, eps)
     of_x = projected(grad if beside is None else grad * beside, normalized, dims) * scale
     of_weight = None if weight is None else (grad * normalized).sum(others).reshape(shape)
     return of_x, of_weight, grad.sum(others).reshape(shape)
