@@ -114,7 +114,8 @@ def _check_lengths(named: Mapping[str, Sequence[Tensor] | None], momentum: Facto
     """Demand lists of one length, and running sums where there is a momentum, and only there."""
     check_lengths(named)
     given = named["momentum_buffers"] is not None
-    if named["grads"] and given != (isinstance(momentum, Tensor) or momentum != 0):
+    asked = isinstance(momentum, Tensor) or bool(momentum != 0)  # a compiler may have a symbol for the number
+    if named["grads"] and given is not asked:
         rule = "left out where `momentum` is 0" if given else f"given: `momentum` is {momentum}"
         raise ValueError(f"`momentum_buffers` must be {rule}")
 
