@@ -92,7 +92,7 @@ def compare(row, options, schedulers, steps=3, *, begun=False, **compiling):
 def test_every_class(name, fused):
     """Without a graph break, in two graphs, of which the second has ``lr`` as a symbol; or, fused, left to Python.
 
-    For two classes the compiler finds out that ``lr`` changes, as for users; for the others it is told, which is one graph.
+    For two classes the compiler finds out that ``lr`` changes, as for users; the others tell it.
     """
     torch._dynamo.utils.counters.clear()
     row = ROWS[name]

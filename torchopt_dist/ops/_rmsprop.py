@@ -114,9 +114,12 @@ def _check_lengths(named: Mapping[str, Sequence[Tensor] | None], momentum: Facto
     """Demand lists of one length, and running sums where there is a momentum, and only there."""
     check_lengths(named)
     given = named["momentum_buffers"] is not None
-    asked = isinstance(momentum, Tensor) or bool(momentum != 0)  # a compiler may have a symbol for the number
-    if named["grads"] and given is not asked:
-        rule = "left out where `momentum` is 0" if given else f"given: `momentum` is {momentum}"
+    # A branch, since a compiler may have a symbol for the number.
+    if isinstance(momentum, Tensor) or momentum != 0:
+        rule = "" if given else f"given: `momentum` is {momentum}"
+    else:
+        rule = "left out where `momentum` is 0" if given else ""
+    if named["grads"] and rule:
         raise ValueError(f"`momentum_buffers` must be {rule}")
 
 
