@@ -264,14 +264,14 @@ def test_a_tree_is_made_where_it_is_asked_for_or_pays(options, lost, chosen):
         options.pop(key, usual) for key, usual in (("size", 6), ("far", 5), ("nbytes", 1 << 20))
     )
     members = [SimpleNamespace(host="far" if rank >= size - far else "here") for rank in range(size)]
-    retries = SimpleNamespace(is_lost=lost.__contains__)
+    membership = SimpleNamespace(failures=lost)
     shared = torch.zeros(nbytes, dtype=torch.uint8)
     payloads = group_by_worker(
         print,
         [(rank, (shared, torch.ones(1 << 18)), {}) for rank in range(1, size)],
         ExecutionOptions(**options),
     )
-    group = SimpleNamespace(rank=0, members=members, retries=retries)
+    group = SimpleNamespace(rank=0, members=members, membership=membership)
     found = spread._fan_out_for(group, {rank: payload for rank, (payload, _) in payloads.items()})
     assert found == chosen
 

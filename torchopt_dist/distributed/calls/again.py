@@ -26,7 +26,6 @@ from torchopt_dist.distributed.messages.message import Message
 from torchopt_dist.distributed.messages.payload import ExecutionOptions
 from torchopt_dist.distributed.messages.requests import Reply
 from torchopt_dist.distributed.serialization.pickling import pack, unpack
-from torchopt_dist.distributed.transport.base import settle
 from torchopt_dist.distributed.transport.retries import Deadline, Sent
 
 __all__ = ["ANOTHER_GRAPH", "Again", "CallAgain", "GradientsAgain"]
@@ -244,7 +243,7 @@ class GradientsAgain:
                 at_work -= 1
                 is_last = not at_work
             if isinstance(result, Message):
-                settle(settled, result)
+                settled.set_result(result)
             elif is_last:
                 settled.set_exception(result)
 

@@ -24,7 +24,6 @@ from torchopt_dist.distributed.group.group import Group, answering_group
 from torchopt_dist.distributed.messages.message import Message
 from torchopt_dist.distributed.messages.requests import Errand
 from torchopt_dist.distributed.serialization.pickling import pack, raised, reply_of
-from torchopt_dist.distributed.transport.base import settle
 from torchopt_dist.distributed.worker.chunk_requests import TakeChunk, arriving
 from torchopt_dist.distributed.worker.device import receiving_device
 from torchopt_dist.errors import WorkerLostError
@@ -172,5 +171,7 @@ def _check_taken(graph: RemoteGraph, reply: Future[Message], sent: Future[Messag
     try:
         reply_of(sent.result(), graph.worker_name)
     except Exception as error:
-        settle(reply, error.with_traceback(None))  # whose frames would keep the reply, and this the error
+        reply.set_exception(
+            error.with_traceback(None)
+        )  # whose frames would keep the reply, and this the error
         graph.release()

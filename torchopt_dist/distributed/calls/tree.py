@@ -23,10 +23,6 @@ class Twig(NamedTuple):
     worker: int
     twigs: tuple[Twig, ...]
 
-    def workers(self) -> list[int]:
-        """The ranks of this worker and of all below it."""
-        return [self.worker, *(worker for twig in self.twigs for worker in twig.workers())]
-
 
 def tree(root: int, workers: Iterable[int], hosts: Sequence[str], fan_out: int) -> tuple[Twig, ...]:
     """The children of ``root`` in a tree of these workers; none, ``root`` included, has more than ``fan_out``.

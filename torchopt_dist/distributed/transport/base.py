@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -11,9 +12,10 @@ from torchopt_dist.distributed.membership.members import Member, OnLoss
 from torchopt_dist.distributed.membership.membership import Membership
 from torchopt_dist.distributed.messages.message import Message
 from torchopt_dist.distributed.rendezvous.sealed_store import SealedStore
+from torchopt_dist.distributed.transport.pending import Pending
 from torchopt_dist.errors import WorkerLostError
 
-__all__ = ["Host", "Sender", "Transport", "settle"]
+__all__ = ["Host", "Sender", "Transport"]
 
 
 class Host(Protocol):
@@ -67,13 +69,19 @@ class Sender(Protocol):
         ...
 
 
-class Transport(Sender, Protocol):
+class Transport(Sender, ABC):
     """The connections of a group's workers; each implementation is a row of ``test_transports.py``."""
 
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._pending = Pending()
+
+    @abstractmethod
     def start(self, store: SealedStore, timeout: float) -> None:
         """Connect to the other workers, within ``timeout`` seconds, and answer their requests from now on."""
         ...
 
+    @abstractmethod
     def stop(self, *, in_order: bool, code: int | None = None) -> None:
         """End all connections and threads, within a bounded time; ``in_order`` if all stop now without open requests.
 
@@ -84,32 +92,29 @@ class Transport(Sender, Protocol):
 
     def worker_lost(self, worker: int, error: Exception) -> None:
         """Let all requests to a worker fail with this error, since it was lost."""
-        ...
+        self._pending.fail(worker, error)
 
+    def has_lost(self, worker: int) -> bool:
+        """See :class:`Sender`."""
+        return worker in self._host.membership.failures
+
+    @abstractmethod
     def to(self, worker: int) -> Sender:
         """A sender to the present process of a worker, which never sends to a process that replaces it."""
         ...
 
+    @abstractmethod
     def worker_replaced(self, worker: int, incarnation: int) -> None:
         """Accept a new process of a worker that was lost; it can send requests from now on."""
         ...
 
     def about_to_wait(self) -> None:
         """Announce that this thread, which may be answering a request, is about to wait for other messages."""
-        ...
 
     def unanswered(self) -> int:
         """How many requests of this worker wait for their reply."""
-        ...
+        return len(self._pending)
 
     def wait_for_replies(self, timeout: float) -> set[int]:
         """Wait at most so many seconds until no request waits for its reply; returns the workers that owe some."""
-        ...
-
-
-def settle(future: Future[Message], result: Message | Exception) -> None:
-    """Set the future's result, unless it has one: a worker's loss may be known before its connection breaks."""
-    if isinstance(result, Exception):
-        future.set_exception(result)
-    else:
-        future.set_result(result)
+        return self._pending.wait(timeout)

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from torchopt_dist._future import Future, as_completed
 from torchopt_dist.distributed.membership.members import Member
 from torchopt_dist.distributed.messages.message import Message
-from torchopt_dist.distributed.transport.base import settle
 from torchopt_dist.errors import WorkerLostError
 
 __all__ = ["Alarms", "Pending", "disconnected"]
@@ -45,7 +44,7 @@ class Pending:
     def fail(self, worker: int, error: Exception) -> None:
         """Let all requests to ``worker`` fail."""
         for future in tuple(self._waiting[worker]):
-            settle(future, copy.copy(error))  # each caller adds frames and notes of its own
+            future.set_exception(copy.copy(error))  # each caller adds frames and notes of its own
 
     def fail_all(self, error: Exception) -> None:
         """Let all requests fail."""

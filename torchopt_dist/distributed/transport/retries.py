@@ -29,7 +29,7 @@ from torchopt_dist.distributed.membership.membership import Membership
 from torchopt_dist.distributed.messages.message import Message
 from torchopt_dist.distributed.messages.requests import Key
 from torchopt_dist.distributed.serialization.wire import SMALL
-from torchopt_dist.distributed.transport.base import Sender, Transport, settle
+from torchopt_dist.distributed.transport.base import Sender, Transport
 from torchopt_dist.errors import CallTimeoutError, PeerFailedError, RemoteError, WorkerLostError
 
 __all__ = ["Ask", "Attempt", "Deadline", "Retries", "Sent", "check_unchanged", "is_copied"]
@@ -257,7 +257,7 @@ class Retries:
                 self._let_go(ask, each)
         if isinstance(result, Message):
             ask.answered_by(attempt)
-            settle(ask.future, result)
+            ask.future.set_result(result)
         else:
             ask.future.set_exception(result)
 

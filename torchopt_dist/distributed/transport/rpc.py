@@ -22,8 +22,8 @@ from torchopt_dist.distributed.serialization.wire import (
     to_wire,
 )
 from torchopt_dist.distributed.transport import shutdown
-from torchopt_dist.distributed.transport.base import Host, settle
-from torchopt_dist.distributed.transport.pending import Pending, disconnected
+from torchopt_dist.distributed.transport.base import Host, Transport
+from torchopt_dist.distributed.transport.pending import disconnected
 from torchopt_dist.errors import CallTimeoutError, NotInitializedError
 
 __all__ = ["RPCTransport", "rpc_is_initialized"]
@@ -39,15 +39,14 @@ _answering: list[RPCTransport] = []
 """The transport that answers requests here, if there is one: torch finds a function, not an object."""
 
 
-class RPCTransport:
+class RPCTransport(Transport):
     """Sends requests by ``rpc_async``, and answers those that arrive so."""
 
     def __init__(self, host: Host, backend: rpc.BackendType | None, options: rpc.RpcBackendOptions) -> None:
-        self._host = host
+        super().__init__(host)
         self._backend = backend
         self._options = options
         self._device_maps = getattr(options, "device_maps", {})
-        self._pending = Pending()
 
     def start(self, store: SealedStore, timeout: float) -> None:
         """See :class:`~torchopt_dist.distributed.transport.base.Transport`."""
@@ -88,14 +87,6 @@ class RPCTransport:
             self._start(worker, fields, timeout, future)
         return future
 
-    def worker_lost(self, worker: int, error: Exception) -> None:
-        """See :class:`~torchopt_dist.distributed.transport.base.Transport`."""
-        self._pending.fail(worker, error)
-
-    def has_lost(self, worker: int) -> bool:
-        """See :class:`~torchopt_dist.distributed.transport.base.Sender`."""
-        return worker in self._host.membership.failures
-
     def to(self, worker: int) -> RPCTransport:
         """See :class:`~torchopt_dist.distributed.transport.base.Transport`; there is never another process."""
         del worker
@@ -104,17 +95,6 @@ class RPCTransport:
     def worker_replaced(self, worker: int, incarnation: int) -> None:
         """See :class:`~torchopt_dist.distributed.transport.base.Transport`; TensorPipe refuses a name that it knows."""
         raise NotImplementedError(worker, incarnation)
-
-    def about_to_wait(self) -> None:
-        """See :class:`~torchopt_dist.distributed.transport.base.Transport`; torch's threads receive."""
-
-    def unanswered(self) -> int:
-        """See :class:`~torchopt_dist.distributed.transport.base.Transport`."""
-        return len(self._pending)
-
-    def wait_for_replies(self, timeout: float) -> set[int]:
-        """See :class:`~torchopt_dist.distributed.transport.base.Transport`."""
-        return self._pending.wait(timeout)
 
     def _sends_directly_to(self, worker: int) -> bool:
         """Whether tensors on a GPU can be sent as they are: the options have a device map for that worker."""
@@ -130,7 +110,7 @@ class RPCTransport:
             try:
                 future.set_result(_message(reply))
             except Exception as error:  # of this process, such as a lack of memory: the connection is whole
-                settle(future, error)
+                future.set_exception(error)
 
         try:
             sent = rpc.rpc_async(self._host.names[worker], _answer_request, fields, timeout=timeout)
@@ -143,13 +123,13 @@ class RPCTransport:
         """Settle the future with the exception for an error of torch's RPC, which only its text shows."""
         member = self._host.members[worker]
         if "RPC ran for more than set timeout" in str(error):
-            settle(future, CallTimeoutError(f"{member.name} took longer than timeout={timeout:g} s"))
+            future.set_exception(CallTimeoutError(f"{member.name} took longer than timeout={timeout:g} s"))
             return
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         broken = disconnected(member, reason)
 
         def work() -> None:  # if the worker has died, the membership is about to say so
-            settle(future, self._host.membership.why_lost(worker, VERDICT_SECONDS) or broken)
+            future.set_exception(self._host.membership.why_lost(worker, VERDICT_SECONDS) or broken)
 
         self._host.threads.run(work)
 

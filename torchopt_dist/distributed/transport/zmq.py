@@ -25,10 +25,10 @@ from torchopt_dist.distributed.serialization.wire import (
     is_skeleton,
     to_wire,
 )
-from torchopt_dist.distributed.transport.base import Host, Sender, settle
+from torchopt_dist.distributed.transport.base import Host, Sender, Transport
 from torchopt_dist.distributed.transport.contacts import Endpoint, contact_of
 from torchopt_dist.distributed.transport.mesh import Mesh, Received
-from torchopt_dist.distributed.transport.pending import Alarms, Pending, disconnected
+from torchopt_dist.distributed.transport.pending import Alarms, disconnected
 from torchopt_dist.distributed.transport.receiver import Receiver
 from torchopt_dist.errors import CallTimeoutError, InitializationError, SerializationError, WorkerLostError
 
@@ -70,12 +70,11 @@ class _ToProcess:
         return self._transport.loss(worker, self._incarnation) is not None
 
 
-class ZMQTransport:
+class ZMQTransport(Transport):
     """Sends requests over ZeroMQ, and answers those that arrive so."""
 
     def __init__(self, host: Host) -> None:
-        self._host = host
-        self._pending = Pending()
+        super().__init__(host)
         self._numbers = itertools.count(host.first_number)
         self._asked: dict[int, _Asked] = {}
         self._alarms = Alarms(lambda number: number not in self._asked)
@@ -141,7 +140,7 @@ class ZMQTransport:
         incarnation = present if incarnation is None else incarnation
         failure = self.loss(worker, incarnation)
         if failure is not None:
-            settle(future, failure.error())
+            future.set_exception(failure.error())
             return future
         number = next(self._numbers)
         self._asked[number] = _Asked(future, worker)
@@ -152,9 +151,9 @@ class ZMQTransport:
             if not self._send(worker, REQUEST, number, frames, incarnation):
                 failure = self.loss(worker, incarnation)
                 lost = disconnected(self._host.members[worker], "it was closed")
-                settle(future, lost if failure is None else failure.error())
+                future.set_exception(lost if failure is None else failure.error())
         except (OSError, zmq.ZMQError) as error:
-            settle(future, disconnected(self._host.members[worker], error))
+            future.set_exception(disconnected(self._host.members[worker], error))
         return future
 
     def loss(self, worker: int, incarnation: int) -> Failure | None:
@@ -164,10 +163,6 @@ class ZMQTransport:
         if failure is None and incarnation != self._mesh.incarnation(worker):
             failure = membership.replaced.get(worker)
         return failure
-
-    def has_lost(self, worker: int) -> bool:
-        """See :class:`~torchopt_dist.distributed.transport.base.Sender`."""
-        return worker in self._host.membership.failures
 
     def to(self, worker: int) -> Sender:
         """See :class:`~torchopt_dist.distributed.transport.base.Transport`."""
@@ -188,27 +183,19 @@ class ZMQTransport:
         """See :class:`~torchopt_dist.distributed.transport.base.Transport`."""
         if worker in self._host.lost:
             self._mesh.forget(worker)
-        self._pending.fail(worker, error)
+        super().worker_lost(worker, error)
 
     def about_to_wait(self) -> None:
         """See :class:`~torchopt_dist.distributed.transport.base.Transport`."""
         if self._receiver is not None:
             self._receiver.about_to_wait()
 
-    def unanswered(self) -> int:
-        """See :class:`~torchopt_dist.distributed.transport.base.Transport`."""
-        return len(self._pending)
-
-    def wait_for_replies(self, timeout: float) -> set[int]:
-        """See :class:`~torchopt_dist.distributed.transport.base.Transport`."""
-        return self._pending.wait(timeout)
-
     def _late(self, number: int, timeout: float) -> None:
         """Give up a request. It is found by its number: its alarm must not keep its reply and the graph alive."""
         asked = self._asked.get(number)
         if asked is not None:
             name = self._host.names[asked.worker]
-            settle(asked.future, CallTimeoutError(f"{name} took longer than timeout={timeout:g} s"))
+            asked.future.set_exception(CallTimeoutError(f"{name} took longer than timeout={timeout:g} s"))
 
     def _send(
         self, worker: int, kind: int, number: int, frames: Sequence[Frame], incarnation: int | None = None
@@ -231,7 +218,7 @@ class ZMQTransport:
         try:
             asked.future.set_result(_message(content, rest))
         except Exception as error:  # of this process, such as a lack of memory: the connection is whole
-            settle(asked.future, error)
+            asked.future.set_exception(error)
 
     def _answer(self, worker: int, number: int, content: bytes, rest: Sequence[Frame]) -> None:
         try:
