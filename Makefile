@@ -2,14 +2,14 @@
 #   make demo PYTHON=python3.12                 another Python
 #   make demo TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"   another build of torch
 #   make test ARGS="tests/ops -k fuzz"          some of the tests
-#   make test JOBS=4                            on more than two cores
+#   make test JOBS=6                            on four cores; tests wait a third of their time
 #   make portable AS=ATEN_CPU_CAPABILITY=default   as on one other processor
 #   make wheel TORCHES="2.13.0"                 the packages, tried with this torch only
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 NPROC ?= 2
-JOBS ?= 2
+JOBS ?= 3
 ARGS ?=
 PROGRAMS ?= 2000
 LOSSES ?= 50
