@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 import torchopt_dist as todist
+from torchopt_dist._future import Future
 from torchopt_dist.distributed.group.spans import Span
-from torchopt_dist.distributed.profile import _lanes_of
+from torchopt_dist.distributed.profile import _clocks, _lanes_of
 from torchopt_dist.errors import NotInitializedError
 
 
@@ -130,3 +133,14 @@ def test_threads_share_a_line_where_they_do_not_overlap():
     one, two, three = span(0, 2, 1), span(1, 3, 2), span(2, 4, 3)
     assert _lanes_of([one, two, three]) == [[one, three], [two]]
     assert _lanes_of([]) == [[]]
+
+
+def test_the_clocks_of_other_machines_are_measured():
+    def ask(worker, function, seconds):
+        answer = Future()
+        answer.set_result([function() + 1000.0 if function is time.perf_counter else None])
+        return answer
+
+    members = [SimpleNamespace(process_table=table) for table in ("a", "a", "b")]
+    group = SimpleNamespace(rank=0, names=("worker0", "worker1", "worker2"), members=members, ask=ask)
+    assert _clocks(group) == {2: pytest.approx(1000.0, abs=500.0)}

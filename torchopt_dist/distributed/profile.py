@@ -17,7 +17,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from torchopt_dist.distributed.calls.spread import ask
 from torchopt_dist.distributed.group.group import Group, current_group
 from torchopt_dist.distributed.group.spans import PHASES, Phase, Span
 from torchopt_dist.distributed.group.table import bytes_text, seconds_text, table
@@ -283,7 +282,7 @@ def _on_each(group: Group, function: Callable[[], T], workers: Iterable[int] | N
     for worker in range(len(group.names)) if workers is None else workers:
         if worker != group.rank:
             with suppress(TodistError):  # the program has met, or will meet, the error itself
-                futures[worker] = ask(worker, function, seconds=ANSWER_SECONDS)
+                futures[worker] = group.ask(worker, function, seconds=ANSWER_SECONDS)
     results = {}
     for worker, future in futures.items():
         with suppress(TodistError):
@@ -291,27 +290,14 @@ def _on_each(group: Group, function: Callable[[], T], workers: Iterable[int] | N
     return results
 
 
-def _start() -> tuple[str, float]:
-    """On a worker: record from now on. Which machine's clock it reads, and what time that says."""
+def _start() -> None:
+    """On a worker: record from now on."""
     current_group().recorder.start()
-    return _boot(), time.perf_counter()
 
 
 def _stop() -> list[Span]:
     """On a worker: the spans recorded."""
     return current_group().recorder.stop()
-
-
-def _clock() -> float:
-    return time.perf_counter()
-
-
-def _boot() -> str:
-    """Names the run of this machine, whose processes share the clock; empty where the system does not say."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
 
 
 def _clocks(group: Group) -> dict[int, float]:
@@ -320,13 +306,13 @@ def _clocks(group: Group) -> dict[int, float]:
     Where the two are not on one machine, that is measured by the fastest of a few round trips, and off by half of the
     time which that took at most.
     """
-    here, started = _boot(), _on_each(group, _start)
-    ahead = {worker: 0.0 for worker, (boot, _) in started.items() if here and boot == here}
+    here = group.members[group.rank].process_table
+    far = [worker for worker in _on_each(group, _start) if group.members[worker].process_table != here]
     best: dict[int, tuple[float, float]] = {}
-    for _ in range(PINGS if len(ahead) < len(started) else 0):
-        for worker in started.keys() - ahead.keys():
+    for _ in range(PINGS):
+        for worker in far:
             sent = time.perf_counter()
-            for theirs in _on_each(group, _clock, [worker]).values():
+            for theirs in _on_each(group, time.perf_counter, [worker]).values():
                 took = time.perf_counter() - sent
                 best[worker] = min(best.get(worker, (inf, 0.0)), (took, theirs - sent - took / 2))
-    return ahead | {worker: offset for worker, (_, offset) in best.items()}
+    return {worker: offset for worker, (_, offset) in best.items()}
