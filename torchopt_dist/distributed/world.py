@@ -129,22 +129,15 @@ def on_rank(*ranks: int) -> Callable[[Callable[P, T]], Callable[P, T | None]]:
     """
     _check_ranks("on_rank", ranks)
 
-    def decorator(func: Callable[P, T]) -> Callable[P, T | None]:
-        _check_function(func)
+    def runs_here(name: str) -> bool:
+        world = get_world_info()
+        if min(ranks) >= world.world_size:
+            raise ValueError(
+                f"on_rank{ranks}: `{name}` would run nowhere, since ranks must be in [0, {world.world_size})"
+            )
+        return world.rank in ranks
 
-        @functools.wraps(func)
-        def wrapped(*args: P.args, **kwargs: P.kwargs) -> T | None:
-            world = get_world_info()
-            if min(ranks) >= world.world_size:
-                raise ValueError(
-                    f"on_rank{ranks}: `{func.__qualname__}` would run nowhere, since ranks must be in "
-                    f"[0, {world.world_size})"
-                )
-            return func(*args, **kwargs) if world.rank in ranks else None
-
-        return wrapped
-
-    return decorator
+    return lambda func: _only_where(runs_here, func)
 
 
 def not_on_rank(*ranks: int) -> Callable[[Callable[P, T]], Callable[P, T | None]]:
@@ -158,21 +151,19 @@ def not_on_rank(*ranks: int) -> Callable[[Callable[P, T]], Callable[P, T | None]
     """
     _check_ranks("not_on_rank", ranks)
 
-    def decorator(func: Callable[P, T]) -> Callable[P, T | None]:
-        _check_function(func)
-
-        @functools.wraps(func)
-        def wrapped(*args: P.args, **kwargs: P.kwargs) -> T | None:
-            return None if get_rank() in ranks else func(*args, **kwargs)
-
-        return wrapped
-
-    return decorator
+    return lambda func: _only_where(lambda _: get_rank() not in ranks, func)
 
 
-def _check_function(func: object) -> None:
+def _only_where(runs_here: Callable[[str], bool], func: Callable[P, T]) -> Callable[P, T | None]:
+    """The function, which returns ``None`` where ``runs_here`` of its name is false."""
     if not callable(func):
         raise TypeError(f"func must be a function, got {type(func).__name__} {func!r}")
+
+    @functools.wraps(func)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T | None:
+        return func(*args, **kwargs) if runs_here(func.__qualname__) else None
+
+    return wrapped
 
 
 def _check_ranks(decorator: str, ranks: tuple[Any, ...]) -> None:
