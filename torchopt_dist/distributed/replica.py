@@ -215,14 +215,10 @@ class Replica(StayingModule):
         if not self._others:
             return
         host = _network.local_address(os.environ.get("MASTER_ADDR", "127.0.0.1"))
-        limit = timedelta(seconds=seconds)
-        store = dist.TCPStore(host, 0, None, is_master=True, wait_for_workers=False, timeout=limit)
+        store = _store(host, 0, seconds, is_master=True)
         ranks = sorted([group.rank, *self._others])
-        where = (host, store.port, ranks, backend, seconds)
-        replies = self._ask(_connect, self._key, *where)
-        own = self._beside(
-            lambda: self._held.connect(store, ranks.index(group.rank), len(ranks), backend, seconds)
-        )
+        replies = self._ask(_connect, self._key, host, store.port, ranks, backend, seconds)
+        own = self._beside(lambda: self._held.connect(store, group.rank, ranks, backend, seconds))
         gather({**replies, group.rank: own}, group.names)
 
     def _ask(self, function: Callable[..., None], *args: Any) -> dict[int, Future[list[Any]]]:
@@ -286,6 +282,12 @@ def _same(one: Any, other: Any) -> bool:
         return False
 
 
+def _store(host: str, port: int, seconds: float, *, is_master: bool = False) -> dist.TCPStore:
+    """Where the workers that hold a replica meet."""
+    limit = timedelta(seconds=seconds)
+    return dist.TCPStore(host, port, None, is_master=is_master, wait_for_workers=False, timeout=limit)
+
+
 def _let_go(group: Group, key: Key, others: list[int]) -> None:
     group.replicas.release(key)
     for worker in others:
@@ -304,9 +306,8 @@ def _hold(key: Key, module: nn.Module, optimizer: torch.optim.Optimizer, version
 
 def _connect(key: Key, host: str, port: int, ranks: list[int], backend: str, seconds: float) -> None:
     group = answering_group()
-    limit = timedelta(seconds=seconds)
-    store = dist.TCPStore(host, port, None, is_master=False, wait_for_workers=False, timeout=limit)
-    group.replicas.find(key).connect(store, ranks.index(group.rank), len(ranks), backend, seconds)
+    store = _store(host, port, seconds)
+    group.replicas.find(key).connect(store, group.rank, ranks, backend, seconds)
 
 
 def _drop(key: Key) -> None:

@@ -20,7 +20,7 @@ from torchopt_dist.distributed.group.graph_releaser import GraphReleaser
 from torchopt_dist.distributed.group.kept import Kept, KeptGraph, graph_missing
 from torchopt_dist.distributed.group.kept_values import Residents
 from torchopt_dist.distributed.group.outstanding import Outstanding
-from torchopt_dist.distributed.group.replicas import Replicas
+from torchopt_dist.distributed.group.replicas import Held, replica_missing
 from torchopt_dist.distributed.group.spans import Recorder
 from torchopt_dist.distributed.membership.members import Member, OnLoss
 from torchopt_dist.distributed.membership.membership import Membership
@@ -79,7 +79,7 @@ class Group:
         self.known_functions: set[object] = set()
         self.threads = ThreadPool()
         self.residents = Residents(self.has_gone)
-        self.replicas = Replicas()
+        self.replicas = Kept[Held](replica_missing)
         self.streams = Streams()
         self.bars: dict[int, Callable[[int, int], None]] = {}
         self.recorder = Recorder(self.rank)
@@ -117,7 +117,7 @@ class Group:
     def has_gone(self, key: Key) -> bool:
         """Whether the process that has made a key is known to have ended; another one may have its rank."""
         rank, number = key
-        return rank in self.membership.failures or number >> NUMBER_BITS < self.members[rank].incarnation
+        return rank in self.membership.failures or incarnation_of(number) < self.members[rank].incarnation
 
     def _cut(self, worker: int, error: WorkerLostError) -> None:
         """Let calls to a worker fail, since the network to it is cut."""

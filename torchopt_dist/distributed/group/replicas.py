@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from torchopt_dist._torch_private import nccl_group
 from torchopt_dist._versions import Seen
-from torchopt_dist.distributed.group.kept import HeldLeaf, Kept
+from torchopt_dist.distributed.group.kept import HeldLeaf
 from torchopt_dist.distributed.messages.requests import Key
 from torchopt_dist.distributed.serialization.pickling import pack
 from torchopt_dist.errors import ResidentError
 
-__all__ = ["Before", "Held", "HeldLeaves", "Options", "Replicas", "keep_grads"]
+__all__ = ["Before", "Held", "HeldLeaves", "Options", "keep_grads", "replica_missing"]
 
 Options: TypeAlias = Sequence[dict[str, Any]]
 """For each group of an optimizer's parameters, what of its options has changed."""
@@ -76,11 +76,14 @@ class Held:
             )
         return None
 
-    def connect(self, store: dist.Store, rank: int, size: int, backend: str, seconds: float) -> None:
-        """Enter a process group of all that hold the replica."""
+    def connect(
+        self, store: dist.Store, rank: int, ranks: Sequence[int], backend: str, seconds: float
+    ) -> None:
+        """Enter a process group of the workers that hold the replica, by their ranks."""
         # Torch's stubs do not say that what the two make is a process group.
         make: Any = nccl_group if backend == "nccl" else dist.ProcessGroupGloo
-        self.group, self._backend = make(store, rank, size, timedelta(seconds=seconds)), backend
+        self.group = make(store, ranks.index(rank), len(ranks), timedelta(seconds=seconds))
+        self._backend = backend
         self._store = store  # NCCL meets there in the first all-reduce
 
     def adopt(self, earlier: Held) -> None:
@@ -180,14 +183,8 @@ class Held:
         self.note()
 
 
-class Replicas(Kept[Held]):
-    """The replicas of a worker."""
-
-    def __init__(self) -> None:
-        super().__init__(_missing)
-
-
-def _missing() -> ResidentError:
+def replica_missing() -> ResidentError:
+    """The error where a replica is not kept."""
     return ResidentError("a replica was used after its end, or where it is not: make a new `todist.replica`")
 
 

@@ -7,6 +7,7 @@ import re
 import socket
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 from torchopt_dist.distributed.membership.members import Member, OnLoss
 from torchopt_dist.distributed.membership.stopped import process_table
@@ -70,7 +71,7 @@ def named(world: WorldInfo, worker_name_format: Callable[..., str]) -> WorldInfo
             "worker_name_format must return 1 to 127 letters, digits, '-', '_' and ':', "
             f"got {type(name).__name__} {name!r:.200}"
         )
-    return WorldInfo(world.world_size, world.world_rank, world.local_world_size, world.local_rank, name)
+    return replace(world, worker_name=name)
 
 
 def _program() -> str:

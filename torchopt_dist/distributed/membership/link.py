@@ -168,10 +168,9 @@ class ToHub:
         writer.write(f"{token}\n{hello}\n".encode())
         try:
             answer = await read_line(reader)
-            if answer.get("refused") == OVER:
-                raise GroupEndedError("the others are at their end")
-            if "refused" in answer:
-                raise ConnectionRefusedError("the others go on without this rank")
+            refusal = answer.get("refused")
+            if refusal is not None:
+                raise GroupEndedError if refusal == OVER else ConnectionRefusedError(refusal)
         except BaseException:
             writer.close()
             raise

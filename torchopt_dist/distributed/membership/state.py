@@ -91,7 +91,7 @@ class MembershipState:
                 if condition():
                     return
                 if self._over:
-                    raise GroupEndedError("the others are at their end")
+                    raise GroupEndedError
                 if self._closing:
                     raise GroupEndedError(f"rank {self.me.rank} left the group while it waited for {what}")
                 left = None if deadline is None else deadline - time.monotonic()

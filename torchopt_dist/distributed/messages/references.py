@@ -56,7 +56,7 @@ class Reference:
                 no limit.
         """
         del timeout
-        return _mapped(self.local_value(), lambda tensor: tensor)
+        return _with_new_modules(self.local_value())
 
     @property
     def value(self) -> Any:
@@ -110,7 +110,7 @@ class ConnectedRRef(Reference):
         """See :class:`Reference`."""
         if self._ask is None:
             return self.rref.to_here() if timeout < 0 else self.rref.to_here(timeout)
-        return _mapped(self._here(timeout), lambda tensor: tensor)
+        return _with_new_modules(self._here(timeout))
 
     def _here(self, timeout: float) -> Any:
         with self._lock:
@@ -167,6 +167,10 @@ def requires_grad(value: Any) -> bool:
         if any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors):
             return True
     return False
+
+
+def _with_new_modules(value: Any) -> Any:
+    return _mapped(value, lambda tensor: tensor)
 
 
 def _mapped(value: Any, take: Callable[[Tensor], Tensor]) -> Any:

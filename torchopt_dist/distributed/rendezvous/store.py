@@ -45,6 +45,9 @@ _stores: dict[str, dist.Store] = {}
 class GroupEndedError(ConnectionRefusedError):
     """This worker is to replace a lost one, and the others do not need it any more."""
 
+    def __init__(self, text: str = "the others are at their end") -> None:
+        super().__init__(text)
+
 
 def init_timeout() -> float:
     """Seconds that workers wait for each other at the start: ``TODIST_INIT_TIMEOUT``, or 300."""
@@ -175,7 +178,7 @@ def _say_hello(store: dist.Store, rank: int, deadline: float, *, comes_late: boo
         if comes_late and store.check([RUNNING]):
             nonce = store.get(RUNNING).decode()
             if not nonce:
-                raise GroupEndedError("the others are at their end")
+                raise GroupEndedError
             return nonce
         if time.monotonic() > deadline:
             raise InitializationError(
