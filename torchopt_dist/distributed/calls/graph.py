@@ -50,7 +50,7 @@ from torchopt_dist.distributed.serialization.names import code_of
 from torchopt_dist.distributed.serialization.pickling import PackedModules, pack, reply_of
 from torchopt_dist.distributed.serialization.unsendable import place_in_payload
 from torchopt_dist.distributed.transport.base import Sender
-from torchopt_dist.distributed.transport.retries import Ask, Attempt, Deadline, Sent
+from torchopt_dist.distributed.transport.retries import Ask, AsSent, Attempt, Deadline, Sent
 from torchopt_dist.distributed.worker.device import receiving_device
 from torchopt_dist.distributed.worker.gradient_sums import with_gradients
 from torchopt_dist.errors import NotInitializedError, SerializationError
@@ -110,15 +110,15 @@ class RemoteGraph:
         message: Message,
         late: Sequence[Tensor] = (),
         *,
-        as_sent: Callable[[Tensor], Tensor] = Tensor.detach,
+        as_sent: AsSent | None = None,
         instead: Mapping[int, Tensor] | None = None,
         spent: int | None = None,
     ) -> tuple[Tensor | None, Future[Message]]:
         """Send a call, but for its tensors that come late; returns the anchor, and the future reply.
 
-        ``as_sent`` is a function from a tensor of the message to the one to send; ``instead`` has, by the id of a
-        tensor of the message, the one to which the reply is connected in its place; ``spent`` is how many of the
-        retries have been used, if another worker may be asked (``None``: none may).
+        ``as_sent`` makes of a tensor of the message the one to send; ``instead`` has, by the id of a tensor of the
+        message, the one to which the reply is connected in its place; ``spent`` is how many of the retries have been
+        used, if another worker may be asked (``None``: none may), which needs ``as_sent``.
         """
         anchor, sent, siblings, record = None, message, self.siblings, self.group.recorder.record
         if message.tensors:
@@ -126,15 +126,15 @@ class RemoteGraph:
             if instead:
                 connected = message.with_tensors([instead.get(id(each), each) for each in message.tensors])
             anchor = self.connect(connected, keep=siblings.keep)
-            sent = message.with_tensors([as_sent(tensor) for tensor in message.tensors])
+            sent = message.with_tensors([*map(as_sent or Tensor.detach, message.tensors)])
         if late:
             numbers = {id(tensor): number for number, tensor in enumerate(message.tensors)}
             for tensor in late:
                 sent.tensors[numbers[id(tensor)]] = tensor.new_empty(0)
-        if spent is None:
+        if spent is None or as_sent is None:
             reply = record("send", self.key, self.worker, self.send, sent)
         else:
-            kept = Sent.of(sent, None if message.key else self.key)
+            kept = Sent(sent, None if message.key else self.key, as_sent.own(message.tensors))
             reply = record("send", self.key, self.worker, self.ask, kept, spent=spent)
         if siblings.log is not None:
             siblings.log.watch(message, reply)

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from torchopt_dist._future import Future
 from torchopt_dist._random_turns import lent
-from torchopt_dist._versions import Seen
 from torchopt_dist.distributed.calls.again import ANOTHER_GRAPH
 from torchopt_dist.distributed.calls.relay import Branch, Child, spread
 from torchopt_dist.distributed.calls.siblings import Siblings
@@ -24,7 +23,7 @@ from torchopt_dist.distributed.calls.tree import Twig, tree
 from torchopt_dist.distributed.group.chunks import can_be_cut, chunks_of
 from torchopt_dist.distributed.messages.message import Late, Message
 from torchopt_dist.distributed.messages.payload import ExecutionOptions
-from torchopt_dist.distributed.transport.retries import Deadline, check_unchanged, is_copied
+from torchopt_dist.distributed.transport.retries import AsSent, Deadline
 from torchopt_dist.errors import CallTimeoutError, RemoteError, WorkerLostError
 
 __all__ = ["Shares", "common"]
@@ -47,7 +46,7 @@ class Shares:
         self._messages = messages
         self._fan_out = fan_out
         self._mends = siblings.mends
-        self._as_sent = _AsSent(messages.values(), snapshot=snapshot, again=siblings.mends)
+        self._as_sent = AsSent(messages.values(), snapshot=snapshot, again=siblings.mends)
         shared = common([message.tensors for message in messages.values()])
         self._hoisted = [tensor for tensor in shared if can_be_cut(tensor)]
         self._chunks = len(chunks_of(self._hoisted))
@@ -217,29 +216,3 @@ class _RepliesAgain:
         if lost is not None:
             self._shares.avoid(lost)
         return lost is not None
-
-
-class _AsSent:
-    """A tensor of a message → what is sent of it, every time the same.
-
-    For a ``snapshot`` all tensors are copied; to be sent ``again``, the small ones and those that a module may change,
-    and a change of the others is noticed.
-    """
-
-    def __init__(self, messages: Iterable[Message], *, snapshot: bool, again: bool) -> None:
-        self._copies: dict[int, Tensor] = {}
-        self._own: dict[int, Seen] = {}
-        for message in messages if snapshot or again else ():
-            for number, tensor in enumerate(message.tensors):
-                if id(tensor) in self._copies or id(tensor) in self._own:
-                    continue
-                if snapshot or is_copied(message, number):
-                    self._copies[id(tensor)] = tensor.detach().clone()
-                else:
-                    self._own[id(tensor)] = Seen([tensor])
-
-    def __call__(self, tensor: Tensor) -> Tensor:
-        """The tensor as it is sent; raises :class:`RuntimeError` if it was changed in place since it was sent first."""
-        if id(tensor) in self._own:
-            check_unchanged(self._own[id(tensor)])
-        return self._copies.get(id(tensor), tensor).detach()

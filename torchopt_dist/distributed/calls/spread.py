@@ -12,8 +12,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-
 from torchopt_dist._future import Future
 from torchopt_dist.distributed.calls.graph import RemoteGraph
 from torchopt_dist.distributed.calls.shares import Shares, common
@@ -23,6 +21,7 @@ from torchopt_dist.distributed.messages.caller_state import CallerState
 from torchopt_dist.distributed.messages.message import Message
 from torchopt_dist.distributed.messages.payload import ExecutionOptions, Payload
 from torchopt_dist.distributed.serialization.pickling import PackedModules
+from torchopt_dist.distributed.transport.retries import AsSent
 
 __all__ = ["ask", "call", "calls"]
 
@@ -62,12 +61,13 @@ def calls(
     if fan_out:
         there = {worker: each for worker, each in payloads.items() if worker not in group.membership.failures}
         futures = _down_a_tree(siblings, there, fan_out, modules, snapshot=snapshot)
-    as_sent = _copied if snapshot else Tensor.detach
     lost = group.membership.failures
     for worker in sorted(payloads, key=lost.__contains__) if lost else payloads:
         if worker not in futures:
             moves = worker in lost and movable(worker)
-            futures[worker] = call(siblings, worker, payloads[worker], modules, as_sent, moves=moves)
+            futures[worker] = call(
+                siblings, worker, payloads[worker], modules, snapshot=snapshot, moves=moves
+            )
     return futures
 
 
@@ -76,14 +76,17 @@ def call(
     worker: int,
     payload: Payload,
     modules: PackedModules | None = None,
-    as_sent: Callable[[Tensor], Tensor] = Tensor.detach,
     *,
+    snapshot: bool = False,
     moves: bool = False,
 ) -> Future[list[Any]]:
     """Run a payload on another worker, or elsewhere if it ``moves``; see :func:`calls`."""
     graph = RemoteGraph(siblings, worker)
     message = graph.packed(payload, modules)
     spent = 0 if moves or payload.options.outlives_workers else None
+    as_sent = None
+    if snapshot or spent is not None:
+        as_sent = AsSent([message], snapshot=snapshot, again=spent is not None)
     anchor, reply = graph.begin(message, as_sent=as_sent, spent=spent)
     future: Future[list[Any]] = Future()  # made while the message is on its way, as all that can wait
     reply.add_done_callback(partial(_settle, future, partial(graph.collect, anchor)))
@@ -114,10 +117,6 @@ def _settle(
         future.set_result(values_of(reply.result()))
     except Exception as error:
         future.set_exception(error)
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone()
 
 
 def _fan_out_for(group: Group, payloads: Mapping[int, Payload]) -> int:

@@ -15,8 +15,8 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -32,26 +32,46 @@ from torchopt_dist.distributed.serialization.wire import SMALL
 from torchopt_dist.distributed.transport.base import Sender, Transport
 from torchopt_dist.errors import CallTimeoutError, PeerFailedError, RemoteError, WorkerLostError
 
-__all__ = ["Ask", "Attempt", "Deadline", "Retries", "Sent", "check_unchanged", "is_copied"]
+__all__ = ["AsSent", "Ask", "Attempt", "Deadline", "Retries", "Sent"]
 
 
-def is_copied(message: Message, number: int) -> bool:
-    """Whether the caller keeps a copy of a tensor that may be sent again: a small one, or one that a module may change.
+class AsSent:
+    """A tensor of one of these messages → what is sent of it, every time the same; the messages must live meanwhile.
 
-    Of the others, which are the caller's own, it sees whether they change.
+    For a ``snapshot`` all are copied. Of those that may be sent ``again`` the small ones are copied, and those that a
+    module may change; of the others, which are the caller's own, it sees whether they change.
     """
-    tensor = message.tensors[number]
-    return number in message.buffers or tensor.nbytes <= SMALL
+
+    def __init__(self, messages: Iterable[Message], *, snapshot: bool, again: bool) -> None:
+        self._copies: dict[int, Tensor] = {}
+        self._own: dict[int, Seen] = {}
+        for message in messages if snapshot or again else ():
+            for number, tensor in enumerate(message.tensors):
+                if id(tensor) in self._copies or id(tensor) in self._own:
+                    continue
+                if snapshot or number in message.buffers or tensor.nbytes <= SMALL:
+                    self._copies[id(tensor)] = tensor.detach().clone()
+                else:
+                    self._own[id(tensor)] = Seen([tensor.detach()])
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """The tensor as it is sent; raises :class:`RuntimeError` if it was changed in place since it was sent first."""
+        for seen in self.own([tensor]):
+            _check_unchanged(seen)
+        return self._copies.get(id(tensor), tensor).detach()
+
+    def own(self, tensors: Iterable[Tensor]) -> list[Seen]:
+        """Those of these tensors that are the caller's own, as they were."""
+        return [self._own[id(tensor)] for tensor in tensors if id(tensor) in self._own]
 
 
-def check_unchanged(sent: Seen) -> None:
-    """Raise ``RuntimeError`` if a tensor that was sent has been changed in place since."""
-    for index in sent.changed():
-        shape = tuple(sent.tensors[index].shape)
+def _check_unchanged(sent: Seen) -> None:
+    """Raise :class:`RuntimeError` if a tensor that was sent has been changed in place since."""
+    if sent.changed():
         raise RuntimeError(
-            f"the share of a lost worker cannot run again: a tensor that it was sent, of shape {shape}, has "
-            "been changed in place since. Run backward before the optimizer's step, or make the call asynchronous, "
-            "which copies what it sends"
+            "the share of a lost worker cannot run again: a tensor that it was sent, of shape "
+            f"{tuple(sent.tensors[0].shape)}, has been changed in place since. Run backward before the optimizer's "
+            "step, or make the call asynchronous, which copies what it sends"
         )
 
 
@@ -77,32 +97,22 @@ class Sent:
     """A call that can be sent again.
 
     Attributes:
-        message: with copies of small tensors and of those that a module may change.
+        message: as it was sent.
         key: the key in the request; if another one is to be used, or this is ``None``, it is sent beside the request.
-        own: the other tensors, which are the caller's own.
+        own: those of its tensors that are the caller's own, as they were.
     """
 
     message: Message
     key: Key | None
-    own: Seen
-
-    @classmethod
-    def of(cls, message: Message, key: Key | None) -> Sent:
-        """Keep a request."""
-        kept, own = message.detached(), list[Tensor]()
-        for number, tensor in enumerate(kept.tensors):
-            if is_copied(kept, number):
-                kept.tensors[number] = tensor.clone()
-            else:
-                own.append(tensor)
-        return cls(kept, key, Seen(own))
+    own: Sequence[Seen]
 
     def again(self, key: Key) -> Message:
-        """The request under this key; raises ``RuntimeError`` if a tensor of the caller was changed in place since."""
-        check_unchanged(self.own)
-        own = {id(tensor) for tensor in self.own.tensors}
-        tensors = [x.detach() if id(x) in own else x.clone() for x in self.message.tensors]
-        return replace(self.message, tensors=tensors, key=None if key == self.key else key)
+        """The request under this key; raises :class:`RuntimeError` if one of ``own`` was changed in place since."""
+        for seen in self.own:
+            _check_unchanged(seen)
+        message = self.message
+        tensors = [tensor.detach() for tensor in message.tensors]
+        return message.with_tensors(tensors, key=None if key == self.key else key)
 
 
 class Attempt(NamedTuple):
