@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import torchopt_dist as todist
 from tests.distributed.random_calls import HEDGES, OF_ROWS, WHOLE, Call, Here, There, formed
-from torchopt_dist.distributed.calls import spread
+from torchopt_dist.distributed.calls import tree
 from torchopt_dist.distributed.group.chunks import CHUNK
 from torchopt_dist.distributed.group.group import Group, current_group
 from torchopt_dist.distributed.serialization.wire import SMALL
@@ -382,7 +382,7 @@ def set_thresholds(thresholds: Thresholds) -> None:
             for constant in values.keys() & vars(module).keys():
                 setattr(module, constant, values[constant])
     far = thresholds.far
-    spread.AUTO_WORKERS, spread.AUTO_BYTES, spread.MUCH_BYTES = (0, 8, 100) if far else (4, 1 << 20, 1 << 22)
+    tree.AUTO_WORKERS, tree.AUTO_BYTES, tree.MUCH_BYTES = (0, 8, 100) if far else (4, 1 << 20, 1 << 22)
     Group.on_this_host = lambda group, rank: group.rank == rank or not far
 
 

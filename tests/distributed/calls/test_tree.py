@@ -20,8 +20,7 @@ import torchopt_dist as todist
 from tests.distributed.programs import kept, lie_right
 from torchopt_dist._serialized_exception import SerializedException
 from torchopt_dist.distributed.calls import relay as relay_module
-from torchopt_dist.distributed.calls import spread
-from torchopt_dist.distributed.calls.tree import tree
+from torchopt_dist.distributed.calls.tree import fan_out_for, tree
 from torchopt_dist.distributed.group import chunks as chunks_module
 from torchopt_dist.distributed.group.chunks import CHUNK, Deferred, Streams, chunks_of
 from torchopt_dist.distributed.group.group import current_group
@@ -272,7 +271,7 @@ def test_a_tree_is_made_where_it_is_asked_for_or_pays(options, lost, chosen):
         ExecutionOptions(**options),
     )
     group = SimpleNamespace(rank=0, members=members, membership=membership)
-    found = spread._fan_out_for(group, {rank: payload for rank, (payload, _) in payloads.items()})
+    found = fan_out_for(group, {rank: payload for rank, (payload, _) in payloads.items()})
     assert found == chosen
 
 

@@ -19,20 +19,14 @@ from torchopt_dist._random_turns import lent
 from torchopt_dist.distributed.calls.again import ANOTHER_GRAPH
 from torchopt_dist.distributed.calls.relay import Branch, Child, spread
 from torchopt_dist.distributed.calls.siblings import Siblings
-from torchopt_dist.distributed.calls.tree import Twig, tree
+from torchopt_dist.distributed.calls.tree import Twig, common, tree
 from torchopt_dist.distributed.group.chunks import can_be_cut, chunks_of
 from torchopt_dist.distributed.messages.message import Late, Message
 from torchopt_dist.distributed.messages.payload import ExecutionOptions
 from torchopt_dist.distributed.transport.retries import AsSent, Deadline
 from torchopt_dist.errors import CallTimeoutError, RemoteError, WorkerLostError
 
-__all__ = ["Shares", "common"]
-
-
-def common(held: Sequence[Iterable[Tensor]]) -> list[Tensor]:
-    """The tensors that all have in common, in the order of the first."""
-    ids = set.intersection(*({id(tensor) for tensor in tensors} for tensors in held))
-    return list({id(tensor): tensor for tensor in held[0] if id(tensor) in ids}.values())
+__all__ = ["Shares"]
 
 
 class Shares:

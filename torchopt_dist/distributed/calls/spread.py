@@ -14,9 +14,10 @@ from typing import Any
 
 from torchopt_dist._future import Future
 from torchopt_dist.distributed.calls.graph import RemoteGraph
-from torchopt_dist.distributed.calls.shares import Shares, common
+from torchopt_dist.distributed.calls.shares import Shares
 from torchopt_dist.distributed.calls.siblings import Siblings
-from torchopt_dist.distributed.group.group import Group, current_group
+from torchopt_dist.distributed.calls.tree import fan_out_for
+from torchopt_dist.distributed.group.group import current_group
 from torchopt_dist.distributed.messages.caller_state import CallerState
 from torchopt_dist.distributed.messages.message import Message
 from torchopt_dist.distributed.messages.payload import ExecutionOptions, Payload
@@ -24,17 +25,6 @@ from torchopt_dist.distributed.serialization.pickling import PackedModules
 from torchopt_dist.distributed.transport.retries import AsSent
 
 __all__ = ["ask", "call", "calls"]
-
-AUTO_FAN_OUT = 3
-"""Of little: a tree of three children is at most a tenth slower than one without a limit, up to a thousand workers."""
-AUTO_FAN_OUT_OF_MUCH = 2
-"""Of much: the line of a worker with children is the bound, which carries all of it to each child."""
-MUCH_BYTES = 1 << 22
-"""From here on the deeper tree is sooner done, with 8 workers and with a thousand."""
-AUTO_WORKERS = 4
-"""On other machines: in one machine memory is copied, and a tree copies as much, a third of it one after another."""
-AUTO_BYTES = 1 << 20
-"""Two chunks: with less there is nothing to hand on while the rest comes."""
 
 
 def calls(
@@ -57,7 +47,7 @@ def calls(
     group = siblings.group
     group.check_process()
     futures: dict[int, Future[list[Any]]] = {}
-    fan_out = _fan_out_for(group, payloads) if len(payloads) > 1 else 0
+    fan_out = fan_out_for(group, payloads) if len(payloads) > 1 else 0
     if fan_out:
         there = {worker: each for worker, each in payloads.items() if worker not in group.membership.failures}
         futures = _down_a_tree(siblings, there, fan_out, modules, snapshot=snapshot)
@@ -117,30 +107,6 @@ def _settle(
         future.set_result(values_of(reply.result()))
     except Exception as error:
         future.set_exception(error)
-
-
-def _fan_out_for(group: Group, payloads: Mapping[int, Payload]) -> int:
-    """How many children a worker has in the tree for a call; 0 if there is to be none."""
-    workers = [worker for worker in payloads if worker not in group.membership.failures]
-    if len(workers) < 2:
-        return 0
-    options = payloads[workers[0]].options
-    if options.fan_out is None:
-        return 0
-    fan_out = options.fan_out
-    if fan_out == "auto":
-        if options.outlives_workers:  # after a loss, only a star's sums have the same bits
-            return 0
-        fan_out = AUTO_FAN_OUT
-        here = group.members[group.rank].host
-        if sum(group.members[worker].host != here for worker in workers) < AUTO_WORKERS:
-            return 0
-        shared = sum(x.nbytes for x in common([payloads[worker].tensors() for worker in workers[:2]]))
-        if shared < AUTO_BYTES:
-            return 0
-        if shared >= MUCH_BYTES:
-            fan_out = AUTO_FAN_OUT_OF_MUCH
-    return fan_out if len(workers) > fan_out else 0
 
 
 def _down_a_tree(
