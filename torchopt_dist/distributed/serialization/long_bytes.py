@@ -46,7 +46,8 @@ class Writer:
 
     def pickle(self) -> tuple[bytes, Holes]:
         """What has been written, without the long ones, and where these were."""
-        return b"".join(self._parts), tuple(self._holes)
+        self._parts = [b"".join(self._parts)]
+        return self._parts[0], tuple(self._holes)
 
 
 class _Memory:

@@ -10,7 +10,7 @@ import pickle
 from collections import OrderedDict
 from collections.abc import Mapping
 from types import FunctionType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import cloudpickle
 import numpy as np
@@ -18,11 +18,11 @@ import torch
 from torch import nn
 from torch.distributed import rpc
 
-from torchopt_dist.distributed.messages.globals_of_code import Beginning, End, GlobalsOfCode, enclosed
+from torchopt_dist.distributed.messages.globals_of_code import Beginning, End, enclosed
 from torchopt_dist.distributed.messages.handle import Handle, StayingModule
 from torchopt_dist.distributed.messages.references import ConnectedRRef, carried_by
 from torchopt_dist.distributed.serialization import unpickler
-from torchopt_dist.distributed.serialization.long_bytes import Holes, Writer
+from torchopt_dist.distributed.serialization.long_bytes import Writer
 from torchopt_dist.distributed.serialization.names import find, name_of
 from torchopt_dist.distributed.serialization.parametrized import is_parametrized, reduced
 from torchopt_dist.distributed.serialization.shared_objects import rebinds, some_can_change
@@ -49,53 +49,52 @@ class OverlapError(Exception):
 
 
 def dump(
-    value: Any,
-    tensors: Tensors,
-    structures: Structures | None,
-    packed: PackedModules,
-    *,
-    whole: bool = False,
-) -> tuple[bytes, Holes, Pickler]:
-    """Pickle an object: the skeleton, where long bytes are left out of it, and the pickler, which knows its parts.
+    value: Any, like: Tensors, structures: Structures | None, packed: PackedModules, *, whole: bool = False
+) -> Pickler:
+    """Pickle an object; returns the pickler, which has the skeleton and the tensors, numbered anew.
 
-    ``tensors`` and ``structures`` get those of the object; without ``structures`` modules are not taken out, and in a
-    ``whole`` pickle all long bytes stay.
+    ``structures`` get those of the object; without them modules are not taken out. In a ``whole`` pickle all long bytes
+    stay.
     """
-    before = tensors.mark()
-    number = None if whole else tensors.number
-    file = Writer(number)
-    pickler: Pickler = _NamePickler(file, tensors, structures, packed)
+    pickler: Pickler = _NamePickler(like, structures, packed, whole=whole)
     try:
         pickler.dump(value)
+        return pickler
     except (_NeedsCodeError, pickle.PicklingError, AttributeError, TypeError):
-        tensors.forget_since(before)
-        file = Writer(number)
-        pickler = _CodePickler(file, tensors, structures, packed)
-        pickler.dump(value)
-        of_globals = tensors.of_globals
-        if of_globals is not None and of_globals.matter(tensors.all):
-            # What was met in them first may be met elsewhere again, unseen, since the pickler knows it by then.
-            others = tensors.like()
-            again: Structures | None = None if structures is None else {}
-            _CodePickler(Writer(None), others, again, packed, with_globals=False).dump(value)
-            apart = others.of_globals.numbers if others.of_globals else ()
-            elsewhere = {id(tensor) for number, tensor in enumerate(others.all) if number not in apart}
-            of_globals.numbers -= {n for n in of_globals.numbers if id(tensors.all[n]) in elsewhere}
-    return *file.pickle(), pickler
+        pass  # what it has written is freed before the other one begins
+    pickler = _CodePickler(like, structures, packed, whole=whole)
+    pickler.dump(value)
+    tensors, of_globals = pickler.tensors, pickler.tensors.of_globals
+    if of_globals is not None and of_globals.matter(tensors.all):
+        # What was met in them first may be met elsewhere again, unseen, since the pickler knows it by then.
+        again: Structures | None = None if structures is None else {}
+        other = _CodePickler(like, again, packed, whole=True, with_globals=False)
+        other.dump(value)
+        others = other.tensors
+        apart = others.of_globals.numbers if others.of_globals else ()
+        elsewhere = {id(tensor) for number, tensor in enumerate(others.all) if number not in apart}
+        of_globals.numbers -= {n for n in of_globals.numbers if id(tensors.all[n]) in elsewhere}
+    return pickler
 
 
 class Pickler(pickle.Pickler):
-    """Takes tensors and, given a place for them, module structures out of the pickle."""
+    """Takes tensors and, given a place for them, module structures out of the pickle.
+
+    Attributes:
+        file: what has been written.
+        tensors: those of the object, and what else is beside the pickle.
+    """
 
     # Where a `_CodePickler` keeps, by id, the namespaces of the functions whose code it sends.
     globals_ref: Mapping[int, Any] = {}
 
     def __init__(
-        self, file: Writer, tensors: Tensors, structures: Structures | None, packed: PackedModules
+        self, like: Tensors, structures: Structures | None, packed: PackedModules, *, whole: bool
     ) -> None:
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self._main_by_name = tensors.main_by_name
-        self._tensors = tensors
+        self.tensors = like.empty()
+        self.file = Writer(None if whole else self.tensors.number)
+        super().__init__(self.file, protocol=pickle.HIGHEST_PROTOCOL)
+        self._main_by_name = like.main_by_name
         self._structures = structures
         self._packed = packed
         self._taken_out: set[int] = set()  # the ids of the modules, and of the modules inside them
@@ -104,12 +103,12 @@ class Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         """Called once for each object but the plainest; ``persistent_id`` would be called for these, too."""
         if isinstance(obj, torch.Tensor):
-            staying = self._tensors.staying.get(id(obj))
+            staying = self.tensors.staying.get(id(obj))
             if staying is not None:
                 return unpickler.held, staying
-            return unpickler.tensor, (self._tensors.number(obj),)
+            return unpickler.tensor, (self.tensors.number(obj),)
         if isinstance(obj, StayingModule):
-            self._tensors.mark_staying(obj)
+            self.tensors.mark_staying(obj)
             return unpickler.itself, (obj.module,)
         if self._structures is not None and isinstance(obj, nn.Module):
             return unpickler.module, self._take_out(obj, self._structures)
@@ -123,11 +122,11 @@ class Pickler(pickle.Pickler):
         if is_parametrized(obj):
             return reduced(obj)
         if isinstance(obj, _REFERENCES):
-            carried = carried_by(obj) if self._tensors.connects else ()
-            self._tensors.references.append(obj.rref if isinstance(obj, ConnectedRRef) else obj)
-            return unpickler.reference, (len(self._tensors.references) - 1, *carried)
+            carried = carried_by(obj) if self.tensors.connects else ()
+            self.tensors.references.append(obj.rref if isinstance(obj, ConnectedRRef) else obj)
+            return unpickler.reference, (len(self.tensors.references) - 1, *carried)
         if isinstance(obj, Handle):
-            self._tensors.handles.append(obj)
+            self.tensors.handles.append(obj)
         if type(obj) is OrderedDict and not obj and not vars(obj):
             return OrderedDict, ()  # a module has ten of them, and each takes a while to say so itself
         return NotImplemented
@@ -137,7 +136,7 @@ class Pickler(pickle.Pickler):
             tensor = torch.from_numpy(array)
         except (TypeError, ValueError):  # such as texts, objects, dates, and numbers of the other byte order
             return NotImplemented
-        self._tensors.buffers.add(self._tensors.number(tensor))
+        self.tensors.buffers.add(self.tensors.number(tensor))
         return unpickler.array, (tensor,)
 
     def _take_out(self, module: nn.Module, structures: Structures) -> tuple[int, tuple[int, ...]]:
@@ -146,24 +145,22 @@ class Pickler(pickle.Pickler):
         if family & self._taken_out:
             raise OverlapError
         self._taken_out |= family
-        staying = frozenset(self._tensors.staying)
+        staying = frozenset(self.tensors.staying)
         key = id(module), self._main_by_name, staying
-        packed = self._packed.get(key)
-        if packed is None:
+        pickler = self._packed.get(key)
+        if pickler is None:
             # Numbered from 0, so that equal structures are equal bytes.
-            own = Tensors(self._main_by_name, here=self._tensors.here)
-            own.staying = dict(self._tensors.staying)
-            structure, _, pickler = dump(module, own, None, {}, whole=True)
-            if own.references:  # a structure is packed once, and a reference must be sent with each message
+            like = Tensors(self._main_by_name, here=self.tensors.here)
+            like.staying = self.tensors.staying
+            pickler = dump(module, like, None, {}, whole=True)
+            if (
+                pickler.tensors.references
+            ):  # these must be sent with each message, and a structure is packed once
                 raise OverlapError
-            packed = _PackedModule(module, structure, own.all, own.handles, pickler, own.of_globals)
-            self._packed[key] = packed
-        self._parts.append(packed.pickler)
-        number = structures.setdefault(packed.structure, len(structures))
-        numbers = self._tensors.numbers_of(packed.tensors, packed.of_globals)
-        self._tensors.mark_buffers(packed.tensors)
-        self._tensors.handles += packed.handles
-        return number, numbers
+            self._packed[key] = pickler
+        self._parts.append(pickler)
+        structure, _ = pickler.file.pickle()
+        return structures.setdefault(structure, len(structures)), self.tensors.include(pickler.tensors)
 
     def check_disjoint(self) -> None:
         """Raise :class:`OverlapError` if two of the pickles share an object that can change."""
@@ -183,17 +180,11 @@ class Pickler(pickle.Pickler):
             namespaces |= part.globals_ref.keys()
 
 
-class _PackedModule(NamedTuple):
-    module: nn.Module  # kept, so that its id is not used again
-    structure: bytes
-    tensors: list[torch.Tensor]
-    handles: list[Handle | StayingModule]
-    pickler: Pickler
-    of_globals: GlobalsOfCode | None
+PackedModules: TypeAlias = dict[tuple[int, bool, frozenset[int]], Pickler]
+"""By id, by whether ``__main__`` goes by name, by what stays: a module that goes to several workers is packed once.
 
-
-PackedModules: TypeAlias = dict[tuple[int, bool, frozenset[int]], _PackedModule]
-"""By id, by whether ``__main__`` goes by name, by what stays: a module that goes to several workers is packed once."""
+A pickler refers to all that it has met, so the ids stay those of the modules.
+"""
 
 
 class _NamePickler(Pickler):
@@ -216,9 +207,8 @@ class _NamePickler(Pickler):
 class _CodePickler(Pickler, cloudpickle.Pickler):
     """Sends the code of functions and classes that have no name on the receiver."""
 
-    def __init__(self, file: Writer, *args: Any, with_globals: bool = True) -> None:
-        super().__init__(file, *args)
-        self._file = file
+    def __init__(self, *args: Any, whole: bool, with_globals: bool = True) -> None:
+        super().__init__(*args, whole=whole)
         self._with_globals = with_globals
 
     def reducer_override(self, obj: Any) -> Any:
@@ -227,10 +217,10 @@ class _CodePickler(Pickler, cloudpickle.Pickler):
             if name is not None and (name[2] or name[0] == "__main__"):
                 return find, name
         elif type(obj) is Beginning:
-            self._tensors.globals_of_code().begin(obj.variables, self._file.length)
+            self.tensors.globals_of_code().begin(obj.variables, self.file.length)
             return enclosed, (obj.variables, End())
         elif type(obj) is End:
-            self._tensors.globals_of_code().end(self._file.length)
+            self.tensors.globals_of_code().end(self.file.length)
             return unpickler.nothing, ()
         taken_out = Pickler.reducer_override(self, obj)
         if taken_out is not NotImplemented:

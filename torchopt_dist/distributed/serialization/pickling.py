@@ -50,19 +50,19 @@ def pack(
     plain = plain_skeleton(value, tensors)
     if plain is not None:
         return message_of(plain, tensors)
-    tensors = tensors.like()
     try:
         try:
-            skeleton, holes, pickler = dump(value, tensors, structures, packed)
+            pickler = dump(value, tensors, structures, packed)
             pickler.check_disjoint()
         except OverlapError:  # only one pickle keeps what is shared one
-            tensors, structures = tensors.like(), {}
-            skeleton, holes, _ = dump(value, tensors, None, packed)
-            tensors.mark_buffers(tensors.all)
+            structures = {}
+            pickler = dump(value, tensors, None, packed)
+            pickler.tensors.mark_buffers(pickler.tensors.all)
     except TodistError:
         raise
     except (Exception, SystemExit) as error:  # the objects' own code is run, which raises what it likes
         raise SerializationError(f"{type(error).__name__}: {error}") from error
+    tensors, (skeleton, holes) = pickler.tensors, pickler.file.pickle()
     apart = tensors.keep_apart() if connects else ()
     if apart:
         skeleton = _APART + pickle.dumps(apart) + skeleton

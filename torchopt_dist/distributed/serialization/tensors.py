@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -92,9 +93,11 @@ class Tensors:
         self.of_globals: GlobalsOfCode | None = None
         self._numbers: dict[int, int] = {}
 
-    def like(self) -> Tensors:
-        """A new one, for the same message."""
-        return Tensors(self.main_by_name, connects=self.connects, here=self.here)
+    def empty(self) -> Tensors:
+        """Another one for the same receiver, which has the same."""
+        other = Tensors(self.main_by_name, connects=self.connects, here=self.here)
+        other.staying = dict(self.staying)
+        return other
 
     def number(self, tensor: torch.Tensor) -> int:
         number = self._numbers.setdefault(id(tensor), len(self.all))
@@ -106,19 +109,24 @@ class Tensors:
             self.of_globals.met(number, is_new=is_new, elsewhere=not self.of_globals.depth)
         return number
 
-    def numbers_of(self, tensors: list[torch.Tensor], of_globals: GlobalsOfCode | None) -> tuple[int, ...]:
-        """The numbers of a module's tensors, some of which its code may have brought."""
-        if of_globals is None:
-            return tuple(self.number(tensor) for tensor in tensors)
+    def include(self, module: Tensors) -> tuple[int, ...]:
+        """Take in a module's tensors, some of which its code may have brought, and its handles; returns the numbers."""
+        if module.of_globals is None:
+            numbers = tuple(self.number(tensor) for tensor in module.all)
+        else:
+            numbers = tuple(self._numbers_of(module.all, module.of_globals))
+        self.mark_buffers(module.all)
+        self.handles += module.handles
+        return numbers
+
+    def _numbers_of(self, tensors: list[torch.Tensor], of_globals: GlobalsOfCode) -> Iterator[int]:
         mine = self.globals_of_code()
         mine.variables.update(of_globals.variables)
-        numbers = []
         for place, tensor in enumerate(tensors):
             inside = place in of_globals.numbers
             mine.depth += inside
-            numbers.append(self.number(tensor))
+            yield self.number(tensor)
             mine.depth -= inside
-        return tuple(numbers)
 
     def globals_of_code(self) -> GlobalsOfCode:
         """What is met in the global variables of functions that are sent as code."""
@@ -154,14 +162,3 @@ class Tensors:
         for place, x in enumerate(tensors):
             kind = isinstance(x, nn.Parameter), x.requires_grad
             self.staying[id(x)] = hook, key, version, place, *kind
-
-    def mark(self) -> tuple[int, int]:
-        return len(self.all), len(self.references)
-
-    def forget_since(self, marks: tuple[int, int]) -> None:
-        mark, references = marks
-        for tensor in self.all[mark:]:
-            del self._numbers[id(tensor)]
-        del self.all[mark:], self.references[references:]
-        self.buffers = {number for number in self.buffers if number < mark}
-        self.of_globals = None  # of modules among what is forgotten
