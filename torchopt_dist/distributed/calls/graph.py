@@ -96,10 +96,6 @@ class RemoteGraph:
         else:
             self.group.releaser.release(self.transport, self.worker, self.key)
 
-    def has_ended(self) -> bool:
-        """Whether the worker's graph has ended with the RPC group; the caller's own ends with its autograd graph."""
-        return not isinstance(self.transport, Here) and find_group() is not self.group
-
     def is_at(self, attempt: Attempt) -> None:
         """Note which attempt was answered: its worker keeps the graph, under its key."""
         self.worker, self.transport, self.key = attempt
@@ -307,7 +303,8 @@ class RemoteGraph:
         reached = {number for number, grad in enumerate(output_grads) if grad is not None}
         if not reached <= self.unused:
             raise RuntimeError(BACKWARD_TWICE)
-        if self.has_ended():
+        # The graph of the caller's own share ends with the autograd graph that leads to it.
+        if not isinstance(self.transport, Here) and find_group() is not self.group:
             raise NotInitializedError(
                 f"the graph of this remote call was kept by {self.worker_name}, and the RPC group has ended"
             )
