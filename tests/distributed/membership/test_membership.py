@@ -635,6 +635,6 @@ def test_a_rank_that_dies_as_soon_as_all_have_started_is_a_loss_of_a_running_gro
     for future in line.join():
         future.result()
     end = line.ends[0]
-    end._receive({"release": f"{START}:0,1#1"})  # its thread has yet to see that
+    end._receive({"release": [START, [0, 1], 1]})  # its thread has yet to see that
     end._receive({"failed": 1, "report": ""})
     line.barrier(0, [0, 1], purpose=START).result(5.0)

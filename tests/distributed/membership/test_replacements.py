@@ -64,7 +64,7 @@ def test_a_new_process_knows_the_others_and_they_know_it(lines, newcomers):
     for turn in range(2):
         for future in [line.barrier(rank, [0, 1]) for rank in (0, 1)]:
             future.result()
-        assert line.ends[0]._sequence[":0,1"] == turn + 1
+        assert line.ends[0]._turns["", (0, 1)] == turn + 1
     lose(line, 3)
     lose(line, 1, 3)
     line.barrier(0, [0, 1]).result()  # opens without the lost one

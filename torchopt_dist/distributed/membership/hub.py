@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchopt_dist._liveness import Liveness
 from torchopt_dist.distributed.membership.link import (
@@ -22,7 +22,7 @@ from torchopt_dist.distributed.membership.replacements import Replacements, wait
 from torchopt_dist.distributed.membership.stopped import is_running, process_table
 from torchopt_dist.distributed.membership.watchdog import is_heard
 
-__all__ = ["END", "HUB", "JOIN_SECONDS", "START", "Hub"]
+__all__ = ["END", "HUB", "JOIN_SECONDS", "START", "Barrier", "Hub"]
 
 HUB = 0
 START, END = "start", "end"
@@ -32,6 +32,20 @@ JOIN_SECONDS = 10.0
 AGAIN_SECONDS = 0.4
 """How long a worker of another machine may take to connect again after a reset, which may come of its death."""
 LOOK_SECONDS = 0.02
+
+
+class Barrier(NamedTuple):
+    """The turn, 1 for the first, of a barrier of these ranks, in order, for a purpose; empty if it is the program's."""
+
+    purpose: str
+    ranks: tuple[int, ...]
+    turn: int
+
+    @classmethod
+    def of(cls, content: Sequence[Any]) -> Barrier:
+        """As it was before it was sent."""
+        purpose, ranks, turn = content
+        return cls(purpose, tuple(ranks), turn)
 
 
 class Hub:
@@ -55,9 +69,10 @@ class Hub:
         self._links: dict[int, Link] = {}
         self._listener = Listener("the membership hub", self._serve)
         self._tellings: set[asyncio.Task[None]] = set()
-        self._arrived: dict[str, set[int]] = {}
-        self._groups: dict[str, Sequence[int]] = {}
-        self._opened: dict[str, int] = {}
+        self._arrived: dict[Barrier, set[int]] = {}
+        self._opened: dict[
+            tuple[str, tuple[int, ...]], Barrier
+        ] = {}  # of each purpose and ranks the last turn
         self._dead: dict[int, dict[str, Any]] = {}
         self._left: set[int] = set()
         self._replacements = Replacements(on_loss == "replace", self._links, self._dead, to_self)
@@ -133,10 +148,9 @@ class Hub:
         if "join" in message:
             await self._join(message["join"])
         elif "arrive" in message:
-            key = message["arrive"]
-            self._arrived.setdefault(key, set()).add(message["rank"])
-            self._groups[key] = message["group"]
-            await self._open_all([*self._arrived] if key.startswith(f"{END}:") else [key])
+            barrier = Barrier.of(message["arrive"])
+            self._arrived.setdefault(barrier, set()).add(message["rank"])
+            await self._open_all([*self._arrived] if barrier.purpose == END else [barrier])
         elif "left" in message and message["left"] != HUB:
             self._links.pop(message["left"], None)
             self._left.add(message["left"])
@@ -186,32 +200,33 @@ class Hub:
         self._dead[rank] = message
         self._links.pop(rank, None)
         replacements.lost(rank)
-        if message.get("report") or self._on_loss == "end" or not any(map(_is_start, self._opened)):
+        started = any(purpose == START for purpose, _ in self._opened)
+        if message.get("report") or self._on_loss == "end" or not started:
             replacements.end()
         await self._broadcast(message)
         await self._open_all([*self._arrived])
 
-    async def _open_all(self, keys: Sequence[str]) -> None:
-        for key in keys:
-            if key in self._arrived:
-                await self._open(key)
+    async def _open_all(self, barriers: Sequence[Barrier]) -> None:
+        for barrier in barriers:
+            if barrier in self._arrived:
+                await self._open(barrier)
 
-    async def _open(self, key: str) -> None:
+    async def _open(self, barrier: Barrier) -> None:
         """Open a barrier, if all its ranks have come."""
-        skipped = set() if self._on_loss == "end" or _is_start(key) else set(self._dead)
-        if key.startswith(":"):
-            skipped |= self._at_end_for(self._arrived[key])
-        if self._arrived[key] | skipped >= set(self._groups[key]):
-            name, _, turn = key.rpartition("#")
-            self._opened[name] = int(turn)
-            del self._arrived[key]
-            if key.startswith(f"{END}:"):
+        arrived = self._arrived[barrier]
+        skipped = set() if self._on_loss == "end" or barrier.purpose == START else set(self._dead)
+        if not barrier.purpose:
+            skipped |= self._at_end_for(arrived)
+        if arrived | skipped >= set(barrier.ranks):
+            self._opened[barrier.purpose, barrier.ranks] = barrier
+            del self._arrived[barrier]
+            if barrier.purpose == END:
                 self._replacements.end()
-            await self._broadcast({"release": key}, self._groups.pop(key))
+            await self._broadcast({"release": barrier}, barrier.ranks)
 
     def _at_end_for(self, arrived: set[int]) -> set[int]:
         """The ranks whose ``main`` has ended, if only replacements wait at the barrier."""
-        at_end = {rank for key, ranks in self._arrived.items() if key.startswith(f"{END}:") for rank in ranks}
+        at_end = {rank for barrier, came in self._arrived.items() if barrier.purpose == END for rank in came}
         live = set(range(self.world_size)) - self._dead.keys()
         return at_end if waits_for_nobody(arrived, at_end, live, self._replacements.incarnations) else set()
 
@@ -232,7 +247,3 @@ class Hub:
         for task in self._tellings:
             task.cancel()
         await asyncio.gather(self._listener.close(), *self._tellings, return_exceptions=True)
-
-
-def _is_start(key: str) -> bool:
-    return key.startswith(f"{START}:")

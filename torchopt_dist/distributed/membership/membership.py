@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from torchopt_dist._liveness import Liveness
 from torchopt_dist.distributed.membership.direct_links import DirectLinks
-from torchopt_dist.distributed.membership.hub import END, HUB, JOIN_SECONDS, START, Hub
+from torchopt_dist.distributed.membership.hub import END, HUB, JOIN_SECONDS, START, Barrier, Hub
 from torchopt_dist.distributed.membership.link import STOPPED, UNREACHABLE, ToHub
 from torchopt_dist.distributed.membership.members import Failure, Member, check_members
 from torchopt_dist.distributed.membership.state import MembershipState
@@ -132,13 +132,13 @@ class Membership(MembershipState):
         Raises ``PeerFailedError`` if a rank failed meanwhile, and ``WorkerLostError`` if one of ``ranks`` was lost and
         the group does not go on without it, or ``timeout`` seconds have passed.
         """
-        group = sorted(set(ranks))
-        name = f"{purpose}:{','.join(map(str, group))}"
-        sequence = self._sequence[name] = self._sequence.get(name, 0) + 1
-        key = f"{name}#{sequence}"
-        self._send({"arrive": key, "rank": self.me.rank, "group": group})
-        self._wait(lambda: key in self._released, timeout, f"ranks {group} to come to a barrier", group)
-        self._released.discard(key)
+        group = tuple(sorted(set(ranks)))
+        turn = self._turns[purpose, group] = self._turns.get((purpose, group), 0) + 1
+        barrier = Barrier(purpose, group, turn)
+        self._send({"arrive": barrier, "rank": self.me.rank})
+        what = f"ranks {[*group]} to come to a barrier"
+        self._wait(lambda: barrier in self._released, timeout, what, group)
+        self._released.discard(barrier)
 
     def final_barrier(self) -> None:
         """Wait until every rank has called this, so that calls of those at work are answered; see :meth:`barrier`."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,15 +94,15 @@ class Replacements:
         if self._is_joining(rank, incarnation):
             self._links[rank].put({"known": True})
 
-    async def readmit(self, rank: int, incarnation: int, sequence: dict[str, int]) -> None:
-        """Tell all that a new process can be called; ``sequence`` counts how often each barrier opens, also then."""
+    async def readmit(self, rank: int, incarnation: int, opened: Mapping[Any, Any]) -> None:
+        """Tell all that a new process can be called, and tell it the barriers that have opened by then."""
         if self._is_joining(rank, incarnation):
             await self._tell({"back": rank}, rank)
         if self._is_joining(rank, incarnation):
             self.joining.discard(rank)
             del self._dead[rank]
             self._to_self({"back": rank})
-            self._links[rank].put({"back": rank, "sequence": dict(sequence)})
+            self._links[rank].put({"back": rank, "opened": [*opened.values()]})
 
     def told(self, number: int, rank: int) -> None:
         """Record that a worker has confirmed an announcement."""

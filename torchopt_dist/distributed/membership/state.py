@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torchopt_dist._out_of_memory import out_of_memory_kills
-from torchopt_dist.distributed.membership.hub import HUB, START
+from torchopt_dist.distributed.membership.hub import HUB, START, Barrier
 from torchopt_dist.distributed.membership.link import DIED, OVER
 from torchopt_dist.distributed.membership.members import Failure, Member
 from torchopt_dist.distributed.rendezvous.store import GroupEndedError
@@ -37,8 +37,8 @@ class MembershipState:
         self._started = self._hub_left = self._closing = False
         self._all_answered = True
         self._kills_before = out_of_memory_kills()
-        self._released: set[str] = set()
-        self._sequence: dict[str, int] = {}
+        self._released: set[Barrier] = set()
+        self._turns: dict[tuple[str, tuple[int, ...]], int] = {}
         self._changed = threading.Condition()
 
     @property
@@ -105,8 +105,9 @@ class MembershipState:
         if "members" in message:
             self._meet(**message)
         elif "release" in message:
-            self._released.add(message["release"])
-            self._started = self._started or message["release"].startswith(f"{START}:")
+            released = Barrier.of(message["release"])
+            self._released.add(released)
+            self._started = self._started or released.purpose == START
         elif "left" in message:
             self._hub_left = True
             self._over = self.me.incarnation > 0 and not self._started
@@ -120,7 +121,7 @@ class MembershipState:
             news = Member(**message["announced"])
             self._set_member(news)
         elif "back" in message:
-            self._come_back(message["back"], message.get("sequence", {}))
+            self._come_back(message["back"], message.get("opened", ()))
         elif self._is_new(**message):
             news = self._failure(**message)
             self.failures[news.rank] = news
@@ -141,12 +142,13 @@ class MembershipState:
         if self.members:  # otherwise this worker has yet to be told of all
             self.members = (*before, member, *after)
 
-    def _come_back(self, rank: int, sequence: dict[str, int]) -> None:
+    def _come_back(self, rank: int, opened: Sequence[Sequence[Any]]) -> None:
         """Record that a rank, perhaps this one, has a new process that can be called."""
         if rank == self.me.rank:
             self._started = True
             self._released.clear()
-            self._sequence.update(sequence)
+            for purpose, ranks, turn in map(Barrier.of, opened):
+                self._turns[purpose, ranks] = turn
         elif rank in self.failures:
             self.replaced[rank] = self.failures.pop(rank)
 
