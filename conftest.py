@@ -19,8 +19,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from tests.limits import Limits
+from tests.processes import World
 from tests.turns import Turns
-from tests.worlds import World
 
 if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
@@ -46,13 +46,15 @@ LONGEST_FIRST = (
 )
 """Files and folders in the order in which workers take them; the others come last, and are short."""
 
-STARTS_PROCESSES = re.compile(r"\b(subprocess|multiprocessing|torchrun|warm_python|World|Bare|Hosts)\b")
+STARTS_PROCESSES = re.compile(
+    r"\b(subprocess|multiprocessing|torchrun|warm_python|tests\.processes|World|Hosts)\b"
+)
 """Names in the text of a test file that starts processes; so does a test with the fixture `world`."""
 
 
 @pytest.fixture
 def world() -> type[World]:
-    """``world(n)``: n worker processes; see ``tests/worlds.py``."""
+    """``world(n)``: n worker processes; see ``tests/processes.py``."""
     return World
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import torchopt_dist as todist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from tests.worlds import World
+from tests.processes import World
 
 
 @todist.parallelize(todist.tasks, todist.mean_reducer)

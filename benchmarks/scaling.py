@@ -30,7 +30,7 @@ from workers import interleaved
 import torchopt_dist as todist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from tests.worlds import World
+from tests.processes import World
 
 FITTED, HELD_OUT = (1, 2, 4, 8, 16, 32), (3, 6, 12, 24)
 SIDES = (64, 256, 512)

@@ -20,12 +20,12 @@ import struct
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Self
+from collections.abc import Sequence
+from typing import Self
 
 import pytest
 
-from tests.worlds import World, _work
+from tests.processes import World
 
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 CLONE_NEWNET = 0x40000000
@@ -149,29 +149,19 @@ class Hosts:
 
     def world(self, **env: str) -> World:
         """A world with one rank on each machine."""
-        return _WorldOfHosts(self, env)
+        place = {"MASTER_ADDR": self.addresses[0], "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        return World(len(self.names), env={**place, **env}, enter=_Enter(self.names))
 
 
-class _WorldOfHosts(World):
-    def __init__(self, hosts: Hosts, env: dict[str, str]) -> None:
-        place = {"MASTER_ADDR": hosts.addresses[0], "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        super().__init__(len(hosts.names), env={**place, **env})
-        self._names = hosts.names
-
-    def work(self) -> Callable[..., None]:
-        return _WorkThere(self._names)
-
-
-class _WorkThere:
-    """What each process does: it goes to its machine, and works there."""
+class _Enter:
+    """What each rank does first: it goes to its machine."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
 
-    def __call__(self, env: dict[str, str], *arguments: Any) -> None:
-        name = self._names[int(env["RANK"])]
+    def __call__(self, rank: int) -> None:
+        name = self._names[rank]
         enter(name)
         for variable in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
             os.environ.pop(variable, None)
         socket.gethostname = lambda: name  # so that it shares no table of processes with the others
-        _work(env, *arguments)

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-import subprocess
+import os
 import sys
 from pathlib import Path
 
 import torchopt_dist as todist
-from tests.warm_python import warm_python
+from tests.processes import python
 
 ROOT = Path(__file__).parents[1]
 
@@ -46,11 +46,6 @@ assert callable(ours.optim.sgd), "an import of torchopt.optim.sgd, a module, lea
 assert pickle.loads(pickle.dumps(torchopt.SGD)) is torchopt.SGD and issubclass(torchopt.SGD, ours.SGD)
 assert not hasattr(torchopt, "NoSuchName") and not hasattr(todist, "_private")
 """
-
-
-def python(*arguments: object, cwd: Path = ROOT, warm: bool = True) -> subprocess.CompletedProcess[str]:
-    """Run Python with these arguments."""
-    return warm_python().run(*arguments, cwd=cwd, warm=warm, timeout=250)
 
 
 def test_torchopt_means_torchopt_dist() -> None:
@@ -312,7 +307,8 @@ def test_a_script_runs_as_python_would_run_it(tmp_path: Path) -> None:
         "    sys.exit(7)\n"
     )
     # In a new Python, as users start it.
-    ended = python("-m", "torchopt_dist.compat", script, "--lr", "0.1", "-m", warm=False)
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    ended = python("-m", "torchopt_dist.compat", script, "--lr", "0.1", "-m", warm=False, env=env)
     assert ended.returncode == 7, ended.stderr
     assert ended.stdout.splitlines() == [
         str([str(script), "--lr", "0.1", "-m"]),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.processes import python
 
 PROGRAM = """
 import torch
@@ -72,12 +72,6 @@ print("both are right")
 def test_both_styles_of_implicit_maml(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
-    ended = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "torchopt_dist.compat", script],
-        cwd=Path(__file__).parents[1],
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    ended = python("-W", "error", "-m", "torchopt_dist.compat", script, timeout=100)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == "both are right\n"

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import torchopt_dist as todist
-from tests.seeds import torchrun
+from tests.processes import PROGRAMS, ROOT, python, torchrun
 from tests.seeds.one_process import data, loss_of, model
 from tests.seeds.programs import digits
-from tests.warm_python import warm_python
 
 EPOCHS, INNER_STEPS, LR = 2, 2, 0.1
 Impl = todist.GradientTransformation
@@ -104,11 +103,9 @@ def double() -> Any:
 def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of what the program without workers found."""
     out = tmp_path_factory.mktemp("found")
-    program = torchrun.PROGRAMS / "maml_every_optimizer.py"
+    program = PROGRAMS / "maml_every_optimizer.py"
     options = ("--out", out, "--dtype", "float64")
-    ended = warm_python().run(
-        "-W", "error", "-m", "torchopt_dist.compat", program, *options, cwd=torchrun.ROOT, timeout=100
-    )
+    ended = python("-W", "error", "-m", "torchopt_dist.compat", program, *options, cwd=ROOT, timeout=100)
     assert ended.returncode == 0, ended.stderr
     return out
 
@@ -152,10 +149,10 @@ def test_functional_steps_are_the_formula_s(found: Path) -> None:
 
 @pytest.mark.usefixtures("double")
 def test_maml_over_workers(tmp_path: Path) -> None:
-    torchrun.run(
+    torchrun(
         *("--standalone", "--nproc_per_node=2"),
-        torchrun.ROOT / "torchopt_dist" / "compat" / "__main__.py",  # what `-m torchopt_dist.compat` runs
-        torchrun.PROGRAMS / "maml_distributed.py",
+        ROOT / "torchopt_dist" / "compat" / "__main__.py",  # what `-m torchopt_dist.compat` runs
+        PROGRAMS / "maml_distributed.py",
         *("--out", tmp_path, "--dtype", "float64"),
     )
     net = model()
@@ -172,10 +169,10 @@ def test_maml_over_workers(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("double")
 def test_few_shot_learning_of_a_network_that_is_sent_by_reference(tmp_path: Path) -> None:
     """As TorchOpt's own distributed programs do it, with tasks that are split, or loaded on the workers."""
-    torchrun.run(
+    torchrun(
         *("--standalone", "--nproc_per_node=2"),
-        torchrun.ROOT / "torchopt_dist" / "compat" / "__main__.py",
-        torchrun.PROGRAMS / "few_shot_by_rref.py",
+        ROOT / "torchopt_dist" / "compat" / "__main__.py",
+        PROGRAMS / "few_shot_by_rref.py",
         *("--out", tmp_path, "--dtype", "float64"),
     )
     net = digits.build_net()

@@ -5,14 +5,14 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 import textwrap
 from types import SimpleNamespace
 
 import psutil
 import pytest
 
-from tests.worlds import free_port
+from tests.processes import free_port
+from tests.warm_python import warm_python
 from torchopt_dist import _network
 from torchopt_dist._network import choose_interface, local_address
 
@@ -135,11 +135,12 @@ main()
 def test_a_world_forms_across_two_machines(two_machines, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(textwrap.dedent(PROGRAM))
+    python = warm_python().executable(tmp_path / "python")
     port = free_port()
     env = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     env.update(TODIST_INIT_TIMEOUT="60", OMP_NUM_THREADS="1", PYTHONPATH=os.getcwd())
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
-    torchrun += ["--master_addr=10.77.0.1", f"--master_port={port}"]
+    torchrun = [python, "-m", "torch.distributed.run", "--run-path", "--start-method=fork"]
+    torchrun += ["--nnodes=2", "--nproc_per_node=1", "--master_addr=10.77.0.1", f"--master_port={port}"]
     nodes = [
         subprocess.Popen(
             ["ip", "netns", "exec", name, *torchrun, f"--node_rank={rank}", str(program)],

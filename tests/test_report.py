@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import torchopt_dist as todist
-from tests.warm_python import warm_python
+from tests.processes import python
 from torchopt_dist import __main__ as program
 from torchopt_dist import report as page
 from torchopt_dist.launch import _cluster as cluster
@@ -53,7 +53,7 @@ runpy.run_module("torchopt_dist", run_name="__main__", alter_sys=True)
 def run(*arguments: str, warm: bool = True, **env: str) -> str:
     """What Python prints when it is run with these arguments; nothing may be said on standard error."""
     environ = {**os.environ, **env}
-    ended = warm_python().run("-W", "error", *arguments, cwd=ROOT, env=environ, warm=warm, timeout=250)
+    ended = python("-W", "error", *arguments, cwd=ROOT, env=environ, warm=warm, timeout=250)
     assert (ended.returncode, ended.stderr) == (0, "")
     return ended.stdout
 

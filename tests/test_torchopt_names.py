@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.warm_python import warm_python
+from tests.processes import python
 
 HERE = Path(__file__).parent
 
@@ -29,6 +29,6 @@ for line in open(sys.argv[1]):
 
 @pytest.mark.parametrize("how", ["imported", "an attribute"])
 def test_every_name_is_there(how: str) -> None:
-    found = warm_python().run("-c", LOOK, HERE / "torchopt_names.txt", how, cwd=HERE.parent, timeout=250)
+    found = python("-c", LOOK, HERE / "torchopt_names.txt", how, cwd=HERE.parent, timeout=250)
     assert found.returncode == 0, found.stderr
     assert set(found.stdout.splitlines()) == set()

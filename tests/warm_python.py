@@ -27,6 +27,7 @@ import threading
 import time
 import types
 import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn, Self
@@ -39,6 +40,7 @@ TORCHRUN = (
     "torch.distributed.rpc",
     "torch._dynamo",  # which the first optimizer imports
 )
+WORKERS = ("pytest", "cloudpickle", "tests.processes")
 PROGRAMS = (
     "torchopt_dist.launch",
     "sklearn.datasets",
@@ -78,7 +80,7 @@ class WarmPython:
         self._folder.cleanup()
 
     def fork(
-        self, *arguments: object, files: Sequence[int], cwd: Path, env: Mapping[str, str], warm: bool
+        self, *arguments: object, files: Sequence[int], cwd: Path, env: Mapping[str, str], warm: bool = True
     ) -> Fork:
         """Start ``python`` with these arguments and, as its standard input, output and error, these files."""
         args = [str(argument) for argument in arguments]
@@ -94,6 +96,7 @@ class WarmPython:
         cwd: Path | None = None,
         env: Mapping[str, str] | None = None,
         read: str = "",
+        stdout: int | None = None,
         merged: bool = False,
         warm: bool = True,
     ) -> Job:
@@ -105,6 +108,7 @@ class WarmPython:
             cwd: the working directory, by default this process's.
             env: the environment, by default this process's.
             read: what it reads from its standard input.
+            stdout: where it writes, if the caller is to read that elsewhere.
             merged: whether stdout and stderr are one file, which is then found in stdout.
             warm: if False, the fork executes a new Python, which imports torch itself.
         """
@@ -114,7 +118,7 @@ class WarmPython:
             given.seek(0)
             fork = self.fork(
                 *arguments,
-                files=[given.fileno(), files[0].fileno(), files[-1].fileno()],
+                files=[given.fileno(), files[0].fileno() if stdout is None else stdout, files[-1].fileno()],
                 cwd=cwd or Path.cwd(),
                 env=os.environ if env is None else env,
                 warm=warm,
@@ -215,8 +219,9 @@ class Job:
         return subprocess.CompletedProcess(self.args, code, *self._printed())
 
     def communicate(self, timeout: float) -> tuple[str, str]:
-        """Wait for the end as :meth:`finish` does; what the command has printed on stdout and stderr."""
+        """What the command has printed on stdout and stderr when it has ended, after which its files are closed."""
         done = self.finish(timeout)
+        self.close()
         return done.stdout, done.stderr
 
     def send_signal(self, number: int) -> None:
@@ -249,7 +254,7 @@ class Job:
 def warm_python() -> WarmPython:
     """The server for programs of torch and this package, torchrun, and the examples."""
     root = str(Path(__file__).resolve().parents[1])
-    server = WarmPython(*TORCHRUN, *PROGRAMS, PYTHONPATH=root, MPLBACKEND="Agg")
+    server = WarmPython(*TORCHRUN, *PROGRAMS, *WORKERS, PYTHONPATH=root, MPLBACKEND="Agg")
     atexit.register(server.close)
     return server
 
@@ -361,8 +366,9 @@ def leave(code: int) -> NoReturn:
     if vars(sys.modules["__main__"]) is not globals():
         vars(sys.modules["__main__"]).clear()
     gc.collect()  # tells of files and sockets that the program has not closed
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # as where the program has none
+            stream.flush()
     os._exit(code & 0xFF)
 
 
@@ -376,6 +382,10 @@ def main() -> None:
     warnings.simplefilter("error")
     for module in modules:
         importlib.import_module(module)
+    for finalizer in list(vars(weakref.finalize)["_registry"]):
+        finalizer.atexit = (
+            False  # torch has one for each of its libraries, and a fork that called them would copy them
+        )
     gc.collect()
     gc.freeze()  # a collector that walked over these modules in a fork would copy them
     with socket.socket(fileno=int(fd)) as requests:

@@ -9,7 +9,7 @@ import pytest
 
 import torchopt_dist as todist
 from tests.checkpoint.resumed_program import STEPS, train
-from tests.seeds import torchrun
+from tests.processes import torchrun
 from torchopt_dist.checkpoint._files import find
 
 
@@ -31,7 +31,7 @@ def test_the_launcher_s_restart_goes_on(undisturbed, tmp_path):
 
 def test_torchrun_s_restart_goes_on(undisturbed, tmp_path):
     program = Path(__file__).with_name("resumed_program.py")
-    torchrun.run("--standalone", "--nproc-per-node=2", "--max-restarts=1", program, tmp_path, 1)
+    torchrun("--standalone", "--nproc-per-node=2", "--max-restarts=1", program, tmp_path, 1)
     parameters, made = json.loads((tmp_path / "result").read_text())
     assert made == list(range(7, STEPS + 1))
     assert parameters == undisturbed

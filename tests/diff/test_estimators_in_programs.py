@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torchopt_dist as todist
 from tests.diff.adjoint_table import ALL, ESTIMATORS, FINITE, SAMPLED, Regression
-from tests.worlds import World
+from tests.processes import World
 from torchopt_dist import pytree
 from torchopt_dist.distributed.partition import TensorDimensionPartitioner
 

@@ -10,7 +10,7 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 
 import torchopt_dist as todist
-from tests.worlds import World
+from tests.processes import World
 from torchopt_dist import linear_solve, nonlinear_solve
 from torchopt_dist.diff.implicit import custom_fixed_point, custom_root
 

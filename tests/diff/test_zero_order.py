@@ -9,7 +9,7 @@ import torch
 from torch.distributions import Normal
 
 import torchopt_dist as todist
-from tests.worlds import World
+from tests.processes import World
 from torchopt_dist.diff.zero_order import zero_order
 
 NORMAL = Normal(0.0, 1.0)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import torchopt_dist as todist
-from tests.distributed.bare import Bare
+from tests.processes import World
 from torchopt_dist.distributed.group import group as group_module
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -301,4 +301,4 @@ def test_after_main_there_is_no_group_any_more(size):
             todist.barrier()
         return todist.get_world_info().worker_name
 
-    assert Bare(size).run(program) == [f"worker{rank}" for rank in range(size)]
+    assert World(size, rpc=False).run(program) == [f"worker{rank}" for rank in range(size)]

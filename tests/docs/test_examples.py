@@ -7,19 +7,13 @@ block before it prints, in this order.
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import re
-import runpy
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import torch
 
-from tests.seeds import torchrun
-from tests.worlds import PRELOAD
+from tests.processes import python, torchrun
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -64,17 +58,6 @@ def check_output(program: Program, printed: str) -> None:
         assert expected in lines, f"not printed, or not in this order: {expected!r}\n{printed}"
 
 
-def run_here(script: str, log: str) -> None:
-    """In a forked process: run a script as ``python script`` does."""
-    with open(log, "w") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    os.chdir(Path(script).parent)
-    torch.set_num_threads(1)
-    sys.argv = [script]
-    runpy.run_path(script, run_name="__main__")
-
-
 ALONE = [
     pytest.param(page, programs(page.read_text("utf-8"))["python torchrun"], id=page.stem)
     for page in (PAGES[0], ROOT / "docs" / "getting_started.md")
@@ -84,19 +67,11 @@ ALONE = [
 
 @pytest.mark.parametrize(("page", "program"), [*ALONE, *all_of("python")])
 def test_page(page: Path, program: Program, tmp_path: Path) -> None:
-    script, log = tmp_path / f"{page.stem}.py", tmp_path / "log"
+    script = tmp_path / f"{page.stem}.py"
     script.write_text(program.code)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    process = context.Process(target=run_here, args=(str(script), str(log)), daemon=True)
-    process.start()
-    process.join(torchrun.TIMEOUT)
-    if process.is_alive():
-        process.kill()
-        process.join()
-    printed = log.read_text()
-    assert process.exitcode == 0, printed
-    check_output(program, printed)
+    done = python(script, cwd=tmp_path, merged=True)
+    assert done.returncode == 0, done.stdout
+    check_output(program, done.stdout)
 
 
 @pytest.mark.parametrize(("page", "program"), all_of("python torchrun"))
@@ -105,7 +80,7 @@ def test_page_on_two_workers(page: Path, program: Program, tmp_path: Path) -> No
     script.write_text(program.code)
     # The page that readers start from is run as they run it.
     arguments = ("--standalone", "--nproc_per_node=2", script)
-    check_output(program, torchrun.run(*arguments, cwd=tmp_path, warm=page.stem != "README"))
+    check_output(program, torchrun(*arguments, cwd=tmp_path, warm=page.stem != "README"))
 
 
 def test_blocks_keep_their_lines() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.examples.running import run_python
-from tests.seeds import torchrun
+from tests.processes import torchrun
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "adjoints.py"
 
@@ -28,5 +28,5 @@ def test_the_errors_are_ordered_and_those_of_two_workers_are_the_same(tmp_path):
     assert alone["Truncated(1)"] > alone["Truncated(4)"] > 0.01
     assert alone["FiniteDifference()"] == pytest.approx(alone["Truncated(1)"], rel=1e-3)
     assert len(alone) == 11
-    spread = errors(torchrun.run("--standalone", "--nproc_per_node=2", EXAMPLE, *short))
+    spread = errors(torchrun("--standalone", "--nproc_per_node=2", EXAMPLE, *short))
     assert spread == pytest.approx(alone, rel=0.02, abs=1e-12)  # three digits are printed

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.examples.running import run_python
-from tests.seeds import torchrun
+from tests.processes import torchrun
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -91,7 +91,7 @@ def test_a_transformer_adapts_alike_on_one_and_two_workers(tmp_path: Path) -> No
     printed = [run("transformer_meta", tmp_path, *short)]
     name = EXAMPLES / "transformer_meta.py"
     words = ("--standalone", "--nproc_per_node=2", name, *short, "--output", tmp_path / "pair.png")
-    printed.append(torchrun.run(*words))
+    printed.append(torchrun(*words))
     bits = [[float(value) for value in re.findall(NUMBER, text)] for text in printed]
     assert len(bits[0]) == 4
     assert bits[0] == pytest.approx(bits[1], abs=0.02)

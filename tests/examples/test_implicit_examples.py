@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image
 
 from tests.examples.running import run_python
-from tests.seeds import torchrun
+from tests.processes import torchrun
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PERCENT = re.compile(r"(\d+\.\d)%")
@@ -56,7 +56,7 @@ def test_equilibria_learn_digits_by_either_adjoint(tmp_path: Path) -> None:
 def test_a_pole_is_balanced_alike_on_one_and_two_workers(tmp_path: Path) -> None:
     short = ("--steps", 4, "--samples", 16, "--episodes", 2, "--lr", 0.3)
     alone = run("evolution_strategies.py", tmp_path / "a.png", *short)
-    pair = torchrun.run(
+    pair = torchrun(
         "--standalone",
         "--nproc_per_node=2",
         EXAMPLES / "evolution_strategies.py",

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.examples.running import run_python
-from tests.seeds import torchrun
+from tests.processes import torchrun
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "learned_learning_rate.py"
 ROW = re.compile(
@@ -28,7 +28,7 @@ def learn(picture, *sizes, workers=2):
     arguments = (EXAMPLE, *sizes, "--output", picture)
     if workers == 1:
         return rows(run_python(*arguments))
-    return rows(torchrun.run("--standalone", f"--nproc_per_node={workers}", *arguments))
+    return rows(torchrun("--standalone", f"--nproc_per_node={workers}", *arguments))
 
 
 def test_one_worker_and_two_learn_the_same_rates(tmp_path):

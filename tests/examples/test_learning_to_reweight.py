@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.examples.running import run_python
-from tests.seeds import torchrun
+from tests.processes import torchrun
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "learning_to_reweight.py"
 
@@ -45,7 +45,7 @@ def test_one_worker_and_two_print_the_same_and_reweighting_helps(tmp_path):
     short = ["--steps", "100", "--seeds", "1", "--output", str(picture)]
     alone = run_python(EXAMPLE, *short)
     picture.unlink()
-    spread = torchrun.run("--standalone", "--nproc_per_node=2", EXAMPLE, *short)
+    spread = torchrun("--standalone", "--nproc_per_node=2", EXAMPLE, *short)
     one, two = accuracies(alone), accuracies(spread)
     assert list(one) == list(two) == ["reweighted", "noisy only", "clean only", "noisy and clean"]
     for name, values in one.items():

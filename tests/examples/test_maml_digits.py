@@ -18,8 +18,7 @@ from PIL import Image
 
 import torchopt_dist as todist
 from tests.examples.running import run_python
-from tests.seeds import torchrun
-from tests.worlds import World, free_port
+from tests.processes import World, finish, free_port, start_torchrun, torchrun
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "maml_digits.py"
@@ -31,7 +30,7 @@ def run_alone(*arguments: object) -> str:
 
 
 def run_torchrun(*arguments: object) -> str:
-    return torchrun.run("--standalone", "--nproc_per_node=2", EXAMPLE, *arguments)
+    return torchrun("--standalone", "--nproc_per_node=2", EXAMPLE, *arguments)
 
 
 def rows(path: Path) -> list[dict[str, float]]:
@@ -195,14 +194,14 @@ def test_tasks_hold_out_digits_and_query_images(example: ModuleType) -> None:
 def test_two_nodes(tmp_path: Path) -> None:
     port = free_port()
     jobs = [
-        torchrun.start(
+        start_torchrun(
             *("--nproc_per_node=2", "--nnodes=2", "--node_rank", node),
             *("--master_addr", "127.0.0.1", "--master_port", port),
             *(EXAMPLE, "--meta-steps", 1, "--test-tasks", 4, "--output", tmp_path / "curve.png"),
         )
         for node in (0, 1)
     ]
-    outputs = torchrun.finish(*jobs)
+    outputs = finish(*jobs)
     assert "4 worker(s)" in outputs[0]
     assert "worker(s)" not in outputs[1]
 

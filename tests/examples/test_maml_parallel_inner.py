@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.examples.running import run_python
-from tests.seeds import torchrun
+from tests.processes import torchrun
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "maml_parallel_inner.py"
 
@@ -17,7 +17,7 @@ def test_one_worker_and_two_print_the_same(tmp_path):
     short = ["--meta-steps", "12", "--output", str(tmp_path / "curve.png")]
     alone = run_python(EXAMPLE, *short)
     (tmp_path / "curve.png").unlink()
-    spread = torchrun.run("--standalone", "--nproc_per_node=2", EXAMPLE, *short)
+    spread = torchrun("--standalone", "--nproc_per_node=2", EXAMPLE, *short)
     losses = [
         [float(loss) for loss in re.search(r"outer loss: (\S+) at first, (\S+) after", output).groups()]
         for output in (alone, spread)

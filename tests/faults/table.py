@@ -22,7 +22,7 @@ import psutil
 import torch
 
 import torchopt_dist as todist
-from tests.worlds import Ending, World
+from tests.processes import Ending, World
 from torchopt_dist.launch import Launcher
 
 SIZE = 3

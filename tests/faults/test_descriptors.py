@@ -17,7 +17,7 @@ import torch
 import zmq
 
 import torchopt_dist as todist
-from tests.distributed.bare import Bare
+from tests.processes import World
 from torchopt_dist.distributed.group.group import current_group
 from torchopt_dist.distributed.life import descriptors
 from torchopt_dist.distributed.membership.stopped import StoppedProcesses, is_running
@@ -51,7 +51,7 @@ def test_too_few_descriptors_are_told_by_each_worker_before_libraries_fail(trans
             todist.auto_init_rpc(transport=transport)(todist.get_rank)()
         return str(caught.value)
 
-    for ending in Bare(2).endings(work, timeout=60):
+    for ending in World(2, rpc=False).endings(work, timeout=60):
         assert ending.error is None, ending.trace
         assert "needs at least" in ending.value
         assert re.search(r"and can have \d, where the limit of open files \(`ulimit -n`\) is", ending.value)
@@ -60,7 +60,7 @@ def test_too_few_descriptors_are_told_by_each_worker_before_libraries_fail(trans
         resource.setrlimit(resource.RLIMIT_NOFILE, (enough, enough))
         return todist.auto_init_rpc(transport=transport)(todist.get_rank)()
 
-    assert [ending.value for ending in Bare(2).endings(start, timeout=60)] == [0, 1]
+    assert [ending.value for ending in World(2, rpc=False).endings(start, timeout=60)] == [0, 1]
 
 
 def test_an_error_of_a_library_that_has_no_descriptor_is_told_in_our_words():
@@ -116,7 +116,7 @@ def test_time_outs_and_releases_outlive_a_moment_without_descriptors():
     def program():
         todist.auto_init_rpc(transport="zmq")(main)()
 
-    for ending in Bare(2).endings(program, timeout=200):
+    for ending in World(2, rpc=False).endings(program, timeout=200):
         assert ending.error is None, ending.trace
 
 

@@ -12,9 +12,8 @@ import psutil
 import pytest
 
 from tests.faults.table import FAULTS, Fault, launch, run
-from tests.seeds import torchrun
+from tests.processes import ROOT, start_python
 from tests.waits import soon, watch
-from tests.warm_python import warm_python
 
 PATIENCE = 0.5
 PROGRAM = Path(__file__).parent / "orphan_program.py"
@@ -49,8 +48,8 @@ def test_a_fault_in_a_launch_is_told_or_survived_in_time(fault: Fault, tmp_path)
 
 @pytest.mark.parametrize("busy", ["in Python", "in C"])
 def test_a_worker_whose_agent_is_killed_ends(tmp_path, busy):
-    env = {**os.environ, "PYTHONPATH": str(torchrun.ROOT), "TORCHELASTIC_RUN_ID": "none"}
-    with contextlib.closing(warm_python().start(PROGRAM, tmp_path, busy, env=env)) as agent:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHELASTIC_RUN_ID": "none"}
+    with contextlib.closing(start_python(PROGRAM, tmp_path, busy, env=env)) as agent:
         assert watch(tmp_path / "busy", 60)
         worker = psutil.Process(int((tmp_path / "busy").read_text()))
         assert worker.ppid() == agent.pid

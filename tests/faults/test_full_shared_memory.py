@@ -11,7 +11,7 @@ import torch
 from torch.distributed import rpc
 
 import torchopt_dist as todist
-from tests.distributed.bare import Bare
+from tests.processes import World
 
 CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x20000, 0x4000, 0x40000
 ELEMENTS = 1 << 20
@@ -52,7 +52,9 @@ def call_with_a_large_tensor(shared_memory: bool) -> object:
 
 @pytest.mark.parametrize("transport", ["rpc", "zmq"])
 def test_calls_work_where_shared_memory_is_full(transport):
-    ends = Bare(2, env={"TODIST_TRANSPORT": transport}).run(call_with_a_large_tensor, transport == "rpc")
+    ends = World(2, env={"TODIST_TRANSPORT": transport}, rpc=False).run(
+        call_with_a_large_tensor, transport == "rpc"
+    )
     if isinstance(ends[0], PermissionError):
         pytest.skip(f"a process may not mount here: {ends[0]}")
     assert ends == [(ELEMENTS, ELEMENTS), None]

@@ -10,13 +10,11 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 
-from tests.seeds import torchrun
+from tests.processes import ROOT, start_python
 from tests.waits import say, soon, watch
-from tests.warm_python import warm_python
 from torchopt_dist.launch import _forkserver as forkserver
 
 STARTED = []
@@ -58,60 +56,10 @@ def with_this_server(code=""):
     )
 
 
-class Program:
-    """A running program, forked from a process that has imported torch; with what `subprocess.Popen` has."""
-
-    def __init__(self, *arguments, **env):
-        env = {**os.environ, "PYTHONPATH": str(torchrun.ROOT), **env}
-        self._job = warm_python().start(*arguments, cwd=torchrun.ROOT, env=env)
-        self.pid = self._job.pid
-
-    @property
-    def returncode(self):
-        return self._job.poll()
-
-    def first_line(self, seconds=30.0):
-        """The first line that it prints."""
-        printed = Path(f"/proc/{self.pid}/fd/1")
-        deadline = time.monotonic() + seconds
-        while True:
-            with contextlib.suppress(OSError):
-                line, end, _ = printed.read_text().partition("\n")
-                if end:
-                    return line + end
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
-
-    def send_signal(self, number):
-        os.kill(self.pid, number)
-
-    def communicate(self, timeout):
-        """What it has printed, when it has ended."""
-        try:
-            ended = self._job.finish(timeout)
-            return ended.stdout, ended.stderr
-        finally:
-            self._job.close()
-
-    def kill(self):
-        self._job.close()
-
-
 def start_program(code, *arguments, **env):
     """A program that launches."""
-    return Program("-c", with_this_server(code), *arguments, **env)
-
-
-def start_fresh_program(code, *arguments, **env):
-    """A program in a new interpreter, with a forkserver of its own, as a user starts it."""
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        cwd=torchrun.ROOT,
-        env={**os.environ, "PYTHONPATH": str(torchrun.ROOT), **env},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), **env}
+    return start_python("-c", with_this_server(code), *arguments, env=environ)
 
 
 def alive(pids):

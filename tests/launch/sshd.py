@@ -10,8 +10,8 @@ import subprocess
 
 import pytest
 
+from tests.processes import free_port
 from tests.waits import wait_until
-from tests.worlds import free_port
 
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
 NEEDS_SSHD = pytest.mark.skipif(SSHD is None, reason="there is no sshd (Debian: openssh-server)")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import io
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.launch.families import start_fresh_program
+from tests.launch.families import with_this_server
+from tests.processes import python, start_python
 from torchopt_dist.launch import Launcher
 from torchopt_dist.launch.logs import TerminalHandler, WorkerLogs
 
@@ -90,7 +90,7 @@ def test_a_reader_that_has_gone_is_written_to_no_more(monkeypatch, capsys):
 
 
 def test_a_program_whose_output_goes_to_head_goes_on_in_peace():
-    program = start_fresh_program(
+    code = (
         "import sys\n"
         "from torchopt_dist.launch import launch\n"
         "def work():\n"
@@ -99,30 +99,23 @@ def test_a_program_whose_output_goes_to_head_goes_on_in_peace():
         "print(launch(work, nproc_per_host=1, log_dir=None).rank(0), file=sys.stderr)\n"
         "sys.stdout = None\n"
     )
-    assert program.stdout.readline() == "[rank 0] 0\n"
-    program.stdout.close()
-    try:
-        said = program.stderr.read()
-        assert program.wait(20) is not None
-    finally:
-        program.kill()
-        program.stderr.close()
+    head, its_input = os.pipe()
+    with start_python("-c", with_this_server(code), stdout=its_input) as program:
+        os.close(its_input)
+        with os.fdopen(head) as lines:
+            assert lines.readline() == "[rank 0] 0\n"
+        _, said = program.communicate(timeout=20)
     assert "7\n" in said
     assert "Logging error" not in said
 
 
 def test_a_program_without_standard_output_can_launch():
     code = (
-        "import sys\n"
+        "import os, sys\n"
         "from torchopt_dist.launch import launch\n"
-        "assert sys.stdout is None\n"
+        "os.close(1)\n"
+        "sys.stdout = None  # as where Python starts without this descriptor, so that a socket may have its number\n"
         "print(launch(lambda: print('line') or 5, nproc_per_host=1, log_dir=None).rank(0), file=sys.stderr)\n"
     )
-    done = subprocess.run(
-        ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-c", code],
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=50,
-        check=False,
-    )
+    done = python("-c", code, timeout=50)
     assert (done.returncode, done.stderr) == (0, "5\n")

@@ -16,7 +16,7 @@ import pytest
 import torchopt_dist as todist
 from tests.launch.families import STARTED, assert_gone
 from tests.launch.sshd import NEEDS_SSHD
-from tests.launch.two import ON_TWO
+from tests.processes import ON_TWO
 from tests.waits import say, soon, watch
 from torchopt_dist.launch._handles import WorkerHandle
 from torchopt_dist.launch._ssh import carry, in_loop, log_in

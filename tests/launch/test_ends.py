@@ -16,7 +16,7 @@ import torch
 
 import torchopt_dist as todist
 from tests.launch.families import alive, assert_gone, family_of, start_a_family, start_program
-from tests.launch.two import ON_TWO
+from tests.processes import ON_TWO
 from tests.waits import say, soon, watch
 from torchopt_dist.launch import Launcher
 from torchopt_dist.launch import _agent as agent
@@ -422,4 +422,4 @@ def test_a_launcher_that_is_stopped_for_a_while_finds_its_workers_at_work(tmp_pa
         out, err = program.communicate(timeout=30)
         assert (out, program.returncode) == ("1\n", 0), err
     finally:
-        program.kill()
+        program.close()

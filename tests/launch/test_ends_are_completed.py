@@ -15,7 +15,7 @@ import pytest
 import torchopt_dist as todist
 from tests.launch.descriptors import no_new_descriptors
 from tests.launch.families import alive, assert_gone, family_of, start_a_family, start_program
-from tests.launch.two import ON_TWO
+from tests.processes import ON_TWO
 from tests.waits import say, soon, watch
 from torchopt_dist.launch import Launcher
 from torchopt_dist.launch import _forkserver as forkserver
@@ -184,7 +184,7 @@ def test_too_few_descriptors_for_all_workers_are_an_error_that_says_so_and_are_a
     try:
         out, err = program.communicate(timeout=50)
     finally:
-        program.kill()
+        program.close()
     assert err == ""
     said = "too many open files: raise `ulimit -n`, or lower `nproc_per_host`"
     told = out.splitlines()

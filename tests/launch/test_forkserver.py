@@ -15,9 +15,9 @@ import psutil
 import pytest
 
 import torchopt_dist as todist
-from tests.launch.families import Program, assert_gone
+from tests.launch.families import assert_gone
 from tests.launch.sshd import NEEDS_SSHD, Sshd
-from tests.launch.two import ON_TWO
+from tests.processes import ON_TWO, start_python
 from torchopt_dist.launch import Launcher
 from torchopt_dist.launch import _forkserver as forkserver
 from torchopt_dist.launch import _remote as remote
@@ -114,7 +114,7 @@ os.kill(server, signal.SIGKILL)
 @pytest.mark.skipif(resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 1600, reason="needs 1600 open files")
 def test_a_program_with_more_than_a_thousand_open_files_can_launch():
     """Its forkserver's socket keeps its number, which `select` would not take."""
-    program = Program("-c", MANY_FILES)
+    program = start_python("-c", MANY_FILES)
     out, err = program.communicate(timeout=40)
     assert (out, err) == ("True\n", "")
 
@@ -154,7 +154,7 @@ os.kill(server, signal.SIGKILL)
 
 def test_a_forkserver_that_was_busy_does_not_take_that_for_the_silence_of_the_launcher():
     """It imports what workers are likely to need, and signs of life may wait to be read meanwhile."""
-    out, err = Program("-c", SLOW).communicate(timeout=40)
+    out, err = start_python("-c", SLOW).communicate(timeout=40)
     assert (out, err) == ("True\nTrue\n(0, 0)\n", "")
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
-import sys
 import threading
 import time
 
@@ -15,14 +13,17 @@ import torch
 
 import torchopt_dist as todist
 from tests.launch.descriptors import no_new_descriptors
-from tests.launch.families import Program, with_this_server
-from tests.launch.two import ON_TWO, my_rank
-from tests.seeds import torchrun
+from tests.launch.families import with_this_server
+from tests.processes import ON_TWO, python
 from tests.waits import soon
 from torchopt_dist.launch import Launcher, LaunchResult, launch
 from torchopt_dist.launch import _forkserver as forkserver
 
 pytestmark = pytest.mark.timeout(60)
+
+
+def my_rank():
+    return int(os.environ["RANK"])
 
 
 # Functions, arguments, results.
@@ -120,21 +121,11 @@ def test_classes_of_main_go_and_come_and_are_left_alone(tmp_path, by):
     script = tmp_path / "script.py"
     script.write_text(with_this_server(SCRIPT))
     if by == "a file":
-        program = Program("-W", "error", script)
-        out, err = program.communicate(timeout=50)
+        done = python("-W", "error", script, timeout=50)
     else:
-        program = subprocess.run(
-            [sys.executable, "-W", "error"],
-            cwd=torchrun.ROOT,
-            env={**os.environ, "PYTHONPATH": str(torchrun.ROOT)},
-            input=SCRIPT,
-            capture_output=True,
-            text=True,
-            timeout=50,
-            check=False,
-        )
-        out, err = program.stdout, program.stderr
-    assert (program.returncode, err) == (0, "")
+        done = python("-W", "error", read=script.read_text(), timeout=50)
+    out = done.stdout
+    assert (done.returncode, done.stderr) == (0, "")
     assert out.endswith("DONE\n")
     assert out.count("in bad") == 1  # the worker's traceback, once
     assert "on rank 0 on localhost" in out or "on rank 1 on localhost" in out

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 import torchopt_dist as todist
-from tests.seeds import torchrun
+from tests.launch.families import with_this_server
+from tests.processes import python
 from torchopt_dist.launch import Launcher, on_ranks
 from torchopt_dist.launch.logs import LineSplitter, TerminalHandler, WorkerLogs
 
@@ -243,15 +244,7 @@ def test_a_notebook_sees_the_lines_in_its_cell():
         "cell = sys.stdout = io.StringIO()\nlaunch(print, ('hello',), nproc_per_host=2)\n"
         "assert cell.getvalue() == '[rank 0] hello\\n', cell.getvalue()\n"
     )
-    ended = subprocess.run(
-        [sys.executable, "-W", "error"],
-        input=program,
-        env={**os.environ, "PYTHONPATH": str(torchrun.ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=False,
-    )
+    ended = python("-W", "error", read=with_this_server(program), timeout=50)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 

@@ -8,7 +8,8 @@ import sys
 import cloudpickle
 import pytest
 
-from tests.launch.families import Program, with_this_server
+from tests.launch.families import with_this_server
+from tests.processes import start_python
 from torchopt_dist.launch import _pickling as pickling
 
 pytestmark = pytest.mark.timeout(60)
@@ -66,7 +67,7 @@ print("DONE")
 def test_what_a_script_defines_can_be_pickled_by_name(tmp_path, kind):
     script = tmp_path / "script.py"
     script.write_text(with_this_server(SCRIPT))
-    program = Program(script, tmp_path, kind)
+    program = start_python(script, tmp_path, kind)
     out, err = program.communicate(timeout=50)
     assert (program.returncode, out) == (0, "DONE\n"), err
 
@@ -129,6 +130,6 @@ assert main["Outer"] is type(parts[2])
 assert [type(part).__name__ for part in parts] == ["Local", "function", "Outer", "Nested"]
 assert not main.keys() & {{"Local", "inner", "Nested", "method"}}
 """
-    program = Program("-c", code)
+    program = start_python("-c", code)
     _, err = program.communicate(timeout=50)
     assert program.returncode == 0, err

@@ -20,10 +20,9 @@ from tests.launch.families import (
     assert_gone,
     family_of,
     start_a_family,
-    start_fresh_program,
-    start_program,
+    with_this_server,
 )
-from tests.launch.two import ON_TWO
+from tests.processes import ON_TWO, ROOT, start_python
 from tests.waits import say, soon, watch
 from torchopt_dist.launch import Launcher
 from torchopt_dist.launch import _processes as processes
@@ -95,8 +94,9 @@ def hold_on(folder):
 )
 def test_a_launcher_that_is_ended_leaves_nothing(tmp_path, number, rpc):
     (tmp_path / "tmp").mkdir()
-    start = start_fresh_program if number == signal.SIGKILL else start_program
-    launcher = start(LAUNCHER, tmp_path, rpc, TMPDIR=str(tmp_path / "tmp"))
+    code = LAUNCHER if number == signal.SIGKILL else with_this_server(LAUNCHER)  # one has its own forkserver
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path / "tmp")}
+    launcher = start_python("-c", code, tmp_path, rpc, env=env)
     pids = family_of(tmp_path)
     assert len(set(pids)) == 9  # 2 workers with 3 each, their agent
     servers = [process.pid for process in psutil.Process(launcher.pid).children()]

@@ -16,8 +16,7 @@ import torch.distributed as dist
 
 import torchopt_dist as todist
 from tests.launch.descriptors import no_new_descriptors
-from tests.launch.two import ON_TWO
-from tests.worlds import free_port
+from tests.processes import ON_TWO, free_port
 from torchopt_dist.launch import Launcher
 from torchopt_dist.launch import _store as store
 from torchopt_dist.launch._messages import Listen, Listening, Reach, Reached

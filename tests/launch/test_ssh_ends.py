@@ -12,8 +12,9 @@ import psutil
 import pytest
 
 import torchopt_dist as todist
-from tests.launch.families import Program, alive, assert_gone, family_of, forkserver_of, start_a_family
+from tests.launch.families import alive, assert_gone, family_of, forkserver_of, start_a_family
 from tests.launch.sshd import NEEDS_SSHD
+from tests.processes import start_python
 from tests.waits import say, watch
 from torchopt_dist.launch import _remote as remote
 
@@ -165,7 +166,7 @@ Launcher(hosts=["node1"], nproc_per_host=2, ssh_config=sys.argv[2], python=sys.a
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_launcher_that_ends_leaves_nothing_on_other_hosts(sshd, warm_executable, tmp_path, number):
-    program = Program("-c", LAUNCHER, tmp_path, sshd.config, warm_executable)
+    program = start_python("-c", LAUNCHER, tmp_path, sshd.config, warm_executable)
     try:
         family = family_of(tmp_path)
         servers = [forkserver_of(agent) for agent in family[4::5]]
@@ -173,7 +174,7 @@ def test_a_launcher_that_ends_leaves_nothing_on_other_hosts(sshd, warm_executabl
         program.communicate(timeout=15)
         assert_gone([*family, *servers])
     finally:
-        program.kill()
+        program.close()
 
 
 def test_no_process_is_left_when_all_is_closed(sshd, launcher):

@@ -14,7 +14,7 @@ import pytest
 
 import torchopt_dist as todist
 from tests.launch.sshd import NEEDS_SSHD
-from tests.worlds import free_port
+from tests.processes import free_port
 from torchopt_dist.launch import Launcher
 from torchopt_dist.launch import _remote as remote
 from torchopt_dist.launch import _ssh as ssh

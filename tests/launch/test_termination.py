@@ -12,8 +12,8 @@ import time
 import psutil
 import pytest
 
-from tests.launch.families import assert_gone, start_fresh_program, start_program
-from tests.launch.two import ON_TWO
+from tests.launch.families import assert_gone, start_program
+from tests.processes import ON_TWO, start_python
 from tests.waits import say, watch
 from torchopt_dist.launch import _agent as agent
 from torchopt_dist.launch.launcher import ended_in_order
@@ -42,7 +42,7 @@ def start():
 
     yield make
     for program in started:
-        program.kill()
+        program.close()
 
 
 def save_slowly(folder):
@@ -160,8 +160,8 @@ print(server.pid, flush=True)
 
 
 def test_a_server_that_is_stopped_does_not_hold_up_the_program():
-    with start_fresh_program(STOPPED_SERVER) as program:
-        pid = int(program.stdout.readline())
+    with start_python("-c", STOPPED_SERVER) as program:
+        pid = int(program.first_line())
         try:
             program.communicate(timeout=20)
         except subprocess.TimeoutExpired:

@@ -20,12 +20,14 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import torchopt_dist as todist
-from tests.launch.families import start_fresh_program
-from tests.launch.two import ON_TWO, my_rank
-from tests.seeds import torchrun
+from tests.processes import ON_TWO, python, torchrun
 from torchopt_dist.launch import Launcher
 
 pytestmark = pytest.mark.timeout(60)
+
+
+def my_rank():
+    return int(os.environ["RANK"])
 
 
 def test_every_variable_of_torchrun_is_set_as_torchrun_sets_it(tmp_path):
@@ -35,7 +37,7 @@ def test_every_variable_of_torchrun_is_set_as_torchrun_sets_it(tmp_path):
         "with open(sys.argv[1] + os.environ['RANK'], 'w') as file:\n"
         "    json.dump(dict(os.environ), file)"
     )
-    torchrun.run("--standalone", "--nproc-per-node=2", script, tmp_path / "rank")
+    torchrun("--standalone", "--nproc-per-node=2", script, tmp_path / "rank")
     theirs = {rank: json.loads((tmp_path / f"rank{rank}").read_text()) for rank in (0, 1)}
     launcher = Launcher(nproc_per_host=2, handlers=[], env={"OMP_NUM_THREADS": "1"})
     ours = launcher.run(lambda: dict(os.environ)).results["localhost"]
@@ -262,8 +264,8 @@ print(launch(lambda: [type(entry).__name__ for entry in sys.path], nproc_per_hos
 
 
 def test_an_entry_of_the_path_that_is_no_string_is_passed_over():
-    out, err = start_fresh_program(PATH_IN_PATH).communicate(timeout=50)
-    assert set(eval(out)) == {"str"}, err
+    done = python("-c", PATH_IN_PATH, timeout=50)
+    assert set(eval(done.stdout)) == {"str"}, done.stderr
 
 
 def test_at_its_end_a_worker_finalizes_what_its_function_has_made_and_nothing_of_the_forkserver(capsys):

@@ -5,22 +5,21 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.seeds import torchrun
+from tests.processes import PROGRAMS, finish, free_port, start_torchrun
 from tests.seeds.findings import compare
-from tests.worlds import free_port
 
 
 def test_four_workers_on_two_nodes(tmp_path: Path) -> None:
     port = free_port()
     nodes = [
-        torchrun.start(
+        start_torchrun(
             *("--nproc_per_node=2", "--nnodes=2", "--node_rank", node),
             *("--master_addr", "127.0.0.1", "--master_port", port),
-            *(torchrun.PROGRAMS / "one_after_another.py", tmp_path, "census", "full_example"),
+            *(PROGRAMS / "one_after_another.py", tmp_path, "census", "full_example"),
         )
         for node in (0, 1)
     ]
-    torchrun.finish(*nodes)
+    finish(*nodes)
 
     workers = json.loads((tmp_path / "workers.json").read_text())
     assert [worker["info"]["world_rank"] for worker in workers] == [0, 1, 2, 3]

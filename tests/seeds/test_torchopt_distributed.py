@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.seeds import torchrun
+from tests.processes import PROGRAMS, ROOT, free_port, torchrun
 from tests.seeds.findings import compare
 from tests.seeds.one_process import DOCUMENTED, EVERY_WAY
-from tests.worlds import free_port
 
-DOCUMENT = torchrun.ROOT.parent / "shared" / "seeds" / "torchopt_distributed.rst"
+DOCUMENT = ROOT.parent / "shared" / "seeds" / "torchopt_distributed.rst"
 ON_EVERY_RANK = ("autograd_grad", "local_rank", "rank_zero_only", "remote_async_call", "remote_sync_call")
 
 
@@ -21,10 +20,10 @@ ON_EVERY_RANK = ("autograd_grad", "local_rank", "rank_zero_only", "remote_async_
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
     """The number of workers, and the directory of what the programs found, all run in one start of torchrun."""
     out = tmp_path_factory.mktemp("found")
-    torchrun.run(
+    torchrun(
         "--standalone",
         f"--nproc_per_node={request.param}",
-        torchrun.PROGRAMS / "one_after_another.py",
+        PROGRAMS / "one_after_another.py",
         out,
         *DOCUMENTED,
         "every_way",
@@ -41,11 +40,11 @@ def test_gradients_are_those_of_one_process(found: tuple[int, Path], program: st
 
 
 def test_full_example_from_the_command_line(tmp_path: Path) -> None:
-    torchrun.run(
+    torchrun(
         "--nnodes=1",
         "--nproc_per_node=2",
         f"--master_port={free_port()}",
-        *("-m", "torchopt_dist.compat", torchrun.PROGRAMS / "full_example.py"),
+        *("-m", "torchopt_dist.compat", PROGRAMS / "full_example.py"),
         *("--dtype", "float64", "--out", tmp_path),
         warm=False,
     )
@@ -67,7 +66,7 @@ def test_programs_hold_the_documents_lines() -> None:
     blocks = python_blocks(DOCUMENT.read_text())
     assert len(blocks) == len(DOCUMENTED)
     for name, block in zip(DOCUMENTED, blocks, strict=True):
-        program = iter((torchrun.PROGRAMS / f"{name}.py").read_text().splitlines())
+        program = iter((PROGRAMS / f"{name}.py").read_text().splitlines())
         for line in block:
             pattern = ".+".join(re.escape(part) for part in line.split("..."))
             assert any(re.fullmatch(pattern, found.strip()) for found in program), (

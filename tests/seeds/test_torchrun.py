@@ -6,11 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.seeds import torchrun
+from tests.processes import PROGRAMS, finish, free_port, start_torchrun, torchrun
 from tests.seeds.findings import compare
-from tests.worlds import free_port
 
-CENSUS = torchrun.PROGRAMS / "census.py"
+CENSUS = PROGRAMS / "census.py"
 
 
 def workers_in(out: Path) -> list[dict[str, Any]]:
@@ -19,7 +18,7 @@ def workers_in(out: Path) -> list[dict[str, Any]]:
 
 
 def test_environment_variables_are_the_world_information(tmp_path: Path) -> None:
-    torchrun.run("--standalone", "--nproc-per-node=2", CENSUS, "--out", tmp_path, warm=False)
+    torchrun("--standalone", "--nproc-per-node=2", CENSUS, "--out", tmp_path)
     workers = workers_in(tmp_path)
     assert len(workers) == 2
     for rank, worker in enumerate(workers):
@@ -40,11 +39,11 @@ def test_two_stacked_jobs_do_not_meet(tmp_path: Path) -> None:
         out.mkdir()
         endpoint = f"--rdzv-endpoint=localhost:{free_port()}"
         jobs.append(
-            torchrun.start(
+            start_torchrun(
                 "--rdzv-backend=c10d", endpoint, "--nnodes=1", "--nproc-per-node=2", CENSUS, "--out", out
             )
         )
-    torchrun.finish(*jobs)
+    finish(*jobs)
     one, other = (workers_in(out) for out in outs)
     assert len(one) == len(other) == 2
     assert not {worker["pid"] for worker in one} & {worker["pid"] for worker in other}
@@ -55,7 +54,7 @@ def test_two_stacked_jobs_do_not_meet(tmp_path: Path) -> None:
 
 def test_a_killed_worker_is_restarted(tmp_path: Path) -> None:
     marker = tmp_path / "died"
-    output = torchrun.run(
+    output = torchrun(
         *("--standalone", "--nproc-per-node=2", "--max-restarts=2"),
         *(CENSUS, "--out", tmp_path, "--die_once", marker),
     )

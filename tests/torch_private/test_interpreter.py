@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.warm_python import warm_python
+from tests.processes import python
 from torchopt_dist import _torch_private as private
 from torchopt_dist._torch_private import interpreter
 
@@ -120,6 +120,6 @@ os._exit(0)
 def test_exit_functions_do_not_run_where_they_are_hidden_but_threads_end(
     names: str, lines: list[str]
 ) -> None:
-    ended = warm_python().run("-c", FINISH, names, timeout=100, cwd=PACKAGE.parent)
+    ended = python("-c", FINISH, names, timeout=100, cwd=PACKAGE.parent)
     assert ended.stdout.splitlines() == lines, ended.stderr
     assert ended.returncode == 0

@@ -16,7 +16,7 @@ import torch
 
 from tests.distributed.random_calls import Here
 from tests.distributed.random_programs import check, differences, draw, evaluate
-from tests.worlds import World
+from tests.processes import World
 
 MORE = os.environ.get("TODIST_FUZZ_PROGRAMS")
 SEED = int(os.environ.get("TODIST_FUZZ_SEED") or (random.randrange(10**9) if MORE else 0))

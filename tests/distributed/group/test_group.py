@@ -19,8 +19,8 @@ import pytest
 import torch
 
 import torchopt_dist as todist
-from tests.distributed.bare import Bare
 from tests.distributed.programs import mlp, rank_of_worker
+from tests.processes import World
 from torchopt_dist import distributed
 from torchopt_dist.distributed.group import group as group_module
 from torchopt_dist.distributed.group.group import current_group
@@ -96,7 +96,7 @@ def test_a_group_is_forgotten_when_it_has_ended():
             assert ended(lambda references=references: not any(each() for each in references))
         return torch.equal(*gradients)
 
-    assert Bare(2).run(program) == [True, True]
+    assert World(2, rpc=False).run(program) == [True, True]
 
 
 def test_a_second_group_knows_nothing_of_the_first():
@@ -125,7 +125,7 @@ def test_a_second_group_knows_nothing_of_the_first():
         return first.names, second.names
 
     names = ("first0", "first1"), ("second0", "second1")
-    assert Bare(2).run(program) == [names, names]
+    assert World(2, rpc=False).run(program) == [names, names]
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -147,7 +147,7 @@ def test_a_backward_after_the_group_has_ended_is_an_error_that_says_so(again):
         (todist.auto_init_rpc()(differentiate) if again else differentiate)()
         return True
 
-    assert Bare(2).run(program) == [True, True]
+    assert World(2, rpc=False).run(program) == [True, True]
 
 
 def test_the_end_waits_for_the_threads_only_as_long_as_the_releaser_has_left_of_its_time():
@@ -166,7 +166,7 @@ def test_the_end_waits_for_the_threads_only_as_long_as_the_releaser_has_left_of_
             group.close(5.0)
         return waited
 
-    assert Bare(1).run(program) == [[5.0, 3.0, 5.0, 0.0]]
+    assert World(1, rpc=False).run(program) == [[5.0, 3.0, 5.0, 0.0]]
 
 
 def test_a_world_of_one_leaves_nothing_either():
@@ -184,7 +184,7 @@ def test_a_world_of_one_leaves_nothing_either():
             todist.remote_sync_call(rank_of_worker, partitioner=0)
         return todist.get_world_info().worker_name
 
-    assert Bare(1).run(program) == ["worker0"]
+    assert World(1, rpc=False).run(program) == ["worker0"]
 
 
 def error_of(function, *args, **options):
@@ -219,6 +219,6 @@ def test_a_fork_of_a_worker_is_not_in_the_group_and_leaves_main_without_ending_i
         except SystemExit as end:  # the child, which has no more to do with the test
             os._exit(end.code)
 
-    endings = Bare(2).endings(program, timeout=200)
+    endings = World(2, rpc=False).endings(program, timeout=200)
     assert [ending.error for ending in endings] == [None, None], endings
     assert endings[0].value.count("this process is a fork of worker0, and does not have its connections") == 4

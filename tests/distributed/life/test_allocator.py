@@ -10,7 +10,7 @@ import threading
 import pytest
 
 import torchopt_dist as todist
-from tests.distributed.bare import Bare
+from tests.processes import World
 from torchopt_dist.distributed.life.allocator import share_one_arena
 
 pytestmark = pytest.mark.skipif(
@@ -59,7 +59,7 @@ def test_the_threads_of_a_worker_share_an_arena(asked):
         before = arenas()
         return arenas_of_threads() - before if todist.auto_init_rpc()(lambda: True)() else None
 
-    grown = Bare(2).run(program)
+    grown = World(2, rpc=False).run(program)
     assert all((more == 0) is (asked is None) for more in grown), grown
 
 

@@ -17,10 +17,9 @@ import pytest
 import torch
 
 import torchopt_dist as todist
-from tests.distributed.bare import Bare
 from tests.distributed.finally_program import is_whole, write_slowly
 from tests.distributed.programs import rank_of_worker
-from tests.seeds import torchrun
+from tests.processes import ROOT, World, start_torchrun
 from tests.waits import say, soon, watch
 from torchopt_dist.distributed.group.group import current_group
 from torchopt_dist.distributed.transport import shutdown
@@ -142,15 +141,15 @@ def test_a_finally_block_that_does_not_end_is_ended(tmp_path, limits):
         limits(finally_seconds=0.2)
         todist.auto_init_rpc()(main)()
 
-    endings, said = end_of(Bare(2), tmp_path, program, seconds=1.5)
+    endings, said = end_of(World(2, rpc=False), tmp_path, program, seconds=1.5)
     assert (tmp_path / "unwinding").exists()
     assert endings[0].error is None
     assert "is ended, since rank 1 failed: ValueError: the root of it" in said[0]
 
 
 def test_under_torchrun_rank_zero_ends_its_finally_block_and_the_root_cause_is_told(tmp_path):
-    program = torchrun.ROOT / "tests/distributed/finally_program.py"
-    job = torchrun.start("--standalone", "--nproc-per-node=2", program, tmp_path)
+    program = ROOT / "tests/distributed/finally_program.py"
+    job = start_torchrun("--standalone", "--nproc-per-node=2", program, tmp_path)
     with contextlib.closing(job):
         done = job.finish(timeout=100)
     assert done.returncode == 1
@@ -187,7 +186,7 @@ def test_worker_init_fn_that_raises_on_one_rank_ends_all(tmp_path):
     def program():
         return todist.auto_init_rpc(init)(main)()
 
-    endings, said = end_of(Bare(3), tmp_path, program)
+    endings, said = end_of(World(3, rpc=False), tmp_path, program)
     assert isinstance(endings[1].error, FileNotFoundError)
     assert all(isinstance(endings[rank].error, todist.PeerFailedError) for rank in (0, 2))
     assert all("no such data" in text and "raise_now" in text for text in said)
@@ -261,7 +260,7 @@ def test_exit_with_zero_is_a_good_end(tmp_path, code):
             sys.exit(code)
         return todist.remote_sync_call(rank_of_worker, partitioner=1)
 
-    endings = Bare(2).endings(todist.auto_init_rpc()(main))
+    endings = World(2, rpc=False).endings(todist.auto_init_rpc()(main))
     assert [ending.exitcode for ending in endings] == [0, 0]
     assert endings[0].value == [1]
     assert isinstance(endings[1].error, SystemExit)
@@ -276,7 +275,7 @@ def test_exit_with_anything_else_ends_all(tmp_path, code):
         say(tmp_path / "busy")
         spin()
 
-    endings, said = end_of(Bare(2), tmp_path, lambda: todist.auto_init_rpc()(main)())
+    endings, said = end_of(World(2, rpc=False), tmp_path, lambda: todist.auto_init_rpc()(main)())
     assert endings[1].error.code == code
     assert endings[1].exitcode == (3 if code == 3 else 1)
     assert f"SystemExit: {code}" in said[0]
@@ -363,7 +362,7 @@ def test_a_death_at_the_end_that_the_group_goes_on_without(tmp_path, monkeypatch
             monkeypatch.setattr(*where, die)
         return todist.auto_init_rpc(on_loss="continue")(todist.get_rank)()
 
-    endings = Bare(3).endings(program, timeout=60)
+    endings = World(3, rpc=False).endings(program, timeout=60)
     assert [ending.exitcode for ending in endings] == [0, -signal.SIGKILL, 0], endings
     assert [ending.value for ending in endings] == [0, None, 2]
 
@@ -464,7 +463,7 @@ def test_a_world_leaves_no_process_and_no_thread(tmp_path):
             time.sleep(0.002)
         return after - before, [child.name() for child in psutil.Process().children()]
 
-    assert Bare(2).run(program) == [(set(), [])] * 2
+    assert World(2, rpc=False).run(program) == [(set(), [])] * 2
 
 
 def test_a_bad_name_on_one_rank_ends_all(tmp_path):
@@ -476,7 +475,7 @@ def test_a_bad_name_on_one_rank_ends_all(tmp_path):
             say(tmp_path / "raised", str(time.monotonic()))
         todist.auto_init_rpc(worker_name_format=name)(rank_of_worker)()
 
-    endings, _ = end_of(Bare(2, env={"TODIST_INIT_TIMEOUT": "2"}), tmp_path, program, seconds=5)
+    endings, _ = end_of(World(2, env={"TODIST_INIT_TIMEOUT": "2"}, rpc=False), tmp_path, program, seconds=5)
     assert isinstance(endings[1].error, todist.InitializationError)
     assert "''" in str(endings[1].error)
 
@@ -549,7 +548,7 @@ def test_a_function_that_hangs_does_not_keep_the_world_alive(tmp_path, limits, h
         (tmp_path / f"told{os.environ['RANK']}").write_text("\n".join(told))
         sys.exit(5)  # the exit code is the program's own
 
-    endings = Bare(2).endings(on_each, timeout=60)
+    endings = World(2, rpc=False).endings(on_each, timeout=60)
     assert [ending.exitcode for ending in endings] == [5, 5]
     told = (tmp_path / "told0").read_text().splitlines()
     assert len(told) == (0 if how == "after a time-out" else 2)
@@ -590,7 +589,7 @@ def test_ranks_whose_threads_run_python_in_a_backward_end_by_their_own_exit_code
         except (KeyError, todist.PeerFailedError):
             ctypes.pythonapi.Py_Exit(7)
 
-    assert [ending.exitcode for ending in Bare(2).endings(program, timeout=200)] == [7, 7]
+    assert [ending.exitcode for ending in World(2, rpc=False).endings(program, timeout=200)] == [7, 7]
 
 
 def test_a_call_that_nobody_waits_for_is_answered_before_the_end(world, tmp_path):

@@ -14,10 +14,9 @@ import torch.distributed as dist
 from torch.distributed import rpc
 
 import torchopt_dist as todist
-from tests.distributed.bare import Bare
 from tests.distributed.programs import rank_of_worker
+from tests.processes import World, free_port
 from tests.waits import say, soon, watch
-from tests.worlds import free_port
 from torchopt_dist.distributed.group.group import current_group
 
 
@@ -47,7 +46,7 @@ def test_main_keeps_its_name_and_its_arguments():
         alone()
         return todist.auto_init_rpc()(lambda steps, *, rate: (steps, rate))(3, rate=0.5)
 
-    assert Bare(1).run(program) == [(3, 0.5)]
+    assert World(1, rpc=False).run(program) == [(3, 0.5)]
 
 
 def test_worker_init_fn_runs_on_all_before_main_runs_on_any(world, tmp_path):
@@ -106,7 +105,7 @@ def test_a_second_group_is_made_after_the_first_has_ended():
             names += main()
         return names
 
-    assert Bare(2).run(program) == [["a1", "b1", "c1"], ["a0", "b0", "c0"]]
+    assert World(2, rpc=False).run(program) == [["a1", "b1", "c1"], ["a0", "b0", "c0"]]
 
 
 def test_a_second_group_is_made_after_the_first_has_failed():
@@ -124,7 +123,7 @@ def test_a_second_group_is_made_after_the_first_has_failed():
             lambda: todist.remote_sync_call(rank_of_worker, partitioner=1 - todist.get_rank())
         )()
 
-    assert Bare(2).run(program) == [("PeerFailedError", [1]), ("ValueError", [0])]
+    assert World(2, rpc=False).run(program) == [("PeerFailedError", [1]), ("ValueError", [0])]
 
 
 def test_auto_init_rpc_inside_main_uses_the_group_that_is_there(world):
@@ -172,7 +171,7 @@ def test_a_program_that_has_called_init_rpc_is_told():
             rpc.shutdown()
 
     started = time.monotonic()
-    ending = Bare(1).endings(program)[0]
+    ending = World(1, rpc=False).endings(program)[0]
     assert time.monotonic() - started < soon(5)
     assert isinstance(ending.error, todist.InitializationError)
     assert "must not" in str(ending.error)
@@ -249,7 +248,7 @@ def test_plain_python_is_a_world_of_one_in_which_everything_works():
         alone()
         return todist.auto_init_rpc()(main)(), os.environ.get("MASTER_PORT")
 
-    assert Bare(1).run(program) == [(todist.WorldInfo(1, 0, 1, 0, "worker0"), None)]
+    assert World(1, rpc=False).run(program) == [(todist.WorldInfo(1, 0, 1, 0, "worker0"), None)]
 
 
 def test_an_error_in_a_world_of_one_is_the_program_s_own():
@@ -262,7 +261,7 @@ def test_an_error_in_a_world_of_one_is_the_program_s_own():
             todist.auto_init_rpc()(lambda: sys.exit(0))()
         return todist.auto_init_rpc()(rank_of_worker)()
 
-    assert Bare(1).run(program) == [0]
+    assert World(1, rpc=False).run(program) == [0]
 
 
 def test_the_default_device_of_worker_init_fn_holds_in_the_threads_that_serve(world):

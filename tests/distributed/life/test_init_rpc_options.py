@@ -9,10 +9,9 @@ import pytest
 from torch.distributed import rpc
 
 import torchopt_dist as todist
-from tests.distributed.bare import Bare
 from tests.distributed.programs import rank_of_worker
+from tests.processes import World, free_port
 from tests.waits import soon
-from tests.worlds import free_port
 from torchopt_dist.distributed.group.group import current_group
 from torchopt_dist.distributed.transport.choice import default_options
 
@@ -66,7 +65,7 @@ def test_calls_have_no_timeout_by_default():
         options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=4)
         return [todist.auto_init_rpc()(main)(), todist.auto_init_rpc(rpc_backend_options=options)(main)()]
 
-    assert Bare(1).run(program) == [[(0.0, 0.0)] * 2]
+    assert World(1, rpc=False).run(program) == [[(0.0, 0.0)] * 2]
 
 
 def test_the_timeout_of_the_options_is_that_of_calls():
@@ -86,7 +85,7 @@ def test_the_timeout_of_the_options_is_that_of_calls():
         options = rpc.TensorPipeRpcBackendOptions(rpc_timeout=0.2)
         return todist.auto_init_rpc(rpc_backend_options=options)(main)()
 
-    took, value = Bare(2).run(program)[0]
+    took, value = World(2, rpc=False).run(program)[0]
     assert 0.15 < took < soon(0.9)
     assert value == [None]
 
@@ -97,7 +96,7 @@ def test_options_can_be_used_again():
         main = todist.auto_init_rpc(rpc_backend_options=options)(lambda: current_group().call_timeout)
         return [main(), main(), options.rpc_timeout, options.init_method]
 
-    assert Bare(2).run(program) == [[7.0, 7.0, 7.0, "env://"]] * 2
+    assert World(2, rpc=False).run(program) == [[7.0, 7.0, 7.0, "env://"]] * 2
 
 
 @pytest.mark.parametrize("scheme", ["file", "tcp"])
@@ -114,7 +113,7 @@ def test_the_workers_can_meet_elsewhere(scheme, tmp_path):
         )
         return main()
 
-    assert Bare(2).run(program) == [[1], [1]]
+    assert World(2, rpc=False).run(program) == [[1], [1]]
 
 
 @pytest.mark.parametrize("variable", ["MASTER_ADDR", "MASTER_PORT"])
@@ -123,7 +122,7 @@ def test_a_missing_address_is_told(variable):
         del os.environ[variable]
         todist.auto_init_rpc()(rank_of_worker)()
 
-    for ending in Bare(2).endings(program):
+    for ending in World(2, rpc=False).endings(program):
         assert isinstance(ending.error, todist.InitializationError)
         assert f"{variable} is missing" in str(ending.error)
         assert "WORLD_SIZE is 2" in str(ending.error)

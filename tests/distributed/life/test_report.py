@@ -14,12 +14,10 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 import torchopt_dist as todist
 from tests.distributed.failing_program import typo
-from tests.seeds import torchrun
-from tests.warm_python import warm_python
-from tests.worlds import free_port
+from tests.processes import ROOT, free_port, python, start_python
 from torchopt_dist._tracebacks import format_error, show_user_frames, summary
 
-PROGRAM = torchrun.ROOT / "tests/distributed/failing_program.py"
+PROGRAM = ROOT / "tests/distributed/failing_program.py"
 HEAD = "Traceback (most recent call last):"
 
 
@@ -51,7 +49,7 @@ def test_an_error_of_the_own_share_keeps_its_frames(world, size):
 
 
 def test_python_prints_the_user_s_frames_alone():
-    done = warm_python().run(PROGRAM, "everywhere", env={"PYTHONPATH": str(torchrun.ROOT)}, timeout=100)
+    done = python(PROGRAM, "everywhere", env={"PYTHONPATH": str(ROOT)}, timeout=100)
     lines = done.stderr.splitlines()
     assert (done.returncode, lines[0]) == (1, HEAD)
     places = [line for line in lines if line.startswith("  File")]
@@ -65,7 +63,7 @@ def failures(folder, where, size=2):
     port, jobs = free_port(), []
     for rank in range(size):
         env = {
-            "PYTHONPATH": str(torchrun.ROOT),
+            "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": "1",
             "RANK": str(rank),
             "WORLD_SIZE": str(size),
@@ -73,7 +71,7 @@ def failures(folder, where, size=2):
             "MASTER_PORT": str(port),
             "TORCHELASTIC_ERROR_FILE": str(folder / f"{rank}.json"),
         }
-        jobs.append(warm_python().start(PROGRAM, where, env=env))
+        jobs.append(start_python(PROGRAM, where, env=env))
     with contextlib.ExitStack() as stack:
         for job in jobs:
             stack.enter_context(contextlib.closing(job))

@@ -11,11 +11,10 @@ import psutil
 import pytest
 
 from tests.launch.families import assert_gone
-from tests.seeds import torchrun
+from tests.processes import ROOT, finish, free_port, start_torchrun, torchrun
 from tests.waits import watch
-from tests.worlds import free_port
 
-PROGRAM = torchrun.ROOT / "tests/distributed/elastic_program.py"
+PROGRAM = ROOT / "tests/distributed/elastic_program.py"
 GRADIENT = [3.0 * i * i for i in range(12)]
 SECONDS = 120.0
 SOON = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1,read_timeout=20"
@@ -39,7 +38,7 @@ class Jobs:
 
     def start(self, address, **env):
         """An agent; the first one holds the rendezvous when this returns."""
-        job = torchrun.start(
+        job = start_torchrun(
             *(
                 "--nnodes=1:2",
                 "--nproc-per-node=1",
@@ -93,7 +92,7 @@ def result_of(folder):
 
 def test_ranks_that_are_killed_are_restarted_up_to_three_times(tmp_path):
     (tmp_path / "end").touch()
-    torchrun.run(*("--standalone", "--nproc-per-node=2", "--max-restarts=3"), *(PROGRAM, tmp_path, 1, 0, 1))
+    torchrun(*("--standalone", "--nproc-per-node=2", "--max-restarts=3"), *(PROGRAM, tmp_path, 1, 0, 1))
     pids = [pid for number in range(4) for pid, _ in world(tmp_path, number)]
     assert len(set(pids)) == 8
     assert len(result_of(tmp_path)) == 2
@@ -115,7 +114,7 @@ def test_a_node_that_comes_later_makes_the_world_larger_and_its_loss_makes_it_sm
         smaller = world(tmp_path, 2)
         assert len(smaller) == 1
         (tmp_path / "end").touch()
-        torchrun.finish(survivor)
+        finish(survivor)
     assert result_of(tmp_path) == smaller
     assert len({pid for pid, _ in (*larger, *smaller)}) == 3  # all workers are new ones
     assert not (tmp_path / "world.3").exists()

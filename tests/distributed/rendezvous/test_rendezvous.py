@@ -11,9 +11,8 @@ import pytest
 import torch.distributed as dist
 
 import torchopt_dist as todist
-from tests.distributed.bare import Bare
+from tests.processes import World, free_port
 from tests.waits import say, watch
-from tests.worlds import free_port
 from torchopt_dist.distributed.rendezvous import store as store_module
 from torchopt_dist.distributed.rendezvous.store import GroupEndedError
 
@@ -122,7 +121,9 @@ def test_a_bad_timeout_is_told(monkeypatch, text):
 
 
 def test_a_bad_timeout_is_told_on_every_rank():
-    for ending in Bare(2, env={"TODIST_INIT_TIMEOUT": "soon"}).endings(todist.auto_init_rpc()(lambda: None)):
+    for ending in World(2, env={"TODIST_INIT_TIMEOUT": "soon"}, rpc=False).endings(
+        todist.auto_init_rpc()(lambda: None)
+    ):
         assert isinstance(ending.error, todist.InitializationError)
         assert "'soon'" in str(ending.error)
 
@@ -163,7 +164,7 @@ def test_a_rank_that_does_not_come_is_named_in_time():
         todist.auto_init_rpc()(lambda: None)()
 
     started = time.monotonic()
-    endings = Bare(3, env={"TODIST_INIT_TIMEOUT": "1"}).endings(program, timeout=100)
+    endings = World(3, env={"TODIST_INIT_TIMEOUT": "1"}, rpc=False).endings(program, timeout=100)
     for rank in (0, 2):
         assert isinstance(endings[rank].error, todist.InitializationError)
         assert endings[rank].seconds >= 1
@@ -180,7 +181,7 @@ def test_without_rank_zero_the_store_is_named():
             todist.auto_init_rpc()(lambda: None)()
 
     env = {"TODIST_INIT_TIMEOUT": "1", "MASTER_PORT": port}
-    error = Bare(2, env=env).endings(program, timeout=100)[1].error
+    error = World(2, env=env, rpc=False).endings(program, timeout=100)[1].error
     assert isinstance(error, todist.InitializationError)
     assert f"127.0.0.1:{port}" in str(error)
     assert "rank 1 of 2 cannot reach the store" in str(error)
@@ -192,7 +193,7 @@ def test_a_port_that_is_taken_is_named():
         taken.listen()
         port = str(taken.getsockname()[1])
         env = {"TODIST_INIT_TIMEOUT": "2", "MASTER_PORT": port}
-        endings = Bare(2, env=env).endings(todist.auto_init_rpc()(lambda: None), timeout=100)
+        endings = World(2, env=env, rpc=False).endings(todist.auto_init_rpc()(lambda: None), timeout=100)
     for ending in endings:
         assert isinstance(ending.error, todist.InitializationError)
         assert f":{port}" in str(ending.error)
@@ -213,8 +214,8 @@ def test_a_world_forms_again_and_again_on_a_store_with_an_earlier_run_s_keys(age
     def program():
         return [todist.auto_init_rpc()(main)() for _ in range(2)]
 
-    assert Bare(2, env=env).run(program) == [[[8]] * 2, [[16]] * 2]
-    assert Bare(2, env=env).run(program) == [[[8]] * 2, [[16]] * 2]
+    assert World(2, env=env, rpc=False).run(program) == [[[8]] * 2, [[16]] * 2]
+    assert World(2, env=env, rpc=False).run(program) == [[[8]] * 2, [[16]] * 2]
 
 
 def test_a_world_forms_after_one_that_was_killed(agent_store, tmp_path):
@@ -247,10 +248,10 @@ def test_a_world_forms_after_one_that_was_killed(agent_store, tmp_path):
             time.sleep(seconds)
 
     # One may have heard of the other's end before it came to its own.
-    assert -9 in [ending.exitcode for ending in Bare(2, env=env).endings(killed)]
-    Bare(2, env=env).endings(killed_while_meeting)
+    assert -9 in [ending.exitcode for ending in World(2, env=env, rpc=False).endings(killed)]
+    World(2, env=env, rpc=False).endings(killed_while_meeting)
     assert (tmp_path / "died").exists()
-    assert Bare(2, env=env).run(todist.auto_init_rpc()(lambda: todist.get_rank())) == [0, 1]
+    assert World(2, env=env, rpc=False).run(todist.auto_init_rpc()(lambda: todist.get_rank())) == [0, 1]
 
 
 def test_a_new_process_takes_the_nonce_of_the_run_that_is_there():

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 import torchopt_dist as todist
-from tests.distributed.bare import Bare
+from tests.processes import World
 from torchopt_dist.distributed.rendezvous.sealed_store import SealedStore, open_store
 
 SECRET = b"0123456789abcdef"
@@ -109,6 +109,8 @@ def joins(secrets):
 @pytest.mark.processes
 def test_who_has_the_store_but_not_the_secret_joins_no_group():
     secrets = ("the secret of the run", "a secret of a stranger")
-    ends = Bare(2, env={"TODIST_TRANSPORT": "zmq", "TODIST_INIT_TIMEOUT": "1"}).run(joins, secrets)
+    ends = World(2, env={"TODIST_TRANSPORT": "zmq", "TODIST_INIT_TIMEOUT": "1"}, rpc=False).run(
+        joins, secrets
+    )
     assert "all workers to join" in ends[0]
     assert "'membership' in the store is not signed with this run's secret" in ends[1]

@@ -24,9 +24,8 @@ from torch.distributed import rpc
 from zmq.utils.monitor import recv_monitor_message
 
 import torchopt_dist as todist
-from tests.distributed.bare import Bare
 from tests.distributed.programs import lie_right, mlp
-from tests.worlds import World
+from tests.processes import World
 from torchopt_dist._future import as_completed
 from torchopt_dist.distributed.group.group import current_group
 from torchopt_dist.distributed.messages.caller_state import CallerState
@@ -450,7 +449,9 @@ def test_a_worker_that_dies_in_a_call_is_lost_and_the_others_go_on(chosen):
             return todist.remote_call(2, echo, "here")
         return None
 
-    endings = Bare(3, env=chosen).endings(todist.auto_init_rpc(on_loss="continue")(main), timeout=60)
+    endings = World(3, env=chosen, rpc=False).endings(
+        todist.auto_init_rpc(on_loss="continue")(main), timeout=60
+    )
     assert [(ending.value, ending.exitcode) for ending in endings] == [("here", 0), (None, 3), (None, 0)]
 
 
@@ -466,7 +467,7 @@ def test_calls_that_are_never_answered_do_not_keep_the_program(chosen):
             todist.auto_init_rpc()(main)()
         return True
 
-    assert Bare(2, env=chosen).run(body, timeout=60) == [True, True]
+    assert World(2, env=chosen, rpc=False).run(body, timeout=60) == [True, True]
 
 
 def test_bad_choices(monkeypatch):
@@ -517,7 +518,7 @@ def test_no_folder_stays_where_a_rank_fails(tmp_path):
         while True:  # Python, in which an error can be raised
             pass
 
-    endings = Bare(2, env=TRANSPORTS["zmq"]).endings(todist.auto_init_rpc()(main), timeout=60)
+    endings = World(2, env=TRANSPORTS["zmq"], rpc=False).endings(todist.auto_init_rpc()(main), timeout=60)
     assert isinstance(endings[1].error, KeyError)
     folders = [Path((tmp_path / rank).read_text()).parent for rank in ("0", "1")]
     assert [folder.name.startswith("todist-") for folder in folders] == [True, True]
