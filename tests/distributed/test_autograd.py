@@ -1,3 +1,5 @@
+"""``autograd.context``: its ``backward`` and ``grad`` are exactly those of one process, also when repeated."""
+
 from __future__ import annotations
 
 import pytest

@@ -1,3 +1,5 @@
+"""Reducers: the mean is that of the samples, sums and trees are exact, and what cannot be reduced is told."""
+
 from __future__ import annotations
 
 import collections

@@ -1,3 +1,5 @@
+"""Rank, size and names of workers are those of torchrun's variables, read when asked; ``on_rank`` runs on some."""
+
 from __future__ import annotations
 
 from types import SimpleNamespace

@@ -1,3 +1,5 @@
+"""However a rank ends, all end, in time and with the root cause; a death that is caught or allowed ends nobody."""
+
 from __future__ import annotations
 
 import contextlib

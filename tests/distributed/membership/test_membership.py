@@ -1,3 +1,5 @@
+"""All ranks know who is there: who joins, waits at a barrier, fails or dies is known to all, and to no stranger."""
+
 from __future__ import annotations
 
 import asyncio

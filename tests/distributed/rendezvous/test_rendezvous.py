@@ -1,3 +1,5 @@
+"""The ranks of one run meet in a store and agree on a nonce, whatever earlier runs left; who is missing is named."""
+
 from __future__ import annotations
 
 import os

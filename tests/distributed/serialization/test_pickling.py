@@ -1,3 +1,5 @@
+"""A message carries objects with their tensors beside the pickle: each shared thing once, and nothing is copied."""
+
 from __future__ import annotations
 
 import gc
