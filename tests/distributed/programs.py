@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 
 import optree
@@ -129,3 +130,36 @@ class Tagged(torch.Tensor):
 
 def class_names(*tensors):
     return [type(tensor).__name__ for tensor in tensors]
+
+
+def edges(twigs, parent=0):
+    """Parent and child, each, in a tree of workers."""
+    for twig in twigs:
+        yield parent, twig.worker
+        yield from edges(twig.twigs, twig.worker)
+
+
+# Workers that are lost.
+
+
+def survive(world, body, *args, transport="rpc"):
+    """What ``body`` returns on rank 0 of a world of that size, of which it may kill workers; the others end well."""
+
+    def main():
+        return body(*args) if todist.get_rank() == 0 else None
+
+    endings = world.endings(main, timeout=100, on_loss="continue", transport=transport)
+    if endings[0].error is not None:
+        raise endings[0].error
+    assert {ending.exitcode for ending in endings} <= {0, -signal.SIGKILL}
+    return endings[0].value
+
+
+def count(folder):
+    """Note in the folder that a task runs; any number of processes may do so at a time."""
+    with (folder / "runs").open("a") as file:
+        file.write(f"{todist.get_rank()}\n")
+
+
+def runs(folder):
+    return [int(line) for line in (folder / "runs").read_text().split()]

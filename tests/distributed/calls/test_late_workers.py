@@ -1,4 +1,4 @@
-"""Shares that have begun on two workers leave nothing on either, also if both are late, and can come back to one."""
+"""What is late is started again elsewhere, a share or a backward: the first answer counts, and nothing is left."""
 
 from __future__ import annotations
 
@@ -8,9 +8,102 @@ import pytest
 import torch
 
 import torchopt_dist as todist
-from tests.distributed.calls.test_lost_workers import LateBackward, survive
-from tests.distributed.programs import kept_on
+from tests.distributed.programs import count, kept_on, runs, survive
 from tests.waits import say, watch
+
+
+def late(folder, x, rank):
+    """``x**2``; late on one rank, where it is asked for first."""
+    count(folder)
+    if todist.get_rank() == rank:
+        assert watch(folder / "counted", 60)
+    return x**2
+
+
+def test_the_first_answer_of_a_share_that_is_late_counts(world, tmp_path):
+    def body():
+        x = torch.full((), 3.0, requires_grad=True)
+        (value,) = todist.remote_sync_call(late, args=(tmp_path, x, 1), partitioner=1, hedge_after=0.1)
+        (grad,) = torch.autograd.grad(value, x)
+        ran = runs(tmp_path)
+        say(tmp_path / "counted")
+        return grad.item(), ran, kept_on(1), kept_on(2)
+
+    assert survive(world(3), body) == (6.0, [1, 2], 0, 0)
+
+
+class LateBackward(torch.autograd.Function):
+    """The identity; its backward waits on one rank until something is said."""
+
+    @staticmethod
+    def forward(ctx, x, folder, rank, until):
+        ctx.folder, ctx.rank, ctx.until = folder, rank, until
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        count(ctx.folder)
+        if todist.get_rank() == ctx.rank:
+            assert watch(ctx.folder / ctx.until, 60)
+        return grad, None, None, None
+
+
+def late_backward(folder, x):
+    return LateBackward.apply(x**3, folder, 1, "counted")
+
+
+def test_the_first_answer_of_a_backward_that_is_late_counts(world, tmp_path):
+    def body():
+        x = torch.full((), 3.0, requires_grad=True)
+        call = todist.parallelize(1, lambda values: values[0], hedge_after=0.1)(late_backward)
+        value = call(tmp_path, x)
+        for _ in range(2):  # each time the late worker is asked, and its graph made again elsewhere
+            (grad,) = torch.autograd.grad(value, x, retain_graph=True)
+        ran = sorted(runs(tmp_path))
+        say(tmp_path / "counted")
+        del value
+        return grad.item(), ran, kept_on(1), kept_on(2)
+
+    assert survive(world(3), body) == (27.0, [1, 1, 2, 2], 0, 0)
+
+
+class LateSecondBackward(torch.autograd.Function):
+    """The identity; the backward of its backward runs on two workers, of which one is later."""
+
+    @staticmethod
+    def forward(ctx, x, folder, winner, order):
+        ctx.folder, ctx.winner, ctx.order = folder, winner, order
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.order == 2:
+            rank = todist.get_rank()
+            say(ctx.folder / f"begun{rank}")
+            assert watch(ctx.folder / ("counted" if rank != ctx.winner else "begun2"), 60)
+        return LateSecondBackward.apply(grad, ctx.folder, ctx.winner, ctx.order + 1), None, None, None
+
+
+def late_second_backward(folder, x, winner):
+    return LateSecondBackward.apply(x, folder, winner, 1) ** 3
+
+
+@pytest.mark.parametrize("winner", [1, 2])
+def test_a_second_backward_that_runs_twice_leaves_no_graph(world, tmp_path, winner):
+    """Neither those of the request nor those that lead there, on the worker that was sooner done or the other."""
+
+    def body():
+        x = torch.full((), 3.0, requires_grad=True)
+        call = todist.parallelize(1, lambda values: values[0], hedge_after=0.1)(late_second_backward)
+        value = call(tmp_path, x, winner)
+        (first,) = torch.autograd.grad(value, x, create_graph=True)
+        (second,) = torch.autograd.grad(first, x, retain_graph=True)
+        (again,) = torch.autograd.grad(value, x)
+        say(tmp_path / "counted")
+        del value, first
+        return second.item(), again.item(), kept_on(1), kept_on(2)
+
+    assert survive(world(3), body) == (18.0, 27.0, 0, 0)
 
 
 def later(folder, x):

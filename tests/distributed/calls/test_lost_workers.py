@@ -13,23 +13,10 @@ import torch
 import torch.nn.functional as F
 
 import torchopt_dist as todist
-from tests.distributed.programs import data, kept_on, mlp
+from tests.distributed.programs import count, data, kept_on, mlp, runs, survive
 from tests.waits import say, watch
 from torchopt_dist import _random_turns
 from torchopt_dist.distributed.transport.retries import Ask, Attempt, Retries, Sent
-
-
-def survive(world, body, *args, transport="rpc"):
-    """What ``body`` returns on rank 0 of a world of that size, of which it may kill workers; the others end well."""
-
-    def main():
-        return body(*args) if todist.get_rank() == 0 else None
-
-    endings = world.endings(main, timeout=100, on_loss="continue", transport=transport)
-    if endings[0].error is not None:
-        raise endings[0].error
-    assert {ending.exitcode for ending in endings} <= {0, -signal.SIGKILL}
-    return endings[0].value
 
 
 def die(doom, moment):
@@ -92,16 +79,6 @@ def test_a_loss_in_forward_or_backward_of_any_order_changes_no_bit(world, tmp_pa
             assert not any(map(kept_on, todist.alive()))  # nor graphs that were made again
 
     survive(world(4), body, transport=transport)
-
-
-def count(folder):
-    """Note in the folder that a task runs; any number of processes may do so at a time."""
-    with (folder / "runs").open("a") as file:
-        file.write(f"{todist.get_rank()}\n")
-
-
-def runs(folder):
-    return [int(line) for line in (folder / "runs").read_text().split()]
 
 
 def square(folder, x):
@@ -225,100 +202,6 @@ def test_arguments_that_were_changed_since_are_not_used_for_a_gradient(world, tm
             value.backward()
 
     survive(world(3), body)
-
-
-def late(folder, x, rank):
-    """``x**2``; late on one rank, where it is asked for first."""
-    count(folder)
-    if todist.get_rank() == rank:
-        assert watch(folder / "counted", 60)
-    return x**2
-
-
-def test_the_first_answer_of_a_share_that_is_late_counts(world, tmp_path):
-    def body():
-        x = torch.full((), 3.0, requires_grad=True)
-        (value,) = todist.remote_sync_call(late, args=(tmp_path, x, 1), partitioner=1, hedge_after=0.1)
-        (grad,) = torch.autograd.grad(value, x)
-        ran = runs(tmp_path)
-        say(tmp_path / "counted")
-        return grad.item(), ran, kept_on(1), kept_on(2)
-
-    assert survive(world(3), body) == (6.0, [1, 2], 0, 0)
-
-
-class LateBackward(torch.autograd.Function):
-    """The identity; its backward waits on one rank until something is said."""
-
-    @staticmethod
-    def forward(ctx, x, folder, rank, until):
-        ctx.folder, ctx.rank, ctx.until = folder, rank, until
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        count(ctx.folder)
-        if todist.get_rank() == ctx.rank:
-            assert watch(ctx.folder / ctx.until, 60)
-        return grad, None, None, None
-
-
-def late_backward(folder, x):
-    return LateBackward.apply(x**3, folder, 1, "counted")
-
-
-def test_the_first_answer_of_a_backward_that_is_late_counts(world, tmp_path):
-    def body():
-        x = torch.full((), 3.0, requires_grad=True)
-        call = todist.parallelize(1, lambda values: values[0], hedge_after=0.1)(late_backward)
-        value = call(tmp_path, x)
-        for _ in range(2):  # each time the late worker is asked, and its graph made again elsewhere
-            (grad,) = torch.autograd.grad(value, x, retain_graph=True)
-        ran = sorted(runs(tmp_path))
-        say(tmp_path / "counted")
-        del value
-        return grad.item(), ran, kept_on(1), kept_on(2)
-
-    assert survive(world(3), body) == (27.0, [1, 1, 2, 2], 0, 0)
-
-
-class LateSecondBackward(torch.autograd.Function):
-    """The identity; the backward of its backward runs on two workers, of which one is later."""
-
-    @staticmethod
-    def forward(ctx, x, folder, winner, order):
-        ctx.folder, ctx.winner, ctx.order = folder, winner, order
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        if ctx.order == 2:
-            rank = todist.get_rank()
-            say(ctx.folder / f"begun{rank}")
-            assert watch(ctx.folder / ("counted" if rank != ctx.winner else "begun2"), 60)
-        return LateSecondBackward.apply(grad, ctx.folder, ctx.winner, ctx.order + 1), None, None, None
-
-
-def late_second_backward(folder, x, winner):
-    return LateSecondBackward.apply(x, folder, winner, 1) ** 3
-
-
-@pytest.mark.parametrize("winner", [1, 2])
-def test_a_second_backward_that_runs_twice_leaves_no_graph(world, tmp_path, winner):
-    """Neither those of the request nor those that lead there, on the worker that was sooner done or the other."""
-
-    def body():
-        x = torch.full((), 3.0, requires_grad=True)
-        call = todist.parallelize(1, lambda values: values[0], hedge_after=0.1)(late_second_backward)
-        value = call(tmp_path, x, winner)
-        (first,) = torch.autograd.grad(value, x, create_graph=True)
-        (second,) = torch.autograd.grad(first, x, retain_graph=True)
-        (again,) = torch.autograd.grad(value, x)
-        say(tmp_path / "counted")
-        del value, first
-        return second.item(), again.item(), kept_on(1), kept_on(2)
-
-    assert survive(world(3), body) == (18.0, 27.0, 0, 0)
 
 
 def noise(folder, x):

@@ -14,7 +14,10 @@ from torch import nn
 
 import torchopt_dist as todist
 from tests.distributed.programs import Net, mlp
-from torchopt_dist.distributed.serialization.pickling import pack, unpack
+from torchopt_dist._serialized_exception import SerializedException
+from torchopt_dist.distributed.messages.message import Late
+from torchopt_dist.distributed.messages.requests import Reply
+from torchopt_dist.distributed.serialization.pickling import pack, raised, reply_of, unpack
 from torchopt_dist.distributed.serialization.wire import from_wire, to_wire
 
 
@@ -235,3 +238,29 @@ def test_what_was_rebuilt_is_freed_at_once():
         assert [each() for each in held] == [None, None, None]
     finally:
         gc.enable()
+
+
+def test_a_message_inside_another_one_has_its_tensors_there():
+    x, other = torch.randn(3, requires_grad=True), nn.Parameter(torch.randn(2))
+    inner = pack((x, "text", b"b" * (1 << 20), other), main_by_name=True)
+    inner.late = Late((0,), ((3,),), 1, 2.0)
+    outer = pack([other, inner, x], main_by_name=True)
+    assert len(outer.tensors) == 3  # with the memory of the long bytes
+    parameter, found, y = unpack(outer.detached().received())
+    assert found.late == inner.late
+    assert found.late_tensors() == [y]
+    rebuilt = unpack(found)
+    assert rebuilt[0] is y
+    assert rebuilt[1:3] == ("text", b"b" * (1 << 20))
+    assert rebuilt[3] is parameter
+    assert [*map(type, found.tensors)].count(nn.Parameter) == 1
+    assert y.requires_grad
+
+
+def test_a_reply_says_that_it_is_an_exception_before_it_is_rebuilt():
+    message = pack(Reply(exception=SerializedException.of(ValueError("wrong"))), main_by_name=True)
+    assert raised(message)
+    with pytest.raises(ValueError, match="wrong"):
+        reply_of(message, "worker1")
+    for values in ([1], [[1]], [{"x": torch.ones(2)}]):
+        assert not raised(pack(Reply(values), main_by_name=True))
