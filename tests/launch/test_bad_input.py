@@ -15,16 +15,13 @@ import pytest
 import torch
 
 import torchopt_dist as todist
+from tests.functions import my_rank
 from torchopt_dist.launch import Launcher, LaunchResult, add_launcher_args, launch, on_ranks
 from torchopt_dist.launch._environment import read_env_file
 
 pytestmark = pytest.mark.timeout(60)
 
 ON_TWO = Launcher(nproc_per_host=2, handlers=[])
-
-
-def my_rank():
-    return int(os.environ["RANK"])
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import torchopt_dist as todist
+from tests.functions import MyError, spin
 from tests.launch.families import alive, assert_gone, family_of, start_a_family, start_program
 from tests.processes import ON_TWO
 from tests.waits import say, soon, watch
@@ -22,17 +23,6 @@ from torchopt_dist.launch import Launcher
 from torchopt_dist.launch import _agent as agent
 
 pytestmark = pytest.mark.timeout(60)
-
-
-class MyError(Exception):
-    def __init__(self, *, code):
-        super().__init__(f"code {code}")
-        self.code = code
-
-
-def spin():
-    while True:
-        pass
 
 
 BUSY = {

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import torchopt_dist as todist
+from tests.functions import my_rank
 from tests.launch.descriptors import no_new_descriptors
 from tests.launch.families import with_this_server
 from tests.processes import ON_TWO, python
@@ -20,10 +21,6 @@ from torchopt_dist.launch import Launcher, LaunchResult, launch
 from torchopt_dist.launch import _forkserver as forkserver
 
 pytestmark = pytest.mark.timeout(60)
-
-
-def my_rank():
-    return int(os.environ["RANK"])
 
 
 # Functions, arguments, results.

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import torchopt_dist as todist
+from tests.functions import MyError
 from tests.launch.descriptors import no_new_descriptors
 from tests.launch.families import (
     alive,
@@ -28,11 +29,6 @@ from torchopt_dist.launch import Launcher
 from torchopt_dist.launch import _processes as processes
 
 pytestmark = pytest.mark.timeout(60)
-
-
-class MyError(Exception):
-    def __init__(self, *, code):
-        super().__init__(f"code {code}")
 
 
 def test_children_that_outlive_a_good_end_are_ended(tmp_path):

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 import torchopt_dist as todist
+from tests.functions import MyError
 from tests.launch.families import alive, assert_gone, family_of, forkserver_of, start_a_family
 from tests.launch.sshd import NEEDS_SSHD
 from tests.processes import start_python
@@ -19,12 +20,6 @@ from tests.waits import say, watch
 from torchopt_dist.launch import _remote as remote
 
 pytestmark = [pytest.mark.timeout(120), NEEDS_SSHD]
-
-
-class MyError(Exception):
-    def __init__(self, *, code):
-        super().__init__(f"code {code}")
-        self.code = code
 
 
 def test_what_a_worker_there_raises_is_raised_at_once(launcher, tmp_path):

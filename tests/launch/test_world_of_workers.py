@@ -20,14 +20,11 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import torchopt_dist as todist
+from tests.functions import my_rank
 from tests.processes import ON_TWO, python, torchrun
 from torchopt_dist.launch import Launcher
 
 pytestmark = pytest.mark.timeout(60)
-
-
-def my_rank():
-    return int(os.environ["RANK"])
 
 
 def test_every_variable_of_torchrun_is_set_as_torchrun_sets_it(tmp_path):

@@ -19,14 +19,10 @@ import torch
 import torchopt_dist as todist
 from tests.distributed.finally_program import is_whole, write_slowly
 from tests.distributed.programs import rank_of_worker
+from tests.functions import spin
 from tests.processes import ROOT, World, start_torchrun
 from tests.waits import say, soon, watch
 from torchopt_dist.distributed.group.group import current_group
-
-
-def spin():
-    while True:
-        pass
 
 
 def wait_in_a_call():

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import torchopt_dist as todist
+from tests.functions import spin
 from torchopt_dist.distributed.life import interruption as interruption_module
 from torchopt_dist.distributed.life.cleanup_blocks import is_cleaning_up
 from torchopt_dist.distributed.life.interruption import Interruption, end_threads, is_in_backward
@@ -49,11 +50,6 @@ class Main:
 
     def raised(self):
         return self._end.exception(timeout=20)
-
-
-def spin():
-    while True:
-        pass
 
 
 def test_main_is_interrupted_by_an_error_that_is_the_other_ranks(error):

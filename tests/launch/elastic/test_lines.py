@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from tests.launch.elastic.worlds import MyError, launch
+from tests.functions import MyError
+from tests.launch.elastic.worlds import launch
 
 pytestmark = pytest.mark.timeout(30)
 

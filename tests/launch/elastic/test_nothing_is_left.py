@@ -10,8 +10,9 @@ import time
 import pytest
 
 import torchopt_dist as todist
+from tests.functions import MyError
 from tests.launch.descriptors import no_new_descriptors
-from tests.launch.elastic.worlds import Aside, MyError, launch, place
+from tests.launch.elastic.worlds import Aside, launch, place
 from tests.launch.families import alive, assert_gone, start_a_family, start_program
 from tests.waits import say, wait_until, watch
 

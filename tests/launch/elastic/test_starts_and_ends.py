@@ -13,7 +13,8 @@ import time
 import pytest
 
 import torchopt_dist as todist
-from tests.launch.elastic.worlds import MyError, launch, place
+from tests.functions import MyError
+from tests.launch.elastic.worlds import launch, place
 from tests.launch.families import assert_gone
 from tests.waits import say, soon, watch
 

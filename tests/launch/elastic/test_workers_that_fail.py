@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import torchopt_dist as todist
-from tests.launch.elastic.worlds import Aside, MyError, in_worlds, kill_agent, launch, world_of
+from tests.functions import MyError
+from tests.launch.elastic.worlds import Aside, in_worlds, kill_agent, launch, world_of
 from tests.waits import say, soon, watch
 
 pytestmark = pytest.mark.timeout(60)

@@ -52,12 +52,6 @@ def launch(
     return launcher.run(func, *args).results
 
 
-class MyError(Exception):
-    def __init__(self, *, code):
-        super().__init__(f"code {code}")
-        self.code = code
-
-
 def place():
     """This worker, and its agent."""
     return os.getpid(), os.getppid()
