@@ -26,6 +26,7 @@ from tests.launch.families import (
 from tests.processes import ON_TWO, ROOT, start_python
 from tests.waits import say, soon, watch
 from torchopt_dist.launch import Launcher
+from torchopt_dist.launch import _forkserver as forkserver
 from torchopt_dist.launch import _processes as processes
 
 pytestmark = pytest.mark.timeout(60)
@@ -63,9 +64,10 @@ def test_an_agent_that_is_killed_is_an_error_and_leaves_no_worker(tmp_path):
 def test_a_server_that_cannot_start_is_an_error(tmp_path, monkeypatch, capfd):
     (tmp_path / "psutil.py").write_text("raise RuntimeError('broken here')")
     monkeypatch.syspath_prepend(str(tmp_path))
-    launcher = Launcher(nproc_per_host=1, handlers=[], env={"TORCH_SHOW_CPP_STACKTRACES": "0"})
+    monkeypatch.setattr(forkserver, "_server", None)  # the one that there is stays for the tests that follow
     with pytest.raises(todist.errors.AgentFailedError, match="died, before it started a worker"):
-        launcher.run(os.getpid)
+        Launcher(nproc_per_host=1, handlers=[]).run(os.getpid)
+    forkserver._server.stop()
     assert "broken here" in capfd.readouterr().err
 
 
