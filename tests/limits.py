@@ -29,7 +29,7 @@ PLACES: dict[str, ModuleType] = {
 
 
 class Limits:
-    """``limits(again_seconds=0.1)`` until the end of the test, here and in processes that are forked from here."""
+    """``limits(again_seconds=0.1)`` until the end of the test, in the process that calls it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._monkeypatch = monkeypatch
