@@ -5,6 +5,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import textwrap
 from types import SimpleNamespace
 
@@ -12,7 +13,6 @@ import psutil
 import pytest
 
 from tests.processes import free_port
-from tests.warm_python import warm_python
 from torchopt_dist import _network
 from torchopt_dist._network import choose_interface, local_address
 
@@ -135,12 +135,11 @@ main()
 def test_a_world_forms_across_two_machines(two_machines, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(textwrap.dedent(PROGRAM))
-    python = warm_python().executable(tmp_path / "python")
     port = free_port()
     env = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     env.update(TODIST_INIT_TIMEOUT="60", OMP_NUM_THREADS="1", PYTHONPATH=os.getcwd())
-    torchrun = [python, "-m", "torch.distributed.run", "--run-path", "--start-method=fork"]
-    torchrun += ["--nnodes=2", "--nproc_per_node=1", "--master_addr=10.77.0.1", f"--master_port={port}"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
+    torchrun += ["--master_addr=10.77.0.1", f"--master_port={port}"]
     nodes = [
         subprocess.Popen(
             ["ip", "netns", "exec", name, *torchrun, f"--node_rank={rank}", str(program)],
@@ -151,16 +150,14 @@ def test_a_world_forms_across_two_machines(two_machines, tmp_path):
         )
         for rank, name in enumerate(two_machines)
     ]
-    said = []
     try:
-        for node in nodes:
-            out, err = node.communicate(timeout=250)
-            assert node.returncode == 0, err
-            said += [json.loads(line) for line in out.splitlines() if line.startswith("[")]
+        ends = [node.communicate(timeout=250) for node in nodes]
+        assert [node.returncode for node in nodes] == [0, 0], "\n".join(err for _, err in ends)
+        said = [json.loads(line) for out, _ in ends for line in out.splitlines() if line.startswith("[")]
     finally:
         for node in nodes:
-            node.kill()
-            node.wait()
+            with node:
+                node.kill()
     assert ["interfaces", 0, ["link0", "link0"]] in said
     assert ["interfaces", 1, ["link1", "link1"]] in said
     assert ["grad", pytest.approx([2.0, 7 / 3, 8 / 3])] in said

@@ -14,9 +14,13 @@ import torch.nn.functional as F
 
 import torchopt_dist as todist
 from tests.distributed.programs import count, data, kept_on, mlp, runs, survive
-from tests.waits import say, watch
+from tests.waits import say, wait_until, watch
 from torchopt_dist import _random_turns
-from torchopt_dist.distributed.transport.retries import Ask, Attempt, Retries, Sent
+from torchopt_dist._future import Future
+from torchopt_dist.distributed.calls.again import GradientsAgain
+from torchopt_dist.distributed.messages.caller_state import CallerState
+from torchopt_dist.distributed.messages.payload import ExecutionOptions
+from torchopt_dist.distributed.transport.retries import Ask, Attempt, Deadline, Retries, Sent
 
 
 def die(doom, moment):
@@ -367,26 +371,47 @@ def test_a_value_is_handed_out_while_its_home_computes_a_task_that_is_alone(worl
     survive(world(2), body)
 
 
+def test_an_error_of_what_is_made_again_is_told_however_soon_it_comes():
+    """And not the loss for which it was made again."""
+
+    class Graph:
+        def is_loss(self, worker, error):
+            return True
+
+        def outputs(self, *_):
+            raise RuntimeError("has been changed in place since")
+
+    at_once = SimpleNamespace(names=("a", "b"), threads=SimpleNamespace(run=lambda work: work()))
+    x, lost = torch.ones(2, requires_grad=True), Future()
+    lost.set_exception(todist.WorkerLostError("rank 1 died"))
+    again = GradientsAgain(Graph(), [torch.ones(2)], [True], [x], CallerState.capture())
+    made = again.instead_of(lost, at_once, 1, ExecutionOptions(retries=1), Deadline(0.0))
+    with pytest.raises(RuntimeError, match="has been changed in place since"):
+        made.result(10)
+
+
 def kept_requests():
     gc.collect()
     return sum(isinstance(each, Sent) for each in gc.get_objects())
 
 
 def test_what_was_sent_is_kept_no_longer_than_it_may_be_needed(world):
+    """A thread that has passed a reply on may hold the request for a moment."""
+
     def body():
         x = torch.ones((), requires_grad=True)
         call = todist.parallelize(1, lambda values: values[0], retries=1)(torch.sin)
         value = call(x)
         assert kept_requests() == 1
         value.backward()
-        assert kept_requests() == 0
+        wait_until(lambda: kept_requests() == 0)
         unused = call(x)
         assert kept_requests() == 1
         del unused
-        assert kept_requests() == 0
+        wait_until(lambda: kept_requests() == 0)
         with torch.no_grad():
             value = call(x)
-        assert kept_requests() == 0
+        wait_until(lambda: kept_requests() == 0)
 
     survive(world(2), body)
 

@@ -209,21 +209,21 @@ class GradientsAgain:
                 content: Reply = unpack(result)
                 if content.exception is not None:
                     error = content.exception.to_error(group.names[worker])
-            if error is not None and left.retries and self.is_loss(worker, error):
-                begin(replace(left, retries=left.retries - 1))
-                ended(error)
-            else:
+            if error is None or not (left.retries and self.is_loss(worker, error)):
                 ended(result)
+            elif not begin(replace(left, retries=left.retries - 1), beside=False):
+                ended(error)
 
-        def begin(left: ExecutionOptions) -> None:
-            """Make the gradients again, unless that has begun."""
+        def begin(left: ExecutionOptions, *, beside: bool) -> bool:
+            """Make the gradients again, unless that has begun; ``beside`` the worker, or in its place."""
             nonlocal at_work, begun
             with lock:
                 if begun or settled.done():
-                    return
+                    return False
                 begun = True
-                at_work += 1
+                at_work += int(beside)
             group.threads.run(partial(make, left))
+            return True
 
         def make(left: ExecutionOptions) -> None:
             result: Message | BaseException
@@ -249,10 +249,10 @@ class GradientsAgain:
 
         def late() -> None:
             self.avoid(worker)
-            begin(replace(left, hedge_after=None))
+            begin(replace(left, hedge_after=None), beside=True)
 
         if reply is None:
-            begin(left)
+            begin(left, beside=True)
             return settled
         if left.hedge_after is not None:
             when_late(settled, left.hedge_after, late)
