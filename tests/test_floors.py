@@ -66,7 +66,8 @@ MAY_IMPORT = {
     **dict.fromkeys(("transform", "linalg", "nonlinear_solve"), FIRST),
     "nn": FIRST | {"diff.implicit", "diff.zero_order"},  # functions of functions, which know no modules
     "diff": FIRST,  # functions of functions; below are the parts of it that know optimizers' steps and modules
-    "diff.inner_loop": SECOND | {"diff", "diff.adjoints", "diff.replay"},
+    "diff.inner_loop": SECOND | {"diff", "diff.adjoints", "diff.replay", "diff.compiled"},
+    "diff.compiled": SECOND | {"diff", "diff.adjoints"},
     "diff.adjoints": SECOND | {"diff", "diff.replay"},
     "diff.replay": SECOND | {"diff", "diff.adjoints"},
     "optim": SECOND | {"diff"},

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torchopt_dist import pytree
 from torchopt_dist.ops._columns import as_complex, as_real, check_tensors, pick, present, put
-from torchopt_dist.transform.base import GradientTransformation
+from torchopt_dist.transform.base import GradientTransformation, of_elements
 from torchopt_dist.typing import OptState, Params, TensorTree, Updates
 
 __all__ = ["Formula", "check_dense", "counts", "elementwise", "filled", "first_state"]
@@ -89,6 +89,7 @@ def check_dense(grads: list[Tensor]) -> None:
         check_tensors({"grads": grads})
 
 
+@of_elements()
 def _update(
     state_type: type[tuple[Any, ...]],
     formula: Formula,

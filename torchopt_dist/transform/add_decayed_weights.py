@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import FunctionType
 
 from torchopt_dist import pytree
 from torchopt_dist.ops import _foreach as foreach
@@ -15,7 +16,7 @@ from torchopt_dist.transform._hyperparameters import (
     is_zero,
     times_per_leaf,
 )
-from torchopt_dist.transform.base import EmptyState, GradientTransformation, identity, stateless
+from torchopt_dist.transform.base import EmptyState, GradientTransformation, identity, of_elements, stateless
 from torchopt_dist.transform.masked import Mask, choices_of
 from torchopt_dist.transform.scale import scale
 from torchopt_dist.typing import OptState, Params, PerLeaf, Updates
@@ -61,6 +62,7 @@ def penalized(weight_decay: HyperParameter, maximize: bool) -> list[GradientTran
     return [*([scale(-1.0)] if maximize else []), add_decayed_weights(weight_decay)]
 
 
+@of_elements(FunctionType)
 def _update(
     weight_decay: HyperParameter | PerLeaf,
     mask: Mask,

@@ -12,9 +12,9 @@ tensors (torch's names for them, such as ``momentum_buffer``; a counter is calle
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 
@@ -34,6 +34,8 @@ __all__ = [
     "UpdateFn",
     "chain",
     "identity",
+    "is_of_elements",
+    "of_elements",
     "stateless",
 ]
 
@@ -93,6 +95,37 @@ class GradientTransformation(NamedTuple):
     def constant_factor(self) -> float | None:
         """The number that updates are multiplied by, if that is all that the transformation does."""
         return None
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def of_elements(*but: type) -> Callable[[F], F]:
+    """Mark an update that does to each element what it does to a tensor of one, or goes by the norm of all tensors.
+
+    Such an optimizer does the same to one vector of all parameters (:mod:`torchopt_dist.diff.compiled`).
+
+    Args:
+        but: types of arguments with which it does not; trees of them are such anyway.
+    """
+
+    def marked(update: F) -> F:
+        update.not_of_elements = (dict, list, tuple, *but)  # type: ignore[attr-defined]
+        return update
+
+    return marked
+
+
+def is_of_elements(impl: GradientTransformation) -> bool:
+    """Whether a transformation does the same to one vector of all parameters as to each of them."""
+    if isinstance(impl, ChainedGradientTransformation):
+        return all(map(is_of_elements, impl.transformations))
+    update: Any = impl.update
+    given: list[Any] = []
+    if isinstance(update, partial):
+        update, given = update.func, [*update.args, *update.keywords.values()]
+    kinds = getattr(update, "not_of_elements", None)
+    return kinds is not None and not any(isinstance(value, kinds) for value in given)
 
 
 class ChainedGradientTransformation(GradientTransformation):
@@ -234,6 +267,7 @@ def stateless(params: Params, /) -> EmptyState:
     return EmptyState()
 
 
+@of_elements()
 def _identity_update(
     updates: Updates, state: OptState, *, params: Params | None = None, inplace: bool = False
 ) -> tuple[Updates, OptState]:

@@ -15,7 +15,7 @@ from torchopt_dist.ops import _foreach as foreach
 from torchopt_dist.ops._columns import pick, present, put
 from torchopt_dist.transform._elementwise import check_dense
 from torchopt_dist.transform._hyperparameters import HyperParameter, check_at_least_zero
-from torchopt_dist.transform.base import EmptyState, GradientTransformation, stateless
+from torchopt_dist.transform.base import EmptyState, GradientTransformation, of_elements, stateless
 from torchopt_dist.typing import OptState, Params, Updates
 
 __all__ = ["clip_grad_norm", "clip_grad_value"]
@@ -92,6 +92,7 @@ def _order(norm_type: Any) -> float:
     return order
 
 
+@of_elements()
 def _norm_update(
     max_norm: HyperParameter,
     order: float,
@@ -172,6 +173,7 @@ def _at_least_single(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
+@of_elements()
 def _value_update(
     clip_value: HyperParameter,
     updates: Updates,

@@ -21,7 +21,7 @@ from torchopt_dist.transform._hyperparameters import (
     is_per_leaf,
     times_per_leaf,
 )
-from torchopt_dist.transform.base import EmptyState, GradientTransformation, stateless
+from torchopt_dist.transform.base import EmptyState, GradientTransformation, of_elements, stateless
 from torchopt_dist.typing import OptState, Params, PerLeaf, ScalarOrSchedule, Schedule, Updates
 
 __all__ = ["ScaleByScheduleState", "learning_rate_of", "scale", "scale_by_learning_rate", "scale_by_schedule"]
@@ -121,6 +121,7 @@ def learning_rate_of(link: GradientTransformation) -> ScalarOrSchedule | None:
     return None
 
 
+@of_elements()
 def _scale_update(
     step_size: HyperParameter | PerLeaf,
     sign: float,
@@ -142,6 +143,7 @@ def _schedule_init(params: Params, /) -> ScaleByScheduleState:
     return ScaleByScheduleState(torch.zeros((), dtype=torch.int64, device="cpu"))
 
 
+@of_elements()
 def _schedule_update(
     schedule: Schedule,
     sign: float,

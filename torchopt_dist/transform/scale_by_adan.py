@@ -121,6 +121,8 @@ def _formula(
 
 def _own(grad: Tensor) -> Tensor:
     """A gradient for the state to keep: ``p.grad``, which ``zero_grad`` may overwrite, has no history."""
+    if torch.compiler.is_compiling():  # which cannot see a node of a graph
+        return grad.clone()
     return grad if torch.is_grad_enabled() and grad.grad_fn is not None else grad.clone()
 
 

@@ -82,6 +82,19 @@ class Loop:
         return self.others is not None or _substituting.get()
 
     @property
+    def is_compiled(self) -> bool:
+        """Whether a whole step is a program of torch's compiler."""
+        return False
+
+    def uncompiled(self) -> Loop:
+        """The same loop, whose steps have derivatives of every order."""
+        return self
+
+    def state_for_caller(self, state: OptState) -> OptState:
+        """A state of the steps → one of the caller's parameters."""
+        return state
+
+    @property
     def samples(self) -> tuple[int, ...]:
         """The shape of a loss: that of one element, unless the loop runs for many samples at a time."""
         return ()

@@ -32,6 +32,9 @@ class Adjoint(ABC):
     runs_again: ClassVar[bool] = True
     """Whether steps may be run after ``run`` has returned, as a backward pass may do."""
 
+    takes_compiled: ClassVar[bool] = True
+    """Whether it gains by compiled steps: not where most run with others in the places of the caller's tensors."""
+
     @abstractmethod
     def run(self, loop: Loop) -> Outcome:
         """Run the loop.

@@ -123,7 +123,11 @@ class Replayed(Adjoint):
         return self._replayed(self._in_blocks(loop))
 
     def _in_blocks(self, loop: Loop) -> Loop:
-        return loop if self.blocks is None else by_blocks(loop, self.blocks)
+        if self.blocks is None:
+            return loop
+        if loop.is_compiled:
+            raise ValueError("`compile` must be False with `blocks`, which are differentiated one by one")
+        return by_blocks(loop, self.blocks)
 
     def _replayed(self, loop: Loop) -> Outcome:
         return connected(Tape(loop, self._plan(loop), Store(self.store), self.sweep, self.check))
@@ -133,6 +137,8 @@ class Replayed(Adjoint):
         steps = max(1, loop.steps)
         if self.memory is None:
             if self.snapshots in (None, "all"):
+                if loop.is_compiled:  # which makes a gradient again with the rest of the step
+                    return Plan.of_snapshots(steps, steps)
                 return Plan.of_all_gradients(steps)
             return Plan.of_snapshots(steps, int(self.snapshots or 1))
         moved = [loop.first.params[place] for place in loop.model.moved_places]

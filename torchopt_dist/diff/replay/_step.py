@@ -240,9 +240,8 @@ class StepGradient:
         self, carry: Carry, number: int, bars: Bars, loss_bar: OptionalTensor
     ) -> tuple[Bars, list[OptionalTensor]]:
         given, inputs = self.inputs(carry)
-        found = self._loop.gradient(given, number, record=True)
-        after = self._loop.moved(given, found, record=True)
-        outputs = [*self.outputs(after), found.loss]
+        after, loss, _aux = self._loop.recorded_step(given, number)
+        outputs = [*self.outputs(after), loss]
         pulled = pulled_back(outputs, [*bars.params, *bars.state, loss_bar], [*inputs, *self._declared])
         count, more = len(bars.params), len(inputs)
         return Bars(pulled[:count], pulled[count:more]), pulled[more:]

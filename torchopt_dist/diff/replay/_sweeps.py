@@ -148,7 +148,7 @@ class ByRecording(Sweep):
 def sweeps_for(loop: Loop, declared: Sequence[Tensor], mode: SweepMode | None) -> list[Sweep]:
     """The ways to the products, the best first; where one fails, the next one is taken for good."""
     recording = ByRecording(loop, declared)
-    if any(leaf.is_complex() for leaf in loop.first.params):
+    if loop.is_compiled or any(leaf.is_complex() for leaf in loop.first.params):
         return [recording]
     forward = [ForwardOverReverse(loop, declared), ForwardByFormulas(loop, declared), recording]
     return [ReverseOverReverse(loop, declared), *forward] if mode == "reverse" else forward

@@ -124,12 +124,15 @@ class Tape:
         def step(carry: Carry, number: int) -> tuple[Carry, Tensor, Any]:
             if number > self.plan.gradients:  # the gradient of the last step was that of the last one so far
                 self.kept.gradients.pop(number - 1, None)
-            found = self._loop.gradient(carry, number, record=False)
+            is_whole = self.loop.is_compiled and not (number < self.plan.gradients or self.plan.last)
+            if is_whole and number > 0:
+                self._keep_start(number, first, carry)
+                return self.loop.training_step(carry, number)
+            loop = self.loop if self.loop.is_compiled and number > 0 else self._loop
+            found = loop.gradient(carry, number, record=False)
             if self.check and number == 0:
                 self._check(found, carry)
-            if number in self.plan.starts:
-                again = first if number == 0 else carry if self.store.copies else self.loop.own(carry)
-                self.kept.starts[number] = self.store.keep(again)
+            self._keep_start(number, first, carry)
             gradient = Gradient(found.grads, found.buffers)
             if number < self.plan.gradients:
                 self.kept.gradients[number] = self.store.keep(gradient)
@@ -143,6 +146,11 @@ class Tape:
         self.loop.model.let_go()
         last = [_own(tensor) for tensor in self._gradient.outputs(self.outcome.carry)]
         return [*last, torch.stack(losses) if losses else torch.zeros(0)]
+
+    def _keep_start(self, number: int, first: Carry, carry: Carry) -> None:
+        if number in self.plan.starts:
+            again = first if number == 0 else carry if self.store.copies else self.loop.own(carry)
+            self.kept.starts[number] = self.store.keep(again)
 
     def _check(self, found: Evaluation, carry: Carry) -> None:
         again = self._loop.gradient(carry, 0, record=False)
@@ -208,7 +216,7 @@ class Tape:
         """
         with self._contexts():
             starts, more, of_bars, of_losses = back_through_pull(
-                self.loop, self._gradient, self.declared, kept.start(0), trail, cots
+                self.loop.uncompiled(), self._gradient, self.declared, kept.start(0), trail, cots
             )
         size = len(of_bars.params) + len(of_bars.state)
         found = self.pull([None] * (size + 1), kept.copy(), starts=starts)
@@ -277,7 +285,7 @@ class Tape:
         inputs = self.inputs
         own = {id(tensor): tensor for tensor in differentiable(inputs)}
         with self._contexts():
-            loop = self.loop.without_stop()
+            loop = self.loop.uncompiled().without_stop()
             if loop.others is not None or cots is not None:
                 given = {id(old): new for old, new in zip(inputs, tensors, strict=True)}
                 own = {name: given[name].view_as(given[name]) for name in own}

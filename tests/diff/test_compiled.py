@@ -1,0 +1,409 @@
+"""A compiled inner loop computes what the same loop computes without a compiler: values, gradients, random numbers.
+
+Most tests trace, and take torch's ops in the place of kernels: what is ours is the same, and no C++ compiler is needed.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import torchopt_dist as todist
+from tests.diff.adjoint_table import ALL, OPTIMIZERS, Problem, gradients
+from torchopt_dist.diff.compiled import _program
+
+pytestmark = [
+    pytest.mark.compiles,
+    # torch hides these two by itself, where warnings are not errors
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated"),
+]
+X = torch.linspace(-1, 1, 4 * 8 * 3, dtype=torch.float64).reshape(4, 8, 3).sin()
+Y = torch.linspace(-2, 3, 4 * 8 * 2, dtype=torch.float64).reshape(4, 8, 2).cos()
+BATCHES = list(zip(X, Y, strict=True))
+
+
+MORE = bool(os.environ.get("TODIST_FUZZ_LOOPS"))
+"""Whether the table of adjoints and optimizers runs with kernels."""
+
+
+@pytest.fixture(autouse=True)
+def _traced(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Programs are traced, not made into kernels, and none is there yet; that a program is not made is an error."""
+    of_table = "optimizer" in request.node.name
+    if not (request.node.name == "test_kernels" or (of_table and MORE)):
+        backend = "eager" if of_table else "aot_eager"
+        monkeypatch.setattr(_program, "how_to_compile", lambda: {"backend": backend})
+    _program._program.cache_clear()
+    torch.compiler.reset()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*compile=True")
+        yield
+
+
+def net(*more: nn.Module) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5, bias=False), *more, nn.Tanh(), nn.Linear(5, 2)).double()
+
+
+def results(
+    adjoint: Any,
+    module: nn.Module,
+    optimizer: Callable[[Tensor], Any],
+    loss: Callable[[nn.Module, Any, Tensor], Any],
+    batches: Sequence[Any] = BATCHES,
+    **options: Any,
+) -> list[Tensor]:
+    """What a loop makes: parameters, buffers, losses, state, and gradients of all that it was given."""
+    weights = torch.linspace(-1, 1, 8, dtype=torch.float64, requires_grad=True)
+    lr = torch.tensor(0.1, dtype=torch.float64, requires_grad=True)
+    torch.manual_seed(3)
+    made = todist.inner_loop(
+        lambda m, batch: loss(m, batch, weights),
+        optimizer(lr),
+        module,
+        batches,
+        meta=weights,
+        adjoint=adjoint,
+        seed=1,
+        **options,
+    )
+    outer = sum((p * p.detach().cos()).sum() for p in made.params.parameters())
+    given = [weights, lr, *(p for p in module.parameters() if p.requires_grad)]
+    found = torch.autograd.grad(outer, given, allow_unused=True)
+    state = [x for x in todist.pytree.flatten(made.state)[0] if isinstance(x, Tensor)]
+    grads = [torch.zeros_like(x) if g is None else g for x, g in zip(given, found, strict=True)]
+    return [*made.params.parameters(), *made.params.buffers(), made.losses, *state, *grads]
+
+
+def weighted(module: nn.Module, batch: Any, weights: Tensor) -> Tensor:
+    x, y = batch
+    return (torch.sigmoid(weights[: len(x)]) * ((module(x) - y) ** 2).mean(1)).mean()
+
+
+def assert_same(
+    adjoint: Any,
+    module: nn.Module,
+    optimizer: Callable[[Tensor], Any],
+    loss: Callable[..., Any] = weighted,
+    **options: Any,
+) -> None:
+    compiled = results(adjoint, module, optimizer, loss, compile=True, **options)
+    expected = results(adjoint, module, optimizer, loss, **options)
+    assert len(compiled) == len(expected)
+    for one, other in zip(compiled, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
+
+
+def found_by(problem: Problem, adjoint: Any, *, compile: bool) -> list[Tensor]:
+    """Losses and gradients for everything that the table has them for."""
+    torch.manual_seed(3)
+    made = problem.run(adjoint, seed=1, compile=compile)
+    given = problem.tensors()
+    grads = gradients(problem.outer(made.params), given)
+    filled = [torch.zeros_like(x) if grads[name] is None else grads[name] for name, x in given.items()]
+    return [made.losses, *todist.pytree.flatten(made.state)[0], *filled]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "kind"), [*((name, "module") for name in OPTIMIZERS), ("adamw", "tree")]
+)
+def test_every_adjoint_with_every_optimizer(optimizer: str, kind: str) -> None:
+    problem = Problem(kind, optimizer)
+    for name, adjoint in {**ALL, "replayed by memory": todist.Replayed(memory="3KiB")}.items():
+        if name == "implicit" or not adjoint.takes_compiled:
+            continue
+        found = found_by(problem, adjoint, compile=True)
+        expected = found_by(problem, adjoint, compile=False)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(
+                one, other, rtol=1e-9, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}"
+            )
+
+
+OPTIMIZERS_OF_TREES: dict[str, Callable[[Tensor], Any]] = {
+    "muon": lambda lr: todist.transform.partition(
+        {"matrix": todist.muon(lr=lr), "other": todist.adamw(lr=lr)},
+        lambda tree: {name: "matrix" if leaf.ndim == 2 else "other" for name, leaf in tree.items()},
+    ),
+    "lamb": lambda lr: todist.lamb(lr=lr),
+    "masked": lambda lr: todist.chain(
+        todist.transform.add_decayed_weights(0.1, mask=lambda tree: {name: "bias" in name for name in tree}),
+        todist.sgd(lr=lr),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS_OF_TREES)
+def test_optimizers_that_need_the_tree(name: str) -> None:
+    assert_same(todist.Recorded(), net(), OPTIMIZERS_OF_TREES[name])
+
+
+def test_autocast_is_that_of_the_loop() -> None:
+    module = net().float()
+
+    def loss(module: nn.Module, batch: Any, weights: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            made = module(batch[0].float())
+        return (made.float() - batch[1].float()).square().mean() + weights.sum().float() * 0
+
+    def run(compile: bool) -> list[Tensor]:
+        return results(todist.Replayed(), module, lambda lr: todist.sgd(lr=lr), loss, compile=compile)
+
+    for one, other in zip(run(True), run(False), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-3)
+
+
+def test_four_threads_at_once() -> None:
+    modules = [net() for _ in range(4)]
+    expected = results(todist.Replayed(), net(), lambda lr: todist.adam(lr=lr), weighted)
+
+    def run(module: nn.Module) -> list[Tensor]:
+        return results(todist.Replayed(), module, lambda lr: todist.adam(lr=lr), weighted, compile=True)
+
+    with ThreadPoolExecutor(4) as pool:
+        for found in pool.map(run, modules):
+            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+
+
+def test_implicit_gradients() -> None:
+    weights = torch.tensor([0.5, 2.0], dtype=torch.float64, requires_grad=True)
+    first = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+
+    def run(compile: bool) -> Any:
+        made = todist.inner_loop(
+            lambda w: ((w - 1) ** 2 * weights.exp()).sum() + w.sum() ** 2,
+            todist.sgd(lr=0.05),
+            first,
+            200,
+            meta=weights,
+            adjoint=todist.Implicit(),
+            compile=compile,
+        )
+        return made.params, torch.autograd.grad(made.params.square().sum(), weights)[0]
+
+    torch.testing.assert_close(run(True), run(False), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("adjoint", [ALL[name] for name in ALL if "evolution" in name], ids=repr)
+def test_evolution_strategies_run_as_they_are(adjoint: Any) -> None:
+    problem = Problem("tree", "sgd")
+    with pytest.warns(UserWarning, match="runs as without it by .*EvolutionStrategies"):
+        found = found_by(problem, adjoint, compile=True)
+    torch.testing.assert_close(found, found_by(problem, adjoint, compile=False))
+
+
+def test_a_normalized_module_with_buffers() -> None:
+    assert_same(todist.Replayed(), net(nn.BatchNorm1d(5), nn.LayerNorm(5)), lambda lr: todist.adam(lr=lr))
+
+
+def test_frozen_and_unused_parameters_stay_as_they_are() -> None:
+    module = net()
+    module.register_parameter("unused", nn.Parameter(torch.ones(3, dtype=torch.float64)))
+    module[2].weight.requires_grad_(False)
+    assert_same(todist.Replayed(), module, lambda lr: todist.adamw(lr=lr, weight_decay=0.1))
+
+
+def test_batches_of_two_sizes() -> None:
+    batches = [(x[: 8 - 3 * (i % 2)], y[: 8 - 3 * (i % 2)]) for i, (x, y) in enumerate(BATCHES)]
+    assert_same(todist.Replayed(), net(nn.Dropout(0.3)), lambda lr: todist.adam(lr=lr), batches=batches)
+
+
+def test_a_loss_with_other_values() -> None:
+    def loss(module: nn.Module, batch: Any, weights: Tensor) -> tuple[Tensor, Any]:
+        value = weighted(module, batch, weights)
+        return value, {"twice": 2 * value, "name": "x"}
+
+    assert_same(todist.Replayed(), net(), lambda lr: todist.adam(lr=lr), loss, has_aux=True)
+
+
+def test_the_initial_parameters_may_be_meta_too() -> None:
+    module = net()
+    first = [p.detach().clone().requires_grad_() for p in module.parameters()]
+
+    def run(compile: bool) -> tuple[Tensor, ...]:
+        made = todist.inner_loop(
+            lambda tree, batch: sum(
+                ((a - b) ** 2).sum() + ((a - batch) ** 3).mean() for a, b in zip(tree, first, strict=True)
+            ),
+            todist.adam(lr=0.1),
+            first,
+            torch.arange(3.0, dtype=torch.float64),
+            meta=first,
+            adjoint=todist.Replayed(),
+            compile=compile,
+        )
+        return torch.autograd.grad(sum((x**2).sum() for x in made.params), first)
+
+    for one, other in zip(run(True), run(False), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_tied_leaves_of_a_tree() -> None:
+    w = torch.tensor([1.0, -2.0], requires_grad=True)
+    v = torch.tensor([0.5], requires_grad=True)
+
+    def run(compile: bool) -> tuple[Tensor, ...]:
+        made = todist.inner_loop(
+            lambda t: (t["a"] * t["b"]).sum() ** 2 + t["c"].sum() ** 2,
+            todist.adam(lr=0.1),
+            {"a": w, "b": w, "c": v},
+            3,
+            adjoint=todist.Replayed(),
+            compile=compile,
+        )
+        assert made.params["a"] is made.params["b"] or torch.equal(made.params["a"], made.params["b"])
+        return torch.autograd.grad(made.params["a"].sum() + made.params["c"].sum(), (w, v))
+
+    for one, other in zip(run(True), run(False), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_number_that_the_loss_closes_over_is_never_stale() -> None:
+    w = torch.tensor([1.0, 2.0], requires_grad=True)
+    for factor in (1.0, 3.0, 1.0):
+
+        def loss(w: Tensor, factor: float = factor) -> Tensor:
+            return factor * w.sum()
+
+        made = todist.inner_loop(loss, todist.sgd(lr=0.1), w, 1, compile=True)
+        torch.testing.assert_close(made.params, w - 0.1 * factor)
+
+
+def test_the_same_tensor_twice_and_then_two() -> None:
+    w = torch.tensor([1.0, 2.0], requires_grad=True)
+    a, b = torch.tensor([1.0, 3.0]), torch.tensor([5.0, 7.0])
+
+    def loss(w: Tensor, batch: Any) -> Tensor:
+        return (w * batch[0] * batch[1]).sum()
+
+    made = todist.inner_loop(loss, todist.sgd(lr=0.1), w, [(a, a), (a, b)], compile=True)
+    torch.testing.assert_close(made.params, w - 0.1 * (a * a + a * b))
+
+
+def test_training_goes_on_with_the_state() -> None:
+    module = net()
+    whole = todist.inner_loop(
+        lambda m, b: weighted(m, b, torch.ones(8, dtype=torch.float64)), todist.adam(), module, BATCHES
+    )
+    with torch.no_grad():
+        part: Any = todist.inner_loop(
+            lambda m, b: weighted(m, b, torch.ones(8, dtype=torch.float64)),
+            todist.adam(),
+            module,
+            BATCHES[:2],
+            compile=True,
+        )
+        part = todist.inner_loop(
+            lambda m, b: weighted(m, b, torch.ones(8, dtype=torch.float64)),
+            todist.adam(),
+            part.params,
+            BATCHES[2:],
+            state=part.state,
+            compile=True,
+        )
+    for one, other in zip(part.params.parameters(), whole.params.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_second_backward_pass() -> None:
+    lr = torch.tensor(0.1, requires_grad=True)
+    w = torch.tensor([1.0, 2.0], requires_grad=True)
+    made = todist.inner_loop(lambda w: (w**4).sum(), todist.sgd(lr=lr), w, 2, compile=True)
+    first = torch.autograd.grad(made.params.sum(), (w, lr), retain_graph=True)
+    again = torch.autograd.grad(made.params.sum(), (w, lr))
+    torch.testing.assert_close(first, again)
+
+
+def test_second_derivatives_of_a_replay_run_without_the_compiler() -> None:
+    w = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
+
+    def second(compile: bool) -> Tensor:
+        made = todist.inner_loop(
+            lambda w: (w**4).sum(), todist.sgd(lr=0.01), w, 2, adjoint=todist.Replayed(), compile=compile
+        )
+        (first,) = torch.autograd.grad(made.params.sum(), w, create_graph=True)
+        return torch.autograd.grad(first.sum(), w)[0]
+
+    expected = second(False)
+    with pytest.warns(UserWarning, match="is differentiated again"):
+        found = second(True)
+    torch.testing.assert_close(found, expected)
+
+
+def test_what_the_compiler_refuses_runs_as_it_is() -> None:
+    def loss(w: Tensor) -> Tensor:
+        return w.sum() ** 2 if w.sum() > 1 else w.sum()
+
+    w = torch.tensor([1.0, 2.0], requires_grad=True)
+    with pytest.warns(UserWarning, match="runs as without it, since the compiler refuses .*: .*[Bb]ranch"):
+        made = todist.inner_loop(loss, todist.sgd(lr=0.1), w, 2, compile=True)
+    expected = todist.inner_loop(loss, todist.sgd(lr=0.1), w, 2)
+    torch.testing.assert_close(made.params, expected.params)
+
+
+def test_without_a_cpp_compiler_the_loop_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_compiler(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("No working C++ compiler found")
+
+    monkeypatch.setattr(_program, "how_to_compile", lambda: {"backend": no_compiler})
+    w = torch.tensor([1.0, 2.0], requires_grad=True)
+    with pytest.warns(
+        UserWarning, match=r"No working C\+\+ compiler found \(install one, .*`apt install g\+\+`"
+    ):
+        made = todist.inner_loop(lambda w: (w**2).sum(), todist.sgd(lr=0.25), w, 2, compile=True)
+    torch.testing.assert_close(made.params, w / 4)
+
+
+def test_in_vmap_the_loop_runs_as_it_is() -> None:
+    def adapted(w: Tensor) -> Any:
+        return todist.inner_loop(lambda w: (w**2).sum(), todist.sgd(lr=0.25), w, 2, compile=True).params
+
+    w = torch.tensor([1.0, 2.0], requires_grad=True)
+    with pytest.warns(UserWarning, match="torch.func's transforms"):
+        torch.testing.assert_close(torch.func.vmap(adapted)(w), w / 4)
+
+
+def test_errors_of_the_loss_are_the_loops_own() -> None:
+    w = torch.tensor([1.0, 2.0], requires_grad=True)
+    other = torch.tensor(1.0, requires_grad=True)
+    with pytest.raises(TypeError, match="`compile` must be True or False, got str 'yes'"):
+        todist.inner_loop(lambda w: w.sum(), todist.sgd(lr=0.1), w, 2, compile="yes")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="one element, got shape"):
+        todist.inner_loop(lambda w: w, todist.sgd(lr=0.1), w, 2, compile=True)
+    with pytest.raises(ValueError, match="meta"):
+        todist.inner_loop(
+            lambda w: (w * other).sum(), todist.sgd(lr=0.1), w, 2, adjoint=todist.Replayed(), compile=True
+        )
+    blocks = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="`compile` must be False with `blocks`"):
+        todist.inner_loop(
+            lambda m, x: m(x).sum(),
+            todist.sgd(lr=0.1),
+            blocks,
+            [torch.ones(2)],
+            adjoint=todist.Replayed(blocks="auto"),
+            compile=True,
+        )
+
+
+def test_kernels() -> None:
+    """With torch's own compiler, dropout and all."""
+    assert_same(todist.Replayed(), net(nn.Dropout(0.3), nn.GELU()), lambda lr: todist.adam(lr=lr))
+
+
+def test_a_meta_optimizer_takes_the_word() -> None:
+    module = net()
+    optimizer = todist.MetaAdam(module, lr=0.1)
+    made = optimizer.run(lambda m, b: F.mse_loss(m(b[0]), b[1]), BATCHES, compile=True)
+    other = net()
+    expected = todist.MetaAdam(other, lr=0.1).run(lambda m, b: F.mse_loss(m(b[0]), b[1]), BATCHES)
+    torch.testing.assert_close(made.losses, expected.losses)

@@ -1,0 +1,171 @@
+"""A loss, an optimizer, one step's tensors → what the step makes, in a form that torch's compiler can trace.
+
+What a loop does by a copied module, views, caches and checks is written here once more without them: each function
+takes all its tensors as arguments, and makes no other. The compiler makes a program of each where nothing is recorded,
+and one with its backward where grad mode is on. Both call the loss, and take its gradient by ``torch.autograd.grad``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor, nn
+
+from torchopt_dist.diff.adjoints._loop import Carry, Loop
+from torchopt_dist.diff.adjoints._model import Model, ModuleModel
+from torchopt_dist.diff.compiled._flat import FlatModel, Pieces
+from torchopt_dist.nn.module_state import module_clone
+from torchopt_dist.transform.apply_updates import apply_updates
+from torchopt_dist.transform.base import GradientTransformation
+from torchopt_dist.typing import OptionalTensor, OptState
+
+__all__ = ["Parts", "constants_of_loop", "gradient", "parts_of_loop", "step"]
+
+
+class Parts(NamedTuple):
+    """What a step is made of, beside its tensors."""
+
+    call: Callable[..., Any]
+    """A module that has the loss and the adapted module, or the loss of a tree."""
+    optimizer: GradientTransformation
+    template: Any
+    """The tree of the parameters as the optimizer takes them, with the place of each leaf instead of it."""
+    moved: tuple[int, ...]
+    """The places of the leaves that are moved."""
+    first: tuple[int, ...]
+    """For each leaf the place where it stands first: a tied one stands at several."""
+    argument: Any
+    """The tree of the parameters as the loss takes them, with the place of each leaf instead of it."""
+    argument_first: tuple[int, ...]
+    """As ``first``, of the leaves for the loss."""
+    pieces: Pieces | None
+    """Which parts of the only leaf are leaves for the loss; ``None``: they are the same leaves."""
+    buffers: tuple[str, ...]
+    """The names of the module's buffers."""
+    has_aux: bool
+
+
+class _LossOfModule(nn.Module):
+    """The loss as a module around the adapted one, so that all tensors of the latter can be given by name."""
+
+    def __init__(self, adapted: nn.Module, loss: Callable[..., Any]) -> None:
+        super().__init__()
+        self.adapted = adapted
+        self._loss = loss
+
+    def forward(self, *batch: Any) -> Any:
+        """Call the loss."""
+        return self._loss(self.adapted, *batch)
+
+
+def parts_of_loop(loop: Loop) -> Parts:
+    """Take from a loop what its steps are made of."""
+    model = loop.model
+    of_loss, pieces = (model.model, model.pieces) if isinstance(model, FlatModel) else (model, None)
+    call: Callable[..., Any] = loop.loss
+    names: tuple[str, ...] = ()
+    if isinstance(of_loss, ModuleModel):
+        call = _LossOfModule(module_clone(of_loss.module), loop.loss)
+        names = tuple(name for name, _ in of_loss.module.named_buffers())
+    return Parts(
+        call,
+        loop.optimizer,
+        _places(model),
+        tuple(model.moved_places),
+        tuple(model.first_places),
+        _places(of_loss),
+        tuple(of_loss.first_places),
+        pieces,
+        names,
+        loop.has_aux,
+    )
+
+
+def constants_of_loop(loop: Loop) -> list[Tensor]:
+    """The leaves for the loss where the loop moves a vector; those that are in it stand for their places only."""
+    return loop.model.model.leaves if isinstance(loop.model, FlatModel) else []
+
+
+def _places(model: Model) -> Any:
+    places: Any = list(range(len(model.leaves)))
+    return model.tree(places)
+
+
+def gradient(
+    parts: Parts, carry: Carry, constants: list[Tensor], batch: tuple[Any, ...], record: bool
+) -> tuple[Tensor, Any, list[OptionalTensor], list[Tensor]]:
+    """As :meth:`Loop.gradient`: the loss, what else it returned, a gradient for each leaf, and the buffers after it."""
+    with torch.enable_grad():
+        leaves = list(carry.params)
+        for place in parts.moved:
+            leaf = leaves[place]
+            leaves[place] = leaf.view_as(leaf) if record else leaf.detach().requires_grad_()
+        wanted = [leaves[place] for place in parts.moved]
+        value, buffers = _called(parts, _for_loss(parts, leaves, constants), carry.buffers, batch)
+        aux = None
+        if parts.has_aux:
+            value, aux = value
+        loss = value.reshape(())
+        found = torch.autograd.grad(loss, wanted, create_graph=record, allow_unused=True)
+    grads: list[OptionalTensor] = [None] * len(leaves)
+    for place, grad in zip(parts.moved, found, strict=True):
+        grads[place] = grad
+    if not record:
+        loss, buffers = loss.detach(), [buffer.detach() for buffer in buffers]
+        aux = None if aux is None else optree.tree_map(_detached, aux)
+    return loss, aux, grads, buffers
+
+
+def step(
+    parts: Parts, carry: Carry, constants: list[Tensor], batch: tuple[Any, ...], record: bool
+) -> tuple[list[Tensor], OptState, list[Tensor], Tensor, Any]:
+    """As :meth:`Loop.recorded_step`: the parameters, the state and the buffers after a step, its loss, what else."""
+    loss, aux, grads, buffers = gradient(parts, carry, constants, batch, record)
+    template = parts.template
+    params = _filled(template, carry.params)
+    updates, state = parts.optimizer.update(
+        _filled(template, grads), carry.state, params=params, inplace=False
+    )
+    leaves = _leaves(template, apply_updates(params, updates, inplace=False))
+    return [leaves[place] for place in parts.first], state, buffers, loss, aux
+
+
+def _for_loss(parts: Parts, leaves: list[Tensor], constants: list[Tensor]) -> list[Tensor]:
+    """The leaves that the loss takes."""
+    if parts.pieces is not None:
+        vector, leaves = leaves[0], list(constants)
+        for place, begin, size, shape in parts.pieces:
+            leaves[place] = vector[begin : begin + size].view(shape)
+    return [leaves[place] for place in parts.argument_first]
+
+
+def _called(
+    parts: Parts, leaves: Sequence[Tensor], buffers: Sequence[Tensor], batch: tuple[Any, ...]
+) -> tuple[Any, list[Tensor]]:
+    given = _filled(parts.argument, leaves)
+    if not isinstance(parts.call, _LossOfModule):
+        return parts.call(given, *batch), []
+    tensors = {f"adapted.{name}": leaf for name, leaf in given.items()}
+    for name, buffer in zip(parts.buffers, buffers, strict=True):
+        tensors[f"adapted.{name}"] = buffer.clone()
+    value = torch.func.functional_call(parts.call, tensors, batch)
+    return value, [tensors[f"adapted.{name}"] for name in parts.buffers]
+
+
+def _filled(template: Any, leaves: Sequence[Any]) -> Any:
+    """The tree of these leaves."""
+    return optree.tree_map(lambda place: leaves[place], template)
+
+
+def _leaves(template: Any, tree: Any) -> list[Any]:
+    """The leaves of a tree, each at its place."""
+    found: dict[int, Any] = {}
+    optree.tree_map(lambda place, leaf: found.setdefault(place, leaf), template, tree)
+    return [found[place] for place in range(len(found))]
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf

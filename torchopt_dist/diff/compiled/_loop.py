@@ -1,0 +1,141 @@
+"""A loop → a loop whose steps and gradients are programs of torch's compiler, for every adjoint.
+
+Where a step is looked at, runs in place of others (inside of a replay that is differentiated itself) or inside of a
+transform of ``torch.func``, it runs as in a loop that is not compiled.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchopt_dist._random_turns import Turn
+from torchopt_dist._torch_private import transforms_are_active
+from torchopt_dist.diff.adjoints import Adjoint
+from torchopt_dist.diff.adjoints._carry import Carry, Evaluation, WatchFn
+from torchopt_dist.diff.adjoints._loop import Loop
+from torchopt_dist.diff.adjoints._randomness import kept_generators, seed_step
+from torchopt_dist.diff.compiled._flat import FlatModel, flattened
+from torchopt_dist.diff.compiled._functions import Parts, constants_of_loop, gradient, parts_of_loop, step
+from torchopt_dist.diff.compiled._program import Program, program_for
+from torchopt_dist.typing import OptState
+
+__all__ = ["CompiledLoop", "compiled"]
+
+
+@dataclass(frozen=True)
+class CompiledLoop(Loop):
+    """A loop whose steps are compiled."""
+
+    parts: Parts | None = None
+    step: Program | None = None
+    of_gradient: Program | None = None
+    before: Any = None
+    """The first state, where the loop moves a vector in the place of a tree."""
+
+    @property
+    def is_compiled(self) -> bool:
+        """It is."""
+        return True
+
+    @property
+    def trains_in_place(self) -> bool:
+        """It does not: a program's results are new."""
+        return False
+
+    def uncompiled(self) -> Loop:
+        """See :meth:`Loop.uncompiled`."""
+        warnings.warn(
+            "the gradient of an inner loop with compile=True is differentiated again: for that the loop runs as "
+            "without it",
+            stacklevel=3,
+        )
+        return Loop(**{field.name: getattr(self, field.name) for field in fields(Loop)})
+
+    def recorded_step(self, carry: Carry, number: int) -> tuple[Carry, Tensor, Any]:
+        """See :meth:`Loop.recorded_step`; the graph is one node, which has no second derivative."""
+        made = self._run(self.step, carry, number, True)
+        return super().recorded_step(carry, number) if made is None else _as_step(made)
+
+    def training_step(self, carry: Carry, number: int) -> tuple[Carry, Tensor, Any]:
+        """See :meth:`Loop.training_step`."""
+        return self.plain_step(carry, number)
+
+    def plain_step(self, carry: Carry, number: int) -> tuple[Carry, Tensor, Any]:
+        """See :meth:`Loop.plain_step`."""
+        made = None if self.watch is not None else self._run(self.step, carry, number, False)
+        return super().plain_step(carry, number) if made is None else _as_step(made)
+
+    def trained(self, carry: Carry, found: Evaluation) -> Carry:
+        """See :meth:`Loop.trained`; nothing is overwritten."""
+        return self.moved(carry, found, record=False)
+
+    def gradient(
+        self, carry: Carry, number: int, *, record: bool, watch: WatchFn | None = None
+    ) -> Evaluation:
+        """See :meth:`Loop.gradient`."""
+        made = None
+        if not record and watch is None and self.watch is None:
+            made = self._run(self.of_gradient, carry, number, False)
+        if made is None:
+            return super().gradient(carry, number, record=record, watch=watch)
+        loss, aux, grads, buffers = made
+        return Evaluation(loss, aux, grads, buffers)
+
+    def state_for_caller(self, state: OptState) -> OptState:
+        """See :meth:`Loop.state_for_caller`."""
+        if not isinstance(self.model, FlatModel):
+            return state
+        return self.model.state_of_tree(state, self.before)
+
+    def _run(self, program: Program | None, carry: Carry, number: int, record: bool) -> Any:
+        """What a program makes; ``None`` where it must not or cannot be compiled."""
+        assert program is not None
+        if self.is_substituted or transforms_are_active():
+            warnings.warn(
+                "an inner loop with compile=True runs as without it inside of another one that is replayed, and where "
+                "what the loss uses is computed from what else it uses",
+                stacklevel=4,
+            )
+            return None
+        batch = () if self.batches is None else (self.batch(number),)
+        with torch.set_grad_enabled(record), Turn(exclusive=True):
+            seed_step(self.seed, number)
+            return program(self.parts, carry, constants_of_loop(self), batch, record)
+
+
+def compiled(loop: Loop, adjoint: Adjoint) -> Loop:
+    """The same loop, whose steps are compiled; the loop itself, and a warning, where they cannot be.
+
+    Its first gradient is taken as in a loop that is not, to see which parameters the loss uses.
+    """
+    if loop.steps == 0:
+        return loop
+    if transforms_are_active() or not adjoint.takes_compiled:
+        where = (
+            "inside of torch.func's transforms" if adjoint.takes_compiled else f"by {type(adjoint).__name__}"
+        )
+        warnings.warn(f"an inner loop with compile=True runs as without it {where}", stacklevel=4)
+        return loop
+    with kept_generators():
+        found = loop.gradient(loop.cut(loop.first), 0, record=False)
+    flat = flattened(loop, found.grads)
+    loop, before = (loop, None) if flat is None else flat
+    parts = parts_of_loop(loop)
+    own = {field.name: getattr(loop, field.name) for field in fields(Loop)}
+    return CompiledLoop(
+        **own,
+        parts=parts,
+        step=program_for(step, parts, loop.loss),
+        of_gradient=program_for(gradient, parts, loop.loss),
+        before=before,
+    )
+
+
+def _as_step(made: Any) -> tuple[Carry, Tensor, Any]:
+    params, state, buffers, loss, aux = made
+    return Carry(params, state, buffers), loss, aux
