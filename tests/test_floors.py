@@ -30,6 +30,7 @@ GROUND = {
     "_network",
     "_out_of_memory",
     "_parentheses",
+    "_programs",
     "_random_turns",
     "_serialized_exception",
     "_threads",

@@ -7,12 +7,14 @@ transform of ``torch.func``, it runs as in a loop that is not compiled.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torchopt_dist._programs import Program
 from torchopt_dist._random_turns import Turn
 from torchopt_dist._torch_private import transforms_are_active
 from torchopt_dist.diff.adjoints import Adjoint
@@ -21,7 +23,7 @@ from torchopt_dist.diff.adjoints._loop import Loop
 from torchopt_dist.diff.adjoints._randomness import kept_generators, seed_step
 from torchopt_dist.diff.compiled._flat import FlatModel, flattened
 from torchopt_dist.diff.compiled._functions import Parts, constants_of_loop, gradient, parts_of_loop, step
-from torchopt_dist.diff.compiled._program import Program, program_for
+from torchopt_dist.diff.compiled._program import program_for
 from torchopt_dist.typing import OptState
 
 __all__ = ["CompiledLoop", "compiled"]
@@ -58,8 +60,7 @@ class CompiledLoop(Loop):
 
     def recorded_step(self, carry: Carry, number: int) -> tuple[Carry, Tensor, Any]:
         """See :meth:`Loop.recorded_step`; the graph is one node, which has no second derivative."""
-        made = self._run(self.step, carry, number, True)
-        return super().recorded_step(carry, number) if made is None else _as_step(made)
+        return self._step(carry, number, True, lambda: super(CompiledLoop, self).recorded_step(carry, number))
 
     def training_step(self, carry: Carry, number: int) -> tuple[Carry, Tensor, Any]:
         """See :meth:`Loop.training_step`."""
@@ -67,8 +68,11 @@ class CompiledLoop(Loop):
 
     def plain_step(self, carry: Carry, number: int) -> tuple[Carry, Tensor, Any]:
         """See :meth:`Loop.plain_step`."""
-        made = None if self.watch is not None else self._run(self.step, carry, number, False)
-        return super().plain_step(carry, number) if made is None else _as_step(made)
+
+        def otherwise() -> tuple[Carry, Tensor, Any]:
+            return super(CompiledLoop, self).plain_step(carry, number)
+
+        return otherwise() if self.watch is not None else self._step(carry, number, False, otherwise)
 
     def trained(self, carry: Carry, found: Evaluation) -> Carry:
         """See :meth:`Loop.trained`; nothing is overwritten."""
@@ -78,13 +82,14 @@ class CompiledLoop(Loop):
         self, carry: Carry, number: int, *, record: bool, watch: WatchFn | None = None
     ) -> Evaluation:
         """See :meth:`Loop.gradient`."""
-        made = None
-        if not record and watch is None and self.watch is None:
-            made = self._run(self.of_gradient, carry, number, False)
-        if made is None:
-            return super().gradient(carry, number, record=record, watch=watch)
-        loss, aux, grads, buffers = made
-        return Evaluation(loss, aux, grads, buffers)
+
+        def otherwise() -> Evaluation:
+            return super(CompiledLoop, self).gradient(carry, number, record=record, watch=watch)
+
+        if record or watch is not None or self.watch is not None:
+            return otherwise()
+        made = self._run(self.of_gradient, carry, number, False, otherwise)
+        return made if isinstance(made, Evaluation) else Evaluation(*made)
 
     def state_for_caller(self, state: OptState) -> OptState:
         """See :meth:`Loop.state_for_caller`."""
@@ -92,8 +97,19 @@ class CompiledLoop(Loop):
             return state
         return self.model.state_of_tree(state, self.before)
 
-    def _run(self, program: Program | None, carry: Carry, number: int, record: bool) -> Any:
-        """What a program makes; ``None`` where it must not or cannot be compiled."""
+    def _step(
+        self, carry: Carry, number: int, record: bool, otherwise: Callable[[], tuple[Carry, Tensor, Any]]
+    ) -> tuple[Carry, Tensor, Any]:
+        made = self._run(self.step, carry, number, record, otherwise)
+        if isinstance(made[0], Carry):
+            return made
+        params, state, buffers, loss, aux = made
+        return Carry(params, state, buffers), loss, aux
+
+    def _run(
+        self, program: Program | None, carry: Carry, number: int, record: bool, otherwise: Callable[[], Any]
+    ) -> Any:
+        """What a program makes, or what is made otherwise, where it must not or cannot be compiled."""
         assert program is not None
         if self.is_substituted or transforms_are_active():
             warnings.warn(
@@ -101,11 +117,11 @@ class CompiledLoop(Loop):
                 "what the loss uses is computed from what else it uses",
                 stacklevel=4,
             )
-            return None
+            return otherwise()
         batch = () if self.batches is None else (self.batch(number),)
         with torch.set_grad_enabled(record), Turn(exclusive=True):
             seed_step(self.seed, number)
-            return program(self.parts, carry, constants_of_loop(self), batch, record)
+            return program(self.parts, carry, constants_of_loop(self), batch, record, otherwise=otherwise)
 
 
 def compiled(loop: Loop, adjoint: Adjoint) -> Loop:
@@ -134,8 +150,3 @@ def compiled(loop: Loop, adjoint: Adjoint) -> Loop:
         of_gradient=program_for(gradient, parts, loop.loss),
         before=before,
     )
-
-
-def _as_step(made: Any) -> tuple[Carry, Tensor, Any]:
-    params, state, buffers, loss, aux = made
-    return Carry(params, state, buffers), loss, aux

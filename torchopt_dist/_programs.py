@@ -1,0 +1,126 @@
+"""A function → the program that torch's compiler makes of it, or the function's own way where the compiler refuses.
+
+Dynamo keeps the programs of a function with its code, eight at most, and looks through them at each call. So each
+:class:`Program` has a function with code of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import types
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from torchopt_dist._torch_private import tracing_gradients
+
+__all__ = ["Program", "code_of", "how_to_compile"]
+
+_OF_LIBRARIES = (
+    "_import_torch_dot_",
+    "_import_torchopt_dist_dot_",
+    "_import_optree",
+    "_builtins_dict",
+    "G['torch']",
+    "__import__('torch')",
+)
+"""What is in the names of guards on the code of libraries, torchopt_dist's among them."""
+_log = logging.getLogger("torchopt_dist")
+
+
+class Program:
+    """One function, compiled whole; it is called as it is from the time on when the compiler has refused it.
+
+    Args:
+        function: a function of tensors, and of what is the same at each call or makes another program.
+        name: what the warning calls it.
+        constant: what names of guards begin with on what is the same at each call.
+    """
+
+    def __init__(self, function: Callable[..., Any], name: str, constant: Sequence[str] = ()) -> None:
+        own = types.FunctionType(
+            function.__code__.replace(), function.__globals__, function.__name__, closure=function.__closure__
+        )
+        how = how_to_compile(tuple(constant))
+        self._compiled = torch.compile(own, fullgraph=True, dynamic=False, **how)
+        self._name, self._is_refused, self._has_run = name, False, False
+
+    def __call__(self, *arguments: Any, otherwise: Callable[[], Any]) -> Any:
+        """Run the program, which is compiled before if there is none for arguments like these.
+
+        Args:
+            arguments: those of the function.
+            otherwise: does the same without the compiler; it raises if the function itself is wrong.
+        """
+        if self._is_refused:
+            return otherwise()
+        begun = time.perf_counter()
+        if not self._has_run:
+            _log.info("%s is compiled at its first call, which takes some 10 to 60 s", self._name)
+        try:
+            with tracing_gradients():
+                made = self._compiled(*arguments)
+        except Exception as error:
+            made = otherwise()
+            self._is_refused = True
+            warnings.warn(
+                f"{self._name} with compile=True runs as without it, since the compiler refuses it: "
+                f"{_first_line(error)}",
+                stacklevel=2,
+            )
+            return made
+        if not self._has_run:
+            self._has_run = True
+            _log.info("%s was compiled in %.1f s", self._name, time.perf_counter() - begun)
+        return made
+
+
+def how_to_compile(constant: tuple[str, ...]) -> dict[str, Any]:
+    """The backend or its options, as ``torch.compile`` takes them."""
+    return {
+        "options": {
+            "guard_filter_fn": partial(_guards_of_user, constant),
+            # Random numbers as torch draws them, so that a program drops out what the function itself does.
+            "fallback_random": True,
+            # A name of their own for these programs in Inductor's cache on disk, where torch 2.13 mixes those that
+            # may overwrite what they have kept for the backward pass with those that must not (`tracing_gradients`).
+            "benchmark_harness": False,
+        }
+    }
+
+
+def code_of(function: Any) -> Any:
+    """What stays the same where a program makes a function anew: its code, or the type of what is called."""
+    if isinstance(function, partial):
+        return (
+            code_of(function.func),
+            *map(code_of, function.args),
+            *map(code_of, function.keywords.values()),
+        )
+    if isinstance(function, tuple):  # a transformation, or the links of a chain
+        return tuple(map(code_of, function))
+    function = getattr(function, "__func__", function)
+    return getattr(function, "__code__", type(function))
+
+
+def _guards_of_user(constant: tuple[str, ...], guards: Sequence[Any]) -> list[bool]:
+    """Which guards are looked at before each call: not those on code of libraries, which nobody changes meanwhile."""
+    return [
+        not (guard.name.startswith(constant) or any(name in guard.name for name in _OF_LIBRARIES))
+        for guard in guards
+    ]
+
+
+def _first_line(error: Exception) -> str:
+    """What the compiler says first, without who says it, and what to do where no C++ compiler is installed."""
+    lines = [line for line in str(error).strip().splitlines() if not line.endswith("raised:")]
+    first = lines[0] if lines else type(error).__name__
+    if "C++ compiler" not in first:
+        return first
+    return (
+        f"{first} (install one, for example by `apt install g++`, or name it in the environment variable CXX)"
+    )
