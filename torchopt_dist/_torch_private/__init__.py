@@ -7,7 +7,7 @@ function looks its name up when it is called, and says what is lost where the na
 
 from __future__ import annotations
 
-from torchopt_dist._torch_private.compiler import tracing_gradients
+from torchopt_dist._torch_private.compiler import traced_samples, tracing_gradients
 from torchopt_dist._torch_private.engine import (
     advance_sequence_numbers,
     asking_thread,
@@ -128,6 +128,7 @@ __all__ = [
     "tensor_version",
     "tensorpipe_options_with_sockets",
     "tensors_entering",
+    "traced_samples",
     "tracing_gradients",
     "transform_level",
     "transforms_are_active",

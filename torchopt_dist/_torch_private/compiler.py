@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 
 @contextmanager
@@ -31,3 +35,29 @@ _SETTINGS = (
     ("torch._dynamo.config", "trace_autograd_ops", True),
     ("torch._functorch.config", "donated_buffer", False),
 )
+
+
+class TracedSamples(NamedTuple):
+    """The ``vmap`` around code that the compiler traces."""
+
+    level: int
+    size: int
+
+    def values(self, tensor: Tensor) -> Tensor:
+        """The values of all samples, along dimension 0."""
+        return torch._functorch.predispatch._remove_batch_dim(tensor, self.level, self.size, 0)
+
+    def tensor(self, values: Tensor) -> Tensor:
+        """The tensor that has one entry of ``values`` for each sample."""
+        return torch._functorch.predispatch._add_batch_dim(values, 0, self.level)
+
+
+def traced_samples() -> TracedSamples | None:
+    """The innermost ``vmap``, asked for in words that the compiler can trace; ``None`` outside of ``vmap``.
+
+    Without the names the compiler refuses what it traces, and that runs as it is.
+    """
+    if not torch._C._are_functorch_transforms_active():
+        return None
+    interpreter = torch._functorch.pyfunctorch.retrieve_current_functorch_interpreter()
+    return TracedSamples(interpreter.level(), interpreter.batch_size())

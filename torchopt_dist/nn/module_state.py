@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar, cast, overload, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -19,6 +20,7 @@ from torchopt_dist._vmap import detach_, detached, has_history
 from torchopt_dist.nn import _tensor_dicts
 from torchopt_dist.nn._module_copy import copied
 from torchopt_dist.nn._tensor_copier import TensorCopier
+from torchopt_dist.nn._traced_module import traced_copy
 from torchopt_dist.typing import (
     CopyMode,
     Device,
@@ -191,6 +193,13 @@ def module_clone(
         TypeError: ``target`` is none of these.
         ValueError: ``by`` is none of the modes.
     """
+    if (
+        torch.compiler.is_compiling()
+        and isinstance(target, nn.Module)
+        and device is None
+        and not detach_buffers
+    ):
+        return cast("T", traced_copy(target, by))
     take = TensorCopier(by, device)
     if isinstance(target, nn.Module):
         return cast("T", copied(target, take, TensorCopier("deepcopy", device) if detach_buffers else take))

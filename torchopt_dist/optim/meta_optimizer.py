@@ -26,10 +26,12 @@ from torchopt_dist.diff.inner_loop import InnerLoopResult, inner_loop
 from torchopt_dist.nn import _tensor_dicts
 from torchopt_dist.nn._held_tensors import deepcopy_memo
 from torchopt_dist.nn._tensor_copier import TensorCopier
+from torchopt_dist.nn._traced_module import named_parameters
 from torchopt_dist.optim import _signatures as signatures
 from torchopt_dist.optim._checkpoint import flatten_state, restore_state
 from torchopt_dist.optim._dtypes import Dtypes, dtypes_of, fitted, have_same_dtypes
 from torchopt_dist.optim._recomputation import refuse_recomputation
+from torchopt_dist.optim._traced_step import traced_begin, traced_step
 from torchopt_dist.optim._trained_state import is_of_an_optimizer, trained_states
 from torchopt_dist.transform._gradients import gradients
 from torchopt_dist.transform.apply_updates import differentiable_step
@@ -71,6 +73,7 @@ class MetaOptimizer:
     """
 
     transformation: ClassVar[signatures.Constructor | None] = None
+    _traced_defaults: ClassVar[dict[str, Any]] = {}
     __signature__: ClassVar[inspect.Signature]
     _signature: ClassVar[inspect.Signature] = inspect.signature(lambda module, impl: ...)
 
@@ -86,12 +89,16 @@ class MetaOptimizer:
         super().__init_subclass__()
         if transformation is not None:
             cls.transformation = staticmethod(transformation)
+            cls._traced_defaults = {k: v for k, v in defaults.items() if k != "moment_requires_grad"}
             cls._signature = signatures.signature(transformation, "module", defaults)
             cls.__signature__ = cls._signature
             cls.__doc__ = signatures.docstring(cls, transformation, _MODULE_TEXT)
 
     def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         cls = type(self)
+        if torch.compiler.is_compiling():
+            self._begin_traced(module, *args, **kwargs)
+            return
         self._options: dict[str, Any] | None = None
         if self.transformation is None:
             self.impl = signatures.only_transformation(cls, self._signature, module, args, kwargs)
@@ -104,6 +111,14 @@ class MetaOptimizer:
         # Of a group's parameters, which its state fits; None: not known.
         self._dtypes: list[Dtypes | None] = []
         self.add_param_group(module)
+
+    def _begin_traced(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        """What ``__init__`` does, in words that the compiler can trace."""
+        make = self.transformation
+        self.impl = args[0] if make is None else make(*args, **{**self._traced_defaults, **kwargs})
+        self.modules, self._impls = [module], [self.impl]
+        self._traced_values = traced_begin(module)
+        self._states = [self.impl.init(named_parameters(module))]
 
     def add_param_group(self, module: nn.Module, **options: Any) -> None:
         """Move another module's parameters too, with a state and, if wanted, options of their own.
@@ -171,6 +186,13 @@ class MetaOptimizer:
             RuntimeError: the step is recorded, and a backward pass would compute a part of the loss again, as with
                 ``torch.utils.checkpoint``, but with the parameters of a later step. Use :meth:`run` for such a loss.
         """
+        if torch.compiler.is_compiling():
+            value = loss if isinstance(loss, Tensor) else loss()
+            self._traced_values, state = traced_step(
+                self.impl, self.modules[0], self._traced_values, self._states[0], value, first_order
+            )
+            self._states = [state]
+            return
         recorded = not is_evaluating()
         if not isinstance(loss, Tensor) and callable(loss):
             recorded = recorded and torch.is_grad_enabled()

@@ -17,6 +17,7 @@ from torchopt_dist._random_turns import Turn
 from torchopt_dist.distributed.group.progress import teller
 from torchopt_dist.distributed.group.resident import resolved
 from torchopt_dist.distributed.messages.payload import Payload
+from torchopt_dist.distributed.worker.compiled import compiled, compiled_vmap
 from torchopt_dist.distributed.worker.device import receiving_device
 from torchopt_dist.pytree._containers import flatten
 
@@ -64,9 +65,10 @@ def run(payload: Payload, *, moved: bool = False) -> Ran:
 def _one_by_one(payload: Payload, turn: _TurnOf) -> list[Any]:
     values: list[Any] = []
     tell = None if payload.ticket is None else teller(payload.ticket, len(payload.tasks))
+    function = compiled(payload.function) if payload.options.compile else payload.function
     for (args, kwargs), seed in zip(payload.tasks, payload.seeds, strict=True):
         with turn(seed):
-            values.append(payload.function(*args, **kwargs))
+            values.append(function(*args, **kwargs))
         if tell is not None:
             tell(len(values))
     return values
@@ -93,10 +95,17 @@ def _vectorized(payload: Payload, turn: _TurnOf) -> list[Any]:
         return payload.function(*args, **kwargs)
 
     stacked = [torch.stack(columns[index]) for index in mapped]
-    with turn(payload.seeds[0]), normalization_by_formula(), without_fast_path():
-        batched = torch.func.vmap(one_task, randomness="different", chunk_size=payload.options.chunk_size)(
-            *stacked
-        )
+    options = payload.options
+
+    def as_they_are() -> Any:
+        with normalization_by_formula(), without_fast_path():
+            return torch.func.vmap(one_task, randomness="different", chunk_size=options.chunk_size)(*stacked)
+
+    program = None
+    if options.compile and options.chunk_size is None:
+        program = compiled_vmap(payload.function, [column[0] for column in columns], mapped, rebuild)
+    with turn(payload.seeds[0]):
+        batched = as_they_are() if program is None else program(as_they_are, *stacked)
     leaves, out = optree.tree_flatten(batched, none_is_leaf=True)
     return [optree.tree_unflatten(out, [leaf[index] for leaf in leaves]) for index in range(len(tasks))]
 

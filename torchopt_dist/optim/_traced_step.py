@@ -1,0 +1,54 @@
+"""A module, then a loss of it → the module with moved parameters, in words that torch's compiler can trace.
+
+It does what ``MetaOptimizer.step`` does, without its checks: where something is wrong, the compiler refuses the task, and
+the step itself says what.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchopt_dist._torch_private import traced_samples
+from torchopt_dist.nn._traced_module import named_parameters, replace_parameters
+from torchopt_dist.transform.apply_updates import apply_updates
+from torchopt_dist.typing import OptionalTensor, OptState
+
+__all__ = ["traced_begin", "traced_step"]
+
+
+def traced_begin(module: nn.Module) -> dict[str, Tensor]:
+    """The values of the parameters to move; inside ``vmap`` the module gets parameters of its own for each sample."""
+    params = named_parameters(module)
+    moving = {name: p for name, p in params.items() if p.requires_grad}
+    return _given(module, moving, moving)
+
+
+def traced_step(
+    impl: Any, module: nn.Module, values: dict[str, Tensor], state: OptState, loss: Tensor, first_order: bool
+) -> tuple[dict[str, Tensor], OptState]:
+    """Replace the parameters by moved ones, and return their values and the next state."""
+    params, samples = named_parameters(module), traced_samples()
+    of_loss = loss.reshape(()) if samples is None else samples.values(loss.reshape(())).sum()
+    found = torch.autograd.grad(
+        of_loss, list(values.values()), create_graph=not first_order, retain_graph=True, allow_unused=True
+    )
+    if all(grad is None for grad in found):
+        raise ValueError("the loss depends on none of the parameters")
+    grads: dict[str, OptionalTensor] = dict.fromkeys(params)
+    for name, grad in zip(values, found, strict=True):
+        grads[name] = grad if grad is None or samples is None else samples.tensor(grad)
+    updates, state = impl.update(grads, state, params=params, inplace=False)
+    moved = apply_updates(params, updates, inplace=False)
+    return _given(module, {name: params[name] for name in values}, moved), state
+
+
+def _given(module: nn.Module, old: dict[str, Tensor], new: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Put new tensors into a module in the places of old ones, and return their values."""
+    samples = traced_samples()
+    values = {name: new[name] if samples is None else samples.values(new[name]) for name in old}
+    held = values if samples is None else {name: samples.tensor(each) for name, each in values.items()}
+    replace_parameters(module, old, held)
+    return values
