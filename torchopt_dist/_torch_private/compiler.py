@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,5 +59,5 @@ def traced_samples() -> TracedSamples | None:
     """
     if not torch._C._are_functorch_transforms_active():
         return None
-    interpreter = torch._functorch.pyfunctorch.retrieve_current_functorch_interpreter()
+    interpreter: Any = torch._functorch.pyfunctorch.retrieve_current_functorch_interpreter()
     return TracedSamples(interpreter.level(), interpreter.batch_size())

@@ -1,7 +1,7 @@
 """A module, then a loss of it → the module with moved parameters, in words that torch's compiler can trace.
 
-It does what ``MetaOptimizer.step`` does, without its checks: where something is wrong, the compiler refuses the task, and
-the step itself says what.
+It does what ``MetaOptimizer.step`` does, without its checks: where something is wrong, the compiler refuses the task,
+and the step itself says what.
 """
 
 from __future__ import annotations

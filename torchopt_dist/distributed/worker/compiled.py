@@ -1,7 +1,7 @@
 """A task's function → the same function as a program of torch's compiler, kept for the process.
 
 The program computes with gradients, also for a caller without: a task may adapt a module inside. A function that comes
-by value has new code each time it arrives, which is replaced by the equal code that came first, so that its program fits.
+by value has new code each time it arrives, which is replaced by the equal code that came first, as programs are of that.
 """
 
 from __future__ import annotations
