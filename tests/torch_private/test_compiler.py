@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import Tensor
 
 from torchopt_dist import _torch_private as private
 
@@ -20,3 +22,23 @@ def test_a_setting_that_torch_lacks_is_left_alone(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(private.compiler, "_SETTINGS", (("torch._dynamo.config", "has_no_such_name", True),))
     with private.tracing_gradients():
         assert not hasattr(config, "has_no_such_name")
+
+
+def test_the_samples_of_a_vmap_are_its_values_along_dimension_0() -> None:
+    x = torch.arange(6.0).reshape(2, 3)
+
+    def one(column: Tensor) -> Tensor:
+        samples = private.traced_samples()
+        assert samples is not None
+        assert (samples.level, samples.size) == (1, 3)
+        assert torch.equal(samples.values(column), x.T)
+        return samples.tensor(2 * samples.values(column))
+
+    assert private.traced_samples() is None
+    assert torch.equal(torch.func.vmap(one, in_dims=1, out_dims=1)(x), 2 * x)
+
+
+def test_without_the_name_what_is_traced_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch._C, "_are_functorch_transforms_active")
+    with pytest.raises(AttributeError, match="_are_functorch_transforms_active"):
+        private.traced_samples()

@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from torchopt_dist._torch_private import children_of, parameters_of
+
 __all__ = ["named_parameters", "replace_parameters", "traced_copy"]
 
 
@@ -34,7 +36,7 @@ def named_parameters(module: nn.Module) -> dict[str, Tensor]:
     """Each parameter by the first of its names."""
     found: dict[str, Tensor] = {}
     for prefix, part in _parts(module, "", []):
-        for name, tensor in part._parameters.items():
+        for name, tensor in parameters_of(part).items():
             if tensor is not None and not any(tensor is other for other in found.values()):
                 found[prefix + name] = tensor
     return found
@@ -43,7 +45,7 @@ def named_parameters(module: nn.Module) -> dict[str, Tensor]:
 def replace_parameters(module: nn.Module, old: dict[str, Tensor], new: dict[str, Tensor]) -> None:
     """Put new tensors wherever the module holds old ones."""
     for _, part in _parts(module, "", []):
-        held: dict[str, Any] = part._parameters
+        held: dict[str, Any] = parameters_of(part)
         for name in list(held):
             for other, tensor in old.items():
                 if held[name] is tensor:
@@ -57,7 +59,7 @@ def _parts(module: nn.Module, prefix: str, seen: list[nn.Module]) -> list[tuple[
         return []
     seen.append(module)
     found = [(prefix, module)]
-    for name, child in module._modules.items():
+    for name, child in children_of(module).items():
         if child is not None:
             found += _parts(child, f"{prefix}{name}.", seen)
     return found

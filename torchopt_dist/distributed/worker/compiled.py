@@ -1,7 +1,7 @@
 """A task's function → the same function as a program of torch's compiler, kept for the process.
 
 The program computes with gradients, also for a caller without: a task may adapt a module inside. A function that comes
-by value has new code each time it arrives, which is replaced by the equal code that came first, as programs are of that.
+by value has new code each time it arrives, which is replaced by the equal code that came first, as programs go by code.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import optree
 import torch
 from torch import Tensor
 
+from torchopt_dist._formulas.traced import TracedNormalization
 from torchopt_dist._programs import Program, code_of
 
 __all__ = ["compiled", "compiled_vmap"]
@@ -75,7 +76,8 @@ def _tasks(
         args, kwargs = optree.tree_map(lambda place: leaves[place], places)
         return function(*args, **kwargs)
 
-    return torch.func.vmap(one_task, randomness="different")(*tensors)
+    with TracedNormalization():
+        return torch.func.vmap(one_task, randomness="different")(*tensors)
 
 
 @lru_cache(maxsize=64)

@@ -1,0 +1,252 @@
+"""``parallelize(compile=True)``: what a task computes as a program is what it computes as it is.
+
+Programs are traced, and consist of torch's own operations, so no C++ compiler is needed.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import torchopt_dist as todist
+from torchopt_dist import _programs
+from torchopt_dist.distributed.worker import compiled
+
+pytestmark = [
+    pytest.mark.compiles,
+    # torch hides this one by itself, where warnings are not errors
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
+ROWS, TASKS = 6, 4
+
+
+def trace_only(compiles: list[Any] | None = None) -> None:
+    """Let programs of this process consist of torch's operations; a warning of a refusal is an error."""
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        if compiles is not None:
+            compiles.append(graph)
+        return graph
+
+    _programs.how_to_compile = lambda _constant: {"backend": backend}  # type: ignore[assignment]
+    compiled._program.cache_clear()
+    torch.compiler.reset()
+    warnings.filterwarnings("error", message=".*compile=True")
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The graphs that this process compiles."""
+    monkeypatch.setattr(_programs, "how_to_compile", _programs.how_to_compile)
+    made: list[Any] = []
+    with warnings.catch_warnings():
+        trace_only(made)
+        yield made
+    compiled._program.cache_clear()
+
+
+class Net(nn.Module):
+    """With a tied, a frozen and an unused parameter."""
+
+    def __init__(self, *more: nn.Module) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.again = nn.Linear(3, 3)
+        self.again.weight = self.first.weight
+        self.last = nn.Sequential(*more, nn.Linear(3, 1))
+        self.last[-1].bias.requires_grad_(False)
+        self.unused = nn.Parameter(torch.ones(2))
+        self.double()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.last(torch.tanh(self.again(torch.tanh(self.first(x)))))
+
+
+def adapted_loss(net: nn.Module, lr: Tensor, kind: str, x: Tensor, y: Tensor) -> Tensor:
+    net = todist.module_clone(net, by="copy" if kind == "copied" else "reference")
+    if kind == "adam":
+        inner: Any = todist.MetaAdam(net, lr=lr, eps=0.01)
+    elif kind == "own":
+        inner = todist.MetaOptimizer(
+            net, todist.chain(todist.clip_grad_norm(0.1), todist.rmsprop(lr=lr, eps=0.1))
+        )
+    else:
+        inner = todist.MetaSGD(net, lr=lr, momentum=0.5, weight_decay=0.1)
+    for _ in range(2):
+        if kind == "first order":
+            inner.step(lambda: F.mse_loss(net(x), y), first_order=True)
+        else:
+            inner.step(F.mse_loss(net(x), y))
+    return F.mse_loss(net(x), y)
+
+
+def found(net: nn.Module, kind: str, function: Any = adapted_loss, **options: Any) -> list[Tensor]:
+    """Losses and gradients of a call."""
+    torch.manual_seed(1)
+    x = torch.randn(TASKS, ROWS, 3, dtype=torch.float64)
+    y = torch.randn(TASKS, ROWS, 1, dtype=torch.float64)
+    lr = torch.tensor(0.1, dtype=torch.float64, requires_grad=True)
+    losses = todist.parallelize(todist.tasks, todist.stack_reducer, **options)(function)(net, lr, kind, x, y)
+    given = [lr, *(p for p in net.parameters() if p.requires_grad)]
+    grads = torch.autograd.grad(losses.cos().sum(), given, allow_unused=True)
+    return [losses, *(torch.zeros_like(p) if g is None else g for p, g in zip(given, grads, strict=True))]
+
+
+@pytest.mark.usefixtures("graphs")
+@pytest.mark.parametrize(
+    ("kind", "vectorize"),
+    [("sgd", False), ("adam", True), ("own", True), ("copied", False), ("first order", True)],
+)
+def test_a_compiled_task_has_the_same_values_and_gradients(kind: str, vectorize: bool) -> None:
+    def body() -> None:
+        torch.manual_seed(0)
+        net = Net(nn.LayerNorm(3), nn.BatchNorm1d(3, track_running_stats=False))
+        expected = found(net, kind)
+        torch.testing.assert_close(found(net, kind, compile=True, vectorize=vectorize), expected)
+
+    todist.auto_init_rpc()(body)()
+
+
+@pytest.mark.parametrize("vectorize", [False, True])
+def test_on_several_workers(world: Any, vectorize: bool) -> None:
+    def body() -> None:
+        for rank in range(3):
+            todist.remote_sync_call(trace_only, partitioner=rank)
+        torch.manual_seed(0)
+        net = Net(*([] if vectorize else [nn.Dropout(0.5)]))
+        expected = found(net, "sgd")
+        for _ in range(2):
+            torch.testing.assert_close(found(net, "sgd", compile=True, vectorize=vectorize), expected)
+
+    world(3).on_zero(body)
+
+
+@pytest.mark.parametrize("vectorize", [False, True])
+def test_a_call_without_gradients_uses_the_same_program(graphs: list[Any], vectorize: bool) -> None:
+    def body() -> None:
+        net = Net()
+        expected = found(net, "sgd", compile=True, vectorize=vectorize)[0]
+        assert len(graphs) == 1
+        with torch.no_grad():
+            torch.manual_seed(1)
+            x = torch.randn(TASKS, ROWS, 3, dtype=torch.float64)
+            y = torch.randn(TASKS, ROWS, 1, dtype=torch.float64)
+            lr = torch.tensor(0.1, dtype=torch.float64, requires_grad=True)
+            spread = todist.parallelize(todist.tasks, todist.stack_reducer, compile=True, vectorize=vectorize)
+            losses = spread(adapted_loss)(net, lr, "sgd", x, y)
+        assert not losses.requires_grad
+        torch.testing.assert_close(losses, expected)
+        assert len(graphs) == 1
+
+    todist.auto_init_rpc()(body)()
+
+
+def test_a_function_that_is_made_anew_at_each_call_is_compiled_once(graphs: list[Any]) -> None:
+    def body() -> None:
+        for factor in (2.0, 3.0, 4.0):
+            weight = torch.tensor([factor, 1.0])
+
+            def task(x: Tensor, weight: Tensor = weight) -> Tensor:
+                return (x * weight).sum()
+
+            call = todist.parallelize(todist.tasks, todist.sum_reducer, compile=True)(task)
+            torch.testing.assert_close(call(torch.ones(3, 2)), torch.tensor(3 * (factor + 1)))
+        assert len(graphs) == 1
+
+    todist.auto_init_rpc()(body)()
+
+
+def test_a_number_that_a_task_closes_over_is_never_stale(graphs: list[Any]) -> None:
+    def body() -> None:
+        for factor in (2.0, 3.0, 2.0):
+            call = todist.parallelize(todist.tasks, todist.sum_reducer, compile=True)(times(factor))
+            torch.testing.assert_close(call(torch.ones(3, 2)), torch.tensor(6 * factor))
+
+    todist.auto_init_rpc()(body)()
+
+
+def times(factor: float) -> Any:
+    return lambda x: factor * x.sum()
+
+
+def of_two_branches(x: Tensor) -> Tensor:
+    return x.sum() if x.sum() > 1 else -x.sum()
+
+
+def with_an_inner_loop(x: Tensor) -> Any:
+    return todist.inner_loop(lambda w: (w**2).sum(), todist.sgd(lr=0.25), x, 2).params.sum()
+
+
+@pytest.mark.parametrize("task", [of_two_branches, with_an_inner_loop])
+@pytest.mark.usefixtures("graphs")
+def test_what_the_compiler_refuses_runs_as_it_is(task: Any) -> None:
+    def body() -> None:
+        x = torch.randn(3, 2, requires_grad=True)
+        with pytest.warns(
+            UserWarning, match=f"the task '{task.__name__}' with compile=True runs as without it, since"
+        ):
+            made = todist.parallelize(todist.tasks, todist.stack_reducer, compile=True)(task)(x)
+        expected = torch.stack([task(row) for row in x])
+        torch.testing.assert_close(made, expected)
+        torch.testing.assert_close(*(torch.autograd.grad(each.sum(), x)[0] for each in (made, expected)))
+
+    todist.auto_init_rpc()(body)()
+
+
+def with_an_error(x: Tensor) -> Tensor:
+    raise ValueError("this is the task's own")
+
+
+@pytest.mark.usefixtures("graphs")
+def test_an_error_of_the_task_is_its_own() -> None:
+    def body() -> None:
+        for options in ({}, {"vectorize": True}):
+            with pytest.raises(ValueError, match="this is the task's own"):
+                todist.parallelize(todist.tasks, compile=True, **options)(with_an_error)(torch.ones(3, 2))
+        with pytest.raises(TypeError, match="compile must be True or False, got 'yes'"):
+            todist.parallelize(todist.tasks, compile="yes")(with_an_error)(torch.ones(3, 2))
+
+    todist.auto_init_rpc()(body)()
+
+
+NORMS = {
+    "layer_norm": lambda z, w, b: F.layer_norm(z, (5,), w, b),
+    "torch.layer_norm": lambda z, w, b: torch.layer_norm(z, (5,), w, b),
+    "batch_norm": lambda z, w, b: F.batch_norm(z, None, None, w, b, True),
+    "instance_norm": lambda z, w, b: F.instance_norm(z[None], None, None, w[:1].expand(ROWS), None)[0] + b,
+}
+
+
+@pytest.mark.usefixtures("graphs")
+@pytest.mark.parametrize("name", NORMS)
+def test_normalization_in_a_task_that_calls_torch_func_is_differentiated_by_its_formula(
+    name: str,
+) -> None:
+    """Torch's derivative is wrong there; see ``torchopt_dist/_formulas``."""
+
+    def task(p: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        def loss(p: dict[str, Tensor]) -> Tensor:
+            return F.mse_loss(NORMS[name](x @ p["a"], p["w"], p["b"]) @ p["c"], y)
+
+        grads = torch.func.grad(loss)(p)
+        return loss({key: p[key] - 0.1 * grads[key] for key in p})
+
+    def body() -> None:
+        torch.manual_seed(0)
+        p = {"a": torch.randn(3, 5), "w": torch.rand(5), "b": torch.randn(5), "c": torch.randn(5, 1)}
+        p = {key: value.double().requires_grad_() for key, value in p.items()}
+        x, y = torch.randn(4, ROWS, 3).double(), torch.randn(4, ROWS, 1).double()
+        results = []
+        for options in ({}, {"vectorize": True, "compile": True}):
+            losses = todist.parallelize(todist.tasks, todist.stack_reducer, **options)(task)(
+                todist.replicated(p), x, y
+            )
+            results.append([losses, *torch.autograd.grad(losses.sum(), list(p.values()))])
+        torch.testing.assert_close(*results)
+
+    todist.auto_init_rpc()(body)()
