@@ -11,11 +11,21 @@ from torchopt_dist import _torch_private as private
 config = pytest.importorskip("torch._dynamo.config")
 
 
-def test_the_settings_hold_inside_of_the_context_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config, "trace_autograd_ops", False)
+def test_the_settings_hold_inside_of_the_context_only() -> None:
+    assert not config.trace_autograd_ops
     with private.tracing_gradients():
         assert config.trace_autograd_ops
     assert not config.trace_autograd_ops
+
+
+def test_code_that_is_traced_in_the_context_knows_it() -> None:
+    def value() -> int:
+        return 1 if private.gradients_are_traced() else 2
+
+    compiled = torch.compile(value, backend="eager", fullgraph=True)
+    assert (value(), compiled()) == (2, 2)
+    with private.tracing_gradients():
+        assert (value(), compiled()) == (2, 1)
 
 
 def test_a_setting_that_torch_lacks_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ function looks its name up when it is called, and says what is lost where the na
 
 from __future__ import annotations
 
-from torchopt_dist._torch_private.compiler import traced_samples, tracing_gradients
+from torchopt_dist._torch_private.compiler import gradients_are_traced, traced_samples, tracing_gradients
 from torchopt_dist._torch_private.engine import (
     advance_sequence_numbers,
     asking_thread,
@@ -100,6 +100,7 @@ __all__ = [
     "frame_of",
     "fused_step",
     "grad_of_loss",
+    "gradients_are_traced",
     "grads_inside_transforms",
     "has_hooks",
     "has_kernel",

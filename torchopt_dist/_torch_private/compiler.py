@@ -37,6 +37,11 @@ _SETTINGS = (
 )
 
 
+def gradients_are_traced() -> bool:
+    """Whether the compiler traces the code that asks, in the context of :func:`tracing_gradients`."""
+    return torch.compiler.is_compiling() and bool(getattr(torch._dynamo.config, "trace_autograd_ops", False))
+
+
 class TracedSamples(NamedTuple):
     """The ``vmap`` around code that the compiler traces."""
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar, cast, overload, runtime_checkable
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from torchopt_dist import pytree
+from torchopt_dist._torch_private import gradients_are_traced
 from torchopt_dist._vmap import detach_, detached, has_history
 from torchopt_dist.nn import _tensor_dicts
 from torchopt_dist.nn._module_copy import copied
@@ -193,12 +193,7 @@ def module_clone(
         TypeError: ``target`` is none of these.
         ValueError: ``by`` is none of the modes.
     """
-    if (
-        torch.compiler.is_compiling()
-        and isinstance(target, nn.Module)
-        and device is None
-        and not detach_buffers
-    ):
+    if gradients_are_traced() and isinstance(target, nn.Module) and device is None and not detach_buffers:
         return cast("T", traced_copy(target, by))
     take = TensorCopier(by, device)
     if isinstance(target, nn.Module):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torchopt_dist import pytree
 from torchopt_dist._evaluation import NormalTensors, is_evaluating, need_gradients, with_gradients
 from torchopt_dist._formulas.attention import attention_by_formula, without_fast_path
-from torchopt_dist._torch_private import vmaps
+from torchopt_dist._torch_private import gradients_are_traced, vmaps
 from torchopt_dist._vmap import for_each_sample, has_history, leaf, values_of
 from torchopt_dist.diff.adjoints import Adjoint, Recorded
 from torchopt_dist.diff.inner_loop import InnerLoopResult, inner_loop
@@ -96,7 +96,7 @@ class MetaOptimizer:
 
     def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         cls = type(self)
-        if torch.compiler.is_compiling():
+        if gradients_are_traced():
             self._begin_traced(module, *args, **kwargs)
             return
         self._options: dict[str, Any] | None = None
@@ -186,7 +186,7 @@ class MetaOptimizer:
             RuntimeError: the step is recorded, and a backward pass would compute a part of the loss again, as with
                 ``torch.utils.checkpoint``, but with the parameters of a later step. Use :meth:`run` for such a loss.
         """
-        if torch.compiler.is_compiling():
+        if gradients_are_traced():
             value = loss if isinstance(loss, Tensor) else loss()
             self._traced_values, state = traced_step(
                 self.impl, self.modules[0], self._traced_values, self._states[0], value, first_order
