@@ -148,6 +148,29 @@ def test_optimizers_that_need_the_tree(name: str) -> None:
     assert_same(todist.Recorded(), net(), OPTIMIZERS_OF_TREES[name])
 
 
+def test_meta_tensors_and_rates_may_have_a_history() -> None:
+    scale = torch.tensor([0.5, 2.0], dtype=torch.float64, requires_grad=True)
+    xs = torch.tensor([[1.0, 2.0], [2.0, 3.0], [0.5, 0.6]], dtype=torch.float64, requires_grad=True)
+    w = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
+
+    def run(adjoint: Any, compile: bool) -> tuple[Tensor, ...]:
+        weights = scale.exp()
+        made = todist.inner_loop(
+            lambda w, x: (weights * x * w**4).sum(),
+            todist.adam(lr=scale.sum() / 100),
+            2 * w,
+            lambda step: xs[step].sin(),
+            steps=3,
+            meta=(weights, xs),
+            adjoint=adjoint,
+            compile=compile,
+        )
+        return torch.autograd.grad(made.params.sum(), (scale, xs, w), materialize_grads=True)
+
+    for adjoint in (todist.Recorded(), todist.Replayed(), todist.Truncated(2)):
+        torch.testing.assert_close(run(adjoint, True), run(adjoint, False))
+
+
 def test_autocast_is_that_of_the_loop() -> None:
     module = net().float()
 
@@ -345,10 +368,15 @@ def test_what_the_compiler_refuses_runs_as_it_is() -> None:
         return w.sum() ** 2 if w.sum() > 1 else w.sum()
 
     w = torch.tensor([1.0, 2.0], requires_grad=True)
-    with pytest.warns(UserWarning, match="runs as without it, since the compiler refuses it: .*[Bb]ranch"):
-        made = todist.inner_loop(loss, todist.sgd(lr=0.1), w, 2, compile=True)
-    expected = todist.inner_loop(loss, todist.sgd(lr=0.1), w, 2)
-    torch.testing.assert_close(made.params, expected.params)
+    expected = todist.inner_loop(loss, todist.sgd(lr=0.1), w, 3)
+    for adjoint in (todist.Recorded(), todist.Replayed(), todist.FirstOrder()):
+        _program._program.cache_clear()
+        with pytest.warns(
+            UserWarning, match="runs as without it, since the compiler refuses it: .*[Bb]ranch"
+        ):
+            made = todist.inner_loop(loss, todist.sgd(lr=0.1), w, 3, adjoint=adjoint, compile=True)
+        torch.testing.assert_close(made.params, expected.params)
+        torch.testing.assert_close(made.losses, expected.losses)
 
 
 def test_without_a_cpp_compiler_the_loop_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchopt_dist as todist
+from torchopt_dist import _programs
 
 MORE = os.environ.get("TODIST_FUZZ_LOOPS")
 LOOPS = int(MORE or 15)
@@ -64,6 +65,7 @@ class Drawn:
         self.optimizer = draw.choice(OPTIMIZERS)
         self.twice = draw.random() < 0.3
         self.vmap = draw.random() < 0.4
+        self.compiles = bool(MORE) and not self.twice and draw.random() < 0.2
 
     def _block(self, width: int) -> nn.Module:
         draw = self.draw
@@ -97,7 +99,7 @@ class Drawn:
         params = [p for p in self.net.parameters() if p.requires_grad]
         return [*params, self.lr, self.weights, self.scale, self.xs]
 
-    def outer(self, adjoint: Any, xs: Tensor, labels: Tensor) -> Tensor:
+    def outer(self, adjoint: Any, xs: Tensor, labels: Tensor, *, compile: bool = False) -> Tensor:
         """An outer loss of one task."""
 
         def loss(params: Any, x: Tensor) -> Any:
@@ -116,12 +118,14 @@ class Drawn:
             loss,
             self.optimizer(self.lr),
             dict(self.net.named_parameters()) if self.is_tree else self.net,
-            list(xs) if self.reads == "rows" else lambda step: xs[step],
-            meta=(self.weights, self.scale, self.factor, xs),
+            list(xs) if compile or self.reads == "rows" else lambda step: xs[step],
+            # Tensors that depend on each other are not compiled.
+            meta=(self.weights, self.factor, *(() if compile else (self.scale, xs))),
             adjoint=adjoint,
             has_aux=self.has_aux,
             seed=self.seed,
             steps=self.steps,
+            compile=compile,
         )
         params = list(result.params.values() if self.is_tree else result.params.parameters())
         return sum((p.square().sum() for p in params), result.losses.square().sum())
@@ -130,7 +134,7 @@ class Drawn:
         made: Tensor = torch.func.functional_call(self.net, params, (x,))
         return made
 
-    def found(self, adjoint: Any, *, vmap: bool) -> list[Tensor]:
+    def found(self, adjoint: Any, *, vmap: bool, compile: bool = False) -> list[Tensor]:
         """Outer losses, their gradients, and perhaps second derivatives."""
         if vmap:
             values = torch.vmap(lambda xs, labels: self.outer(adjoint, xs, labels), randomness="same")(
@@ -138,7 +142,7 @@ class Drawn:
             )
         else:
             tasks = zip(self.xs, self.labels, strict=True)
-            values = torch.stack([self.outer(adjoint, xs, labels) for xs, labels in tasks])
+            values = torch.stack([self.outer(adjoint, xs, labels, compile=compile) for xs, labels in tasks])
         found = [values]
         for again in range(1 + self.twice):
             whole = sum((made.square().sum() for made in found[again:] if made.requires_grad), values.sum())
@@ -156,8 +160,10 @@ class Drawn:
         return [made.detach() for made in found]
 
 
-@pytest.mark.timeout(max(300, LOOPS))
-def test_random_loops_have_the_gradients_of_recorded_ones() -> None:
+@pytest.mark.timeout(max(300, 4 * LOOPS))
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_random_loops_have_the_gradients_of_recorded_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_programs, "how_to_compile", lambda _constant: {"backend": "aot_eager"})
     print(f"TODIST_FUZZ_SEED={SEED}: {LOOPS} loops")
     for seed in range(SEED, SEED + LOOPS):
         drawn = Drawn(seed)
@@ -168,8 +174,10 @@ def test_random_loops_have_the_gradients_of_recorded_ones() -> None:
                 "recorded in vmap": (todist.Recorded(), True),
                 "replayed in vmap": (drawn.adjoint(), True),
             }
+        if drawn.compiles:
+            ways["compiled"] = (todist.Replayed(snapshots=drawn.draw.choice([None, 2])), False)
         for way, (adjoint, vmap) in ways.items():
-            found = drawn.found(adjoint, vmap=vmap)
+            found = drawn.found(adjoint, vmap=vmap, compile=way == "compiled")
             differing = _difference(found, expected)
             if differing and _is_beyond_rounding(seed, found, expected):
                 raise AssertionError(f"TODIST_FUZZ_SEED={seed}, {way}, {adjoint}: {differing}")

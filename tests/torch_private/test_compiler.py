@@ -52,3 +52,29 @@ def test_without_the_name_what_is_traced_is_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.delattr(torch._C, "_are_functorch_transforms_active")
     with pytest.raises(AttributeError, match="_are_functorch_transforms_active"):
         private.traced_samples()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_without_the_function_tensors_with_a_history_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    torchs = pytest.importorskip("torch._dynamo.variables.torch")
+    leaf = torch.tensor([1.0, 2.0], requires_grad=True)
+    outside = leaf.exp()
+
+    def function(x: Tensor) -> Tensor:
+        inside = x.view_as(x)
+        return torch.autograd.grad((inside**2 * outside).sum(), inside, create_graph=True)[0]
+
+    def made() -> Tensor:
+        torch.compiler.reset()
+        with private.tracing_gradients():
+            compiled = torch.compile(function, backend="eager", fullgraph=True)
+            return torch.autograd.grad(compiled(torch.ones(2, requires_grad=True)).sum(), leaf)[0]
+
+    with private.tracing_gradients():
+        pass
+    torch.testing.assert_close(made(), 2 * leaf.exp())
+    monkeypatch.setattr(torchs, "_collect_all_grad_fns", torchs._collect_all_grad_fns._torchs)
+    monkeypatch.setattr(private.compiler, "_let_inputs_have_a_history", lambda: None)
+    outside = leaf.exp()
+    with pytest.raises(RuntimeError, match="external grad_fn"):
+        made()

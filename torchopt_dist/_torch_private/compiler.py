@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -15,10 +16,16 @@ from torch import Tensor
 def tracing_gradients() -> Iterator[None]:
     """A context in which the compiler traces ``torch.autograd.grad``, for programs that can go backward several times.
 
+    Tensors from outside may have a history, which the gradient must not go into: it is taken with respect to tensors
+    that the function itself has made.
+
     Without the first name the compiler refuses such a function, and it runs as it is; without the second one, a second
-    backward pass through a program, with ``retain_graph=True``, is an error of torch's that says so.
+    backward pass through a program, with ``retain_graph=True``, is an error of torch's that says so. Without that of
+    the third function, what uses a tensor with a history is refused.
     """
     before = []
+    _let_inputs_have_a_history()
+    ours = _ours.set(True)
     for module, name, value in _SETTINGS:
         config = import_module(module)  # it takes a second, and only programs that compile need it
         if hasattr(config, name):  # not by `config.patch`, which makes a class at each call
@@ -27,10 +34,31 @@ def tracing_gradients() -> Iterator[None]:
     try:
         yield
     finally:
+        _ours.reset(ours)
         for config, name, value in before:
             setattr(config, name, value)
 
 
+def _let_inputs_have_a_history() -> None:
+    """Have the compiler find no history of inputs while it traces in :func:`tracing_gradients`, once for all."""
+    module: Any = import_module("torch._dynamo.variables.torch")
+    torchs = getattr(module, "_collect_all_grad_fns", None)
+    if torchs is not None and not isinstance(torchs, _Histories):
+        module._collect_all_grad_fns = _Histories(torchs)
+
+
+class _Histories:
+    """The nodes of the graph that a tensor is from, or none where they are not asked for."""
+
+    def __init__(self, torchs: Callable[[Tensor], set[Any]]) -> None:
+        self._torchs = torchs
+
+    def __call__(self, tensor: Tensor) -> set[Any]:
+        """Find them."""
+        return set() if _ours.get() else self._torchs(tensor)
+
+
+_ours: ContextVar[bool] = ContextVar("ours", default=False)
 _SETTINGS = (
     ("torch._dynamo.config", "trace_autograd_ops", True),
     ("torch._functorch.config", "donated_buffer", False),

@@ -237,7 +237,7 @@ class Loop:
                 return self._gradient_in_transform(carry, number)
         if not torch.is_grad_enabled():
             with torch.enable_grad():
-                return self.gradient(carry, number, record=record, watch=watch)
+                return Loop.gradient(self, carry, number, record=record, watch=watch)
         with Turn(exclusive=True):
             leaves = list(carry.params)
             wanted = []

@@ -118,8 +118,8 @@ class CompiledLoop(Loop):
                 stacklevel=4,
             )
             return otherwise()
-        batch = () if self.batches is None else (self.batch(number),)
         with torch.set_grad_enabled(record), Turn(exclusive=True):
+            batch = () if self.batches is None else (self.batch(number),)
             seed_step(self.seed, number)
             return program(self.parts, carry, constants_of_loop(self), batch, record, otherwise=otherwise)
 
