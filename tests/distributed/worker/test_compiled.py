@@ -5,6 +5,8 @@ Programs are traced, and consist of torch's own operations, so no C++ compiler i
 
 from __future__ import annotations
 
+import gc
+import sys
 import warnings
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 
 import torchopt_dist as todist
 from torchopt_dist import _programs
-from torchopt_dist.distributed.worker import compiled
+from torchopt_dist.distributed.worker import _sent_function, compiled
 
 pytestmark = [
     pytest.mark.compiles,
@@ -168,6 +170,51 @@ def test_a_number_that_a_task_closes_over_is_never_stale(graphs: list[Any]) -> N
             torch.testing.assert_close(call(torch.ones(3, 2)), torch.tensor(6 * factor))
 
     todist.auto_init_rpc()(body)()
+
+
+SENT = """
+def task(x):
+    return helper(A * x.sum()) + B
+def helper(x):
+    return B * x
+"""
+
+
+def test_global_names_of_a_function_that_was_sent_are_its_own(graphs: list[Any]) -> None:
+    """As on a worker of `launch`, whose main module has none of these names, or others."""
+    x = torch.ones(2)
+    given = [(1.0, 1.0), (2.0, 1.0), (2.0, 5.0), (1.0, 1.0), (2.0, 5.0)]
+    for a, b in given:
+        names: dict[str, Any] = {"A": a, "B": b, "__name__": "__main__"}
+        exec(SENT, names)
+        assert compiled.compiled(names["task"])(x) == 2 * a * b + b
+    assert len(graphs) == 3
+
+
+def test_homes_of_functions_are_not_kept_for_ever() -> None:
+    for a in range(100):
+        names: dict[str, Any] = {"A": object(), "B": a, "__name__": "__main__"}
+        exec(SENT, names)
+        _sent_function.at_home(names["task"])
+    del names
+    gc.collect()
+    assert sum(name.startswith("torchopt_dist_sent_") for name in sys.modules) <= 64
+
+
+def test_functions_of_the_main_module_on_workers_that_do_not_have_it(world: Any) -> None:
+    def helper(x: Tensor) -> Tensor:
+        return 2 * x
+
+    def body() -> None:
+        for rank in range(2):
+            todist.remote_sync_call(trace_only, partitioner=rank)
+        for _ in range(2):
+            call = todist.parallelize(todist.tasks, todist.sum_reducer, compile=True)(
+                lambda x: helper(x.sum())
+            )
+            assert call(torch.ones(4, 3)) == 24
+
+    world(2).on_zero(body)
 
 
 def times(factor: float) -> Any:

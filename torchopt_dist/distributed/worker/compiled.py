@@ -1,12 +1,10 @@
 """A task's function → the same function as a program of torch's compiler, kept for the process.
 
-The program computes with gradients, also for a caller without: a task may adapt a module inside. A function that comes
-by value has new code each time it arrives, which is replaced by the equal code that came first, as programs go by code.
+The program computes with gradients, also for a caller without: a task may adapt a module inside.
 """
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -17,13 +15,14 @@ from torch import Tensor
 
 from torchopt_dist._formulas.traced import TracedNormalization
 from torchopt_dist._programs import Program, code_of
+from torchopt_dist.distributed.worker._sent_function import at_home
 
 __all__ = ["compiled", "compiled_vmap"]
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, called through its program."""
-    program, same = _program(_task, code_of(function)), _with_first_code(function)
+    program, same = _program(_task, code_of(function)), at_home(function)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return _called(program, (same, args, kwargs), lambda: function(*args, **kwargs))
@@ -46,7 +45,7 @@ def compiled_vmap(
     if optree.tree_leaves(places, none_is_leaf=True) != list(range(len(leaves))):
         return None  # a container that only we know
     shared = [None if place in mapped else leaf for place, leaf in enumerate(leaves)]
-    program, same = _program(_tasks, code_of(function)), _with_first_code(function)
+    program, same = _program(_tasks, code_of(function)), at_home(function)
     return lambda otherwise, *tensors: _called(program, (same, places, shared, mapped, tensors), otherwise)
 
 
@@ -84,25 +83,6 @@ def _tasks(
 def _program(run: Callable[..., Any], code: Any) -> Program:
     name = getattr(code, "co_qualname", None) or getattr(code, "co_name", repr(code))
     return Program(run, f"the task {name!r}")
-
-
-def _with_first_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    if not isinstance(function, types.FunctionType):
-        return function
-    code = _first(function.__code__)
-    if code is function.__code__:
-        return function
-    made = types.FunctionType(
-        code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
-    )
-    made.__kwdefaults__ = function.__kwdefaults__
-    return made
-
-
-@lru_cache(maxsize=256)
-def _first(code: types.CodeType) -> types.CodeType:
-    """Of codes that are equal, the one that came first."""
-    return code
 
 
 def _in_its_mode(otherwise: Callable[[], Any]) -> Any:
