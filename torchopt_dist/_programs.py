@@ -7,6 +7,8 @@ Dynamo keeps the programs of a function with its code, eight at most, and looks 
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import time
 import types
 import warnings
@@ -60,7 +62,7 @@ class Program:
             return otherwise()
         begun = time.perf_counter()
         if not self._has_run:
-            _log.info("%s is compiled at its first call, which takes some 10 to 60 s", self._name)
+            _tell(f"compiling {self._name}, which takes some 10 to 60 s at its first call")
         try:
             with tracing_gradients():
                 made = self._compiled(*arguments)
@@ -75,7 +77,7 @@ class Program:
             return made
         if not self._has_run:
             self._has_run = True
-            _log.info("%s was compiled in %.1f s", self._name, time.perf_counter() - begun)
+            _tell(f"compiled {self._name} in {time.perf_counter() - begun:.1f} s")
         return made
 
 
@@ -113,6 +115,13 @@ def _guards_of_user(constant: tuple[str, ...], guards: Sequence[Any]) -> list[bo
         not (guard.name.startswith(constant) or any(name in guard.name for name in _OF_LIBRARIES))
         for guard in guards
     ]
+
+
+def _tell(text: str) -> None:
+    """Say it in the log, and in a terminal once a host, where somebody may wait."""
+    _log.info(text)
+    if sys.stderr.isatty() and os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"torchopt_dist: {text}", file=sys.stderr, flush=True)
 
 
 def _first_line(error: Exception) -> str:

@@ -6,6 +6,7 @@ Most tests trace, and take torch's ops in the place of kernels: what is ours is 
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -377,6 +378,15 @@ def test_what_the_compiler_refuses_runs_as_it_is() -> None:
             made = todist.inner_loop(loss, todist.sgd(lr=0.1), w, 3, adjoint=adjoint, compile=True)
         torch.testing.assert_close(made.params, expected.params)
         torch.testing.assert_close(made.losses, expected.losses)
+
+
+def test_the_log_says_that_a_loop_is_compiled_and_for_how_long(caplog: pytest.LogCaptureFixture) -> None:
+    w = torch.tensor([1.0, 2.0], requires_grad=True)
+    with caplog.at_level("INFO", logger="torchopt_dist"):
+        todist.inner_loop(lambda w: (w**2).sum(), todist.sgd(lr=0.25), w, 2, compile=True)
+    said = [record.getMessage() for record in caplog.records if record.name == "torchopt_dist"]
+    assert said[0] == "compiling an inner loop, which takes some 10 to 60 s at its first call"
+    assert re.fullmatch(r"compiled an inner loop in \d+\.\d s", said[1])
 
 
 def test_without_a_cpp_compiler_the_loop_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
