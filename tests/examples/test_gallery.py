@@ -79,11 +79,10 @@ def test_the_gradient_goes_through_the_other_player_s_step() -> None:
         assert float(own.grad @ direction) == pytest.approx(slope, rel=1e-2)
 
 
-def test_the_compiled_program_has_the_same_curve(tmp_path: Path) -> None:
-    short = ("--meta-steps", 3, "--inner-steps", 1, "--tasks", 4)
-    printed = run("torch_func_maml", tmp_path, *short, "--backend", "eager")
-    plain, compiled = re.findall(rf"loss ({NUMBER}) -> ({NUMBER}), inner rate ({NUMBER});", printed)
-    assert plain == compiled
+def test_the_program_that_compiles_learns_without_the_compiler(tmp_path: Path) -> None:
+    printed = run("compiled_maml", tmp_path, "--meta-steps", 40, "--inner-steps", 1, "--no-compile")
+    ((before, after),) = re.findall(rf"not compiled loss ({NUMBER}) -> ({NUMBER});", printed)
+    assert float(after) < float(before)
 
 
 def test_a_transformer_adapts_alike_on_one_and_two_workers(tmp_path: Path) -> None:

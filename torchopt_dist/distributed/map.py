@@ -90,6 +90,7 @@ def map(
         vectorize: whether a worker runs its tasks in one :func:`torch.func.vmap`; the tasks' tensors must then have the
             same shapes.
         chunk_size: how many tasks run at once, if vectorized; ``None`` means all.
+        compile: whether each worker compiles what it runs by ``torch.compile``; see :func:`remote_sync_call`.
         device: where a worker moves the tensors among its arguments first; see :func:`remote_sync_call`.
         isolate_own_share: whether this worker's own tasks get leaves and copies, as the other workers' do.
         strict: whether to raise if results depend on a worker's own parameters; see :func:`remote_sync_call`.
