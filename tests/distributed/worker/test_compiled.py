@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import sys
 import warnings
+from threading import Lock
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
 ROWS, TASKS = 6, 4
+TWO = {"two": 2}
 
 
 def trace_only(compiles: list[Any] | None = None) -> None:
@@ -185,7 +187,7 @@ def test_global_names_of_a_function_that_was_sent_are_its_own(graphs: list[Any])
     x = torch.ones(2)
     given = [(1.0, 1.0), (2.0, 1.0), (2.0, 5.0), (1.0, 1.0), (2.0, 5.0)]
     for a, b in given:
-        names: dict[str, Any] = {"A": a, "B": b, "__name__": "__main__"}
+        names: dict[str, Any] = {"A": torch.tensor([a]), "B": b, "__name__": "__main__"}
         exec(SENT, names)
         assert compiled.compiled(names["task"])(x) == 2 * a * b + b
     assert len(graphs) == 3
@@ -193,7 +195,7 @@ def test_global_names_of_a_function_that_was_sent_are_its_own(graphs: list[Any])
 
 def test_homes_of_functions_are_not_kept_for_ever() -> None:
     for a in range(100):
-        names: dict[str, Any] = {"A": object(), "B": a, "__name__": "__main__"}
+        names: dict[str, Any] = {"A": Lock(), "B": a, "__name__": "__main__"}
         exec(SENT, names)
         _sent_function.at_home(names["task"])
     del names
@@ -203,7 +205,7 @@ def test_homes_of_functions_are_not_kept_for_ever() -> None:
 
 def test_functions_of_the_main_module_on_workers_that_do_not_have_it(world: Any) -> None:
     def helper(x: Tensor) -> Tensor:
-        return 2 * x
+        return TWO["two"] * x
 
     def body() -> None:
         for rank in range(2):
