@@ -84,7 +84,7 @@ def inner_loop(
         steps: the number of steps. It is needed if ``batches`` is a function, and is at most the length of a sequence.
         stop: called after each step with its number and its loss; if it returns true, that step is the last one.
         compile: compile the steps by ``torch.compile``: the first step of a kind takes some 10 to 40 s, and later ones
-            a third of the time in a small network. Where the compiler refuses, a warning says why, and the steps run
+            half of the time in a small network. Where the compiler refuses, a warning says why, and the steps run
             as without. See the page on compiled loops for what that is, and for what a step must not do.
 
     Returns:
