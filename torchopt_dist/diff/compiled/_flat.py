@@ -24,8 +24,8 @@ from torchopt_dist.typing import OptionalTensor, OptState
 
 __all__ = ["FlatModel", "Pieces", "flattened"]
 
-Pieces = tuple[tuple[int, int, int, tuple[int, ...]], ...]
-"""For each parameter in the vector: its place among the leaves, where it begins, its size, and its shape."""
+Pieces = tuple[tuple[int, int, tuple[int, ...]], ...]
+"""For each parameter in the vector: its place among the leaves, its size, and its shape."""
 
 
 class FlatModel(Model):
@@ -33,12 +33,8 @@ class FlatModel(Model):
 
     def __init__(self, model: Model, places: Sequence[int]) -> None:
         self.model, self._spec = model, None
-        begin, pieces = 0, []
-        for place in places:
-            leaf = model.leaves[place]
-            pieces.append((place, begin, leaf.numel(), tuple(leaf.shape)))
-            begin += leaf.numel()
-        self.pieces: Pieces = tuple(pieces)
+        leaves = [(place, model.leaves[place]) for place in places]
+        self.pieces: Pieces = tuple((place, leaf.numel(), tuple(leaf.shape)) for place, leaf in leaves)
         self.leaves = [self.vector(model.leaves)]
         self.buffers = model.buffers
         self.moved_places, self.first_places = [0], [0]
@@ -50,8 +46,9 @@ class FlatModel(Model):
     def split(self, vector: Tensor, leaves: Sequence[Any] | None = None) -> list[Any]:
         """The leaves of the other model, or others, with those that are in a vector in their places."""
         found = list(self.model.leaves if leaves is None else leaves)
-        for place, begin, size, shape in self.pieces:
-            found[place] = vector[begin : begin + size].view(shape)
+        vectors = vector.split([size for _, size, _ in self.pieces])
+        for (place, _, shape), part in zip(self.pieces, vectors, strict=True):
+            found[place] = part.view(shape)
         return [found[place] for place in self.model.first_places]
 
     def filled(self, leaves: Sequence[Tensor], buffers: Sequence[Tensor]) -> Any:

@@ -136,9 +136,10 @@ def step(
 def _for_loss(parts: Parts, leaves: list[Tensor], constants: list[Tensor]) -> list[Tensor]:
     """The leaves that the loss takes."""
     if parts.pieces is not None:
-        vector, leaves = leaves[0], list(constants)
-        for place, begin, size, shape in parts.pieces:
-            leaves[place] = vector[begin : begin + size].view(shape)
+        vectors = leaves[0].split([size for _, size, _ in parts.pieces])  # whose gradient is one `cat`
+        leaves = list(constants)
+        for (place, _, shape), vector in zip(parts.pieces, vectors, strict=True):
+            leaves[place] = vector.view(shape)
     return [leaves[place] for place in parts.argument_first]
 
 
