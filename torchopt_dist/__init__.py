@@ -30,6 +30,7 @@ from torchopt_dist.diff.adjoints import (
     Reptile,
     Truncated,
 )
+from torchopt_dist.diff.data_parallel import DataParallel, mean_over, vary_over
 from torchopt_dist.diff.inner_loop import InnerLoopResult, inner_loop
 from torchopt_dist.distributed import (
     Balance,
@@ -88,6 +89,7 @@ from torchopt_dist.errors import (
     AgentFailedError,
     CallTimeoutError,
     CheckpointError,
+    CollectiveError,
     InitializationError,
     NotInitializedError,
     PeerFailedError,
@@ -190,6 +192,8 @@ __all__ = [
     "ChainedGradientTransformation",
     "CheckpointError",
     "Checkpointer",
+    "CollectiveError",
+    "DataParallel",
     "DifferentiableOptimizer",
     "EmptyState",
     "EvolutionStrategies",
@@ -290,6 +294,7 @@ __all__ = [
     "lion",
     "map",
     "masked",
+    "mean_over",
     "mean_reducer",
     "module_clone",
     "module_detach_",
@@ -329,6 +334,7 @@ __all__ = [
     "tasks",
     "transform",
     "typing",
+    "vary_over",
     "visual",
     "zero_nan_hook",
 ]

@@ -213,6 +213,10 @@ class AgentFailedError(TodistError, RuntimeError):
     """The process that looks after the launched workers of one host died; its workers are ended."""
 
 
+class CollectiveError(TodistError, ConnectionError):
+    """A message among the ranks that run one loop failed: one of them has died, or has raised an error."""
+
+
 class CallTimeoutError(TodistError, TimeoutError):
     """A call outlasted its ``timeout``; the message names the worker, and its late answer is dropped."""
 

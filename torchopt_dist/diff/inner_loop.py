@@ -20,6 +20,7 @@ from torchopt_dist.diff.adjoints._declared import differentiable, tensors_of_met
 from torchopt_dist.diff.adjoints._loop import Batches, Carry, Loop, StopFn
 from torchopt_dist.diff.adjoints._model import model_of
 from torchopt_dist.diff.compiled._loop import compiled
+from torchopt_dist.diff.data_parallel import DataParallel, run_together
 from torchopt_dist.transform.base import GradientTransformation
 from torchopt_dist.typing import OptState, Params
 
@@ -54,6 +55,7 @@ def inner_loop(
     steps: int | None = None,
     stop: StopFn | None = None,
     compile: bool = False,
+    parallel: DataParallel | None = None,
 ) -> InnerLoopResult:
     """Train for some steps, so that gradients flow through the training.
 
@@ -86,6 +88,8 @@ def inner_loop(
         compile: compile the steps by ``torch.compile``: the first step of a kind takes some 10 to 40 s, and later ones
             half of the time in a small network. Where the compiler refuses, a warning says why, and the steps run
             as without. See the page on compiled loops for what that is, and for what a step must not do.
+        parallel: :class:`~torchopt_dist.DataParallel`, where all ranks of a process group run this loop together, each
+            with its part of each batch.
 
     Returns:
         The adapted parameters, the last state, the losses, and the other values that the loss returned.
@@ -108,7 +112,7 @@ def inner_loop(
     # torch.compile goes on after the loop: it takes no second derivatives.
     run = torch.compiler.disable(_inner_loop) if torch.compiler.is_compiling() else _inner_loop
     made: InnerLoopResult = run(
-        loss, optimizer, params, batches, meta, adjoint, state, has_aux, seed, steps, stop, compile
+        loss, optimizer, params, batches, meta, adjoint, state, has_aux, seed, steps, stop, compile, parallel
     )
     return made
 
@@ -126,6 +130,7 @@ def _inner_loop(
     steps: int | None,
     stop: Any,
     compile: Any,
+    parallel: Any,
 ) -> InnerLoopResult:
     if not callable(loss):
         raise TypeError(f"`loss` must be a function, got {type(loss).__name__}")
@@ -144,6 +149,12 @@ def _inner_loop(
         raise TypeError(f"`has_aux` must be True or False, got {type(has_aux).__name__} {has_aux!r}")
     if not isinstance(compile, bool):
         raise TypeError(f"`compile` must be True or False, got {type(compile).__name__} {compile!r}")
+    if parallel is not None and not isinstance(parallel, DataParallel):
+        raise TypeError(f"`parallel` must be a todist.DataParallel, got {_type_name(parallel)}")
+    if parallel is not None and compile:
+        raise ValueError(
+            "`compile` must be False with `parallel`: a step that sends messages is not compiled"
+        )
     given, count = _batches_and_steps(batches, steps)
     model = model_of(params)
     first = model.tree(model.leaves)
@@ -169,8 +180,13 @@ def _inner_loop(
         )
     if compile:
         loop = compiled(loop, adjoint)
+    if parallel is not None:
+        loop = parallel.spread(loop, adjoint, meta)
     recording = torch.is_grad_enabled()
-    outcome = adjoint.run(loop) if recording else loop.run(loop.training_step, loop.own(loop.first))
+    if recording:
+        outcome = adjoint.run(loop) if parallel is None else run_together(loop, adjoint)
+    else:
+        outcome = loop.run(loop.training_step, loop.own(loop.first))
     losses = _all_in_one(outcome.losses)
     # Where nothing is recorded, too, another loop can train the parameters on.
     carry = outcome.carry if recording else loop.cut(outcome.carry)

@@ -237,7 +237,8 @@ class MetaOptimizer:
             batches: a sequence, a function of the step's number (with ``steps=``), or a number of steps.
             adjoint: how the gradient is taken.
             meta: the tensors, trees and modules that the loss uses from outside.
-            options: ``has_aux``, ``seed``, ``steps``, ``stop`` and ``compile`` of :func:`torchopt_dist.inner_loop`.
+            options: ``has_aux``, ``seed``, ``steps``, ``stop``, ``compile`` and ``parallel`` of
+                :func:`torchopt_dist.inner_loop`.
 
         Returns:
             The result of the inner loop; its ``params`` is the optimizer's module.

@@ -56,9 +56,15 @@ def run_with_pairs(
         )
     if around.levels and not loop.is_substituted:  # inside, each tensor of a task may require grad
         held = zip(loop.declared, around.values(loop.declared), strict=True)
-        loop = replace(loop, declared=tuple(one for one, found in held if found.values.requires_grad))
+        there = [place for place, (_, found) in enumerate(held) if found.values.requires_grad]
+        loop = replace(loop, declared=tuple(loop.declared[place] for place in there))
+        if loop.ranks is not None:
+            own = frozenset(new for new, old in enumerate(there) if old in loop.ranks.own)
+            loop = replace(loop, ranks=replace(loop.ranks, own=own))
     with around.outside():
         seeds = torch.randint(2**62, (*around.sizes, samples))
+        if loop.ranks is not None:  # all ranks run the same pairs
+            seeds = loop.ranks.exchanged(seeds)[0]
     seen = watched(loop, around)
 
     def step(carry: Carry, number: int) -> tuple[Carry, Tensor, Any]:
@@ -145,9 +151,18 @@ class _Pairs:
         """The noise for each declared tensor; inside ``vmap`` each task's noise comes from its own seed."""
         sizes, own = self.around.sizes, [seed_of(seed, part) for seed in seeds.reshape(-1).tolist()]
         with self.around.outside():
-            drawn = noise_of(own, _alike(self.loop.declared))
+            drawn = self.drawn(lambda seeds: noise_of(seeds, _alike(self.loop.declared)), own)
             held = [self.around.stacked(z.reshape((*sizes, *z.shape[1:]))) for z in drawn]
         return [one.tensor() for one in held]
+
+    def drawn(self, draw: Callable[[list[int]], list[Tensor]], seeds: list[int]) -> list[Tensor]:
+        """One tensor for each declared one, drawn with these seeds; a rank's own ones with seeds of its own."""
+        ranks = self.loop.ranks
+        found = draw(seeds)
+        if ranks is not None and ranks.own:
+            of_rank = draw([(seed + (ranks.rank + 1) * 0xD1342543DE82EF95) % 2**62 for seed in seeds])
+            found = [of_rank[place] if place in ranks.own else one for place, one in enumerate(found)]
+        return found
 
 
 def _alike(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -210,10 +225,13 @@ class _Estimate(torch.autograd.Function):
         following = slopes.flip(-1).cumsum(-1).flip(-1)
         with torch.no_grad():
             of_each = [
-                weighted_noise(
+                pairs.drawn(
+                    partial(
+                        weighted_noise,
+                        weights=following[:, task].reshape(-1),
+                        tensors=_alike(pairs.loop.declared),
+                    ),
                     [seed_of(seed, part) for seed in own.tolist() for part in range(len(pairs.parts))],
-                    following[:, task].reshape(-1),
-                    _alike(pairs.loop.declared),
                 )
                 for task, own in enumerate(ctx.seeds.reshape(count, -1))
             ]
@@ -221,6 +239,9 @@ class _Estimate(torch.autograd.Function):
                 _of_values(torch.stack(one), held, pairs.around)
                 for held, one in zip(ctx.given, zip(*of_each, strict=True), strict=True)
             ]
+            ranks = pairs.loop.ranks
+            if ranks is not None:  # the gradient of a rank's own tensor is taken for that of its own loss
+                found = [one * ranks.size if place in ranks.own else one for place, one in enumerate(found)]
         nothing = (None,) * (5 + len(ctx.made))
         return (*nothing, *without_second_order(pairs.what, found))
 

@@ -36,6 +36,7 @@ from torchopt_dist.diff.adjoints._declared import differentiable
 from torchopt_dist.diff.adjoints._in_place import moved_in_place, owned
 from torchopt_dist.diff.adjoints._model import Model
 from torchopt_dist.diff.adjoints._randomness import kept_generators, seed_step
+from torchopt_dist.diff.adjoints._ranks import Ranks, local, mean
 from torchopt_dist.linear_solve._substitute import Substitute
 from torchopt_dist.transform._gradients import gradients, gradients_missing
 from torchopt_dist.transform.apply_updates import apply_updates, differentiable_step
@@ -75,6 +76,9 @@ class Loop:
 
     watch: WatchFn | None = None
     """Is shown each plain step."""
+
+    ranks: Ranks | None = None
+    """Those that run this loop together, if it is not this process alone: gradients are means over them."""
 
     @property
     def is_substituted(self) -> bool:
@@ -131,10 +135,11 @@ class Loop:
 
     def substituted(self) -> AbstractContextManager[None]:
         """A context in which ``others`` replace ``declared``."""
-        return _AS_IT_IS if self.others is None else self._substituted(self.others)
+        return _AS_IT_IS if self.others is None else self.instead_of_declared(self.others)
 
     @contextmanager
-    def _substituted(self, others: tuple[Tensor, ...]) -> Iterator[None]:
+    def instead_of_declared(self, others: Sequence[Tensor]) -> Iterator[None]:
+        """A context in which others replace ``declared``."""
         before = _substituting.set(True)
         try:
             with Substitute(self.declared, others):
@@ -247,9 +252,15 @@ class Loop:
                 leaves[place] = leaf = leaf.view_as(leaf) if record else leaf.detach().requires_grad_()
                 wanted.append(leaf)
             if record:
+                if self.ranks is not None:
+                    spread = local(self.ranks, wanted, are_params=True)
+                    for place, leaf in zip(self.model.moved_places, spread, strict=True):
+                        leaves[place] = leaf
                 loss, aux, buffers = self.evaluate(self._tied(leaves), carry.buffers, number)
                 self.model.leave()
                 found = gradients(loss.sum() if self.samples else loss, wanted, create_graph=True)
+                if self.ranks is not None:
+                    (loss,) = mean(self.ranks, [loss])
             else:
                 watch = watch or self.watch
                 look = _nothing if watch is None else partial(watch, carry, number)
@@ -258,6 +269,8 @@ class Loop:
                 )
                 if all(grad is None for grad in found):
                     gradients(loss.sum(), wanted, create_graph=False)  # says what is wrong
+                if self.ranks is not None:
+                    found, loss = self.ranks.mean_of_step(found, loss.detach())
         if loss.shape != self.samples:
             loss = loss.reshape(self.samples)
         if not record:
@@ -270,6 +283,8 @@ class Loop:
         rest: list[Any] = []
 
         def objective(moved: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+            if self.ranks is not None:
+                moved = local(self.ranks, moved, are_params=True)
             leaves = list(carry.params)
             for place, leaf in zip(self.model.moved_places, moved, strict=True):
                 leaves[place] = leaf
@@ -282,6 +297,8 @@ class Loop:
         given = [carry.params[place] for place in self.model.moved_places]
         with normalization_by_formula(), without_fast_path():
             found, loss, others = grads_inside_transforms(objective, given)
+        if self.ranks is not None:
+            (loss,) = mean(self.ranks, [loss])
         if all(grad is None for grad in found):
             raise gradients_missing(len(given), len(given))
         flat, spec, count = rest
@@ -334,7 +351,7 @@ class Loop:
         if self.others is None:
             value = self._called(leaves, buffers, number)
         else:
-            with self._substituted(self.others):
+            with self.instead_of_declared(self.others):
                 value = self._called(leaves, buffers, number)
         aux = None
         if self.has_aux:

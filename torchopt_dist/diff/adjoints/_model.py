@@ -25,6 +25,10 @@ from torchopt_dist.typing import OptionalTensor, Params, TensorContainer
 __all__ = ["Model", "ModuleModel", "TreeModel", "model_of"]
 
 
+_AVERAGING = {"DistributedDataParallel": "DistributedDataParallel", "FSDPModule": "`fully_shard`"}
+"""Classes of torch that average or gather in hooks of a backward pass, by their names."""
+
+
 class Model(ABC):
     """Parameters as lists of leaves."""
 
@@ -213,7 +217,16 @@ def model_of(params: Params | nn.Module) -> Model:
     """Make a model from the caller's parameters.
 
     Raises:
-        TypeError: a leaf of the tree is no tensor.
+        TypeError: a leaf of the tree is no tensor, or the module is under DistributedDataParallel or ``fully_shard``.
         ValueError: there are no parameters, or none requires grad.
     """
-    return ModuleModel(params) if isinstance(params, nn.Module) else TreeModel(params)
+    if not isinstance(params, nn.Module):
+        return TreeModel(params)
+    for module in params.modules():
+        wrapper = next((kind.__name__ for kind in type(module).__mro__ if kind.__name__ in _AVERAGING), None)
+        if wrapper is not None:
+            raise TypeError(
+                f"`params` must not be under {_AVERAGING[wrapper]}, whose gradients cannot be differentiated again: "
+                "give the module itself, and `parallel=todist.DataParallel()`, which averages them"
+            )
+    return ModuleModel(params)

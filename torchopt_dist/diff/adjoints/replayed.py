@@ -53,6 +53,8 @@ class Replayed(Adjoint):
             loss; or ``'reverse'`` over reverse mode, which keeps that of its gradient. If not given, it is the latter
             where the loss's intermediate results take less than twice the memory of parameters and state, or less than
             16 MiB.
+        sharded: with ``inner_loop(..., parallel=...)``: each rank keeps its part of snapshots and inner gradients, and
+            gathers them when they are needed; ``memory`` is that of one rank.
         check: evaluate the first step twice, and raise an error unless loss and gradient are the same.
 
     Raises:
@@ -78,6 +80,7 @@ class Replayed(Adjoint):
     store: str | Path | None = None
     blocks: nn.Module | Literal["auto"] | None = None
     sweep: Literal["forward", "reverse"] | None = None
+    sharded: bool = False
     check: bool = False
 
     def __post_init__(self) -> None:
@@ -92,6 +95,10 @@ class Replayed(Adjoint):
                 raise ValueError(f"`snapshots` must be at least 1, got {self.snapshots}")
         if not isinstance(self.check, bool):
             raise TypeError(f"`check` must be True or False, got {type(self.check).__name__} {self.check!r}")
+        if not isinstance(self.sharded, bool):
+            raise TypeError(
+                f"`sharded` must be True or False, got {type(self.sharded).__name__} {self.sharded!r}"
+            )
         if self.store is not None and not isinstance(self.store, (str, Path)):
             raise TypeError(f"`store` must be 'cpu' or a folder, got {type(self.store).__name__}")
         if self.blocks not in (None, "auto") and not isinstance(self.blocks, (nn.Sequential, nn.ModuleList)):
@@ -106,6 +113,8 @@ class Replayed(Adjoint):
 
     def run(self, loop: Loop) -> Outcome:
         """Run the loop; see :meth:`Adjoint.run`."""
+        if self.sharded and loop.ranks is None:
+            raise ValueError("`sharded` must be False without `parallel`: no other ranks keep a part")
         around = samples_around()
         if around is None:
             warnings.warn(
@@ -130,7 +139,8 @@ class Replayed(Adjoint):
         return by_blocks(loop, self.blocks)
 
     def _replayed(self, loop: Loop) -> Outcome:
-        return connected(Tape(loop, self._plan(loop), Store(self.store), self.sweep, self.check))
+        store = Store(self.store, loop.ranks if self.sharded else None)
+        return connected(Tape(loop, self._plan(loop), store, self.sweep, self.check))
 
     def _plan(self, loop: Loop) -> Plan:
         """What there is room for."""
@@ -144,6 +154,8 @@ class Replayed(Adjoint):
         moved = [loop.first.params[place] for place in loop.model.moved_places]
         size = max(1, bytes_of([*moved, *pytree.flatten(loop.first.state)[0], *loop.first.buffers]))
         budget = number_of_bytes(self.memory)
+        if self.sharded and loop.ranks is not None:
+            budget *= loop.ranks.size
         if budget < size:
             raise ValueError(
                 f"`memory` must have room for one snapshot, which takes {size:,} bytes, got {self.memory!r}"

@@ -6,15 +6,15 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
+from torchopt_dist.diff.adjoints._ranks import Ranks
 
 __all__ = ["Store", "bytes_of", "number_of_bytes"]
-
 
 T = TypeVar("T")
 
@@ -25,33 +25,79 @@ class Store:
     Args:
         where: ``None`` for memory, the tensors themselves; ``'cpu'`` for copies there; otherwise a folder, in which
             each is a file until it is no longer needed.
+        ranks: those that keep a part each of what is the same on all of them; ``None``: all is kept here.
     """
 
-    def __init__(self, where: str | Path | None) -> None:
-        self._where = where
+    def __init__(self, where: str | Path | None, ranks: Ranks | None = None) -> None:
+        self._where, self._ranks = where, ranks
 
     @property
     def copies(self) -> bool:
         """Whether what is kept has its own memory."""
-        return self._where is not None
+        return self._where is not None or self._ranks is not None
 
     def keep(self, value: T) -> Callable[[], T]:
         """Keep a tree of tensors; the function returned gives it back, as often as it is called."""
+        give: Callable[[], T] = (
+            self._kept(value) if self._ranks is None else self._kept_in_parts(value, self._ranks)
+        )
+        return give
+
+    def _kept_in_parts(self, value: Any, ranks: Ranks) -> Callable[[], Any]:
+        """As :meth:`keep`, on all ranks; the function gathers what the others have, so that all have to call it."""
+        leaves, spec = pytree.flatten(value)
+        whole = {id(buffer) for buffer in value.buffers}  # each rank's own
+        parted: dict[tuple[torch.dtype, torch.device], dict[int, Tensor]] = {}
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and id(leaf) not in whole and _is_worth_parting(leaf):
+                parted.setdefault((leaf.dtype, leaf.device), {})[id(leaf)] = leaf
+        alike = [
+            {name: (leaf.shape, leaf.requires_grad) for name, leaf in of.items()} for of in parted.values()
+        ]
+        flats = [torch.cat([leaf.detach().reshape(-1) for leaf in of.values()]) for of in parted.values()]
+        sizes = [len(flat) for flat in flats]
+        parts = self._kept([ranks.part(flat) for flat in flats])
+        names = [id(leaf) for leaf in leaves]
+        found = {name for of in alike for name in of}
+        # An optimizer may count its steps in place.
+        rest = [
+            None if name in found else leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+            for name, leaf in zip(names, leaves, strict=True)
+        ]
+
+        def give() -> Any:
+            back: dict[int, Tensor] = {}
+            for of, size, part in zip(alike, sizes, parts(), strict=True):
+                pieces = ranks.whole(part, size).split([shape.numel() for shape, _ in of.values()])
+                for (name, (shape, wants)), piece in zip(of.items(), pieces, strict=True):
+                    back[name] = piece.view(shape).requires_grad_(wants)
+            return pytree.unflatten(
+                spec, [back.get(name, leaf) for name, leaf in zip(names, rest, strict=True)]
+            )
+
+        return give
+
+    def _kept(self, value: Any) -> Callable[[], Any]:
         if self._where is None:
             return lambda: value
-        parts: Any = value
-        leaves, spec = pytree.flatten(parts)
+        leaves, spec = pytree.flatten(value)
         devices = [leaf.device if isinstance(leaf, Tensor) else None for leaf in leaves]
         cpu = [leaf.to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         kept = cpu if self._where == "cpu" else _File(Path(self._where), cpu)
         del cpu
 
-        def give() -> T:
+        def give() -> Any:
             held = kept.read() if isinstance(kept, _File) else kept
             back = [leaf if at is None else leaf.to(at) for leaf, at in zip(held, devices, strict=True)]
-            return cast("T", pytree.unflatten(spec, back))
+            return pytree.unflatten(spec, back)
 
         return give
+
+
+def _is_worth_parting(tensor: Tensor) -> bool:
+    """Whether a tensor has numbers of its own, and more than one; not one that is repeated."""
+    is_repeated = tensor.ndim > 0 and not any(tensor.stride())
+    return (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() > 1 and not is_repeated
 
 
 class _File:

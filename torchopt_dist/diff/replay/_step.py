@@ -115,6 +115,8 @@ class StepGradient:
             before.params[place], along[place] = sum_of(before.params[place], more), None
         if before.are_own and self._room is not None:
             mixed = [apart_from(self._room.grads, bar) for bar in mixed]
+        if self._loop.ranks is not None:  # the products of all ranks; the rest is the same on all of them
+            before.params[:] = self._loop.ranks.mean_of_products(before.params)
         return before, [plus(a, b) for a, b in zip(direct, mixed, strict=True)]
 
     def inputs(self, carry: Carry) -> tuple[Carry, list[Tensor]]:

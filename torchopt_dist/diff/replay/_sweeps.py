@@ -89,9 +89,12 @@ class ReverseOverReverse(Sweep):
         """As :meth:`Sweep.gradient`, with the graph that the products need."""
         with suppress(Exception):  # it will come again, or is one of an operation without second derivative
             self._graph = graph_of(self._loop, carry, number, values=True)
-            grads = [None if grad is None else grad.detach() for grad in self._graph.grads]
-            return put([None] * len(carry.params), self._loop.model.moved_places, grads)
-        return super().gradient(carry, number)
+        if self._graph is None:
+            return super().gradient(carry, number)
+        grads = [None if grad is None else grad.detach() for grad in self._graph.grads]
+        if self._loop.ranks is not None:
+            grads, _ = self._loop.ranks.mean_of_step(grads, self._graph.loss.detach())
+        return put([None] * len(carry.params), self._loop.model.moved_places, grads)
 
     def products(self, carry: Carry, number: int, direction: Direction) -> Products:
         """See :meth:`Sweep.products`."""

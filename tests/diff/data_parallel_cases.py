@@ -1,0 +1,225 @@
+"""Loops that run on several ranks, and the same on one: what both give is compared."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import torchopt_dist as todist
+
+EXAMPLES, INPUTS, BATCH, STEPS = 24, 5, 12, 8
+Numbers = list[Any]
+
+
+class Frozen(nn.Module):
+    """A network with a tied, a frozen and an unused parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(INPUTS, INPUTS), nn.Linear(INPUTS, INPUTS)
+        self.second.weight = self.first.weight
+        self.first.bias.requires_grad_(False)
+        self.unused = nn.Parameter(torch.ones(2))
+        self.last = nn.Linear(INPUTS, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Three logits."""
+        logits: Tensor = self.last(torch.tanh(self.second(torch.tanh(self.first(x)))))
+        return logits
+
+
+def network() -> nn.Module:
+    """A small one of blocks."""
+    return nn.Sequential(nn.Linear(INPUTS, 7), nn.Tanh(), nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+class Problem:
+    """Weights of examples, a decay and a rate, learned through a training; on a part of each batch."""
+
+    def __init__(self, rank: int, size: int, make: Callable[[], nn.Module] = network) -> None:
+        generator = torch.Generator().manual_seed(1)
+        torch.manual_seed(2)
+        self.rank, self.size, self.model = rank, size, make().double()
+        self.x = torch.randn(EXAMPLES, INPUTS, generator=generator, dtype=torch.float64)
+        self.y = torch.randint(3, (EXAMPLES,), generator=generator)
+        self.weights = (1 + 0.1 * torch.arange(EXAMPLES, dtype=torch.float64).sin()).requires_grad_()
+        self.own = self.weights.detach()[rank::size].clone().requires_grad_()
+        self.decay = torch.tensor(0.01, dtype=torch.float64, requires_grad=True)
+        self.lr = torch.tensor(0.05, dtype=torch.float64, requires_grad=True)
+
+    def batch(self, number: int) -> Tensor:
+        """The numbers of this rank's examples."""
+        of_all = (torch.arange(BATCH) + 5 * number) % EXAMPLES
+        return of_all[of_all % self.size == self.rank]
+
+    def loss(self, model: Any, at: Tensor) -> Tensor:
+        """The weighted mean over this rank's examples."""
+        each = F.cross_entropy(model(self.x[at]), self.y[at], reduction="none")
+        weights = self.own[(at - self.rank) // self.size]
+        return (weights * each).mean() + self.decay * sum((p**2).sum() for p in model.parameters())
+
+    def outer(self, model: Any) -> Tensor:
+        """The mean over this rank's part of all examples."""
+        part = slice(self.rank, None, self.size)
+        return F.cross_entropy(model(self.x[part]), self.y[part])
+
+    def gradients(self, adjoint: Any, optimizer: Any, **options: Any) -> Numbers:
+        """Of the weights (in a list, one a rank), and of what all ranks have: decay, rate, first parameters."""
+        torch.manual_seed(3 + self.rank)
+        parallel = todist.DataParallel(own=self.own) if dist.is_initialized() else None
+        steps = options.pop("steps", STEPS)
+        made = todist.inner_loop(
+            options.pop("loss", self.loss),
+            optimizer(self.lr),
+            self.model,
+            self.batch,
+            steps=steps,
+            meta=(self.own, self.decay),
+            adjoint=adjoint(),
+            parallel=parallel,
+            **options,
+        )
+        params = [p for p in self.model.parameters() if p.requires_grad]
+        value = self.outer(made.params) + made.losses.sum() * (0.1 if made.losses.requires_grad else 0)
+        found = torch.autograd.grad(value, [self.own, self.decay, self.lr, *params], allow_unused=True)
+        return [_numbers(one) for one in [*found, made.losses]]
+
+
+def _numbers(tensor: Tensor | None) -> Any:
+    return None if tensor is None else tensor.detach().tolist()
+
+
+OPTIMIZERS: dict[str, Callable[[Tensor], Any]] = {
+    "sgd": lambda lr: todist.sgd(lr=lr),
+    "momentum": lambda lr: todist.sgd(lr=lr, momentum=0.9, nesterov=True),
+    "adam": lambda lr: todist.adam(lr=lr, eps=1e-3),
+    "adamw": lambda lr: todist.adamw(lr=lr, eps=1e-3),
+    "rmsprop": lambda lr: todist.rmsprop(lr=lr, eps=1e-3),
+    "adan": lambda lr: todist.adan(lr=lr, eps=1e-3),
+    "clipped": lambda lr: todist.chain(todist.clip_grad_norm(0.1), todist.adam(lr=lr, eps=1e-3)),
+}
+ADJOINTS: dict[str, Callable[[], Any]] = {
+    "recorded": todist.Recorded,
+    "replayed": todist.Replayed,
+    "forward": lambda: todist.Replayed(sweep="forward"),
+    "reverse": lambda: todist.Replayed(sweep="reverse"),
+    "blocks": lambda: todist.Replayed(blocks="auto"),
+    "snapshots": lambda: todist.Replayed(snapshots=3),
+    "snapshots, reverse": lambda: todist.Replayed(snapshots=3, sweep="reverse"),
+    "sharded": lambda: todist.Replayed(sharded=dist.is_initialized()),
+    "sharded, snapshots": lambda: todist.Replayed(snapshots=3, sharded=dist.is_initialized()),
+    "sharded, memory": lambda: todist.Replayed(memory="20kB", sharded=dist.is_initialized()),
+    "sharded, blocks": lambda: todist.Replayed(blocks="auto", store="cpu", sharded=dist.is_initialized()),
+    "truncated": lambda: todist.Truncated(3),
+    "first order": todist.FirstOrder,
+    "reptile": todist.Reptile,
+    "finite difference": todist.FiniteDifference,
+    "sama": todist.SAMA,
+    "implicit": lambda: todist.Implicit(todist.linear_solve.solve_cg(maxiter=5, ridge=1.0)),
+}
+CASES = [("adam", name) for name in ADJOINTS] + [
+    (name, adjoint) for name in OPTIMIZERS for adjoint in ("recorded", "sharded") if name != "adam"
+]
+
+
+def _second(problem: Problem, adjoint: Any) -> Numbers:
+    parallel = todist.DataParallel(own=problem.own) if dist.is_initialized() else None
+    made = todist.inner_loop(
+        problem.loss,
+        todist.adam(lr=problem.lr, eps=1e-3),
+        problem.model,
+        problem.batch,
+        steps=4,
+        meta=(problem.own, problem.decay),
+        adjoint=adjoint(),
+        parallel=parallel,
+    )
+    given = [problem.decay, problem.lr]
+    found = torch.autograd.grad(problem.outer(made.params), given, create_graph=True)
+    again = torch.autograd.grad(found[0] * found[1], [problem.own, *given])
+    return [_numbers(one) for one in [*again, made.losses]]
+
+
+def _vmap(problem: Problem, adjoint: Any) -> Numbers:
+    parallel = todist.DataParallel(own=problem.own) if dist.is_initialized() else None
+    tree = dict(problem.model.named_parameters())
+
+    def task(shift: Tensor) -> Tensor:
+        def loss(params: Any, at: Tensor) -> Tensor:
+            logits = torch.func.functional_call(problem.model, params, (problem.x[at] + shift,))
+            each = F.cross_entropy(logits, problem.y[at], reduction="none")
+            weights = problem.own[(at - problem.rank) // problem.size]
+            return (weights * each).mean() + problem.decay * sum((p**2).sum() for p in params.values())
+
+        made = todist.inner_loop(
+            loss,
+            todist.sgd(lr=problem.lr),
+            tree,
+            problem.batch,
+            steps=3,
+            meta=(problem.own, problem.decay),
+            adjoint=adjoint(),
+            parallel=parallel,
+        )
+        part = slice(problem.rank, None, problem.size)
+        logits = torch.func.functional_call(problem.model, made.params, (problem.x[part],))
+        return F.cross_entropy(logits, problem.y[part])
+
+    values = torch.vmap(task, randomness="different")(torch.tensor([0.0, 0.1, 0.2], dtype=torch.float64))
+    found = torch.autograd.grad(values.sum(), [problem.own, problem.decay, problem.lr])
+    return [_numbers(one) for one in [*found, torch.zeros(())]]
+
+
+def _one_unused(problem: Problem) -> Numbers:
+    """A parameter that only rank 0 uses: without `parallel` the mean of all ranks' losses uses it once."""
+    extra = nn.Parameter(torch.tensor([0.5, -0.5, 0.25], dtype=torch.float64))
+    problem.model.register_parameter("extra", extra)
+
+    def loss(model: Any, at: Tensor) -> Tensor:
+        value = problem.loss(model, at) - problem.decay * (model.extra**2).sum()
+        if problem.rank == 0:
+            value = value + (model.extra**2).sum() * (problem.size / 2 if dist.is_initialized() else 0.5)
+        return value
+
+    if problem.rank == 0:
+        return problem.gradients(todist.Replayed, OPTIMIZERS["adam"], loss=loss)
+
+    def without(model: Any, at: Tensor) -> Tensor:
+        each = F.cross_entropy(model(problem.x[at]), problem.y[at], reduction="none")
+        weights = problem.own[(at - problem.rank) // problem.size]
+        rest = [p for name, p in model.named_parameters() if name != "extra"]
+        return (weights * each).mean() + problem.decay * sum((p**2).sum() for p in rest)
+
+    return problem.gradients(todist.Replayed, OPTIMIZERS["adam"], loss=without)
+
+
+def answers(rank: int, size: int) -> dict[str, Numbers]:
+    """What all cases give on a rank."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    found: dict[str, Numbers] = {}
+    for optimizer, adjoint in CASES:
+        problem = Problem(rank, size)
+        found[f"{adjoint} {optimizer}"] = problem.gradients(ADJOINTS[adjoint], OPTIMIZERS[optimizer])
+    for name in ("recorded", "sharded", "snapshots"):
+        tied = Problem(rank, size, Frozen)
+        found[f"tied {name}"] = tied.gradients(ADJOINTS[name], OPTIMIZERS["adam"])
+        stop = lambda number, loss: number == 4  # noqa: E731
+        found[f"stop {name}"] = Problem(rank, size).gradients(ADJOINTS[name], OPTIMIZERS["adam"], stop=stop)
+    for name in ("recorded", "replayed"):
+        found[f"second {name}"] = _second(Problem(rank, size), ADJOINTS[name])
+        found[f"vmap {name}"] = _vmap(Problem(rank, size), ADJOINTS[name])
+    found["long sharded"] = Problem(rank, size).gradients(ADJOINTS["sharded"], OPTIMIZERS["adam"], steps=60)
+    found["unused replayed"] = _one_unused(Problem(rank, size))
+    return found
+
+
+def on_rank() -> dict[str, Numbers]:
+    """What a worker of a launch gives."""
+    return answers(dist.get_rank(), dist.get_world_size())

@@ -1,0 +1,243 @@
+"""A process group whose ranks run one loop → means over them, and what takes gradients to and from each of them.
+
+A *replicated* tensor is the same on all ranks; a *local* one is each rank's own. With ``L = mean_r L_r`` the loss of
+all ranks, and gradients of replicated tensors replicated as well, two functions are each other's transposes: replicated
+→ local keeps the values, and its gradient is the mean; local → replicated is the mean, and its gradient passes
+unchanged. JAX calls them ``pvary`` and ``pmean`` (JEP 17111). Both have derivatives of every order, in both modes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchopt_dist._torch_private import outside_of_transforms
+from torchopt_dist.errors import CollectiveError
+from torchopt_dist.typing import OptionalTensor
+
+__all__ = ["Ranks", "local", "mean", "owned"]
+
+
+@dataclass
+class Ranks:
+    """The ranks that run one loop."""
+
+    group: Any
+    own: frozenset[int] = frozenset()
+    """Places among the declared tensors of those that are this rank's own."""
+    used: list[bool] | None = field(default=None, init=False)
+    """Whether a moved parameter gets a gradient on any rank; the first gradient says so."""
+
+    def __post_init__(self) -> None:
+        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+
+    def exchanged(self, value: Any) -> list[Any]:
+        """One value of each rank, on all of them."""
+        values: list[Any] = [None] * self.size
+        with outside_of_transforms(), _named(self.group):
+            dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def mean_of_step(
+        self, grads: Sequence[OptionalTensor], loss: Tensor
+    ) -> tuple[list[OptionalTensor], Tensor]:
+        """The mean gradients of the moved parameters, and that of the loss, in one message.
+
+        A gradient that other ranks have is taken for zero here.
+
+        Raises:
+            ValueError: a parameter has a gradient that it had on no rank in the first step.
+        """
+        filled = self.filled(grads)
+        *means, total = self.reduced([*(grad for grad in filled if grad is not None), loss])
+        return self._at(filled, means), total
+
+    def filled(self, grads: Sequence[OptionalTensor], shapes: Sequence[Any] = ()) -> list[OptionalTensor]:
+        """Gradients of the moved parameters, with zeros for those that only other ranks have."""
+        if self.used is None:
+            of_each = self.exchanged([None if grad is None else tuple(grad.shape) for grad in grads])
+            self.used = [any(one is not None for one in ones) for ones in zip(*of_each, strict=True)]
+            self._shapes = [
+                next((shape for shape in ones if shape is not None), None)
+                for ones in zip(*of_each, strict=True)
+            ]
+        late = [
+            place
+            for place, (grad, used) in enumerate(zip(grads, self.used, strict=True))
+            if grad is not None and not used
+        ]
+        if late:
+            raise ValueError(
+                "`loss` must use the same parameters in every step with `parallel`: parameter "
+                f"{late[0]} of those that are moved had no gradient on any rank in the first step, and has one now"
+            )
+        like = next((grad for grad in grads if grad is not None), None)
+        if like is None:
+            raise ValueError(
+                f"`loss` must depend on the parameters on each rank with `parallel`; on rank {self.rank} it does not"
+            )
+        sizes: Sequence[Any] = shapes or self._shapes
+        return [
+            like.new_zeros(sizes[place]) if grad is None and self.used[place] else grad
+            for place, grad in enumerate(grads)
+        ]
+
+    def mean_of_products(self, bars: Sequence[OptionalTensor]) -> list[OptionalTensor]:
+        """The mean of gradients of the moved parameters; what no loss uses is the same on all ranks, and stays."""
+        assert self.used is not None
+        of_losses = [bar if used else None for bar, used in zip(bars, self.used, strict=True)]
+        filled = self.filled(of_losses)
+        means = self._at(filled, self.reduced([bar for bar in filled if bar is not None]))
+        return [mean if used else bar for bar, mean, used in zip(bars, means, self.used, strict=True)]
+
+    def reduced(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The mean of each tensor over the ranks, by one message a dtype and device; nothing is recorded."""
+        found: list[Tensor] = list(tensors)
+        kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for place, tensor in enumerate(tensors):
+            kinds.setdefault((tensor.dtype, tensor.device), []).append(place)
+        for places in kinds.values():
+            flat = torch.cat([tensors[place].detach().reshape(-1) for place in places])
+            with _named(self.group):
+                dist.all_reduce(torch.view_as_real(flat) if flat.is_complex() else flat, group=self.group)
+            flat /= self.size
+            parts = flat.split([tensors[place].numel() for place in places])
+            for place, part in zip(places, parts, strict=True):
+                found[place] = part.view(tensors[place].shape)
+        return found
+
+    def part(self, flat: Tensor) -> Tensor:
+        """This rank's part of a vector, in memory of its own; all parts have the same size."""
+        size = -(-len(flat) // self.size)
+        own = flat[self.rank * size : (self.rank + 1) * size]
+        return torch.cat([own, own.new_zeros(size - len(own))])
+
+    def whole(self, part: Tensor, size: int) -> Tensor:
+        """The vector of this size of which each rank has a part."""
+        flat = part.new_empty(len(part) * self.size)
+        with _named(self.group):
+            dist.all_gather_into_tensor(flat, part, group=self.group)
+        return flat[:size]
+
+    def _at(self, filled: Sequence[OptionalTensor], means: Sequence[Tensor]) -> list[OptionalTensor]:
+        rest = iter(means)
+        return [None if grad is None else next(rest) for grad in filled]
+
+
+def local(ranks: Ranks, tensors: Sequence[Tensor], *, are_params: bool = False) -> list[Tensor]:
+    """Replicated → local: the same values, whose gradients are averaged.
+
+    Args:
+        ranks: the ranks.
+        tensors: the tensors.
+        are_params: whether they are the moved parameters, which may not all have a gradient.
+    """
+    return list(_Local.apply(ranks, are_params, *tensors)) if tensors else []
+
+
+def mean(ranks: Ranks, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Local → replicated: the mean over the ranks."""
+    return list(_Mean.apply(ranks, *tensors)) if tensors else []
+
+
+def owned(ranks: Ranks, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """A rank's own tensors: the same values, whose gradient is that of the mean over the ranks."""
+    return list(_Own.apply(ranks, *tensors)) if tensors else []
+
+
+@contextmanager
+def _named(group: Any) -> Iterator[None]:
+    """Errors of torch's collectives are raised as one of this package."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error).strip().splitlines()[0]
+        raise CollectiveError(
+            f"a collective of the {dist.get_world_size(group)} ranks that run one loop failed on rank "
+            f"{dist.get_rank(group)}: another rank has died, has raised an error, or waits elsewhere ({text})"
+        ) from error
+
+
+class _Local(torch.autograd.Function):
+    apply: ClassVar[Any]
+
+    @staticmethod
+    def forward(ranks: Ranks, are_params: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.ranks, ctx.are_params, *tensors = inputs
+        ctx.set_materialize_grads(not ctx.are_params)
+        ctx.shapes = [tensor.shape for tensor in tensors]
+
+    @staticmethod
+    def backward(ctx: Any, *bars: OptionalTensor) -> tuple[Any, ...]:
+        if all(bar is None for bar in bars):
+            return None, None, *bars
+        filled = ctx.ranks.filled(bars, ctx.shapes) if ctx.are_params else bars
+        found = iter(_Mean.apply(ctx.ranks, *(bar for bar in filled if bar is not None)))
+        return None, None, *(None if bar is None else next(found) for bar in filled)
+
+    @staticmethod
+    def jvp(ctx: Any, ranks: None, are_params: None, *tangents: OptionalTensor) -> tuple[OptionalTensor, ...]:
+        return tuple(None if tangent is None else tangent.view_as(tangent) for tangent in tangents)
+
+    @staticmethod
+    def vmap(info: Any, dims: Any, ranks: Ranks, are_params: bool, *tensors: Tensor) -> Any:
+        return _Local.apply(ranks, are_params, *tensors), dims[2:]
+
+
+class _Mean(torch.autograd.Function):
+    apply: ClassVar[Any]
+
+    @staticmethod
+    def forward(ranks: Ranks, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(ranks.reduced(tensors))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.ranks = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *bars: Tensor) -> tuple[Any, ...]:
+        return None, *_Local.apply(ctx.ranks, False, *bars)  # whose own gradient is a mean, not the identity
+
+    @staticmethod
+    def jvp(ctx: Any, ranks: None, *tangents: Tensor) -> tuple[Tensor, ...]:
+        return tuple(_Mean.apply(ctx.ranks, *tangents))
+
+    @staticmethod
+    def vmap(info: Any, dims: Any, ranks: Ranks, *tensors: Tensor) -> Any:
+        return _Mean.apply(ranks, *tensors), dims[1:]
+
+
+class _Own(torch.autograd.Function):
+    apply: ClassVar[Any]
+
+    @staticmethod
+    def forward(ranks: Ranks, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.ranks = inputs[0]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *bars: OptionalTensor) -> tuple[Any, ...]:
+        return None, *(None if bar is None else bar / ctx.ranks.size for bar in bars)
+
+    @staticmethod
+    def jvp(ctx: Any, ranks: None, *tangents: OptionalTensor) -> tuple[OptionalTensor, ...]:
+        return tuple(None if tangent is None else tangent.view_as(tangent) for tangent in tangents)
+
+    @staticmethod
+    def vmap(info: Any, dims: Any, ranks: Ranks, *tensors: Tensor) -> Any:
+        return _Own.apply(ranks, *tensors), dims[1:]

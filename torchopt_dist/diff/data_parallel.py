@@ -1,0 +1,240 @@
+"""One inner loop on all ranks of a process group: each has a part of each batch, and all have the same parameters.
+
+The loop runs as it does on one worker, but for three things: the gradient of each step is the mean over the ranks, what
+``meta`` lists is replaced by tensors whose gradients are averaged, and so are the gradients of the loop's results.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchopt_dist import pytree
+from torchopt_dist._torch_private import transforms_are_active
+from torchopt_dist.diff.adjoints import Adjoint
+from torchopt_dist.diff.adjoints._declared import tensors_of_meta, tensors_within
+from torchopt_dist.diff.adjoints._loop import Loop, Outcome
+from torchopt_dist.diff.adjoints._ranks import Ranks, local, mean, owned
+
+__all__ = ["DataParallel", "mean_over", "run_together", "vary_over"]
+
+
+@dataclass(frozen=True)
+class DataParallel:
+    """One inner loop on all ranks of a process group, for ``inner_loop(..., parallel=...)``.
+
+    Each rank calls ``inner_loop`` with its own part of each batch, and a loss that is the mean over that part. All have
+    the same parameters, optimizer and steps. The loop is that of the mean loss of all ranks; its losses and results are
+    the same on all. The outer loss is taken to be the mean over the ranks, too, so each evaluates its part of it, and
+    every rank gets the gradient of the mean. Random numbers of steps differ from rank to rank; their seed is that of
+    the first rank. Buffers, such as running means, are each rank's own.
+
+    Each step sends one message forward and one backward, of the parameters' size; the gradients of what ``meta`` lists
+    are averaged once, at the end of the backward pass.
+
+    Args:
+        group: a process group, or a ``DeviceMesh`` of one dimension; the default group, if not given. Where it is not
+            given, loops have a group of their own with the same ranks.
+        own: a tree of those tensors of ``meta`` that are this rank's alone, such as weights of its own examples: their
+            gradients are not averaged. Those of batches always are this rank's alone. All others are replicated, and
+            their gradients are the same on all ranks.
+
+    Raises:
+        TypeError: ``group`` is neither of these.
+        RuntimeError: there is no process group.
+        ValueError: the mesh has more than one dimension; or, from ``inner_loop``: the ranks have different parameters,
+            meta tensors, steps or optimizers; ``own`` has a tensor that is not in ``meta``, or that the optimizer uses.
+        CollectiveError: from ``inner_loop`` and from the backward pass: a rank has died, or has raised an error.
+
+    Example:
+        >>> adapted = todist.inner_loop(  # doctest: +SKIP
+        ...     loss, todist.adam(lr=lr), model, batches, meta=weights, parallel=todist.DataParallel(own=weights)
+        ... )
+    """
+
+    group: Any = None
+    own: Any = ()
+
+    def __post_init__(self) -> None:
+        _group_of(self.group)
+
+    def spread(self, loop: Loop, adjoint: Adjoint, meta: Any) -> Loop:
+        """The loop as each rank runs it."""
+        own = {id(tensor) for tensor in tensors_of_meta(self.own)}
+        listed = {id(tensor) for tensor in tensors_of_meta(meta)}
+        in_optimizer = {id(tensor) for tensor in tensors_within(loop.optimizer)}
+        if own - listed:
+            raise ValueError(
+                "`own` of DataParallel must be of tensors that `meta` lists, got "
+                f"{len(own - listed)} that it does not list"
+            )
+        if own & in_optimizer:
+            raise ValueError(
+                "`own` of DataParallel must not have tensors that the optimizer uses: it would move the parameters "
+                "differently on each rank"
+            )
+        places = frozenset(
+            place
+            for place, tensor in enumerate(loop.declared)
+            if id(tensor) in own or id(tensor) not in listed | in_optimizer
+        )
+        ranks = Ranks(_group_of(self.group), places)
+        seed = _agreed(ranks, loop, adjoint)
+        return replace(loop, ranks=ranks, seed=(seed + ranks.rank * 0xD1342543DE82EF95) % 2**63)
+
+
+def run_together(loop: Loop, adjoint: Adjoint) -> Outcome:
+    """Run a loop that is spread over ranks, and connect what it makes on all of them."""
+    ranks = loop.ranks
+    assert ranks is not None
+    inside = list(loop.declared)
+    replicated = [place for place in range(len(inside)) if place not in ranks.own]
+    for places, function in ((replicated, local), (sorted(ranks.own), owned)):
+        made = function(ranks, [inside[place] for place in places])
+        for place, tensor in zip(places, made, strict=True):
+            inside[place] = tensor
+    with loop.instead_of_declared(inside):
+        outcome = adjoint.run(loop)
+    places = loop.model.moved_places
+    params = list(outcome.carry.params)
+    leaves, spec = pytree.flatten(outcome.carry.state)
+    of_state = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    losses = list(outcome.losses)
+    made = local(
+        ranks, [*(params[place] for place in places), *(leaves[place] for place in of_state), *losses]
+    )
+    for place, tensor in zip(places, made, strict=False):
+        params[place] = tensor
+    for place, tensor in zip(of_state, made[len(places) :], strict=False):
+        leaves[place] = tensor
+    tied = [params[place] for place in loop.model.first_places]
+    carry = outcome.carry._replace(params=tied, state=pytree.unflatten(spec, leaves))
+    return outcome._replace(carry=carry, losses=made[len(places) + len(of_state) :])
+
+
+def vary_over(tree: Any, group: Any = None) -> Any:
+    """Replicated → local: the same values on each rank, whose gradients are averaged over the ranks.
+
+    For a tensor that is the same on all ranks, and that each uses in its part of a computation whose result is the mean
+    over the ranks. Its gradient is the same on all ranks. It is the transpose of :func:`mean_over`, has derivatives of
+    every order, and runs inside ``torch.func``'s transforms. All ranks have to call it, and its backward.
+
+    Args:
+        tree: a tree of tensors, the same on all ranks.
+        group: as for :class:`DataParallel`.
+
+    Returns:
+        A tree of the same structure and values.
+
+    Raises:
+        CollectiveError: in the backward pass: a rank has died, or has raised an error.
+
+    Example:
+        >>> scale = todist.vary_over(scale)  # doctest: +SKIP
+        >>> loss = todist.mean_over(((scale * x_of_this_rank - y_of_this_rank) ** 2).mean())  # doctest: +SKIP
+    """
+    return _mapped(local, tree, group)
+
+
+def mean_over(tree: Any, group: Any = None) -> Any:
+    """Local → replicated: the mean over the ranks, whose gradient passes to each rank unchanged.
+
+    It is the transpose of :func:`vary_over`, where a gradient is the same on all ranks, has derivatives of every order,
+    and runs inside ``torch.func``'s transforms. All ranks have to call it with the same shapes.
+
+    Args:
+        tree: a tree of tensors, one on each rank.
+        group: as for :class:`DataParallel`.
+
+    Returns:
+        A tree of the same structure, the same on all ranks.
+
+    Raises:
+        CollectiveError: a rank has died, or has raised an error.
+    """
+    return _mapped(mean, tree, group)
+
+
+def _mapped(function: Any, tree: Any, group: Any) -> Any:
+    leaves, spec = pytree.flatten(tree)
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    # A view, since what replaces tensors in a loss sees calls of torch's functions, and not those of autograd's.
+    made = function(Ranks(_group_of(group)), [leaves[place].view_as(leaves[place]) for place in places])
+    for place, tensor in zip(places, made, strict=True):
+        leaves[place] = tensor
+    return pytree.unflatten(spec, leaves)
+
+
+_loops: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+"""For a default group the one in which its ranks run loops, so that other uses of the default group do not mix in."""
+
+
+def _group_of(group: Any) -> Any:
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "todist.DataParallel needs a process group: start the program with todist.launch(..., backend='gloo'), or "
+            "call torch.distributed.init_process_group"
+        )
+    if isinstance(group, dist.device_mesh.DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"`group` must be a DeviceMesh of one dimension, got {group.ndim}: take one by its name, as in "
+                "mesh['data']"
+            )
+        return group.get_group()
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"`group` must be a process group, a DeviceMesh or None, got {type(group).__name__}")
+    if group is not None:
+        return group
+    default = dist.group.WORLD
+    if default not in _loops:
+        _loops[default] = dist.new_group()
+    return _loops[default]
+
+
+def _agreed(ranks: Ranks, loop: Loop, adjoint: Adjoint) -> int:
+    """Check that all ranks run the same loop; the seed of the first one."""
+    moved = [loop.first.params[place] for place in loop.model.moved_places]
+    replicated = [tensor for place, tensor in enumerate(loop.declared) if place not in ranks.own]
+    facts = {
+        "the adjoint": type(adjoint).__name__,
+        "the number of steps": loop.steps,
+        "the optimizer": str(pytree.flatten(loop.first.state)[1]),
+        "the shapes of parameters": [(tuple(one.shape), str(one.dtype)) for one in moved],
+        "the shapes of replicated meta tensors": [(tuple(one.shape), str(one.dtype)) for one in replicated],
+        "the number of own meta tensors": len(ranks.own),
+    }
+    sums = {"parameters": _sums(moved), "replicated meta tensors": _sums(replicated)}
+    others = ranks.exchanged((facts, sums, loop.seed))
+    for rank, (other, other_sums, _) in enumerate(others):
+        for name, value in others[0][0].items():
+            if other[name] != value:
+                raise ValueError(
+                    f"all ranks must run the same loop with `parallel`: {name} differ: {value} on rank 0, "
+                    f"{other[name]} on rank {rank}"
+                )
+        for name, value in others[0][1].items():
+            if not torch.allclose(
+                torch.tensor(value), torch.tensor(other_sums[name]), rtol=1e-9, equal_nan=True
+            ):
+                raise ValueError(
+                    f"the {name} must be the same on all ranks with `parallel`, got others on rank {rank} than on "
+                    "rank 0: seed all ranks alike, or send those of rank 0 by torch.distributed.broadcast; meta "
+                    "tensors of one rank alone belong into `own`"
+                )
+    return int(others[0][2])
+
+
+def _sums(tensors: list[Tensor]) -> list[float]:
+    """What differs where tensors do; nothing inside of transforms, which hide the values."""
+    if transforms_are_active() or not tensors:
+        return []
+    with torch.no_grad():
+        parts = [torch.view_as_real(one.resolve_conj()) if one.is_complex() else one for one in tensors]
+        sums = [(part.double().sum(), part.double().abs().sum()) for part in parts]
+        return torch.stack([one.cpu() for pair in sums for one in pair]).tolist()
