@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import subprocess
 import sys
 import time
 import tomllib
@@ -113,3 +114,17 @@ def test_medians_are_of_rounds_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     functions = {name: lambda name=name: timed(name) for name in taken}
     assert bench.interleaved(functions, rounds=3, warmups=1) == {"one": 2, "two": 7}
     assert order == ["one", "two"] * 4
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    code = (
+        "import sys; from torchopt_dist import __main__ as program; "
+        "program.COMMANDS['report'] = (lambda *_: print('x' * 200_000) or 0, ''); sys.exit(program.main([]))"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""

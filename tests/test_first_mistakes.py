@@ -45,6 +45,33 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
         lambda: todist.chain(todist.clip_grad_norm(1.0), todist.adam),
         "`transformations[1]` must be a GradientTransformation, got function adam: call it with its arguments",
     ),
+    (
+        lambda: todist.parallelize(todist.tasks, vectorise=True),  # type: ignore[call-overload]
+        "parallelize got an unexpected keyword argument 'vectorise': did you mean `vectorize`?",
+    ),
+    (
+        lambda: todist.parallelize_async(redcer=todist.mean_reducer),  # type: ignore[call-overload]
+        "parallelize_async got an unexpected keyword argument 'redcer': did you mean `reducer`?",
+    ),
+    (
+        lambda: todist.map(len, [[1]], time_out=3.0),  # type: ignore[call-overload]
+        "map got an unexpected keyword argument 'time_out': did you mean `timeout`?",
+    ),
+    (
+        lambda: todist.map(len, [[1]], zoom=3.0),  # type: ignore[call-overload]
+        "map got an unexpected keyword argument 'zoom'; its options are args, kwargs, reducer, workers, balance, "
+        "timeout, vectorize, chunk_size, compile, device, isolate_own_share, strict, retries, hedge_after, progress, "
+        "fan_out, buffers",
+    ),
+    (
+        lambda: todist.MetaAdam(NET, lr=0.1, beta=(0.9, 0.9)),
+        "MetaAdam: got an unexpected keyword argument 'beta': did you mean `betas`?; its arguments are module, lr, "
+        "betas, eps, weight_decay, amsgrad, eps_root, moment_requires_grad, maximize, fused",
+    ),
+    (
+        lambda: todist.inner_loop(lambda net: net(torch.ones(2)).sum(), todist.sgd(lr=0.1), NET, 1)(3),
+        "`InnerLoopResult` is not callable: the adapted module is `result.params`",
+    ),
 ]
 
 
@@ -53,3 +80,55 @@ def test_the_error_says_what_to_write(mistake: Callable[[], Any], text: str) -> 
     with pytest.raises(TypeError) as caught:
         mistake()
     assert str(caught.value) == text
+
+
+def test_meta_optimizers_say_why_they_have_no_zero_grad() -> None:
+    optimizer: Any = todist.MetaSGD(torch.nn.Linear(1, 1), lr=0.1)
+    with pytest.raises(
+        AttributeError, match=r"MetaSGD has no `zero_grad`: `step\(loss\)` takes the gradient of this"
+    ):
+        optimizer.zero_grad()
+    with pytest.raises(AttributeError, match=r"^'MetaSGD' object has no attribute 'zero'$"):
+        optimizer.zero()
+
+
+def first(x: torch.Tensor) -> torch.Tensor:
+    return x[0]
+
+
+CALLS: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (
+        lambda: todist.parallelize(todist.tasks())(first)(torch.ones(2)),  # type: ignore[arg-type]
+        ValueError,
+        "a partitioner such as `todist.tasks` is passed on without parentheses",
+    ),
+    (
+        lambda: todist.parallelize("tasks")(first)(torch.ones(2)),
+        ValueError,
+        "no worker is named 'tasks'; the workers are worker0: did you mean `todist.tasks`, without quotation marks?",
+    ),
+    (
+        lambda: todist.parallelize(first)(torch.ones(2)),  # type: ignore[arg-type, type-var]
+        TypeError,
+        "got Tensor tensor([1., 1.]); `first` became its partitioner: write `parallelize()(first)`",
+    ),
+    (
+        lambda: todist.remote_sync_call(first, args=(torch.ones(2),), partitoner=0),  # type: ignore[call-arg]
+        TypeError,
+        "got an unexpected keyword argument 'partitoner': did you mean `partitioner`?",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "kind", "text"), CALLS)
+def test_a_call_says_what_to_write(call: Callable[[], Any], kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind) as caught:
+        todist.auto_init_rpc()(call)()
+    assert text in str(caught.value)
+
+
+def test_without_a_group_the_error_knows_both_launchers() -> None:
+    with pytest.raises(
+        todist.NotInitializedError, match=r"auto_init_rpc.*workers of `todist.launch`, give it `rpc=True`"
+    ):
+        todist.parallelize()(first)(torch.ones(2))

@@ -29,6 +29,7 @@ GROUND = {
     "_liveness",
     "_network",
     "_out_of_memory",
+    "_options",
     "_parentheses",
     "_programs",
     "_random_turns",

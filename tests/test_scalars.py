@@ -6,7 +6,7 @@ import importlib
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Self
+from typing import Any
 
 import pytest
 import torch
@@ -27,10 +27,7 @@ class Recorder:
         self.closed = False
         self.made.append(self)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
         self.closed = True
 
     def add_scalar(self, name: str, value: Any, step: int) -> None:
@@ -96,3 +93,18 @@ def test_tensorboard_reads_it(tmp_path: Path) -> None:
     trains(tmp_path)
     found = loader.EventAccumulator(str(tmp_path)).Reload()
     assert [(event.step, event.value) for event in found.Scalars("loss")] == [(0, 2.0), (1, 1.0)]
+
+
+def test_it_writes_without_a_with_statement(recorders: list[Recorder], tmp_path: Path) -> None:
+    write = todist.scalar_writer(tmp_path)
+    write(0, {"loss": 2.0})
+    (recorder,) = recorders
+    assert recorder.written == [("loss", 2.0, 0)]
+    assert not recorder.closed
+    write.close()
+    assert recorder.closed
+    with pytest.raises(ValueError, match="`scalar_writer` is closed: write inside"):
+        write(1, {"loss": 1.0})
+    todist.scalar_writer(None).close()
+    todist.scalar_writer(tmp_path)  # dropped, so ended
+    assert recorders[1].closed

@@ -38,7 +38,15 @@ def main(argv: list[str] | None = None) -> int:
         argv = ["report", *argv]  # as `python -m torchopt_dist --json` has it
     name = parser.parse_args(argv[:1]).command
     command, _ = COMMANDS[name]
-    return command(argv[1:], f"{program} {name}")
+    try:
+        code = command(argv[1:], f"{program} {name}")
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # or Python's own flush fails at the end
+        return 1
+    return code
 
 
 def report(argv: list[str], prog: str) -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_che
 import torch
 import torch.distributed.rpc
 from optree.typing import PyTree
-from torch import Size, Tensor
+from torch import Size, Tensor, nn
 
 if TYPE_CHECKING or torch.distributed.rpc.is_available():
     from torch.distributed.rpc import RRef
@@ -54,7 +54,7 @@ Device: TypeAlias = torch.device | str | int
 """Anything that ``torch.device`` accepts."""
 Schedule: TypeAlias = Callable[[Numeric], Numeric]
 """Step count (from 0) → value, such as a learning rate."""
-PerLeaf: TypeAlias = Mapping[str, Numeric] | Sequence[Numeric]
+PerLeaf: TypeAlias = Mapping[str, Numeric] | nn.ParameterDict | Sequence[Numeric]
 """A tree of the parameters' structure: for each a number, or a tensor, which may have the parameter's shape."""
 ScalarOrSchedule: TypeAlias = Scalar | Tensor | Schedule | PerLeaf
 """A constant (a tensor may require grad), a schedule, or a constant for each parameter."""

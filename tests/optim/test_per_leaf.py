@@ -107,8 +107,12 @@ def test_rates_that_do_not_fit_are_refused():
     update({"a": torch.ones(2, 1)})
     with pytest.raises(ValueError, match=r"leaf 0 must fit \(2, 3\), got \(2,\)"):
         update({"a": torch.ones(2)})
-    with pytest.raises(ValueError, match="`lr` must have the structure of `params`"):
+    with pytest.raises(
+        ValueError, match=r"`lr` by name must have a value for each .*: missing: a; unknown: b$"
+    ):
         update({"b": 0.1})
+    with pytest.raises(ValueError, match="`lr` must have the structure of `params`"):
+        update([0.1])
     with pytest.raises(ValueError, match="`lr` must have a value for each parameter, got None at leaf 0"):
         update({"a": None})
     with pytest.raises(ValueError, match=r"`lr\[leaf 0\]` must be at least 0, got -0.1"):
@@ -119,3 +123,34 @@ def test_rates_that_do_not_fit_are_refused():
         TypeError, match="a tensor or a schedule, got str; a tree has a number or a tensor for each"
     ):
         update("much")
+
+
+@pytest.mark.parametrize("kind", [dict, torch.nn.ParameterDict])
+@pytest.mark.parametrize("name", ROWS)
+def test_frozen_parameters_need_no_rate_and_a_parameter_dict_has_rates(name, kind):
+    """Rates of the trainable parameters alone do what rates of all do, also in their gradients."""
+    torch.manual_seed(0)
+    frozen, net = torch.nn.Linear(2, 2).requires_grad_(False), torch.nn.Linear(2, 1)
+    model = torch.nn.ModuleDict({"frozen": frozen, "net": net}) if kind is dict else net
+    prefix = "net." if kind is dict else ""
+    x = torch.randn(3, 2)
+
+    def loss(m):
+        return m["net"](m["frozen"](x)).square().mean() if kind is dict else m(x).square().mean()
+
+    def trained(rates):
+        adapted = todist.inner_loop(loss, ROWS[name].function(lr=rates), model, 2).params
+        return torch.autograd.grad(loss(adapted), learned)
+
+    learned = [torch.nn.Parameter(torch.tensor(rate)) for rate in (0.02, 0.05)]
+    rates = {f"{prefix}{key}": rate for key, rate in zip(("weight", "bias"), learned, strict=True)}
+    others = {key: 0.5 for key, p in model.named_parameters() if not p.requires_grad}
+    torch.testing.assert_close(trained(kind(rates)), trained({**rates, **others}), rtol=0, atol=0)
+
+
+def test_missing_rates_are_told_by_name_and_few():
+    net = torch.nn.Sequential(*(torch.nn.Linear(1, 1) for _ in range(9)))
+    with pytest.raises(
+        ValueError, match=r"missing: 0\.bias, 1.bias, 1.weight, 2.bias, 2.weight, and 12 more$"
+    ):
+        todist.MetaSGD(net, lr={"0.weight": 0.1}).step(net(torch.ones(1, 1)).sum())

@@ -7,6 +7,7 @@ kept with the path at which it stands. An entry of plain values only is kept as 
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -322,7 +323,26 @@ def _check_leaf(where: str, leaf: Any, saved: Leaf) -> None:
 def _check_names(rule: str, own: Mapping[str, Any] | list[str], saved: Mapping[str, Any]) -> None:
     missing, additional = sorted(saved.keys() - set(own)), sorted(set(own) - saved.keys())
     if missing or additional:
-        raise ValueError(f"{rule}: missing {missing}, additional {additional}")
+        listed = [
+            f"{what} {', '.join(f'`{_bare(name)}`' for name in names)}"
+            for what, names in (("missing", missing), ("additional", additional))
+            if names
+        ]
+        remedy = ""
+        if missing and additional == [""]:
+            remedy = (
+                "; what was saved is a dict of these, such as a `state_dict()`: give one, or save the object"
+            )
+        raise ValueError(f"{rule}: {', '.join(listed)}{remedy}")
+
+
+_KEY = re.compile(r"\['([^']*)'\]")
+
+
+def _bare(path: str) -> str:
+    """``['weight']``, the path of a leaf in an entry, as ``weight``; nothing is the entry itself."""
+    only = _KEY.fullmatch(path)
+    return only[1] if only else path or "the object itself"
 
 
 def _from_numpy(array: np.ndarray[Any, Any], where: str) -> Tensor:

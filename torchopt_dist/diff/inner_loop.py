@@ -6,7 +6,7 @@ The steps are the same whatever the adjoint; it decides what is kept of them and
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,10 @@ class InnerLoopResult(NamedTuple):
     """The inner losses, of shape (steps,), each before its step's update; connected where the adjoint is exact."""
     aux: list[Any]
     """What else the loss returned, one for each step; ``None`` a step without ``has_aux``."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise ``TypeError``: who calls the result means the adapted module."""
+        raise TypeError("`InnerLoopResult` is not callable: the adapted module is `result.params`")
 
 
 def inner_loop(

@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Concatenate, TypeVar, Unpack, overload
 
+from torchopt_dist._options import check_options
 from torchopt_dist.distributed.balance import Balance, check_balance, check_workers, ranges, ranks_of
+from torchopt_dist.distributed.messages.payload import ExecutionKwargs
 from torchopt_dist.distributed.messages.timeout import UNSET_TIMEOUT
 from torchopt_dist.distributed.parallelize import CallKwargs, remote_sync_call
 from torchopt_dist.distributed.partition import Partition
@@ -18,6 +20,7 @@ __all__ = ["map"]
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 Reduced = TypeVar("Reduced")
+_OPTIONS = ("args", "kwargs", "reducer", "workers", "balance", "timeout")
 
 
 @overload
@@ -113,6 +116,7 @@ def map(
         losses = todist.map(task_loss, tasks, args=(model,))  # task_loss(task, model) for each task
         torch.stack(losses).mean().backward()
     """
+    check_options("map", options, (*_OPTIONS, *ExecutionKwargs.__annotations__, "buffers"))
     check_workers(workers)
     check_balance(balance)
     if not isinstance(args, (tuple, list)):

@@ -14,6 +14,7 @@ import torch
 from torch.futures import Future
 
 from torchopt_dist import _future
+from torchopt_dist._options import check_options
 from torchopt_dist._parentheses import check_parentheses
 from torchopt_dist._random_turns import draw_seed_returnable
 from torchopt_dist._threads import settle_by, settle_in_thread
@@ -50,6 +51,10 @@ class CallKwargs(ExecutionKwargs, total=False):
     """The options of a call: those of its tasks' execution, and what the caller does with what they have changed."""
 
     buffers: Buffers
+
+
+_EXECUTION = tuple(ExecutionKwargs.__annotations__)
+_OPTIONS = ("partitioner", "reducer", "timeout", *_EXECUTION, "buffers")
 
 
 def remote_sync_call(
@@ -186,6 +191,8 @@ def _begun(
     """Split a call and send the others their shares; returns what runs the own share, and waits for all results."""
     execution: Any = given
     buffers: Buffers = execution.pop("buffers", None)
+    if execution:
+        check_options("a call", execution, ("func", "args", "kwargs", *_OPTIONS))
     options = ExecutionOptions.of(execution)
     group = current_group()
     _check(func, args, kwargs, options, group)
@@ -333,8 +340,8 @@ def parallelize(
         loss.backward()
     """
     check_parentheses("todist.parallelize", partitioner)
-    settings = _checked(partitioner, reducer, timeout, options)
-    return functools.partial(_decorate, remote_sync_call, settings)
+    settings = _checked("parallelize", partitioner, reducer, timeout, options)
+    return functools.partial(_decorate, "parallelize", remote_sync_call, settings)
 
 
 parallelize_sync = parallelize
@@ -369,13 +376,18 @@ def parallelize_async(
 ) -> Callable[[Callable[P, Any]], Callable[P, Future[Any]]]:
     """Like :func:`parallelize`, but a call returns a future at once; see :func:`remote_async_call`."""
     check_parentheses("todist.parallelize_async", partitioner)
-    settings = _checked(partitioner, reducer, timeout, options)
-    return functools.partial(_decorate, remote_async_call, settings)
+    settings = _checked("parallelize_async", partitioner, reducer, timeout, options)
+    return functools.partial(_decorate, "parallelize_async", remote_async_call, settings)
 
 
-def _decorate(call: Callable[..., Any], settings: dict[str, Any], func: Callable[P, Any]) -> Callable[P, Any]:
-    if not callable(func):
-        raise TypeError(f"parallelize decorates a function, got {type(func).__name__} {func!r:.80}")
+def _decorate(
+    name: str, call: Callable[..., Any], settings: dict[str, Any], func: Callable[P, Any]
+) -> Callable[P, Any]:
+    given: Any = func
+    if not callable(given):
+        taken = getattr(settings["partitioner"], "__name__", None)
+        remedy = f"; `{taken}` became its partitioner: write `{name}()({taken})`" if taken else ""
+        raise TypeError(f"{name} decorates a function, got {type(func).__name__} {func!r:.80}{remedy}")
     # A function's own attributes are copied to the wrapper; a module's or another callable object's are not.
     updated = functools.WRAPPER_UPDATES if hasattr(func, "__code__") else ()
 
@@ -387,6 +399,7 @@ def _decorate(call: Callable[..., Any], settings: dict[str, Any], func: Callable
 
 
 def _checked(
+    name: str,
     partitioner: Partitioner | None,
     reducer: Callable[..., Any] | None,
     timeout: float | None,
@@ -397,6 +410,7 @@ def _checked(
     check_reducer(reducer)
     seconds_of(timeout)
     execution: Any = dict(options)
+    check_options(name, execution, _OPTIONS)
     buffers = execution.pop("buffers", None)
     check_buffers(buffers)
     settings = {**asdict(ExecutionOptions(**execution)), "buffers": buffers}

@@ -114,7 +114,7 @@ def partition(partitioner: Partitioner | None, args: Args, kwargs: KwArgs) -> li
     if partitioner is None:
         partitioner = batch_partitioner
     if not callable(partitioner):
-        return [Partition(get_worker_id(partitioner), args and unwrap(args), kwargs and unwrap(kwargs))]
+        return [Partition(_rank_of(partitioner), args and unwrap(args), kwargs and unwrap(kwargs))]
     triplets = partitioner(*args, **kwargs)
     if not isinstance(triplets, Sequence) or isinstance(triplets, (str, tuple)):
         raise TypeError(
@@ -124,6 +124,15 @@ def partition(partitioner: Partitioner | None, args: Args, kwargs: KwArgs) -> li
     if not triplets:
         raise ValueError(f"partitioner {_name(partitioner)} returned no triplet: there is nothing to call")
     return [_checked(partitioner, index, triplet) for index, triplet in enumerate(triplets)]
+
+
+def _rank_of(worker: int | str) -> int:
+    try:
+        return get_worker_id(worker)
+    except ValueError as error:
+        if worker in _PARTITIONERS:
+            raise ValueError(f"{error}: did you mean `todist.{worker}`, without quotation marks?") from None
+        raise
 
 
 def check_partitioner(partitioner: Partitioner | None) -> None:
@@ -239,7 +248,8 @@ class TensorDimensionPartitioner:
         ranks = ranks_of(self.workers)
         leaves, paths, rebuild = flatten((args, kwargs), is_leaf=_is_leaf)
         splittable = [index for index, leaf in enumerate(leaves) if _is_splittable(leaf)]
-        size = self._common_size([(_argument(paths[index]), leaves[index]) for index in splittable])
+        named = [(_argument(paths[index]), leaves[index]) for index in splittable]
+        size = self._common_size(named, given=bool(args or kwargs))
         others = [(path, leaf) for path, leaf in zip(paths, leaves, strict=True) if not _is_known(leaf)]
         if others and size > 1:
             self._check_whole((args, kwargs), others, size)
@@ -283,7 +293,7 @@ class TensorDimensionPartitioner:
                 "every worker gets whole"
             )
 
-    def _common_size(self, splittable: list[tuple[str, _Array | Shards]]) -> int:
+    def _common_size(self, splittable: list[tuple[str, _Array | Shards]], *, given: bool) -> int:
         sizes: dict[str, int] = {}
         for where, tensor in splittable:
             if isinstance(tensor, Shards):
@@ -295,6 +305,11 @@ class TensorDimensionPartitioner:
                     "`todist.replicated(x)` marks a tensor that every worker gets whole"
                 )
             sizes[where] = tensor.shape[self.dim]
+        if not sizes and not given:
+            raise ValueError(
+                "no tensor to split, as there are no arguments: give the function some, or `partitioner=` a "
+                "worker's rank or name; a partitioner such as `todist.tasks` is passed on without parentheses"
+            )
         if not sizes:
             raise ValueError(
                 "no tensor to split among the arguments, nor an array of numpy (modules, parameters, 0-dimensional "
@@ -366,3 +381,8 @@ exclusive_batch_partitioner: PartitionFunction = dim_partitioner(dim=0, exclusiv
 """One task for each sample of the batch, along dimension 0, which the task's tensors keep with size 1."""
 tasks: PartitionFunction = dim_partitioner(dim=0, exclusive=True, keepdim=False)
 """One task for each index of dimension 0, without that dimension: ``(T, B, *)`` is T tasks of ``(B, *)``."""
+_PARTITIONERS: dict[str, PartitionFunction] = {
+    "tasks": tasks,
+    "batch_partitioner": batch_partitioner,
+    "exclusive_batch_partitioner": exclusive_batch_partitioner,
+}

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from torchopt_dist._options import close_to
 from torchopt_dist.transform.base import GradientTransformation, no_transformation
 
 __all__ = ["Constructor", "arguments_of", "bind", "docstring", "only_transformation", "signature"]
@@ -78,7 +79,8 @@ def bind(
     known = list(signature.parameters)
     if unknown := [name for name in kwargs if name not in known]:
         raise TypeError(
-            f"{cls.__name__}: got an unexpected keyword argument {unknown[0]!r}; its arguments are {', '.join(known)}"
+            f"{cls.__name__}: got an unexpected keyword argument {unknown[0]!r}{close_to(unknown[0], known)}; its "
+            f"arguments are {', '.join(known)}"
         )
     try:
         bound = signature.bind(target, *args, **kwargs)

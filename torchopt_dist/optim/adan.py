@@ -19,6 +19,7 @@ from torchopt_dist.transform._hyperparameters import (
     check_learning_rate,
     is_per_leaf,
     is_zero,
+    plain_rates,
 )
 from torchopt_dist.transform.add_decayed_weights import add_decayed_weights, penalized
 from torchopt_dist.transform.base import GradientTransformation, chain
@@ -86,7 +87,7 @@ def adan(
 
 
 def _shrunk(rates: Any, weight_decay: HyperParameter) -> Any:
-    return pytree.tree_map(lambda lr: -_factor(lr, weight_decay), rates)
+    return pytree.tree_map(lambda lr: -_factor(lr, weight_decay), plain_rates(rates))
 
 
 def _factor(lr: Numeric, weight_decay: HyperParameter) -> Numeric:

@@ -112,6 +112,17 @@ class MetaOptimizer:
         self._dtypes: list[Dtypes | None] = []
         self.add_param_group(module)
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Say for what people write first, out of habit, what is written here."""
+            if name == "zero_grad":
+                raise AttributeError(
+                    f"{type(self).__name__} has no `zero_grad`: `step(loss)` takes the gradient of this loss alone, "
+                    "and leaves every `.grad` as it is; drop the line"
+                )
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     def _begin_traced(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         """What ``__init__`` does, in words that the compiler can trace."""
         make = self.transformation

@@ -12,7 +12,7 @@ from torch import Tensor
 from torchopt_dist import pytree
 from torchopt_dist.ops._columns import as_complex, as_real, pick, present, put
 from torchopt_dist.ops._foreach import runs_in_a_loop
-from torchopt_dist.transform._hyperparameters import is_number
+from torchopt_dist.transform._hyperparameters import is_number, is_schedule
 from torchopt_dist.transform._pulled_step import StepDerivative, leaves_of
 from torchopt_dist.transform._step_options import StepOptions
 from torchopt_dist.typing import OptionalTensor, OptState, Params, ScalarOrSchedule, Updates
@@ -151,7 +151,7 @@ class FusedStep:
             for name, step in steps.items()
             if step is not None
         }
-        alone = self.of_gradients_alone and not callable(lr)
+        alone = self.of_gradients_alone and not is_schedule(lr)
         return replace(self, of_gradients_alone=alone, gradient_factor=None, **made)
 
 
@@ -185,7 +185,7 @@ def fused_step(
     given = {name: value for name, value in options.items() if value is not None}
     lr = given["lr"]
     as_tensor = isinstance(lr, Tensor) and lr.numel() == 1 and lr.device.type == "cpu"
-    schedule = given.pop("lr") if callable(lr) or as_tensor else None
+    schedule = given.pop("lr") if is_schedule(lr) or as_tensor else None
     if not is_number(*given.values()):
         return None
     types = tuple(kind for kind in state_types if kind is not None)

@@ -10,10 +10,10 @@ import numbers
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchopt_dist import pytree
-from torchopt_dist.typing import OptionalTensor, PerLeaf
+from torchopt_dist.typing import OptionalTensor, PerLeaf, Schedule
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
@@ -28,7 +28,9 @@ __all__ = [
     "check_start",
     "is_number",
     "is_per_leaf",
+    "is_schedule",
     "is_zero",
+    "plain_rates",
     "times_per_leaf",
 ]
 
@@ -92,7 +94,7 @@ def check_learning_rate(name: str, value: Any) -> None:
             f"`{name}` must be a number, a tensor or a schedule, got {type(value).__name__}; a tree has a number or a "
             "tensor for each parameter"
         )
-    if not callable(value):
+    if not is_schedule(value):
         check_per_leaf(name, value)
 
 
@@ -101,7 +103,7 @@ def check_per_leaf(name: str, value: Any) -> None:
     if not is_per_leaf(value):
         check_at_least_zero(name, value)
         return
-    tree: Any = value
+    tree: Any = plain_rates(value)
     for place, leaf in enumerate(pytree.flatten(tree)[0]):
         if isinstance(leaf, Tensor):
             if leaf.is_complex():
@@ -112,7 +114,17 @@ def check_per_leaf(name: str, value: Any) -> None:
 
 def is_per_leaf(value: object) -> TypeIs[PerLeaf]:
     """Whether it is a tree with a value for each parameter."""
-    return isinstance(value, (Mapping, list, tuple))
+    return isinstance(value, (Mapping, list, tuple, nn.ParameterDict))
+
+
+def is_schedule(value: object) -> TypeIs[Schedule]:
+    """Whether it is a function of the step; a ``ParameterDict`` is callable, as modules are, and is none."""
+    return callable(value) and not isinstance(value, nn.ParameterDict)
+
+
+def plain_rates(value: Any) -> Any:
+    """A ``ParameterDict`` as a dictionary; everything else as it is."""
+    return dict(value.items()) if isinstance(value, nn.ParameterDict) else value
 
 
 def times_per_leaf(
@@ -120,12 +132,14 @@ def times_per_leaf(
 ) -> list[OptionalTensor]:
     """Each tensor times the factor of its leaf; ``None`` stays.
 
+    Factors by name need none for a tensor that is ``None``, such as the gradient of a frozen parameter.
+
     Raises:
         ValueError: the tree of factors has another structure, or a factor does not broadcast to its tensor's shape.
     """
     out: list[OptionalTensor] = []
     for place, (x, factor) in enumerate(
-        zip(tensors, pytree.flatten_like(spec, factors, name, "params"), strict=True)
+        zip(tensors, _factors_of_leaves(tensors, factors, spec, name), strict=True)
     ):
         if x is None or factor is None:
             if x is not None:
@@ -141,6 +155,29 @@ def times_per_leaf(
             )
         out.append((x * (sign * factor)).to(x.dtype))
     return out
+
+
+def _factors_of_leaves(
+    tensors: Sequence[OptionalTensor], factors: Any, spec: pytree.PyTreeSpec, name: str
+) -> list[Any]:
+    names = spec.entries() if spec.type is dict and type(factors) is dict else []
+    if len(names) != len(tensors) or factors.keys() == set(names):  # not by name, a tree in a tree, or all
+        return pytree.flatten_like(spec, factors, name, "params")
+    missing = [key for key, x in zip(names, tensors, strict=True) if x is not None and key not in factors]
+    unknown = [key for key in factors if key not in names]
+    if missing or unknown:
+        listed = [
+            f"{what}: {_listed(keys)}" for what, keys in (("missing", missing), ("unknown", unknown)) if keys
+        ]
+        raise ValueError(
+            f"`{name}` by name must have a value for each trainable parameter, and no other: {'; '.join(listed)}"
+        )
+    return [factors.get(key) for key in names]
+
+
+def _listed(names: Sequence[Any], most: int = 5) -> str:
+    more = f", and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(str, names[:most])) + more
 
 
 def _has_room(shape: Sequence[int], other: Sequence[int]) -> bool:

@@ -14,6 +14,7 @@ from torchopt_dist.transform._hyperparameters import (
     check_per_leaf,
     is_per_leaf,
     is_zero,
+    plain_rates,
     times_per_leaf,
 )
 from torchopt_dist.transform.base import EmptyState, GradientTransformation, identity, of_elements, stateless
@@ -54,7 +55,7 @@ def add_decayed_weights(
     check_per_leaf("weight_decay", weight_decay)
     if is_zero(weight_decay):
         return identity()
-    return GradientTransformation(stateless, partial(_update, weight_decay, mask))
+    return GradientTransformation(stateless, partial(_update, plain_rates(weight_decay), mask))
 
 
 def penalized(weight_decay: HyperParameter, maximize: bool) -> list[GradientTransformation]:

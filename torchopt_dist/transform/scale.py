@@ -19,6 +19,8 @@ from torchopt_dist.transform._hyperparameters import (
     check_learning_rate,
     is_number,
     is_per_leaf,
+    is_schedule,
+    plain_rates,
     times_per_leaf,
 )
 from torchopt_dist.transform.base import EmptyState, GradientTransformation, of_elements, stateless
@@ -103,9 +105,9 @@ def scale_by_learning_rate(lr: ScalarOrSchedule) -> GradientTransformation:
         tensor([-1.,  2.])
     """
     check_learning_rate("lr", lr)
-    if callable(lr):
+    if is_schedule(lr):
         return GradientTransformation(_schedule_init, partial(_schedule_update, lr, -1.0))
-    return _Scale(stateless, partial(_scale_update, lr, -1.0))
+    return _Scale(stateless, partial(_scale_update, plain_rates(lr), -1.0))
 
 
 def learning_rate_of(link: GradientTransformation) -> ScalarOrSchedule | None:

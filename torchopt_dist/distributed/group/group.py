@@ -198,7 +198,7 @@ def current_group() -> Group:
     if _group is None or _group.ending:
         raise NotInitializedError(
             "no RPC group: decorate the program's `main` with `@todist.auto_init_rpc()`, and make remote calls "
-            "while it runs"
+            "while it runs; on workers of `todist.launch`, give it `rpc=True`"
         )
     return _group
 
