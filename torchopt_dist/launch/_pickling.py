@@ -17,6 +17,7 @@ from typing import Any
 
 import cloudpickle
 
+from torchopt_dist._code_pickler import dumps
 from torchopt_dist._serialized_exception import SerializedException, safe_repr
 from torchopt_dist.errors import RemoteError, SerializationError
 
@@ -37,7 +38,7 @@ Task = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 def pack(value: object) -> bytes:
     """Pickle a value."""
     with _exits_are_errors():
-        return cloudpickle.dumps(value)
+        return dumps(value)
 
 
 def unpack(data: bytes) -> Any:

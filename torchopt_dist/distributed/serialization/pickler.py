@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from types import FunctionType
 from typing import Any, TypeAlias
 
-import cloudpickle
 import numpy as np
 import torch
 from torch import nn
 from torch.distributed import rpc
 
+from torchopt_dist._code_pickler import CodePickler
 from torchopt_dist.distributed.messages.globals_of_code import Beginning, End, enclosed
 from torchopt_dist.distributed.messages.handle import Handle, StayingModule
 from torchopt_dist.distributed.messages.references import ConnectedRRef, carried_by
@@ -204,7 +204,7 @@ class _NamePickler(Pickler):
         return super().reducer_override(obj)
 
 
-class _CodePickler(Pickler, cloudpickle.Pickler):
+class _CodePickler(Pickler, CodePickler):
     """Sends the code of functions and classes that have no name on the receiver."""
 
     def __init__(self, *args: Any, whole: bool, with_globals: bool = True) -> None:
@@ -225,7 +225,7 @@ class _CodePickler(Pickler, cloudpickle.Pickler):
         taken_out = Pickler.reducer_override(self, obj)
         if taken_out is not NotImplemented:
             return taken_out
-        reduced = cloudpickle.Pickler.reducer_override(self, obj)
+        reduced = CodePickler.reducer_override(self, obj)
         if isinstance(obj, FunctionType) and reduced is not NotImplemented:
             slots = reduced[2][1]
             if not self._with_globals:
