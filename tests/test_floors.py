@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "torchopt_dist"
 
 GROUND = {
+    "_code_pickler",
     "_deep_graphs",
     "_evaluation",
     "_formulas",
@@ -68,7 +69,9 @@ MAY_IMPORT = {
     **dict.fromkeys(("transform", "linalg", "nonlinear_solve"), FIRST),
     "nn": FIRST | {"diff.implicit", "diff.zero_order"},  # functions of functions, which know no modules
     "diff": FIRST,  # functions of functions; below are the parts of it that know optimizers' steps and modules
-    "diff.inner_loop": SECOND | {"diff", "diff.adjoints", "diff.replay", "diff.compiled"},
+    "diff.inner_loop": SECOND
+    | {"diff", "diff.adjoints", "diff.replay", "diff.compiled", "diff.data_parallel"},
+    "diff.data_parallel": SECOND | {"diff", "diff.adjoints"},
     "diff.compiled": SECOND | {"diff", "diff.adjoints"},
     "diff.adjoints": SECOND | {"diff", "diff.replay"},
     "diff.replay": SECOND | {"diff", "diff.adjoints"},
@@ -79,6 +82,7 @@ MAY_IMPORT = {
     "checkpoint": GROUND | {"distributed.world"},
     "scalars": {"distributed.world"},
     "launch": {
+        "_code_pickler",
         "_liveness",
         "_network",
         "_out_of_memory",

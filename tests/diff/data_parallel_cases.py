@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -223,3 +225,180 @@ def answers(rank: int, size: int) -> dict[str, Numbers]:
 def on_rank() -> dict[str, Numbers]:
     """What a worker of a launch gives."""
     return answers(dist.get_rank(), dist.get_world_size())
+
+
+def evolution(rank: int, size: int) -> dict[str, Numbers]:
+    """Estimates: of what all ranks have, by the same noise; of what each has, by its own."""
+    problem = Problem(rank, size)
+    adjoints = {
+        "same": lambda: todist.EvolutionStrategies(4, 0.01),
+        "persistent": lambda: todist.PersistentEvolutionStrategies(4, 0.01, unroll=2),
+    }
+    found = {name: problem.gradients(make, OPTIMIZERS["adam"]) for name, make in adjoints.items()}
+    torch.manual_seed(5)
+    own = torch.full((2,), 1.0 + rank, dtype=torch.float64, requires_grad=True)
+    parallel = todist.DataParallel(own=own) if dist.is_initialized() else None
+    made = todist.inner_loop(
+        lambda w: ((w - own) ** 2).sum(),
+        todist.sgd(lr=0.25),
+        torch.zeros(2, dtype=torch.float64, requires_grad=True),
+        2,
+        meta=own,
+        adjoint=todist.EvolutionStrategies(400, 0.1),
+        parallel=parallel,
+    )
+    # After two steps w is 3/4 of the mean of all ranks' tensors.
+    found["own"] = torch.autograd.grad(made.params.sum(), own)[0].tolist()
+    return found
+
+
+def evolution_on_rank() -> dict[str, Numbers]:
+    """What a worker of a launch gives."""
+    return evolution(dist.get_rank(), dist.get_world_size())
+
+
+def messages() -> dict[str, str]:
+    """What ranks are told that do not agree, or that ask for what cannot be."""
+    rank = dist.get_rank()
+    w = torch.ones(2, requires_grad=True)
+    x = torch.ones(2, requires_grad=True)
+    rate = torch.tensor(0.1, requires_grad=True)
+    parallel = todist.DataParallel()
+
+    def run(
+        start: Tensor = w, steps: int = 2, loss: Any = None, parallel: Any = parallel, **options: Any
+    ) -> Any:
+        loss = loss or (lambda w: ((w - x) ** 2).sum())
+        return todist.inner_loop(loss, todist.sgd(lr=0.1), start, steps, parallel=parallel, **options)
+
+    asked: dict[str, Callable[[], Any]] = {
+        "steps": lambda: run(steps=2 + rank),
+        "shapes": lambda: run(torch.ones(2 + rank, requires_grad=True), loss=lambda w: (w**2).sum()),
+        "values": lambda: run(torch.ones(2).add(rank).requires_grad_()),
+        "meta": lambda: run(meta=x.detach().add(rank).requires_grad_()),
+        "not in meta": lambda: run(parallel=todist.DataParallel(own=x)),
+        "in the optimizer": lambda: todist.inner_loop(
+            lambda w: (w**2).sum(),
+            todist.sgd(lr=rate),
+            w,
+            2,
+            meta=rate,
+            parallel=todist.DataParallel(own=rate),
+        ),
+        "compiled": lambda: run(compile=True),
+        "group": lambda: todist.DataParallel("gloo"),
+        "type": lambda: run(parallel="gloo"),
+        "wrapped": lambda: todist.inner_loop(
+            lambda model: model(torch.ones(1, 2)).sum(),
+            todist.sgd(lr=0.1),
+            nn.parallel.DistributedDataParallel(nn.Linear(2, 1)),
+            1,
+        ),
+    }
+    found = {}
+    for name, ask in asked.items():
+        try:
+            ask()
+        except (TypeError, ValueError) as error:
+            found[name] = f"{type(error).__name__}: {error}"
+        dist.barrier()
+    return found
+
+
+class Noisy(nn.Module):
+    """A network with dropout and batch normalization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One number an example."""
+        made: Tensor = self.layers(x)
+        return made
+
+
+def noisy() -> dict[str, Numbers]:
+    """A loop with dropout, twice; ranks have the same data, so that they differ by dropout alone."""
+    torch.manual_seed(0)
+    model = Noisy().double()
+    x = torch.randn(8, 4, dtype=torch.float64)
+    scale = torch.ones(4, dtype=torch.float64, requires_grad=True)
+    masks = []
+
+    def loss(model: Any) -> Tensor:
+        masks.append(torch.rand(3).tolist())
+        value: Tensor = (model(x * scale + dist.get_rank()) ** 2).mean()
+        return value
+
+    found: dict[str, Numbers] = {}
+    for name, adjoint in (("recorded", todist.Recorded()), ("replayed", todist.Replayed(sharded=True))):
+        made = todist.inner_loop(
+            loss,
+            todist.sgd(lr=0.1),
+            model,
+            3,
+            meta=scale,
+            adjoint=adjoint,
+            seed=7,
+            parallel=todist.DataParallel(),
+        )
+        value = (made.params.eval()(x) ** 2).mean()
+        found[name] = torch.autograd.grad(value, scale)[0].tolist()
+        found[f"{name} mean"] = made.params.layers[1].running_mean.tolist()
+        found[f"{name} weight"] = made.params.layers[0].weight.tolist()
+    found["masks"] = masks[:3]
+    return found
+
+
+def transposes() -> dict[str, Any]:
+    """Derivatives of ``mean_over`` and ``vary_over`` of first and second order, in both modes."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+
+    def function(x: Tensor) -> Tensor:
+        one: Tensor = todist.mean_over({"a": ((rank + 1) * todist.vary_over(x) ** 3).sum()})["a"]
+        return one**2
+
+    x = torch.tensor([0.5, 2.0], dtype=torch.float64, requires_grad=True)
+    (first,) = torch.autograd.grad(function(x), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    value, forward = torch.func.jvp(function, (x.detach(),), (torch.ones(2, dtype=torch.float64),))
+    gradient = torch.func.grad(function)
+    _, mixed = torch.func.jvp(gradient, (x.detach(),), (torch.ones(2, dtype=torch.float64),))
+    mapped = torch.vmap(gradient)(torch.stack([x.detach(), 2 * x.detach()]))
+    factor = (size + 1) / 2
+    found = {
+        "value": value,
+        "first": first,
+        "second": second,
+        "forward": forward,
+        "mixed": mixed,
+        "mapped": mapped,
+    }
+    return {"factor": factor, **{name: tensor.tolist() for name, tensor in found.items()}}
+
+
+def dies(when: str) -> None:
+    """Rank 1 dies in the loop, or in the backward pass."""
+    x = torch.ones(2, requires_grad=True)
+    calls = [0]
+
+    def loss(w: Tensor) -> Tensor:
+        calls[0] += 1
+        if dist.get_rank() == 1 and calls[0] == (3 if when == "forward" else 7):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return ((w - x) ** 4).sum()
+
+    made = todist.inner_loop(
+        loss,
+        todist.sgd(lr=0.01),
+        torch.zeros(2, requires_grad=True),
+        5,
+        meta=x,
+        adjoint=todist.Replayed(snapshots=1),
+        parallel=todist.DataParallel(),
+    )
+    try:
+        torch.autograd.grad(made.params.sum(), x)
+    except todist.CollectiveError as error:
+        raise RuntimeError("the backward pass has said so") from error

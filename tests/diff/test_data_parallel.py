@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import cache
 from typing import Any
 
@@ -53,3 +54,85 @@ def test_ranks_give_what_one_gives(name: str, size: int) -> None:
             if one is not None or other is not None:
                 close(one, other)
         assert others == of_ranks[0][1:]  # the same bits on all ranks
+
+
+def test_evolution_strategies_of_ranks() -> None:
+    made = todist.launch(cases.evolution_on_rank, nproc_per_host=2, backend="gloo")
+    one = cases.evolution(0, 1)
+    for rank in range(2):
+        torch.testing.assert_close(
+            torch.tensor(made.rank(rank)["own"]), torch.full((2,), 0.375), rtol=0.3, atol=0
+        )
+        for name in ("same", "persistent"):  # the losses, and what is estimated with noise of all ranks
+            assert made.rank(rank)[name][1:] == made.rank(1 - rank)[name][1:]
+            close(one[name][-1], made.rank(rank)[name][-1])
+
+
+MESSAGES = {
+    "steps": "the number of steps differ: 2 on rank 0, 3 on rank 1",
+    "shapes": "the shapes of parameters differ",
+    "values": "the parameters must be the same on all ranks with `parallel`, got others on rank 1",
+    "meta": "the replicated meta tensors must be the same on all ranks with `parallel`",
+    "not in meta": "`own` of DataParallel must be of tensors that `meta` lists",
+    "in the optimizer": "`own` of DataParallel must not have tensors that the optimizer uses",
+    "compiled": "`compile` must be False with `parallel`",
+    "group": "TypeError: `group` must be a process group, a DeviceMesh or None, got str",
+    "type": "TypeError: `parallel` must be a todist.DataParallel, got str",
+    "wrapped": "TypeError: `params` must not be under DistributedDataParallel",
+}
+
+
+def test_ranks_that_disagree_are_told_so() -> None:
+    made = todist.launch(cases.messages, nproc_per_host=2, backend="gloo")
+    for rank in range(2):
+        assert made.rank(rank).keys() == MESSAGES.keys()
+        for name, text in MESSAGES.items():
+            assert text in made.rank(rank)[name]
+
+
+def test_dropout_differs_by_rank_and_buffers_are_each_ranks_own() -> None:
+    made = todist.launch(cases.noisy, nproc_per_host=2, backend="gloo")
+    one, other = made.rank(0), made.rank(1)
+    assert one["masks"] != other["masks"]
+    assert one["recorded mean"] != other["recorded mean"]
+    for name in ("recorded", "recorded weight"):
+        assert one[name] == other[name]
+        close(one[name], one[name.replace("recorded", "replayed")])
+    close(one["recorded mean"], one["replayed mean"])
+
+
+def test_mean_over_and_vary_over_have_every_derivative() -> None:
+    made = todist.launch(cases.transposes, nproc_per_host=2, backend="gloo")
+    x = torch.tensor([0.5, 2.0], dtype=torch.float64)
+    for rank in range(2):
+        found = made.rank(rank)
+        factor = found["factor"]
+        cubes = (x**3).sum()
+        gradient = 2 * factor**2 * cubes * 3 * x**2
+        hessian_of_ones = 2 * factor**2 * (3 * x**2 * (3 * x**2).sum() + cubes * 6 * x)
+        close(found["value"], (factor * cubes).pow(2).tolist())
+        close(found["first"], gradient.tolist())
+        close(found["forward"], gradient.sum().tolist())
+        for name in ("second", "mixed"):
+            close(found[name], hessian_of_ones.tolist())
+        close(found["mapped"], torch.stack([gradient, 32 * gradient]).tolist())
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_a_rank_that_dies_is_an_error_within_seconds(when: str) -> None:
+    begun = time.monotonic()
+    with pytest.raises(todist.WorkerFailedError, match="SIGKILL"):
+        todist.launch(cases.dies, (when,), nproc_per_host=2, backend="gloo")
+    assert time.monotonic() - begun < 60
+
+
+def test_sharded_needs_ranks_and_data_parallel_a_group() -> None:
+    w = torch.ones(2, requires_grad=True)
+    with pytest.raises(ValueError, match="`sharded` must be False without `parallel`"):
+        todist.inner_loop(
+            lambda w: (w**2).sum(), todist.sgd(lr=0.1), w, 2, adjoint=todist.Replayed(sharded=True)
+        )
+    with pytest.raises(TypeError, match="`sharded` must be True or False"):
+        todist.Replayed(sharded=2)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="needs a process group"):
+        todist.DataParallel()

@@ -122,7 +122,7 @@ class Ranks:
         """The vector of this size of which each rank has a part."""
         flat = part.new_empty(len(part) * self.size)
         with _named(self.group):
-            dist.all_gather_into_tensor(flat, part, group=self.group)
+            dist.all_gather(list(flat.split(len(part))), part, group=self.group)
         return flat[:size]
 
     def _at(self, filled: Sequence[OptionalTensor], means: Sequence[Tensor]) -> list[OptionalTensor]:
