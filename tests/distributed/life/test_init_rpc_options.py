@@ -131,7 +131,8 @@ def test_a_missing_address_is_told(variable):
 @pytest.mark.parametrize(
     ("workers", "cores", "transports"),
     [
-        (1, 1, None),
+        (1, 1, ["uv"]),
+        (1, 128, ["uv"]),
         (32, 128, None),
         (33, 128, ["uv"]),
         (64, 128, ["uv"]),

@@ -24,7 +24,8 @@ MAX_SHARED_MEMORY_WORKERS = 32
 
 Shared memory is also polled: each worker keeps two thirds of a core busy even when it waits (measured on torch 2.13). A
 small message takes a third of the time that it takes over sockets, but where there are fewer than two cores a worker,
-the polling slows down what the workers compute. So sockets are used there, too.
+the polling slows down what the workers compute. So sockets are used there, too, and where a worker is alone on its
+machine.
 """
 TORCH_DEFAULT_TIMEOUT: float = rpc.constants.DEFAULT_RPC_TIMEOUT_SEC
 """60 s may be torch's default or the user's wish. They count as the default, which means no time-out."""
@@ -105,11 +106,9 @@ def _zmq(backend: rpc.BackendType | None, options: rpc.RpcBackendOptions | None)
 
 def default_options(local_world_size: int) -> rpc.TensorPipeRpcBackendOptions:
     """TensorPipe's options for so many workers on this machine."""
-    if local_world_size > MAX_SHARED_MEMORY_WORKERS or (
-        local_world_size > 1 and 2 * local_world_size > _cores()
-    ):
-        return tensorpipe_options_with_sockets()
-    return rpc.TensorPipeRpcBackendOptions()
+    if 1 < local_world_size <= min(MAX_SHARED_MEMORY_WORKERS, _cores() // 2):
+        return rpc.TensorPipeRpcBackendOptions()
+    return tensorpipe_options_with_sockets()
 
 
 def _cores() -> int:
