@@ -16,6 +16,7 @@ from torchopt_dist import (
     typing,
     visual,
 )
+from torchopt_dist._launchers import world_variables
 from torchopt_dist._liveness import Liveness
 from torchopt_dist.checkpoint import Checkpointer, Restored
 from torchopt_dist.diff.adjoints import (
@@ -336,6 +337,7 @@ __all__ = [
     "typing",
     "vary_over",
     "visual",
+    "world_variables",
     "zero_nan_hook",
 ]
 

@@ -19,6 +19,7 @@ from torchopt_dist.distributed.life.running_group import RunningGroup
 from torchopt_dist.distributed.membership.members import OnLoss
 from torchopt_dist.distributed.messages.caller_state import ThreadSettings
 from torchopt_dist.distributed.rendezvous import store
+from torchopt_dist.distributed.rendezvous.environment import torchrun_variables
 from torchopt_dist.distributed.rendezvous.store import GroupEndedError
 from torchopt_dist.distributed.transport.choice import check_name
 from torchopt_dist.distributed.world import default_worker_name_format
@@ -44,8 +45,9 @@ def auto_init_rpc(
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Decorate ``main()`` so that it runs on every worker, with remote calls between them.
 
-    Started by torchrun or by anything else that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT,
-    the workers first wait for each other. Started by plain ``python``, the world is one process. A second call
+    Started by torchrun, by anything else that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or by srun, mpirun or
+    jsrun, the workers first wait for each other; while ``main`` runs, these variables are set. Started by plain
+    ``python``, the world is one process. A second call
     inside ``main`` uses the group that is there; a call after ``main`` has returned makes a new one.
 
     Args:
@@ -101,19 +103,20 @@ def auto_init_rpc(
             if group is not None:
                 _check_same(group.settings, settings)
                 return main(*args, **kwargs)
-            running = RunningGroup(*settings)
-            try:
-                with running as group, running.parent_watch, running.interruption:
-                    if worker_init_fn is not None:
-                        worker_init_fn()
-                        chosen = ThreadSettings.capture()
-                        if chosen.are_chosen():
-                            group.threads.prepare = chosen.apply
-                    group.membership.start(store.init_timeout())
-                    return main(*args, **kwargs)
-            except GroupEndedError as ended:
-                log.info("this process replaces a lost worker, and there is nothing to do: %s", ended)
-                raise SystemExit(0) from None
+            with torchrun_variables():
+                running = RunningGroup(*settings)
+                try:
+                    with running as group, running.parent_watch, running.interruption:
+                        if worker_init_fn is not None:
+                            worker_init_fn()
+                            chosen = ThreadSettings.capture()
+                            if chosen.are_chosen():
+                                group.threads.prepare = chosen.apply
+                        group.membership.start(store.init_timeout())
+                        return main(*args, **kwargs)
+                except GroupEndedError as ended:
+                    log.info("this process replaces a lost worker, and there is nothing to do: %s", ended)
+                    raise SystemExit(0) from None
 
         return wrapped
 

@@ -32,7 +32,12 @@ from torchopt_dist.distributed.life.report import CppWarnings, one_line, report,
 from torchopt_dist.distributed.membership.members import Failure, Member, OnLoss
 from torchopt_dist.distributed.membership.membership import Membership
 from torchopt_dist.distributed.rendezvous import store as store_module
-from torchopt_dist.distributed.rendezvous.environment import all_on_one_machine, read_world
+from torchopt_dist.distributed.rendezvous.environment import (
+    WorldInfo,
+    all_on_one_machine,
+    count_machines,
+    read_world,
+)
 from torchopt_dist.distributed.rendezvous.sealed_store import given_secret, open_store
 from torchopt_dist.distributed.rendezvous.store import GroupEndedError
 from torchopt_dist.distributed.transport import shutdown
@@ -58,10 +63,9 @@ class RunningGroup:
         liveness: Liveness | None,
     ) -> None:
         self.settings = (worker_name_format, transport, backend, rpc_backend_options, on_loss, liveness)
-        self.world = named(read_world(), worker_name_format)
-        self.incarnation = own_incarnation(on_loss, self.world.world_size)
-        self.chosen = choose(transport, backend, rpc_backend_options, self.world.local_world_size, on_loss)
         self.on_loss = on_loss
+        self._take_place(read_world())
+        self.incarnation = own_incarnation(on_loss, self.world.world_size)
         self._door: dist.Store | None = None
         given_secret()  # to refuse a bad one before the others are met
         self.liveness = liveness or Liveness.from_environment()
@@ -72,13 +76,19 @@ class RunningGroup:
         self._warnings = CppWarnings()
         self._code: int | None = None
 
+    def _take_place(self, world: WorldInfo) -> None:
+        worker_name_format, transport, backend, options, on_loss, _ = self.settings
+        self.world = named(world, worker_name_format)
+        self.chosen = choose(transport, backend, options, world.local_world_size, on_loss)
+
     def __enter__(self) -> Group:
         world, chosen = self.world, self.chosen
         if world.world_size > 1 and chosen.init_method == "env://":
             for variable in ("MASTER_ADDR", "MASTER_PORT"):
                 if variable not in os.environ:
                     raise InitializationError(
-                        f"the environment variable {variable} is missing, and WORLD_SIZE is {world.world_size}"
+                        f"the environment variable {variable} is missing, and WORLD_SIZE is {world.world_size}: set it "
+                        "in all tasks, MASTER_ADDR to the machine of rank 0 and MASTER_PORT to a free port there"
                     )
         host = os.environ.get("MASTER_ADDR", "127.0.0.1") if world.world_size > 1 else "127.0.0.1"
         self._variables = {name: os.environ.get(name) for name in _network.VARIABLES}
@@ -98,6 +108,11 @@ class RunningGroup:
         )
         try:
             with open_store(plain, nonce, world.rank, all_on_one_machine()) as store:
+                placed = count_machines(store, world)
+                if placed is not world:
+                    self._take_place(placed)
+                    world, chosen = self.world, self.chosen
+                    self.membership.me = own_member(world, self.on_loss, self.incarnation)
                 self.membership.join(store, _network.local_address(host), store_module.init_timeout())
             self.group = Group(
                 self.membership, self.settings, chosen.call_timeout, chosen.make, ask, handle_request

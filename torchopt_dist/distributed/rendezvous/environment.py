@@ -1,13 +1,31 @@
-"""Environment variables, as torchrun sets them → this process's place in the world; without them, a world of one."""
+"""Environment variables, torchrun's or another launcher's → this process's place in the world; of one, without them.
+
+Where a launcher does not say which tasks share a machine, the workers count the names of their machines as they meet.
+"""
 
 from __future__ import annotations
 
 import os
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch.distributed as dist
+
+from torchopt_dist._launchers import NAMES, find_task
+from torchopt_dist.distributed.rendezvous.sealed_store import SealedStore
 from torchopt_dist.errors import InitializationError
 
-__all__ = ["WorldInfo", "all_on_one_machine", "default_worker_name_format", "read_world"]
+__all__ = [
+    "WorldInfo",
+    "all_on_one_machine",
+    "count_machines",
+    "default_worker_name_format",
+    "knows_its_machine",
+    "read_world",
+    "torchrun_variables",
+]
 
 
 def default_worker_name_format(
@@ -44,12 +62,16 @@ class WorldInfo:
 
 def read_world() -> WorldInfo:
     """This process's place in the world, with the default name; raises ``InitializationError`` for a bad variable."""
-    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+    env: Mapping[str, str] = os.environ
+    task = find_task(env)
+    if task is not None:
+        env = {**task.variables(), **env}
+    if "RANK" not in env and "WORLD_SIZE" not in env:
         world_size, world_rank, local_world_size, local_rank = 1, 0, 1, 0
     else:
-        world_size, world_rank = _read("WORLD_SIZE"), _read("RANK")
-        local_world_size = _read("LOCAL_WORLD_SIZE", world_size)
-        local_rank = _read("LOCAL_RANK", world_rank % max(local_world_size, 1))
+        world_size, world_rank = _read("WORLD_SIZE", env), _read("RANK", env)
+        local_world_size = _read("LOCAL_WORLD_SIZE", env, world_size)
+        local_rank = _read("LOCAL_RANK", env, world_rank % max(local_world_size, 1))
         _check_range("RANK", world_rank, "WORLD_SIZE", world_size)
         _check_range("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_world_size)
     name = default_worker_name_format(
@@ -61,14 +83,60 @@ def read_world() -> WorldInfo:
     return WorldInfo(world_size, world_rank, local_world_size, local_rank, name)
 
 
+@contextmanager
+def torchrun_variables() -> Iterator[None]:
+    """A context in which torchrun's variables are set, where another launcher has started several tasks.
+
+    So :func:`torch.distributed.init_process_group` works, too. Afterwards those that were not there before are removed,
+    those of :func:`count_machines` among them.
+    """
+    missing = [name for name in NAMES if name not in os.environ]
+    task = find_task()
+    if task is not None:
+        os.environ.update({**task.variables(), **os.environ})
+    is_task = "RANK" in os.environ
+    try:
+        yield
+    finally:
+        for name in missing if is_task else ():
+            os.environ.pop(name, None)
+
+
+def knows_its_machine() -> bool:
+    """Whether the environment says which workers share this machine, or there is one worker only."""
+    return "LOCAL_WORLD_SIZE" in os.environ or "LOCAL_RANK" in os.environ or read_world().world_size == 1
+
+
+def count_machines(store: SealedStore, world: WorldInfo) -> WorldInfo:
+    """The world, where this worker's local rank is that among the workers on machines of the same name.
+
+    All workers leave the names of their machines in the store. Where :func:`knows_its_machine` is true, the world is
+    returned as it is. Otherwise LOCAL_RANK and LOCAL_WORLD_SIZE are set.
+
+    Raises ``InitializationError`` if the others' names do not come in time.
+    """
+    store.tell(f"machine/{world.rank}", socket.gethostname())
+    if knows_its_machine():
+        return world
+    try:
+        machines = store.told(*(f"machine/{rank}" for rank in range(world.world_size)))
+    except dist.DistError as error:
+        raise InitializationError(
+            f"rank {world.rank} did not hear which machines the others are on: {error}"
+        ) from error
+    here = [rank for rank, machine in enumerate(machines) if machine == machines[world.rank]]
+    os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = str(here.index(world.rank)), str(len(here))
+    return read_world()
+
+
 def all_on_one_machine() -> bool:
     """Whether the environment says that there are several workers, all of them on this machine."""
     world = read_world()
     return 1 < world.world_size == world.local_world_size and "LOCAL_WORLD_SIZE" in os.environ
 
 
-def _read(variable: str, default: int | None = None) -> int:
-    text = os.environ.get(variable)
+def _read(variable: str, env: Mapping[str, str], default: int | None = None) -> int:
+    text = env.get(variable)
     if text is None:
         if default is None:
             raise InitializationError(
