@@ -58,7 +58,9 @@ def started(monkeypatch):
 
 
 def connect(*names, otherwise=None, **env):
-    return remote.connect(names, remote.SshOptions("python3", None, Liveness(), env), 5.0, otherwise)
+    return remote.connect(
+        names, remote.RemoteOptions("python3", None, None, None, Liveness(), env), 5.0, otherwise
+    )
 
 
 def test_hosts_are_reached_at_the_same_time_and_stay(started):

@@ -106,7 +106,7 @@ def auto_init_rpc(
             with torchrun_variables():
                 running = RunningGroup(*settings)
                 try:
-                    with running as group, running.parent_watch, running.interruption:
+                    with running.termination, running as group, running.parent_watch, running.interruption:
                         if worker_init_fn is not None:
                             worker_init_fn()
                             chosen = ThreadSettings.capture()

@@ -25,6 +25,7 @@ from typing import Any
 import setproctitle
 
 from torchopt_dist._out_of_memory import out_of_memory_kills
+from torchopt_dist._signals import INTERRUPT
 from torchopt_dist.errors import InitializationError
 from torchopt_dist.launch import _messages as messages
 from torchopt_dist.launch import _processes as processes
@@ -318,11 +319,11 @@ class Agent:
         """
         own = {pid: processes.handles(pid, signal.SIGTERM) for pid in self._running} if grace > 0 else {}
         for pid, handles in own.items():
-            processes.kill(pid, signal.SIGTERM if handles else worker.INTERRUPT)
+            processes.kill(pid, signal.SIGTERM if handles else INTERRUPT)
             processes.kill(pid, signal.SIGCONT)  # should it have been stopped
         until = self._wait_for_ends(INTERRUPT_SECONDS, time.monotonic() + grace)
         for pid in self._running:
-            if own.get(pid) is False and processes.handles(pid, worker.INTERRUPT):  # it has not noticed
+            if own.get(pid) is False and processes.handles(pid, INTERRUPT):  # it has not noticed
                 processes.kill(pid, signal.SIGTERM)
         self._wait_for_ends(grace, until)
         processes.end_descendants()

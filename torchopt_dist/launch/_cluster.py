@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 
+from torchopt_dist._launchers import find_task
 from torchopt_dist.launch import _slurm as slurm
 from torchopt_dist.launch import _ssh as ssh
 from torchopt_dist.launch._machine import Machine, ThisMachine, is_this_machine
@@ -39,10 +40,17 @@ def name_hosts(hosts: str | Sequence[str]) -> list[str]:
         hosts: ``"auto"``, ``"slurm"``, or names of the form ``[user@]host[:port]``.
 
     Raises:
-        ValueError: there is no host, a name has another form, or the hosts of a SLURM job cannot be found out.
+        ValueError: there is no host, a name has another form, the hosts of a SLURM job cannot be found out, or this
+            program is one of several tasks of a launcher.
         TypeError: a name is not a string.
     """
     if isinstance(hosts, str):
+        task = find_task()
+        if task is not None and task.size > 1:
+            raise ValueError(
+                f"a launcher must run once, got {task.size} tasks of {task.row.name}: start it without that, or as one "
+                f"task; or decorate `main` by `auto_init_rpc`, and {task.row.name} is the launcher"
+            )
         if hosts == "slurm" or (hosts == "auto" and slurm.has_several_hosts()):
             return slurm.hosts_of_job()
         if hosts == "auto":

@@ -17,7 +17,8 @@ COPIED = (
     "LIBRARY_PATH",
     "PYTHON*",
     "VIRTUAL_ENV",
-    "CUDA*",
+    "CUDA[!_]*",
+    "CUDA_[!V]*",  # CUDA_VISIBLE_DEVICES are those of one machine
     "TORCH*",
     "PYTORCH*",
     "NCCL_*",

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from torchopt_dist._liveness import Liveness
 from torchopt_dist.launch._environment import check_variables
+from torchopt_dist.launch._shell import check_shell
 
 __all__ = [
     "BACKEND",
@@ -135,6 +136,7 @@ NPROC = Kind(
 )
 SWITCH = Kind((bool,), "True or False", {"action": "store_true"})
 BACKEND = Kind((str, NONE), "a string or None", {"metavar": "NAME"}, _is_backend)
+SHELL = Kind((str, NONE), "a string or None", {"metavar": "COMMAND"}, check_shell)
 PYTHON = Kind((str, NONE), "a string or None", {"metavar": "FILE"})
 ON_LOSS = Kind(
     (str,),

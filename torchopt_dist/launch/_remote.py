@@ -1,4 +1,4 @@
-"""Names of hosts → machines, reached by SSH, each with a forkserver that stays for later launches."""
+"""Names of hosts → machines, reached by SSH or a command, each with a forkserver that stays for later launches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import shlex
 import socket
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torchopt_dist._liveness import Liveness
@@ -22,9 +22,10 @@ from torchopt_dist.errors import InitializationError
 from torchopt_dist.launch._environment import chosen_by, import_path
 from torchopt_dist.launch._forkserver import MARK, PROGRAM, read_on_import, versions
 from torchopt_dist.launch._machine import Machine
-from torchopt_dist.launch._ssh import carry, in_loop, log_in, open_stream
+from torchopt_dist.launch._shell import connect_by_shell
+from torchopt_dist.launch._ssh import UnreachedError, carry, in_loop, log_in, open_stream
 
-__all__ = ["RemoteMachine", "SshOptions", "close_all", "connect"]
+__all__ = ["RemoteMachine", "RemoteOptions", "close_all", "connect"]
 
 log = logging.getLogger(__package__)
 
@@ -36,18 +37,22 @@ A_DAY = 86400.0
 
 
 @dataclass(frozen=True)
-class SshOptions:
+class RemoteOptions:
     """The settings by which other hosts are reached.
 
     Attributes:
         python: the interpreter there.
         config: SSH's configuration file; ``None`` means ``~/.ssh/config``.
+        shell: a command that runs a command on a host; ``None`` means SSH.
+        otherwise: the command where no host is reached by SSH; ``None``: that is an error.
         liveness: how often both sides give signs of life, and after how long without one the other counts as lost.
         env: variables for workers there, in addition to those that programs there have.
     """
 
     python: str
     config: str | None
+    shell: str | None
+    otherwise: str | None
     liveness: Liveness
     env: Mapping[str, str] = field(compare=False)
 
@@ -58,13 +63,13 @@ class RemoteMachine(Machine):
     Args:
         name: ``[user@]host[:port]``.
         options: how it is reached.
-        connection: the connection to it, an object of asyncssh.
-        process: its forkserver, an object of asyncssh.
+        connection: the connection to it, an object of asyncssh or one like it.
+        process: its forkserver, an object of asyncssh or one like it.
     """
 
     here = False
 
-    def __init__(self, name: str, options: SshOptions, connection: Any, process: Any) -> None:
+    def __init__(self, name: str, options: RemoteOptions, connection: Any, process: Any) -> None:
         self.name = name
         self._options, self._connection, self._process = options, connection, process
         self._said: collections.deque[str] = collections.deque(maxlen=LAST_LINES)
@@ -74,7 +79,7 @@ class RemoteMachine(Machine):
         self._lost = threading.Event()
 
     @classmethod
-    async def start(cls, name: str, options: SshOptions, seconds: float) -> RemoteMachine:
+    async def start(cls, name: str, options: RemoteOptions, seconds: float) -> RemoteMachine:
         """Log in, and start a forkserver.
 
         Args:
@@ -86,7 +91,10 @@ class RemoteMachine(Machine):
             InitializationError: the host cannot be reached, or lacks what a launch needs.
         """
         until = asyncio.get_running_loop().time() + seconds
-        connection = await log_in(name, options.config, options.liveness.patience, seconds)
+        if options.shell is None:
+            connection = await log_in(name, options.config, options.liveness.patience, seconds)
+        else:
+            connection = await connect_by_shell(name, options.shell)
         try:
             async with asyncio.timeout_at(until):
                 command = f"exec {shlex.quote(options.python)} -u -c {shlex.quote(PROGRAM)}"
@@ -133,7 +141,8 @@ class RemoteMachine(Machine):
         missing = re.search(r"No module named '([\w.]+)'", how)
         if missing:
             return f"{python} on {self.name} has no package {missing[1]}: install it there; {how}"
-        return f"{python} did not start on {self.name}: {how}"
+        by = "" if self._options.shell is None else f" by {self._connection}"
+        return f"{python} did not start on {self.name}{by}: {how}"
 
     def _check(self, greeting: dict[str, Any], folder: str) -> None:
         for what, ours in versions().items():
@@ -228,7 +237,7 @@ _machines: dict[tuple[object, ...], asyncio.Task[RemoteMachine]] = {}
 
 def connect(
     names: Sequence[str],
-    options: SshOptions,
+    options: RemoteOptions,
     seconds: float,
     otherwise: Callable[[str, str], Machine] | None = None,
 ) -> dict[str, Machine]:
@@ -246,7 +255,14 @@ def connect(
     """
     machines: dict[str, Machine] = {}
     errors: list[BaseException] = []
-    for name, found in zip(names, in_loop(_reach_all(names, options, seconds)).result(), strict=True):
+    reached = in_loop(_reach_all(names, options, seconds)).result()
+    if options.otherwise is not None and all(isinstance(found, UnreachedError) for found in reached):
+        log.warning("%s; so %s starts what runs on the hosts", reached[0], options.otherwise)
+        options = replace(options, shell=options.otherwise, otherwise=None)
+        by_ssh, reached = reached, in_loop(_reach_all(names, options, seconds)).result()
+        if all(isinstance(found, InitializationError) for found in reached) and otherwise is None:
+            raise InitializationError("\n".join(map(str, dict.fromkeys(map(str, [*by_ssh, *reached])))))
+    for name, found in zip(names, reached, strict=True):
         if isinstance(found, Machine):
             machines[name] = found
         elif otherwise is not None and isinstance(found, InitializationError):
@@ -261,7 +277,7 @@ def connect(
 
 
 async def _reach_all(
-    names: Sequence[str], options: SshOptions, seconds: float
+    names: Sequence[str], options: RemoteOptions, seconds: float
 ) -> list[RemoteMachine | BaseException]:
     loaded = tuple(sorted(read_on_import(options.env).items()))
     tasks = []

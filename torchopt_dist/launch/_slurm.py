@@ -1,15 +1,30 @@
-"""SLURM's variables → the hosts of the job, and the cores and GPUs that the job has on each."""
+"""SLURM's variables → the job's hosts, the cores and GPUs that it has on each, and steps that run commands there."""
 
 from __future__ import annotations
 
 import os
-import re
-import subprocess
 from collections.abc import Mapping
 
-__all__ = ["cpus_per_host", "gpus_per_host", "has_several_hosts", "hosts_of_job"]
+from torchopt_dist._slurm_lists import expand_nodes, expand_numbers
 
-SECONDS = 20.0
+__all__ = [
+    "cpus_per_host",
+    "gpus_per_host",
+    "has_several_hosts",
+    "hosts_of_job",
+    "is_in_job",
+    "own_environment",
+    "step",
+]
+
+KEPT = ("SLURM_CONF",)
+"""The only one of SLURM's variables that a new step gets: from the others it would take what the job was submitted
+with, such as the number of tasks on each node."""
+
+
+def is_in_job(env: Mapping[str, str] = os.environ) -> bool:
+    """Whether this program runs in a job, in its batch script or in one of its steps."""
+    return "SLURM_JOB_ID" in env and "SLURM_JOB_NODELIST" in env
 
 
 def has_several_hosts(env: Mapping[str, str] = os.environ) -> bool:
@@ -18,42 +33,31 @@ def has_several_hosts(env: Mapping[str, str] = os.environ) -> bool:
     Example:
         >>> has_several_hosts({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"})
         True
+        >>> has_several_hosts({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_HET_SIZE": "2"})
+        True
     """
-    return "SLURM_JOB_ID" in env and env.get("SLURM_JOB_NUM_NODES", "1") != "1"
+    several = env.get("SLURM_JOB_NUM_NODES", "1") != "1" or env.get("SLURM_HET_SIZE", "1") != "1"
+    return "SLURM_JOB_ID" in env and several
 
 
 def hosts_of_job(env: Mapping[str, str] = os.environ) -> list[str]:
-    """The names of the job's hosts, by ``scontrol``.
+    """The names of the job's hosts; those of all groups, if the job is heterogeneous.
 
     Raises:
-        ValueError: there is no job, its hosts cannot be found out, or this program is one of several tasks of ``srun``.
+        ValueError: there is no job, or its list of hosts cannot be read.
+
+    Example:
+        >>> hosts_of_job({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"})
+        ['n1', 'n2']
     """
-    if "SLURM_JOB_ID" not in env or "SLURM_JOB_NODELIST" not in env:
+    if not is_in_job(env):
         raise ValueError(
             '`hosts="slurm"` must be used in a SLURM job, got no SLURM_JOB_ID and SLURM_JOB_NODELIST'
         )
-    tasks = env.get("SLURM_STEP_NUM_TASKS", "1")
-    if tasks != "1":
-        raise ValueError(
-            f"a launcher must run once in a SLURM job, got {tasks} tasks of srun: start it from the batch script "
-            "without srun, or by `srun --ntasks=1`, or name its `hosts`"
-        )
-    command = ["scontrol", "show", "hostnames", env["SLURM_JOB_NODELIST"]]
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=SECONDS, check=True, env=dict(env)
-        )
-    except (OSError, subprocess.SubprocessError) as error:
-        said = (getattr(error, "stderr", None) or "").strip()
-        raise ValueError(
-            f"the hosts of the SLURM job cannot be found out: {error} {said}".rstrip()
-        ) from error
-    names = done.stdout.split()
-    if not names:
-        raise ValueError(
-            f"the hosts of the SLURM job cannot be found out: {' '.join(command)} printed nothing"
-        )
-    return names
+        return [name for hosts in _by_group("SLURM_JOB_NODELIST", env) for name in expand_nodes(hosts)]
+    except ValueError as error:
+        raise ValueError(f"the hosts of the SLURM job cannot be found out: {error}") from None
 
 
 def cpus_per_host(number: int, env: Mapping[str, str] = os.environ) -> list[int | None]:
@@ -64,24 +68,72 @@ def cpus_per_host(number: int, env: Mapping[str, str] = os.environ) -> list[int 
         [8, 8, 4]
     """
     cpus: list[int | None] = []
-    for part in _of_job("SLURM_JOB_CPUS_PER_NODE", env).split(","):
-        match = re.fullmatch(r"0*([1-9]\d*)(?:\(x(\d+)\))?", part)
-        if match:
-            cpus += [int(match[1])] * int(match[2] or 1)
+    if "SLURM_JOB_ID" in env:
+        for group in _by_group("SLURM_JOB_CPUS_PER_NODE", env):
+            cpus += [each or None for each in expand_numbers(group) or ()]
     return cpus if len(cpus) == number else [None] * number
 
 
 def gpus_per_host(number: int, env: Mapping[str, str] = os.environ) -> list[int | None]:
     """How many GPUs the job has on each of its ``number`` hosts; ``None`` where SLURM does not say.
 
+    A job that was submitted without ``--gpus-per-node`` tells the number on this host, which is taken for all.
+
     Example:
         >>> gpus_per_host(2, {"SLURM_JOB_ID": "7", "SLURM_GPUS_PER_NODE": "a100:4"})
         [4, 4]
+        >>> gpus_per_host(2, {"SLURM_JOB_ID": "7", "SLURM_GPUS": "8", "SLURM_GPUS_ON_NODE": "4"})
+        [4, 4]
     """
-    parts = [part.rpartition(":")[2] for part in _of_job("SLURM_GPUS_PER_NODE", env).split(",")]
+    if "SLURM_JOB_ID" not in env or env.get("SLURM_HET_SIZE", "1") != "1":
+        return [None] * number
+    text = env.get("SLURM_GPUS_PER_NODE") or env.get("SLURM_GPUS_ON_NODE", "")
+    parts = [part.rpartition(":")[2] for part in text.split(",")]
     return [sum(map(int, parts)) if all(part.isdecimal() for part in parts) else None] * number
 
 
-def _of_job(name: str, env: Mapping[str, str]) -> str:
-    """A variable of the job; ``None`` outside a job, where the variable comes from elsewhere."""
-    return env.get(name, "") if "SLURM_JOB_ID" in env else ""
+def step(host: str, env: Mapping[str, str] = os.environ) -> list[str]:
+    """The beginning of a command that runs what follows on a host of the job, beside all else that runs there.
+
+    Args:
+        host: the host.
+        env: the environment.
+
+    Raises:
+        ValueError: there is no job.
+    """
+    if not is_in_job(env):
+        raise ValueError(
+            '`shell="srun"` must be used in a SLURM job, got no SLURM_JOB_ID and SLURM_JOB_NODELIST'
+        )
+    jobs = _by_group("SLURM_JOB_ID", env)  # each group is a job of its own
+    groups = [expand_nodes(hosts) for hosts in _by_group("SLURM_JOB_NODELIST", env)]
+    job = next((job for job, group in zip(jobs, groups, strict=False) if host in group), jobs[0])
+    command = [
+        "srun",
+        f"--jobid={job}",
+        "--overlap",
+        "--unbuffered",
+        "--quiet",
+        "--nodes=1",
+        "--ntasks=1",
+        "--mpi=none",
+    ]
+    gpus = gpus_per_host(1, env)[0]
+    return [*command, *([f"--gpus={gpus}"] if gpus else []), f"--nodelist={host}"]
+
+
+def own_environment(env: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment for a new step of the job."""
+    return {
+        name: value
+        for name, value in env.items()
+        if name in KEPT or not name.startswith(("SLURM_", "SBATCH_", "SRUN_"))
+    }
+
+
+def _by_group(name: str, env: Mapping[str, str]) -> list[str]:
+    """A variable of each group of a heterogeneous job, or of the whole of another job."""
+    groups = int(env["SLURM_HET_SIZE"]) if env.get("SLURM_HET_SIZE", "").isdecimal() else 0
+    found = [env[each] for index in range(groups) if (each := f"{name}_HET_GROUP_{index}") in env]
+    return found or [env.get(name, "")]

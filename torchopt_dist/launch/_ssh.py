@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from torchopt_dist.errors import InitializationError
 
-__all__ = ["carry", "check_name", "in_loop", "log_in", "open_stream"]
+__all__ = ["UnreachedError", "carry", "check_name", "in_loop", "log_in", "open_stream"]
 
 T = TypeVar("T")
 
@@ -50,6 +50,10 @@ TO_SOCKET = (
 _loop: tuple[int, asyncio.AbstractEventLoop] | None = None
 """The loop, and the process that it runs in: threads do not survive a fork."""
 _lock = threading.Lock()
+
+
+class UnreachedError(InitializationError):
+    """Raised if a host cannot be reached by SSH."""
 
 
 def check_name(name: str) -> None:
@@ -87,12 +91,13 @@ async def log_in(name: str, config: str | None, patience: float, seconds: float)
         seconds: the time limit of the connection and the login.
 
     Raises:
-        InitializationError: the host is unknown, cannot be reached, is not the one that is known, or refuses.
+        UnreachedError: the host is unknown, cannot be reached, is not the one that is known, or refuses; or there is
+            no asyncssh.
     """
     try:
         import asyncssh
     except ImportError as error:
-        raise InitializationError(
+        raise UnreachedError(
             "launching on other hosts needs asyncssh: pip install 'torchopt_dist[ssh]'"
         ) from error
     match = NAME.fullmatch(name)
@@ -110,7 +115,7 @@ async def log_in(name: str, config: str | None, patience: float, seconds: float)
                 await asyncio.sleep(pause)
             return await asyncssh.connect(match["host"].strip("[]"), **options)
     except Exception as error:
-        raise InitializationError(f"{name} cannot be reached by SSH: {_why(error, seconds)}") from error
+        raise UnreachedError(f"{name} cannot be reached by SSH: {_why(error, seconds)}") from error
 
 
 def _why(error: Exception, seconds: float) -> str:
@@ -137,11 +142,12 @@ async def open_stream(connection: Any, path: str, python: str) -> tuple[Any, Any
         path: the path of the socket.
         python: an interpreter there, for hosts whose SSH servers forbid connections to sockets.
     """
-    import asyncssh
-
     try:
         reader, writer = await connection.open_unix_connection(path, encoding=None)
-    except asyncssh.ChannelOpenError:  # forbidden there, as some are
+    except Exception as error:
+        if not isinstance(error, NotImplementedError) and type(error).__name__ != "ChannelOpenError":
+            raise
+        # It is no connection of SSH, or forbidden there, as some are.
         command = shlex.join((python, "-S", "-c", TO_SOCKET, path))
         process = await connection.create_process(command, encoding=None)
         return process.stdout, process.stdin

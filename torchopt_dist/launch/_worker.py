@@ -18,16 +18,14 @@ import torch
 import torch.distributed as dist
 
 from torchopt_dist._network import choose_interface
+from torchopt_dist._signals import INTERRUPT
 from torchopt_dist._torch_private import finish_interpreter, leave_finalizers
 from torchopt_dist.launch._messages import Header, Raised, Returned, Running, StartWorkers
 from torchopt_dist.launch._pickling import pack_failure, pack_value, unpack, unpack_task
 from torchopt_dist.launch._store import LOOPBACK
 from torchopt_dist.launch._stream import frame
 
-__all__ = ["INTERRUPT", "asked_to_exit", "in_groups", "work"]
-
-INTERRUPT = signal.SIGRTMAX - 1
-"""The signal by which an agent interrupts a worker: SIGINT is left to the worker's function."""
+__all__ = ["asked_to_exit", "in_groups", "work"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -54,7 +52,9 @@ def in_groups(func: Callable[P, T], backend: str | None, rpc: bool, on_loss: str
 
 def _in_process_group(func: Callable[..., T], backend: str, /, *args: Any, **kwargs: Any) -> T:
     if "nccl" in backend:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(
+            int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()
+        )  # it may see one only
     dist.init_process_group(backend)
     value = func(*args, **kwargs)
     if dist.is_initialized():  # if it raises, its process ends, and the group with it

@@ -25,7 +25,9 @@ from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
 from torchopt_dist._liveness import VARIABLE, Liveness
+from torchopt_dist._signals import TERMINATED
 from torchopt_dist.errors import RemoteError
+from torchopt_dist.launch import _slurm as slurm
 from torchopt_dist.launch._attempts import Membership, UnreachedMachine, run_attempts
 from torchopt_dist.launch._cluster import find_hosts
 from torchopt_dist.launch._environment import chosen_by, import_path, read_env_file
@@ -34,7 +36,7 @@ from torchopt_dist.launch._messages import Header
 from torchopt_dist.launch._pickling import pack_task
 from torchopt_dist.launch._plan import Plan
 from torchopt_dist.launch._processes import allow_many_files
-from torchopt_dist.launch._remote import SshOptions, connect
+from torchopt_dist.launch._remote import RemoteOptions, connect
 from torchopt_dist.launch._settings import Settings
 from torchopt_dist.launch._worker import in_groups
 from torchopt_dist.launch.logs import TerminalHandler, WorkerLogs, log_folder
@@ -136,13 +138,16 @@ class Launcher(LaunchOptions):
                 "`backend` must be None with on_loss='replace', since torch's process group takes up no new process, "
                 f"got {self.backend!r}"
             )
-        ssh = SshOptions(
+        of_job = self.shell is None and isinstance(self.hosts, str) and slurm.is_in_job()
+        remote = RemoteOptions(
             python=self.python or sys.executable,
             config=None if self.ssh_config is None else os.path.abspath(self.ssh_config),
+            shell=self.shell,
+            otherwise="srun" if of_job else None,
             liveness=liveness,
             env={**chosen_by(self.copy_env, os.environ), **added},
         )
-        reach = functools.partial(connect, options=ssh, seconds=self.start_timeout)
+        reach = functools.partial(connect, options=remote, seconds=self.start_timeout)
         reach_at_start = functools.partial(reach, otherwise=UnreachedMachine) if elastic else reach
         hosts = find_hosts(self.hosts, self.nproc_per_host, reach_at_start)
         with contextlib.ExitStack() as stack:
@@ -223,16 +228,9 @@ def _too_many_files_told() -> Iterator[None]:
         raise OSError(error.errno, TOO_MANY_FILES) from error
 
 
-class _Terminated(SystemExit):
-    """Raised in the main thread on SIGTERM.
-
-    It is passed on if the signal then does not end the program, as in the first process of a container.
-    """
-
-
 @contextlib.contextmanager
 def ended_in_order() -> Iterator[None]:
-    """Let SIGTERM raise inside the context, so that workers are ended in order; then end this process.
+    """Let SIGTERM raise ``SystemExit`` inside the context, so that workers are ended in order, and then this program.
 
     Otherwise the signal would end the launcher at once, and its sender, such as SLURM or a container's runtime, would
     kill what the program leaves behind. Ctrl-C needs no such handling: Python raises :class:`KeyboardInterrupt`. Python
@@ -247,22 +245,15 @@ def ended_in_order() -> Iterator[None]:
 
     def handle(number: int, frame: FrameType | None) -> None:
         if os.getpid() == pid:
-            raise _Terminated(128 + number)
-        _end_by(number)  # a process that another thread has forked meanwhile
+            raise SystemExit(TERMINATED)
+        signal.signal(number, signal.SIG_DFL)  # a process that another thread has forked meanwhile
+        os.kill(os.getpid(), number)
 
     try:
         signal.signal(signal.SIGTERM, handle)
         yield
-    except _Terminated:
-        _end_by(signal.SIGTERM)
-        raise
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _end_by(number: int) -> None:
-    signal.signal(number, signal.SIG_DFL)
-    os.kill(os.getpid(), number)
 
 
 def _working_folder() -> str:

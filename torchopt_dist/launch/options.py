@@ -114,6 +114,13 @@ class LaunchOptions:
         "the interpreter on other machines; ``None``: this one's path. It must have the same versions of Python, "
         "torch and torchopt_dist, and there must be the same working folder.",
     ] = None
+    shell: Annotated[
+        str | None,
+        kinds.SHELL,
+        "a command that runs a command on a host, in place of SSH, with ``{host}`` where the host's name is to stand, "
+        'such as ``"kubectl exec -i {host} --"`` or ``"docker exec -i {host}"``. ``"srun"``: a step of this SLURM job. '
+        "``None``: SSH, or, if ``hosts`` are those of a SLURM job and none is reached by SSH, ``srun``.",
+    ] = None
     ssh_config: Annotated[
         str | Path | None, kinds.PATH, "SSH's configuration file; ``None``: ``~/.ssh/config``."
     ] = None

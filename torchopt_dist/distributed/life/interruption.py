@@ -54,6 +54,21 @@ class Interruption:
         if self._sent and not self._raised.is_set():  # the error would be raised after ``main``
             _raise_in(threading.get_ident(), None)
 
+    @property
+    def runs_main(self) -> bool:
+        """Whether ``main`` runs."""
+        return self._thread is not None
+
+    def can_raise(self) -> bool:
+        """In the thread that runs ``main``: whether it may be interrupted here."""
+        return not self.is_unwinding() and not self._is_cleaning_up()
+
+    def raise_later(self, error: BaseException, unwound: threading.Event) -> None:
+        """Raise ``error`` in ``main`` as soon as it may be interrupted, unless it ends before, or has been."""
+        while not unwound.wait(_POLL_SECONDS):
+            if not self.is_unwinding() and self._interrupt(error):
+                return
+
     def unwind(self, error: TodistError, unwound: threading.Event) -> bool:
         """End ``main`` by ``error``, unless an exception is ending it already; returns whether it has ended in time.
 
@@ -62,14 +77,14 @@ class Interruption:
         if _wait_briefly(unwound):
             return True
         end = time.monotonic() + FINALLY_SECONDS
-        while not self._is_unwinding() and not self._interrupt(error):
+        while not self.is_unwinding() and not self._interrupt(error):
             if time.monotonic() > end or unwound.wait(_POLL_SECONDS):
                 return unwound.is_set()
         if _wait_briefly(unwound):
             return True
-        return self._is_unwinding() and unwound.wait(end - time.monotonic())
+        return self.is_unwinding() and unwound.wait(end - time.monotonic())
 
-    def _is_unwinding(self) -> bool:
+    def is_unwinding(self) -> bool:
         """Whether ``main`` handles an exception, as in a ``finally`` block, or has been interrupted by one."""
         thread = self._thread
         handled = None if thread is None else exception_in(thread)
@@ -80,7 +95,7 @@ class Interruption:
         thread = self._thread
         return thread is not None and is_cleaning_up(frame_of(thread), self._frame)
 
-    def _interrupt(self, error: TodistError) -> bool:
+    def _interrupt(self, error: BaseException) -> bool:
         """Raise the error in ``main``, unless it is in such a block; returns whether there is no more to do."""
         if self._is_cleaning_up():
             return False
@@ -119,7 +134,7 @@ def is_in_backward(thread: threading.Thread) -> bool:
     return frame is not None
 
 
-def _class_of(error: TodistError, raised: threading.Event) -> type[BaseException]:
+def _class_of(error: BaseException, raised: threading.Event) -> type[BaseException]:
     """A class whose instances are like ``error`` and set ``raised``: only a class can be raised in another thread."""
     kind: type[BaseException] = type(error)
 

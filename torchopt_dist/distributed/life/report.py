@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+from torchopt_dist._signals import TERMINATED
 from torchopt_dist._torch_private import set_cpp_log_level
 from torchopt_dist._tracebacks import format_error, show_user_frames, summary
 from torchopt_dist.errors import PeerFailedError, WorkerLostError
@@ -43,7 +44,7 @@ def report(error: BaseException) -> tuple[str, str]:
     The second text is a summary in one line.
     """
     if isinstance(error, SystemExit):
-        return (f"SystemExit: {error.code}",) * 2
+        return (f"SystemExit: {error.code}" + (", on SIGTERM" if error.code == TERMINATED else ""),) * 2
     return format_error(error), summary(error)
 
 

@@ -29,6 +29,7 @@ from torchopt_dist.distributed.life.interruption import Interruption, end_thread
 from torchopt_dist.distributed.life.own_member import named, own_incarnation, own_member
 from torchopt_dist.distributed.life.parent import ParentWatch
 from torchopt_dist.distributed.life.report import CppWarnings, one_line, report, tell_torchrun, tell_user
+from torchopt_dist.distributed.life.termination import LAST_SECONDS, Termination
 from torchopt_dist.distributed.membership.members import Failure, Member, OnLoss
 from torchopt_dist.distributed.membership.membership import Membership
 from torchopt_dist.distributed.rendezvous import store as store_module
@@ -73,6 +74,7 @@ class RunningGroup:
         self.group: Group | None = None
         self.interruption = Interruption()
         self._unwound = threading.Event()
+        self.termination = Termination(self.interruption, self._unwound)
         self._warnings = CppWarnings()
         self._code: int | None = None
 
@@ -122,6 +124,7 @@ class RunningGroup:
             self.group.transport.start(store, store_module.init_timeout())
             setproctitle.setproctitle(f"{world.worker_name} of {world.world_size}: {' '.join(sys.argv)}")
         except BaseException as error:
+            self.termination.waits = False
             told = too_many_files(error)
             self._abandon(told or error)
             if told is not None:
@@ -132,12 +135,17 @@ class RunningGroup:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if self.group is not None and self.group.is_forked():
             return  # the group is the worker's, which goes on
+        self.termination.waits = False
         if error is None or (isinstance(error, SystemExit) and not error.code):
             try:
+                self.termination.waits = True
+                self.termination.check()
                 self.membership.final_barrier()  # until then this worker answers calls
+                self.termination.waits = False
                 assert self.group is not None
                 silent = self._leave(self.group)
             except BaseException as late:
+                self.termination.waits = False
                 self._abandon(late)
                 raise late.with_traceback(None) from None
             if silent:
@@ -215,7 +223,8 @@ class RunningGroup:
 
     def _wait_for_rank_zero(self) -> None:
         """Let rank 0 run its ``finally`` blocks, since torchrun kills it when another rank has ended."""
-        self.membership.wait_for_hub(shutdown.FINALLY_SECONDS + 2 * shutdown.GRACE_SECONDS)
+        seconds = shutdown.FINALLY_SECONDS + 2 * shutdown.GRACE_SECONDS
+        self.membership.wait_for_hub(LAST_SECONDS if self.termination.told else seconds)
 
     def _stop_calls(self) -> None:
         """Make no more calls from this worker; it answers those of others until RPC is shut down."""
@@ -277,6 +286,8 @@ class RunningGroup:
             for worker in range(len(self.group.names)):  # `main` waits for no answer any more
                 self.group.transport.worker_lost(worker, error)
         if not self.interruption.unwind(error, self._unwound):
+            if self.termination.told and self.interruption.is_unwinding():
+                return  # who has sent SIGTERM says how long it has
             name = f"{self.world.worker_name} (rank {self.world.rank})"
             with contextlib.suppress(OSError, ValueError):  # nobody may read what is printed
                 sys.stdout.flush()

@@ -1,0 +1,12 @@
+"""The signals that end workers."""
+
+from __future__ import annotations
+
+import signal
+
+__all__ = ["INTERRUPT", "TERMINATED"]
+
+INTERRUPT = signal.SIGRTMAX - 1
+"""The signal by which a launch's agent interrupts a worker: SIGINT is left to the worker's function."""
+TERMINATED = 128 + signal.SIGTERM
+"""The exit code of a program that has ended in order on SIGTERM; shells show the same where it ended by the signal."""
