@@ -1,9 +1,8 @@
-"""The hosts of a SLURM job, told by its variables and by a stand-in for `scontrol`."""
+"""The hosts of a SLURM job, told by its variables; `test_slurm_cluster.py` has the real ones."""
 
 from __future__ import annotations
 
 import os
-import time
 
 import pytest
 
@@ -26,21 +25,6 @@ def _no_job(monkeypatch):
 
 
 @pytest.fixture
-def scontrol(monkeypatch, tmp_path):
-    """Makes a program of this name, which notes what it is asked in a file `asked` that it returns."""
-
-    def make(then="printf 'node1\\nnode2\\n'"):
-        program = tmp_path / "bin" / "scontrol"
-        program.parent.mkdir()
-        program.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n{then}\n')
-        program.chmod(0o755)
-        monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
-        return tmp_path / "asked"
-
-    return make
-
-
-@pytest.fixture
 def job(monkeypatch):
     def set_variables(**more):
         for name, value in {**JOB, **more}.items():
@@ -53,90 +37,84 @@ def job(monkeypatch):
 
 
 @pytest.mark.parametrize("hosts", ["slurm", "auto"])
-def test_the_job_s_hosts_are_taken(job, scontrol, hosts):
+def test_the_job_s_hosts_are_taken(job, hosts):
     job()
-    asked = scontrol()
     assert cluster.name_hosts(hosts) == ["node1", "node2"]
-    assert asked.read_text() == "show hostnames node[1-2]\n"
 
 
-def test_without_a_job_auto_is_this_machine(scontrol):
-    asked = scontrol()
+def test_without_a_job_auto_is_this_machine():
     assert cluster.name_hosts("auto") == ["localhost"]
-    assert not asked.exists()
 
 
 @pytest.mark.parametrize("number", ["1", None])
-def test_in_a_job_of_one_host_auto_is_this_machine(job, scontrol, monkeypatch, number):
+def test_in_a_job_of_one_host_auto_is_this_machine(job, monkeypatch, number):
     job(SLURM_JOB_NUM_NODES="1", SLURM_JOB_NODELIST="node1")
     if number is None:
         monkeypatch.delenv("SLURM_JOB_NUM_NODES")
-    asked = scontrol("echo node1")
     assert cluster.name_hosts("auto") == ["localhost"]
-    assert not asked.exists()
     assert cluster.name_hosts("slurm") == ["node1"]
 
 
-def test_hosts_that_are_named_are_taken_in_a_job_too(job, scontrol):
+def test_hosts_that_are_named_are_taken_in_a_job_too(job):
     job()
-    asked = scontrol()
     assert cluster.name_hosts(["elsewhere"]) == ["elsewhere"]
-    assert not asked.exists()
+
+
+def test_the_groups_of_a_heterogeneous_job_are_one(job):
+    """As SLURM 22.05 tells them: the other variables are those of the first group."""
+    job(
+        SLURM_HET_SIZE="2",
+        SLURM_JOB_NUM_NODES="1",
+        SLURM_JOB_NODELIST="n1",
+        SLURM_JOB_CPUS_PER_NODE="1",
+        SLURM_GPUS_ON_NODE="1",
+        SLURM_JOB_ID_HET_GROUP_0="7",
+        SLURM_JOB_ID_HET_GROUP_1="8",
+        SLURM_JOB_NODELIST_HET_GROUP_0="n1",
+        SLURM_JOB_NODELIST_HET_GROUP_1="n[2-3]",
+        SLURM_JOB_CPUS_PER_NODE_HET_GROUP_0="1",
+        SLURM_JOB_CPUS_PER_NODE_HET_GROUP_1="2(x2)",
+    )
+    assert cluster.name_hosts("auto") == ["n1", "n2", "n3"]
+    assert workers("cpu") == [1, 2, 2]
+    assert workers("gpu") == [8, 8, 8]
+    assert [slurm.step(name)[1] for name in ("n1", "n3")] == ["--jobid=7", "--jobid=8"]
 
 
 @pytest.mark.parametrize("missing", ["SLURM_JOB_ID", "SLURM_JOB_NODELIST"])
-def test_outside_a_job_slurm_is_an_error(job, scontrol, monkeypatch, missing):
+def test_outside_a_job_slurm_is_an_error(job, monkeypatch, missing):
     job()
-    scontrol()
     monkeypatch.delenv(missing)
     with pytest.raises(ValueError, match=r'`hosts="slurm"` must be used in a SLURM job, got no SLURM_JOB_ID'):
         Launcher(hosts="slurm").run(print)
+    with pytest.raises(ValueError, match=r'`shell="srun"` must be used in a SLURM job, got no SLURM_JOB_ID'):
+        Launcher(hosts=["elsewhere"], shell="srun").run(print)
 
 
-def test_several_tasks_of_srun_are_an_error(job, scontrol):
-    """Each of them would be a launcher."""
-    job(SLURM_STEP_NUM_TASKS="4")
-    scontrol()
-    with pytest.raises(ValueError, match=r"must run once in a SLURM job, got 4 tasks of srun: .* --ntasks=1"):
+@pytest.mark.parametrize("hosts", ["1", "2"])
+@pytest.mark.parametrize(
+    "task",
+    [
+        {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "1"},
+        {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"},
+    ],
+)
+def test_several_tasks_are_an_error(job, monkeypatch, hosts, task):
+    """Each of them would be a launcher; on one host, too."""
+    job(SLURM_JOB_NUM_NODES=hosts)
+    for name, value in task.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=r"a launcher must run once, got 4 tasks of (srun|Open MPI): "):
         Launcher().run(print)
-    job(SLURM_STEP_NUM_TASKS="1")
-    assert cluster.name_hosts("auto") == ["node1", "node2"]
+    monkeypatch.setenv(next(name for name in task if name.endswith(("TASKS", "SIZE"))), "1")
+    monkeypatch.setenv(next(name for name in task if name.endswith(("PROCID", "RANK"))), "0")
+    assert cluster.name_hosts("slurm") == ["node1", "node2"]
 
 
-def test_without_scontrol_the_hosts_cannot_be_told(job, monkeypatch, tmp_path):
-    job()
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(
-        ValueError, match=r"hosts of the SLURM job cannot be found out: .*No such file.*'scontrol'"
-    ):
+def test_a_list_that_cannot_be_read_is_told(job):
+    job(SLURM_JOB_NODELIST="node[1-")
+    with pytest.raises(ValueError, match=r"hosts of the SLURM job cannot be found out: .*form n\[1-3,5\],m2"):
         Launcher().run(print)
-
-
-def test_what_a_failing_scontrol_says_is_told(job, scontrol):
-    job()
-    scontrol("echo slurm_load: no controller >&2; exit 3")
-    rule = r"cannot be found out: .*'scontrol'.* non-zero exit status 3\. slurm_load: no controller$"
-    with pytest.raises(ValueError, match=rule):
-        Launcher().run(print)
-
-
-def test_a_scontrol_that_prints_nothing_is_an_error(job, scontrol):
-    job()
-    scontrol("exit 0")
-    with pytest.raises(
-        ValueError, match=r"cannot be found out: scontrol show hostnames node\[1-2\] printed nothing"
-    ):
-        Launcher().run(print)
-
-
-def test_a_scontrol_that_does_not_answer_is_given_up(job, scontrol, monkeypatch):
-    job()
-    scontrol("exec sleep 60")
-    monkeypatch.setattr(slurm, "SECONDS", 0.3)
-    start = time.monotonic()
-    with pytest.raises(ValueError, match=r"cannot be found out: .*timed out after 0\.3 seconds"):
-        Launcher().run(print)
-    assert time.monotonic() - start < 5
 
 
 # How much of each.
@@ -180,9 +158,8 @@ def workers(nproc_per_host, hosts="slurm"):
         (None, [64, 64]),
     ],
 )
-def test_cores_are_those_of_the_job(job, scontrol, variable, expected):
+def test_cores_are_those_of_the_job(job, variable, expected):
     job(**({} if variable is None else {"SLURM_JOB_CPUS_PER_NODE": variable}))
-    scontrol()
     assert workers("cpu") == expected
 
 
@@ -196,9 +173,8 @@ def test_what_a_job_s_variables_say_is_nothing_outside_of_one(monkeypatch):
     assert len(Launcher(nproc_per_host="cpu", handlers=[]).run(os.getpid).results["localhost"]) > 0
 
 
-def test_cores_of_uneven_hosts(job, scontrol):
-    job(SLURM_JOB_NUM_NODES="3", SLURM_JOB_CPUS_PER_NODE="8(x2),4")
-    scontrol("printf 'a\\nb\\nc\\n'")
+def test_cores_of_uneven_hosts(job):
+    job(SLURM_JOB_NUM_NODES="3", SLURM_JOB_NODELIST="n[1-3]", SLURM_JOB_CPUS_PER_NODE="8(x2),4")
     assert workers("cpu") == [8, 8, 4]
     assert workers([1, "cpu", "cpu"]) == [1, 8, 4]
     assert workers("cpu", hosts=["a", "b", "c"]) == [64, 64, 64]  # which the user has named
@@ -208,17 +184,28 @@ def test_cores_of_uneven_hosts(job, scontrol):
     ("variable", "expected"),
     [("2", 2), ("a100:4", 4), ("a100:2,v100:1", 3), ("16", 8), ("a100", 8), ("", 8), (None, 8), ("a100:", 8)],
 )
-def test_gpus_are_those_of_the_job(job, scontrol, variable, expected):
+def test_gpus_are_those_of_the_job(job, variable, expected):
     job(**({} if variable is None else {"SLURM_GPUS_PER_NODE": variable}))
-    scontrol()
     assert workers("gpu") == workers("auto") == [expected] * 2
     with pytest.raises(ValueError, match=rf"must not ask for more GPUs than there are, {expected} on node1"):
         workers(f"gpu:{expected + 1}")
 
 
-def test_a_job_without_gpus_has_a_worker_a_core(job, scontrol):
+@pytest.mark.parametrize("of_node", [None, ""])
+def test_a_job_that_asked_for_gpus_in_another_way_tells_those_of_this_node(job, of_node):
+    """With `--gres=gpu:2`, `--gpus=4` or `--gpus-per-task=1` there is no SLURM_GPUS_PER_NODE."""
+    job(SLURM_GPUS_ON_NODE="2", **({} if of_node is None else {"SLURM_GPUS_PER_NODE": of_node}))
+    assert workers("gpu") == [2, 2]
+    assert "--gpus=2" in slurm.step("node2")
+
+
+def test_a_step_takes_nothing_from_what_the_job_was_submitted_with():
+    env = {"SLURM_GPUS": "4", "SLURM_CONF": "/a", "SBATCH_QOS": "q", "SRUN_DEBUG": "3", "HOME": "/h"}
+    assert slurm.own_environment(env) == {"SLURM_CONF": "/a", "HOME": "/h"}
+
+
+def test_a_job_without_gpus_has_a_worker_a_core(job):
     job(SLURM_GPUS_PER_NODE="0", SLURM_JOB_CPUS_PER_NODE="6(x2)")
-    scontrol()
     assert workers("auto") == [6, 6]
 
 
@@ -227,9 +214,8 @@ def test_a_job_without_gpus_has_a_worker_a_core(job, scontrol):
 
 @NEEDS_SSHD
 @pytest.mark.timeout(120)
-def test_a_job_runs_on_its_hosts(job, scontrol, warm_executable, tmp_path):
+def test_a_job_runs_on_its_hosts(job, warm_executable, tmp_path):
     job(SLURM_JOB_CPUS_PER_NODE="2,1")
-    scontrol()
     server = Sshd(tmp_path / "sshd")
     try:
         by_ssh = {"ssh_config": server.config, "python": warm_executable}

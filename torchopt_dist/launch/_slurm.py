@@ -67,11 +67,9 @@ def cpus_per_host(number: int, env: Mapping[str, str] = os.environ) -> list[int 
         >>> cpus_per_host(3, {"SLURM_JOB_ID": "7", "SLURM_JOB_CPUS_PER_NODE": "8(x2),4"})
         [8, 8, 4]
     """
-    cpus: list[int | None] = []
-    if "SLURM_JOB_ID" in env:
-        for group in _by_group("SLURM_JOB_CPUS_PER_NODE", env):
-            cpus += [each or None for each in expand_numbers(group) or ()]
-    return cpus if len(cpus) == number else [None] * number
+    groups = _by_group("SLURM_JOB_CPUS_PER_NODE", env) if "SLURM_JOB_ID" in env else []
+    cpus = [cores for group in groups for cores in expand_numbers(group) or ()]
+    return [*cpus] if len(cpus) == number and all(cpus) else [None] * number
 
 
 def gpus_per_host(number: int, env: Mapping[str, str] = os.environ) -> list[int | None]:
