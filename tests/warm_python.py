@@ -50,8 +50,6 @@ PROGRAMS = (
     "setproctitle",
 )
 
-CLONE_NEWNET = 0x40000000
-
 
 class WarmPython:
     """A server that has imported some modules and forks itself for each command."""
@@ -131,7 +129,10 @@ class WarmPython:
             return job.finish(timeout)
 
     def executable(self, path: Path) -> Path:
-        """Make a file there that does what ``python`` does, in a fork of this server in the caller's network."""
+        """Make a file there that does what ``python`` does, in a fork of this server on the caller's machine.
+
+        A machine may be one of network namespaces with a host name and files of its own.
+        """
         path.write_text(f"#!{sys.executable} -IS\n{EXECUTABLE.format(address=self.address)}")
         path.chmod(0o755)
         return path
@@ -145,9 +146,10 @@ if sys.argv[1] == "-S":  # for which there is nothing to be imported
 with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
     server.connect({address!r})
     request = dict(args=sys.argv[1:], cwd=os.getcwd(), env=dict(os.environ), warm=True)
-    with open("/proc/self/ns/net") as network:
-        socket.send_fds(server, [json.dumps(request).encode()], [0, 1, 2, network.fileno()])
-    server.recv(100)  # its process id
+    machine = [os.open("/proc/self/ns/" + part, os.O_RDONLY) for part in ("net", "uts", "mnt")]
+    socket.send_fds(server, [json.dumps(request).encode()], [0, 1, 2, *machine])
+    pid = int(server.recv(100))
+    signal.signal(signal.SIGTERM, lambda number, _: os.kill(pid, number))
     code = int(server.recv(100) or -9)
 if code < 0:
     os.kill(os.getpid(), -code)
@@ -284,7 +286,7 @@ def serve(requests: socket.socket, life: int) -> dict[str, Any]:
         if requests not in ready:
             continue
         asker, _ = requests.accept()
-        data, fds, _, _ = socket.recv_fds(asker, 1 << 20, 4)
+        data, fds, _, _ = socket.recv_fds(asker, 1 << 20, 6)
         if not data:  # who has connected has ended
             asker.close()
             continue
@@ -297,8 +299,8 @@ def serve(requests: socket.socket, life: int) -> dict[str, Any]:
                 os.close(fd)
             for each in (requests, asker, *running.values()):
                 each.close()
-            for network in fds[3:]:
-                enter_network(network)
+            for part, namespace in zip(("net", "uts", "mnt"), fds[3:], strict=False):
+                enter(part, namespace)
             for target, fd in enumerate(fds[:3]):
                 os.dup2(fd, target)  # the first takes the place of `life`
             for fd in fds:
@@ -313,11 +315,11 @@ def serve(requests: socket.socket, life: int) -> dict[str, Any]:
             os.close(fd)
 
 
-def enter_network(namespace: int) -> None:
-    """Move this process, which has one thread, to a network namespace, unless that is its own."""
-    if os.fstat(namespace).st_ino != os.stat("/proc/self/ns/net").st_ino:
+def enter(part: str, namespace: int) -> None:
+    """Move this process, which has one thread, to another machine's namespace, unless that is its own."""
+    if os.fstat(namespace).st_ino != os.stat(f"/proc/self/ns/{part}").st_ino:
         libc = ctypes.CDLL(None, use_errno=True)
-        if libc.setns(namespace, CLONE_NEWNET):
+        if libc.setns(namespace, 0):
             raise OSError(ctypes.get_errno(), "setns")
 
 

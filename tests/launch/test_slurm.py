@@ -68,8 +68,6 @@ def test_the_groups_of_a_heterogeneous_job_are_one(job):
         SLURM_JOB_NODELIST="n1",
         SLURM_JOB_CPUS_PER_NODE="1",
         SLURM_GPUS_ON_NODE="1",
-        SLURM_JOB_ID_HET_GROUP_0="7",
-        SLURM_JOB_ID_HET_GROUP_1="8",
         SLURM_JOB_NODELIST_HET_GROUP_0="n1",
         SLURM_JOB_NODELIST_HET_GROUP_1="n[2-3]",
         SLURM_JOB_CPUS_PER_NODE_HET_GROUP_0="1",
@@ -78,7 +76,10 @@ def test_the_groups_of_a_heterogeneous_job_are_one(job):
     assert cluster.name_hosts("auto") == ["n1", "n2", "n3"]
     assert workers("cpu") == [1, 2, 2]
     assert workers("gpu") == [8, 8, 8]
-    assert [slurm.step(name)[1] for name in ("n1", "n3")] == ["--jobid=7", "--jobid=8"]
+    assert [slurm.step(name)[1:3] for name in ("n1", "n3")] == [
+        ["--jobid=7", "--het-group=0"],
+        ["--jobid=7", "--het-group=1"],
+    ]
 
 
 @pytest.mark.parametrize("missing", ["SLURM_JOB_ID", "SLURM_JOB_NODELIST"])

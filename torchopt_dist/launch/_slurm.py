@@ -104,21 +104,12 @@ def step(host: str, env: Mapping[str, str] = os.environ) -> list[str]:
         raise ValueError(
             '`shell="srun"` must be used in a SLURM job, got no SLURM_JOB_ID and SLURM_JOB_NODELIST'
         )
-    jobs = _by_group("SLURM_JOB_ID", env)  # each group is a job of its own
     groups = [expand_nodes(hosts) for hosts in _by_group("SLURM_JOB_NODELIST", env)]
-    job = next((job for job, group in zip(jobs, groups, strict=False) if host in group), jobs[0])
-    command = [
-        "srun",
-        f"--jobid={job}",
-        "--overlap",
-        "--unbuffered",
-        "--quiet",
-        "--nodes=1",
-        "--ntasks=1",
-        "--mpi=none",
-    ]
-    gpus = gpus_per_host(1, env)[0]
-    return [*command, *([f"--gpus={gpus}"] if gpus else []), f"--nodelist={host}"]
+    group = next((index for index, hosts in enumerate(groups) if host in hosts), 0)
+    where = [f"--jobid={env['SLURM_JOB_ID']}", *([f"--het-group={group}"] if len(groups) > 1 else [])]
+    alone = ["--overlap", "--unbuffered", "--quiet", "--nodes=1", "--ntasks=1", "--mpi=none"]
+    gpus = gpus_per_host(1, env)[0]  # a step without this option has those of one task
+    return ["srun", *where, *alone, *([f"--gpus={gpus}"] if gpus else []), f"--nodelist={host}"]
 
 
 def own_environment(env: Mapping[str, str] = os.environ) -> dict[str, str]:
