@@ -72,6 +72,14 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
         lambda: todist.inner_loop(lambda net: net(torch.ones(2)).sum(), todist.sgd(lr=0.1), NET, 1)(3),
         "`InnerLoopResult` is not callable: the adapted module is `result.params`",
     ),
+    (
+        lambda: todist.launch(len, ([],), nproc_per_node=2),
+        "launch got an unexpected keyword argument 'nproc_per_node': did you mean `nproc_per_host`?",
+    ),
+    (
+        lambda: todist.launch(len, ([],), time_out=2),
+        "launch got an unexpected keyword argument 'time_out': did you mean `timeout`?",
+    ),
 ]
 
 

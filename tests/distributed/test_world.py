@@ -204,6 +204,9 @@ def ranks_that_run(place, decorator, world_size=4):
         (todist.rank_zero_only, [0]),
         (todist.rank_non_zero_only, [1, 2, 3]),
         (todist.rank_all, [0, 1, 2, 3]),
+        (todist.rank_zero_only(), [0]),
+        (todist.rank_non_zero_only(), [1, 2, 3]),
+        (todist.rank_all(), [0, 1, 2, 3]),
     ],
 )
 def test_a_function_runs_on_its_ranks_and_gives_none_elsewhere(place, decorator, ranks):

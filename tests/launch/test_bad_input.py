@@ -124,9 +124,13 @@ def test_what_cannot_be_pickled_is_named():
     lock = threading.Lock()
     with pytest.raises(todist.SerializationError, match=r"`args\[1\]` must be .* got lock"):
         ON_TWO.run(print, 1, lock)
+    model = torch.nn.Linear(1, 1)
+    model.lock = lock  # type: ignore[assignment]
+    with pytest.raises(todist.SerializationError, match=r"`args\[0\]\['net'\].lock` must be .* got lock"):
+        launch(len, ({"net": model},), nproc_per_host=1)
     with pytest.raises(todist.SerializationError, match=r"`by` must be .* got lock"):
         ON_TWO.run(my_rank, by=lock)
-    with pytest.raises(todist.SerializationError, match=r"`func` must be .* got function"):
+    with pytest.raises(todist.SerializationError, match=r"`lock` of func must be .* got lock"):
         ON_TWO.run(lambda: lock)
     with pytest.raises(
         todist.SerializationError, match=r"rank [01] returned generator .* cannot be sent to the launcher"
@@ -159,7 +163,7 @@ def test_numbers_of_numpy_are_numbers():
         (lambda: on_ranks(logging.NullHandler(), 1), "`ranks` must be a list of integers, got int 1"),
         (lambda: on_ranks(logging.NullHandler(), "01"), "`ranks` must be a list of integers, got str '01'"),
         (lambda: on_ranks(logging.NullHandler(), ["0"]), "`ranks` must hold integers, got str '0'"),
-        (lambda: LaunchResult({"a": [1, 2]}).rank("0"), "`i` must be an integer, got str '0'"),
+        (lambda: LaunchResult({"a": [1, 2]}).rank("0"), "`rank` must be an integer, got str '0'"),
         (lambda: LaunchResult({"a": [1, 2]}).index("a", "0"), "`local_rank` must be an integer, got str '0'"),
         (lambda: LaunchResult({"a": [1, 2]}).index("a", True), "`local_rank` must be an integer, got bool"),
         (lambda: LaunchResult({"a": [1, 2]}).index([], 0), r"`host` must be a name, got list \[\]"),

@@ -133,11 +133,11 @@ def test_results_by_rank_by_host_and_local_rank():
     assert [result.rank(i) for i in range(3)] == [10, 11, 20]
     assert result.index("a", 1) == 11
     assert result.index("b", 0) == 20
-    with pytest.raises(IndexError, match=r"`i` must be a rank, in \[0, 3\), got 3"):
+    with pytest.raises(IndexError, match=r"`rank` must be in \[0, 3\), got 3"):
         result.rank(3)
     with pytest.raises(IndexError, match="got -1"):
         result.rank(-1)
-    with pytest.raises(TypeError, match="`i` must be an integer, got str '0'"):
+    with pytest.raises(TypeError, match="`rank` must be an integer, got str '0'"):
         result.rank("0")
     with pytest.raises(KeyError, match="`host` must be one of a, b, got 'c'"):
         result.index("c", 0)

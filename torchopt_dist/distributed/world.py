@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import replace
 from numbers import Integral
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, overload
 
 from torchopt_dist.distributed.group.group import current_group, find_group
 from torchopt_dist.distributed.rendezvous.environment import WorldInfo, default_worker_name_format, read_world
@@ -178,16 +178,52 @@ def _check_ranks(decorator: str, ranks: tuple[Any, ...]) -> None:
             raise ValueError(f"{decorator}: a rank must be at least 0, got {rank}")
 
 
-def rank_zero_only(func: Callable[P, T]) -> Callable[P, T | None]:
-    """Run the decorated function on rank 0 only; elsewhere it returns ``None`` at once."""
-    return on_rank(0)(func)
+@overload
+def rank_zero_only(func: Callable[P, T]) -> Callable[P, T | None]: ...
 
 
-def rank_non_zero_only(func: Callable[P, T]) -> Callable[P, T | None]:
-    """Run the decorated function on every rank but 0; there it returns ``None`` at once."""
-    return not_on_rank(0)(func)
+@overload
+def rank_zero_only() -> Callable[[Callable[P, T]], Callable[P, T | None]]: ...
 
 
-def rank_all(func: Callable[P, T]) -> Callable[P, T]:
-    """Run the decorated function on every rank; the function is returned as it is."""
-    return func
+def rank_zero_only(func: Callable[P, T] | None = None) -> Any:
+    """Run the decorated function on rank 0 only; elsewhere it returns ``None`` at once.
+
+    Args:
+        func: the function; without it, as in ``@rank_zero_only()``, a decorator is returned.
+    """
+    return on_rank(0) if func is None else on_rank(0)(func)
+
+
+@overload
+def rank_non_zero_only(func: Callable[P, T]) -> Callable[P, T | None]: ...
+
+
+@overload
+def rank_non_zero_only() -> Callable[[Callable[P, T]], Callable[P, T | None]]: ...
+
+
+def rank_non_zero_only(func: Callable[P, T] | None = None) -> Any:
+    """Run the decorated function on every rank but 0; there it returns ``None`` at once.
+
+    Args:
+        func: the function; without it, as in ``@rank_non_zero_only()``, a decorator is returned.
+    """
+    return not_on_rank(0) if func is None else not_on_rank(0)(func)
+
+
+@overload
+def rank_all(func: Callable[P, T]) -> Callable[P, T]: ...
+
+
+@overload
+def rank_all() -> Callable[[Callable[P, T]], Callable[P, T]]: ...
+
+
+def rank_all(func: Callable[P, T] | None = None) -> Any:
+    """Run the decorated function on every rank; the function is returned as it is.
+
+    Args:
+        func: the function; without it, as in ``@rank_all()``, a decorator is returned.
+    """
+    return rank_all if func is None else func

@@ -83,6 +83,8 @@ class Header:
     """The settings of the launcher's process."""
     sources: dict[str, Any] = field(default_factory=dict)
     """Code that is in no file, such as a notebook's cells: name → its entry in ``linecache``."""
+    terminal: str | None = None
+    """The name of the launcher's terminal, if that is on the same machine."""
 
 
 @dataclass(frozen=True)

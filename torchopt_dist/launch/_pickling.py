@@ -19,6 +19,7 @@ import cloudpickle
 
 from torchopt_dist._code_pickler import dumps
 from torchopt_dist._serialized_exception import SerializedException, safe_repr
+from torchopt_dist._unsendable import find_unsendable
 from torchopt_dist.errors import RemoteError, SerializationError
 
 __all__ = [
@@ -98,16 +99,24 @@ def pack_task(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
     try:
         return pack((func, args, kwargs))
     except Exception as error:
-        parts = {"func": func, **{f"args[{i}]": arg for i, arg in enumerate(args)}, **kwargs}
-        for name, part in parts.items():
-            try:
-                pack(part)
-            except Exception as cause:
-                raise SerializationError(
-                    f"`{name}` must be something that can be pickled, since workers are other processes, got "
-                    f"{type(part).__name__} {safe_repr(part):.200}: {type(cause).__name__}: {safe_repr(cause, str)}"
-                ) from error
+        parts = [("func", func), *((f"args[{i}]", arg) for i, arg in enumerate(args)), *kwargs.items()]
+        found = find_unsendable(parts, lambda part: _why_not(part) is None)
+        if found is not None:
+            place, part = found
+            raise SerializationError(
+                f"{place if '`' in place else f'`{place}`'} must be something that can be pickled, since workers are "
+                f"other processes, got {type(part).__name__} {safe_repr(part):.200}: {_why_not(part)}"
+            ) from error
         raise SerializationError(f"the arguments cannot be sent to the workers: {error}") from error
+
+
+def _why_not(part: object) -> str | None:
+    """Why a value cannot be pickled; ``None`` if it can."""
+    try:
+        pack(part)
+    except Exception as error:
+        return f"{type(error).__name__}: {safe_repr(error, str)}"
+    return None
 
 
 def unpack_task(data: bytes) -> Task:

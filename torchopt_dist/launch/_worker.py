@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torchopt_dist._network import choose_interface
 from torchopt_dist._signals import INTERRUPT
 from torchopt_dist._torch_private import finish_interpreter, leave_finalizers
+from torchopt_dist.launch._breakpoint import install as install_breakpoint
 from torchopt_dist.launch._messages import Header, Raised, Returned, Running, StartWorkers
 from torchopt_dist.launch._pickling import pack_failure, pack_value, unpack, unpack_task
 from torchopt_dist.launch._store import LOOPBACK
@@ -145,6 +146,7 @@ def _take_over(header: Header, own: dict[str, str]) -> None:
     sys.path[:] = header.path
     sys.argv[:] = header.argv
     linecache.cache.update(header.sources)
+    install_breakpoint(header.terminal, int(own["RANK"]))
     os.chdir(header.folder)
     # Where torch's `record` writes an exception. What is raised here is sent, so the file needs no name.
     error_file = os.memfd_create("todist", os.MFD_CLOEXEC)

@@ -25,10 +25,12 @@ from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
 from torchopt_dist._liveness import VARIABLE, Liveness
+from torchopt_dist._options import close_to
 from torchopt_dist._signals import TERMINATED
 from torchopt_dist.errors import RemoteError
 from torchopt_dist.launch import _slurm as slurm
 from torchopt_dist.launch._attempts import Membership, UnreachedMachine, run_attempts
+from torchopt_dist.launch._breakpoint import terminal
 from torchopt_dist.launch._cluster import find_hosts
 from torchopt_dist.launch._environment import chosen_by, import_path, read_env_file
 from torchopt_dist.launch._machine import Machine
@@ -179,7 +181,9 @@ class Launcher(LaunchOptions):
         sources = {
             name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None
         }
-        return Header(env, path, list(sys.argv), folder, settings, sources)
+        return Header(
+            env, path, list(sys.argv), folder, settings, sources, terminal() if machine.here else None
+        )
 
 
 Launcher.__doc__ = re.sub(r"OPTIONS: .*", args_section, Launcher.__doc__ or "")
@@ -215,7 +219,22 @@ def launch(
     kwargs = {} if kwargs is None else kwargs
     if not isinstance(kwargs, Mapping) or not all(isinstance(name, str) for name in kwargs):
         raise TypeError(f"`kwargs` must map names to values, got {type(kwargs).__name__} {kwargs!r:.200}")
+    _check_names(options)
     return Launcher(**options).run(func, *args, **kwargs)
+
+
+def _check_names(options: Mapping[str, Any]) -> None:
+    """Raise ``TypeError`` for an option that a launcher does not have: it is misspelt, or meant for the function."""
+    known = [field.name for field in fields(Launcher)]
+    renamed = {"nproc_per_node": "nproc_per_host", "nnodes": "hosts", "nodes": "hosts"}
+    for name in options:
+        if name not in known:
+            meant = f": did you mean `{renamed[name]}`?" if name in renamed else close_to(name, known)
+            remedy = meant or (
+                f"; an argument of the function goes into `kwargs={{{name!r}: ...}}`, and the options of a launch are "
+                f"{', '.join(known)}"
+            )
+            raise TypeError(f"launch got an unexpected keyword argument {name!r}{remedy}")
 
 
 @contextlib.contextmanager

@@ -36,21 +36,21 @@ class LaunchResult(Generic[T]):
     lost: dict[int, WorkerFailedError | AgentFailedError] = field(default_factory=dict)
     replaced: dict[int, list[WorkerFailedError]] = field(default_factory=dict)
 
-    def rank(self, i: int) -> T:
-        """The value of rank ``i``.
+    def rank(self, rank: int) -> T:
+        """The value of a rank.
 
         Raises:
             WorkerFailedError: the rank was lost, as was its host if it is an :class:`AgentFailedError`.
             IndexError: there is no such rank.
-            TypeError: ``i`` is not an integer.
+            TypeError: ``rank`` is not an integer.
         """
         values = [value for values in self.results.values() for value in values]
-        check_integer("i", i)
-        if not 0 <= i < len(values):
-            raise IndexError(f"`i` must be a rank, in [0, {len(values)}), got {i}")
-        if int(i) in self.lost:
-            raise self.lost[int(i)]
-        return values[i]
+        check_integer("rank", rank)
+        if not 0 <= rank < len(values):
+            raise IndexError(f"`rank` must be in [0, {len(values)}), got {rank}")
+        if int(rank) in self.lost:
+            raise self.lost[int(rank)]
+        return values[rank]
 
     def index(self, host: str, local_rank: int) -> T:
         """The value of a host's worker.

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from types import FunctionType
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
-
+from torchopt_dist._unsendable import find_unsendable
 from torchopt_dist.distributed.messages.payload import Payload
 from torchopt_dist.distributed.serialization.pickling import pack
 from torchopt_dist.errors import SerializationError
-from torchopt_dist.pytree._containers import flatten
 
 __all__ = ["place_in_payload", "place_in_values"]
 
@@ -30,15 +28,8 @@ def place_in_values(values: Iterable[Any]) -> str:
 
 
 def _place(named: Iterable[tuple[str, Any]], main_by_name: bool) -> str:
-    found, parts, seen = "", iter(named), set[int]()
-    while True:  # one part deeper each time
-        for path, part in parts:
-            if id(part) not in seen and not _can_be_sent(part, main_by_name):
-                found, parts = path, _parts(part, path)
-                seen.add(id(part))
-                break
-        else:
-            return f"{found}: " if found else ""
+    found = find_unsendable(named, partial(_can_be_sent, main_by_name=main_by_name))
+    return "" if found is None else f"{found[0]}: "
 
 
 def _can_be_sent(part: Any, main_by_name: bool) -> bool:
@@ -47,20 +38,3 @@ def _can_be_sent(part: Any, main_by_name: bool) -> bool:
     except SerializationError:
         return False
     return True
-
-
-def _parts(obj: Any, path: str) -> Iterator[tuple[str, Any]]:
-    flat = flatten(obj, is_leaf=lambda part: isinstance(part, nn.Module), path=path)
-    if flat.leaves and flat.leaves[0] is not obj:
-        yield from zip(flat.paths, flat.leaves, strict=True)
-    elif isinstance(obj, nn.Module):
-        tensors = [*obj.named_parameters(), *obj.named_buffers()]
-        for name, part in [*tensors, *obj.named_children(), *vars(obj).items()]:
-            if name not in ("_parameters", "_buffers", "_modules"):
-                yield f"{path}.{name}", part
-    elif isinstance(obj, FunctionType):
-        for name, cell in zip(obj.__code__.co_freevars, obj.__closure__ or (), strict=True):
-            yield f"`{name}` of {path}", cell.cell_contents
-    elif not isinstance(obj, Tensor):
-        for name, part in getattr(obj, "__dict__", {}).items():
-            yield f"{path}.{name}", part
