@@ -29,6 +29,7 @@ GROUND = {
     "_grad_accumulators",
     "_launchers",
     "_liveness",
+    "_name_patterns",
     "_network",
     "_out_of_memory",
     "_options",

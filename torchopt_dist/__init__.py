@@ -104,8 +104,10 @@ from torchopt_dist.errors import (
 from torchopt_dist.launch import Launcher, LaunchResult, launch
 from torchopt_dist.launch import _worker as launch_worker
 from torchopt_dist.nn import (
+    LearnedHyperparameters,
     ModuleState,
     extract_state_dict,
+    learned,
     module_clone,
     module_detach_,
     recover_state_dict,
@@ -207,6 +209,7 @@ __all__ = [
     "InnerLoopResult",
     "LaunchResult",
     "Launcher",
+    "LearnedHyperparameters",
     "Lion",
     "Liveness",
     "MetaAdadelta",
@@ -290,6 +293,7 @@ __all__ = [
     "is_available",
     "lamb",
     "launch",
+    "learned",
     "linalg",
     "linear_solve",
     "lion",

@@ -1,6 +1,7 @@
 """Modules → snapshots, copies, modules with other tensors in them, and modules with meta-gradients."""
 
 from torchopt_dist.nn.implicit_meta_module import ImplicitMetaGradientModule
+from torchopt_dist.nn.learned import LearnedHyperparameters, learned
 from torchopt_dist.nn.meta_module import MetaGradientModule
 from torchopt_dist.nn.module_state import (
     ModuleState,
@@ -15,10 +16,12 @@ from torchopt_dist.nn.zero_order_module import ZeroOrderGradientModule
 
 __all__ = [
     "ImplicitMetaGradientModule",
+    "LearnedHyperparameters",
     "MetaGradientModule",
     "ModuleState",
     "ZeroOrderGradientModule",
     "extract_state_dict",
+    "learned",
     "module_clone",
     "module_detach_",
     "recover_state_dict",
