@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.func import grad, vmap
 
+import torchopt_dist as todist
 from torchopt_dist import pytree
 from torchopt_dist.optim import (
     FuncOptimizer,
@@ -277,3 +278,32 @@ def test_bad_arguments_are_refused():
         impl.update(GRADS, state, params=[torch.ones(1)])
     with pytest.raises(TypeError, match="`state` must be a MaskedState, got TraceState"):
         impl.update(GRADS, state.inner_state, params=PARAMS)
+
+
+@pytest.mark.parametrize("patterns", ["*.weight", ["0.weight", "2.wei*"], ("*.weight", "0.weight")])
+def test_a_pattern_of_names_is_the_tree_of_bools(patterns):
+    net = make()
+    moved = []
+    for mask in (patterns, {name: name.endswith("weight") for name, _ in net.named_parameters()}):
+        adapted = todist.module_clone(net)
+        optimizer = MetaOptimizer(adapted, adamw(lr=0.1, weight_decay=0.5, mask=mask))
+        optimizer.step(loss_of(adapted, 1))
+        optimizer.step(loss_of(adapted, 2))
+        moved.append(list(adapted.parameters()))
+    assert_same(*moved)
+
+
+def test_patterns_in_a_nested_tree():
+    tree = {"a": [torch.ones(1), torch.ones(1)], "b": (torch.ones(1), {"c": torch.ones(1)})}
+    impl = masked(scale(3.0), ["a.1", "b.*.c"])
+    updates, _ = impl.update(tree, impl.init(tree))
+    assert [leaf.item() for leaf in pytree.flatten(updates)[0]] == [1, 3, 1, 3]
+
+
+def test_patterns_that_match_nothing_are_named():
+    with pytest.raises(
+        ValueError, match=r"`mask` must have patterns that match .* got 'v\*'; the names are b, w"
+    ):
+        masked(scale(1.0), ["w", "v*"]).init(PARAMS)
+    with pytest.raises(ValueError, match="a function for a list of parameters, which has no names, got 'w'"):
+        Optimizer(make().parameters(), masked(adamw(lr=0.1), "w"))

@@ -121,7 +121,7 @@ def learned(
 
 def _trainable(model: Any) -> dict[str, Tensor]:
     if isinstance(model, nn.Module):
-        named = dict(model.named_parameters())
+        named: dict[str, Tensor] = dict(model.named_parameters())
     elif isinstance(model, Mapping) and all(isinstance(leaf, Tensor) for leaf in model.values()):
         named = dict(model)
     else:

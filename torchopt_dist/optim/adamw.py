@@ -52,8 +52,9 @@ def adamw(
         amsgrad: divide by the largest average of the squares so far. There is no kernel for it: its formula runs.
             [Reddi, Kale and Kumar 2018, On the Convergence of Adam and Beyond.]
         eps_root: added below the root of the denominator, at least 0; a number or a tensor of one element.
-        mask: which parameters decay: a tree of bools of the parameters' structure, or a function from the parameters
-            to such a tree. All, if not given. For ``AdamW`` the parameters are the list of a group's.
+        mask: which parameters decay: a pattern of their names, such as ``"*.weight"``, or a list of patterns; a tree of
+            bools of the parameters' structure, or a function from the parameters to such a tree. All, if not given. For
+            ``AdamW`` the parameters are the list of a group's, which have no names.
         moment_requires_grad: make the initial averages leaves that require grad.
         maximize: maximize the objective.
         fused: ``None`` uses a kernel where there is one and it helps, ``False`` never uses one, ``True`` raises an

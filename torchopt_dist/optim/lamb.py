@@ -46,8 +46,8 @@ def lamb(
         eps: added to the denominator, at least 0; a number or a tensor of one element.
         weight_decay: how much of a parameter is added to its direction, at least 0; a number or a tensor of one
             element.
-        mask: which parameters decay: a tree of bools of the parameters' structure, or a function from the parameters
-            to such a tree; all, if not given.
+        mask: which parameters decay: a pattern of their names, such as ``"*.weight"``, or a list of patterns; a tree of
+            bools of the parameters' structure, or a function from the parameters to such a tree; all, if not given.
         moment_requires_grad: make the initial averages leaves that require grad.
         maximize: maximize the objective.
 

@@ -43,8 +43,8 @@ def lion(
         betas: decays of the average whose sign is taken, and of the average that is kept, at least 0 and below 1;
             numbers or tensors of one element.
         weight_decay: decoupled, at least 0; a number or a tensor of one element.
-        mask: which parameters decay: a tree of bools of the parameters' structure, or a function from the parameters
-            to such a tree; all, if not given.
+        mask: which parameters decay: a pattern of their names, such as ``"*.weight"``, or a list of patterns; a tree of
+            bools of the parameters' structure, or a function from the parameters to such a tree; all, if not given.
         moment_requires_grad: make the initial averages leaves that require grad.
         maximize: maximize the objective.
 

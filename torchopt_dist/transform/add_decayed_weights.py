@@ -37,9 +37,9 @@ def add_decayed_weights(
         weight_decay: a number that is at least 0 (0: the identity), a tensor of one element, which may require grad,
             or a tree of numbers and tensors, one for each parameter: of one element, or of a shape that broadcasts to
             the parameter's.
-        mask: which parameters decay: a tree of bools of the parameters' structure, or a function from the
-            parameters to such a tree (defined at module level, if the transformation is to be pickled). All, if
-            not given.
+        mask: which parameters decay: a pattern of their names, such as ``"*.weight"``, or a list of patterns; a tree of
+            bools of the parameters' structure, or a function from the parameters to such a tree (defined at module
+            level, if the transformation is to be pickled). All, if not given.
 
     Raises:
         TypeError: ``weight_decay`` has the wrong type; from ``update``, the mask has other leaves than bools.

@@ -7,13 +7,15 @@ from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 from torchopt_dist import pytree
+from torchopt_dist._name_patterns import check_patterns, first_match
 from torchopt_dist.transform.base import GradientTransformation, no_transformation
 from torchopt_dist.typing import OptState, Params, Updates
 
 __all__ = ["Mask", "MaskedState", "choices_of", "masked"]
 
 Mask: TypeAlias = Any | Callable[[Params], Any] | None
-"""A tree of bools of the parameters' structure, a function from the parameters to one, or ``None``: all."""
+"""A tree of bools of the parameters' structure, a function from the parameters to one, a pattern of names such as
+``"*.weight"`` or a list of patterns, or ``None``: all."""
 
 
 class MaskedState(NamedTuple):
@@ -32,22 +34,26 @@ def masked(inner: GradientTransformation, mask: Mask = None) -> GradientTransfor
 
     Args:
         inner: the transformation.
-        mask: which leaves ``inner`` transforms: a tree of bools of the parameters' structure, or a function from the
-            parameters to such a tree (defined at module level, if the transformation is to be pickled). The
-            function runs in ``init`` and in each ``update``, so its answer must stay the same: it may look
-            at names and shapes, not at values. All, if not given.
+        mask: which leaves ``inner`` transforms: a pattern of names, such as ``"*.weight"``, or a list of patterns, one
+            of which must match (``*`` stands for any characters, ``?`` for one, ``[ab]`` for one of these); a tree of
+            bools of the parameters' structure; or a function from the parameters to such a tree (defined at module
+            level, if the transformation is to be pickled). The function runs in ``init`` and in each ``update``, so
+            its answer must stay the same: it may look at names and shapes, not at values. All, if not given.
 
     Raises:
         TypeError: ``inner`` is not a gradient transformation; from ``init`` and ``update``, the mask has other
             leaves than bools.
         ValueError: from ``init`` and ``update``: the mask has another structure, or is a function and
-            ``params`` are missing.
+            ``params`` are missing; a pattern matches no name.
 
     Example:
         >>> import torch
         >>> from torchopt_dist.transform.scale import scale
         >>> init, update = masked(scale(10.0), {"w": True, "b": False})
         >>> gradients = {"w": torch.ones(1), "b": torch.ones(1)}
+        >>> update(gradients, init(gradients))[0]
+        {'w': tensor([10.]), 'b': tensor([1.])}
+        >>> init, update = masked(scale(10.0), "w*")
         >>> update(gradients, init(gradients))[0]
         {'w': tensor([10.]), 'b': tensor([1.])}
     """
@@ -98,13 +104,22 @@ def choices_of(spec: pytree.PyTreeSpec, mask: Mask, params: Params | None) -> li
 
     Args:
         spec: the structure of the parameters.
-        mask: a tree of bools, or a function from the parameters to one.
+        mask: a tree of bools, a function from the parameters to one, or patterns of names.
         params: the parameters, if they are known.
 
     Raises:
         TypeError: the mask has other leaves than bools.
-        ValueError: it has another structure, or is a function and ``params`` are missing.
+        ValueError: it has another structure, or is a function and ``params`` are missing; a pattern matches no name.
     """
+    if (patterns := _patterns_of(mask)) is not None:
+        names = [".".join(map(str, path)) for path in spec.paths()]
+        if all(name.isdecimal() for name in names):
+            raise ValueError(
+                "`mask` must be a tree of bools or a function for a list of parameters, which has no names, got "
+                f"{mask!r}"
+            )
+        check_patterns("mask", patterns, names)
+        return [first_match(name, patterns) is not None for name in names]
     if callable(mask) and params is None:
         raise ValueError("`params` must be given to `update`: the mask is a function of them, got None")
     tree: Any = mask(params) if callable(mask) else mask
@@ -116,3 +131,12 @@ def choices_of(spec: pytree.PyTreeSpec, mask: Mask, params: Params | None) -> li
         if not isinstance(choice, bool):
             raise TypeError(f"`mask` must have bools for leaves, got {type(choice).__name__}")
     return choices
+
+
+def _patterns_of(mask: Mask) -> list[str] | None:
+    """The patterns of names, if the mask is one or a list of them."""
+    if isinstance(mask, str):
+        return [mask]
+    if isinstance(mask, (list, tuple)) and mask and all(isinstance(each, str) for each in mask):
+        return list(mask)
+    return None
