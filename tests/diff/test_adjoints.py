@@ -260,12 +260,12 @@ def _run(**changed):
         ({"params": {"w": 1.0}}, TypeError, "`params` must be a module or a tree of tensors, got a float"),
         ({"params": nn.Tanh()}, ValueError, "`params` must have parameters, got Tanh with none"),
         (
-            {"batches": iter([1])},
+            {"batches": iter([1]), "adjoint": todist.Replayed()},
             TypeError,
             r"`batches` .* read again.*got list_iterator: `list\(...\)`",
         ),
         (
-            {"batches": torch.utils.data.DataLoader([torch.ones(2)] * 3)},
+            {"batches": torch.utils.data.DataLoader([torch.ones(2)] * 3), "adjoint": todist.Replayed()},
             TypeError,
             r"`batches` .* read again.*got DataLoader: `list\(...\)`",
         ),

@@ -5,7 +5,7 @@ The steps are the same whatever the adjoint; it decides what is kept of them and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -15,16 +15,29 @@ from torchopt_dist import pytree
 from torchopt_dist._random_turns import draw_seed
 from torchopt_dist._torch_private import forward_mode_is_active
 from torchopt_dist._vjp import takes_duals
-from torchopt_dist.diff.adjoints import Adjoint, Recorded
+from torchopt_dist.diff.adjoints import (
+    SAMA,
+    Adjoint,
+    FiniteDifference,
+    FirstOrder,
+    Implicit,
+    Recorded,
+    Reptile,
+    Truncated,
+)
 from torchopt_dist.diff.adjoints._declared import differentiable, tensors_of_meta, tensors_within
 from torchopt_dist.diff.adjoints._loop import Batches, Carry, Loop, StopFn
 from torchopt_dist.diff.adjoints._model import model_of
+from torchopt_dist.diff.adjoints._stream import Stream
 from torchopt_dist.diff.compiled._loop import compiled
 from torchopt_dist.diff.data_parallel import DataParallel, run_together
 from torchopt_dist.transform.base import GradientTransformation
 from torchopt_dist.typing import OptState, Params
 
 __all__ = ["InnerLoopResult", "inner_loop"]
+
+READ_ONCE = (Recorded, Truncated, FirstOrder, Reptile, FiniteDifference, SAMA, Implicit)
+"""The adjoints that take batches which can be read once."""
 
 
 class InnerLoopResult(NamedTuple):
@@ -49,7 +62,7 @@ def inner_loop(
     loss: Callable[..., Any],
     optimizer: GradientTransformation,
     params: Params | nn.Module,
-    batches: Sequence[Any] | Callable[[int], Any] | int,
+    batches: Sequence[Any] | Iterable[Any] | Callable[[int], Any] | int,
     *,
     meta: Any = None,
     adjoint: Adjoint = Recorded(),
@@ -76,7 +89,9 @@ def inner_loop(
             require grad are frozen, and tied parameters are moved once.
         batches: a sequence with one batch for each step, such as a list, or a tensor whose rows are the batches; a
             function from the step's number, counted from 0, to its batch; or the number of steps, for a loss without
-            data. Adjoints that run steps again read their batches again.
+            data. Adjoints that run steps again read their batches again. All others, which are all but
+            :class:`~torchopt_dist.Replayed` and the evolution strategies, also take an iterable that can be read once,
+            such as a ``DataLoader`` or a generator; its random numbers are those of the steps, but for the first batch.
         meta: a tree of tensors and modules from outside that ``loss`` or a function ``batches`` uses, and that are to
             get gradients.
         adjoint: how the gradient is taken: :class:`~torchopt_dist.Recorded`, :class:`~torchopt_dist.Replayed`,
@@ -87,7 +102,8 @@ def inner_loop(
         has_aux: whether the loss returns a pair.
         seed: an integer from which, with the step's number, each step's own seed is made; if not given, it is drawn
             from torch's generator. The steps leave the generators as they were.
-        steps: the number of steps. It is needed if ``batches`` is a function, and is at most the length of a sequence.
+        steps: the number of steps. It is needed if ``batches`` is a function or has no length, and is at most the
+            length of a sequence.
         stop: called after each step with its number and its loss; if it returns true, that step is the last one.
         compile: compile the steps by ``torch.compile``: the first step of a kind takes some 10 to 40 s, and later ones
             half of the time in a small network. Where the compiler refuses, a warning says why, and the steps run
@@ -99,7 +115,8 @@ def inner_loop(
         The adapted parameters, the last state, the losses, and the other values that the loss returned.
 
     Raises:
-        TypeError: an argument has the wrong type; the loss does not return a tensor, or, with ``has_aux``, a pair.
+        TypeError: an argument has the wrong type; ``batches`` can be read once only, and the adjoint reads them again;
+            the loss does not return a tensor, or, with ``has_aux``, a pair.
         ValueError: there are no parameters to move; ``batches`` has fewer than ``steps``; the loss has more than one
             element, or does not depend on the parameters.
         NotImplementedError: the adjoint is not :class:`~torchopt_dist.Recorded`, and a level of forward-mode
@@ -159,7 +176,7 @@ def _inner_loop(
         raise ValueError(
             "`compile` must be False with `parallel`: a step that sends messages is not compiled"
         )
-    given, count = _batches_and_steps(batches, steps)
+    given, count = _batches_and_steps(batches, steps, adjoint)
     model = model_of(params)
     first = model.tree(model.leaves)
     begin = Carry(model.leaves, optimizer.init(first) if state is None else state, model.buffers)
@@ -214,7 +231,7 @@ def _checked_seed(seed: Any) -> int:
     return seed
 
 
-def _batches_and_steps(batches: Any, steps: Any) -> tuple[Batches, int]:
+def _batches_and_steps(batches: Any, steps: Any, adjoint: Adjoint) -> tuple[Batches, int]:
     if steps is not None:
         if isinstance(steps, bool) or not isinstance(steps, int):
             raise TypeError(f"`steps` must be an integer, got {type(steps).__name__}")
@@ -239,11 +256,34 @@ def _batches_and_steps(batches: Any, steps: Any) -> tuple[Batches, int]:
         if steps is None:
             raise ValueError("`steps` must say how many steps there are, since `batches` is a function")
         return batches, steps
-    remedy = ": `list(...)` makes a sequence of it" if hasattr(batches, "__iter__") else ""
+    if hasattr(batches, "__iter__"):
+        return _stream(batches, steps, adjoint)
     raise TypeError(
-        "`batches` must be what can be read again (a sequence, a function of the step's number) or a number of steps, "
-        f"got {type(batches).__name__}{remedy}"
+        "`batches` must be a sequence, an iterable, a function of the step's number or a number of steps, got "
+        f"{type(batches).__name__}"
     )
+
+
+def _stream(batches: Iterable[Any], steps: int | None, adjoint: Adjoint) -> tuple[Batches, int]:
+    """Batches that can be read once, in order, where no others are needed."""
+    again = adjoint.batches_again if torch.is_grad_enabled() else 0
+    if again is None:
+        once = ", ".join(f"todist.{kind.__name__}" for kind in READ_ONCE)
+        raise TypeError(
+            "`batches` must be what can be read again (a sequence, a function of the step's number) with "
+            f"todist.{type(adjoint).__name__}, which runs steps again, got {type(batches).__name__}: `list(...)` "
+            f"makes a sequence of it; {once} read each batch once"
+        )
+    count = steps
+    if count is None:
+        try:
+            count = len(batches)  # type: ignore[arg-type]
+        except TypeError:
+            raise ValueError(
+                f"`steps` must say how many steps there are, since `batches` is a {type(batches).__name__}, which has "
+                "no length"
+            ) from None
+    return Stream(batches, count, again), count
 
 
 def _tensors_of_batches(batches: Any) -> list[Tensor]:

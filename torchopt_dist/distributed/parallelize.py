@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict
 from typing import Any, ParamSpec, TypeVar, Unpack, overload
@@ -37,6 +37,7 @@ from torchopt_dist.distributed.messages.timeout import UNSET_TIMEOUT, seconds_of
 from torchopt_dist.distributed.partition import Partitioner, check_partitioner, partition
 from torchopt_dist.distributed.reduce import ReducerOfSizes, check_reducer
 from torchopt_dist.distributed.serialization.pickling import PackedModules
+from torchopt_dist.distributed.split import check_split, split_only
 from torchopt_dist.distributed.worker.buffers import Buffers, Returning, check_buffers, take
 from torchopt_dist.typing import Args, KwArgs
 
@@ -51,10 +52,11 @@ class CallKwargs(ExecutionKwargs, total=False):
     """The options of a call: those of its tasks' execution, and what the caller does with what they have changed."""
 
     buffers: Buffers
+    split: Sequence[str] | None
 
 
 _EXECUTION = tuple(ExecutionKwargs.__annotations__)
-_OPTIONS = ("partitioner", "reducer", "timeout", *_EXECUTION, "buffers")
+_OPTIONS = ("partitioner", "reducer", "timeout", *_EXECUTION, "buffers", "split")
 
 
 def remote_sync_call(
@@ -112,6 +114,8 @@ def remote_sync_call(
             the tasks, weighted by their sizes (integers: to the largest), ``"first"`` to those of the first task, both
             before the reducer is called. By default nothing comes back, and a worker warns when it first runs the
             function; with ``strict`` it raises.
+        split: the names of the arguments of ``func`` that the partitioner splits, such as ``["x", "y"]``; every worker
+            gets all others whole, as if each were marked by ``replicated``. By default it splits what it can.
 
     Returns:
         What the reducer returns, or the list of results.
@@ -191,6 +195,7 @@ def _begun(
     """Split a call and send the others their shares; returns what runs the own share, and waits for all results."""
     execution: Any = given
     buffers: Buffers = execution.pop("buffers", None)
+    split = execution.pop("split", None)
     if execution:
         check_options("a call", execution, ("func", "args", "kwargs", *_OPTIONS))
     options = ExecutionOptions.of(execution)
@@ -198,6 +203,9 @@ def _begun(
     _check(func, args, kwargs, options, group)
     if buffers is not None:
         check_buffers(buffers)
+    if split is not None:
+        check_split(split)
+        partitioner = split_only(func, split, partitioner)
     seconds, started = seconds_of(timeout, default=group.call_timeout), time.monotonic()
     reduce = None if reducer is None else check_reducer(reducer)
     partitions = partition(partitioner, tuple(args or ()), dict(kwargs or {}))
@@ -388,6 +396,8 @@ def _decorate(
         taken = getattr(settings["partitioner"], "__name__", None)
         remedy = f"; `{taken}` became its partitioner: write `{name}()({taken})`" if taken else ""
         raise TypeError(f"{name} decorates a function, got {type(func).__name__} {func!r:.80}{remedy}")
+    if settings["split"] is not None:
+        split_only(given, settings["split"], settings["partitioner"])  # says now what is wrong
     # A function's own attributes are copied to the wrapper; a module's or another callable object's are not.
     updated = functools.WRAPPER_UPDATES if hasattr(func, "__code__") else ()
 
@@ -413,5 +423,7 @@ def _checked(
     check_options(name, execution, _OPTIONS)
     buffers = execution.pop("buffers", None)
     check_buffers(buffers)
-    settings = {**asdict(ExecutionOptions(**execution)), "buffers": buffers}
+    split = execution.pop("split", None)
+    check_split(split)
+    settings = {**asdict(ExecutionOptions(**execution)), "buffers": buffers, "split": split}
     return {"partitioner": partitioner, "reducer": reducer, "timeout": timeout, **settings}

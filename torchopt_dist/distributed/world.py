@@ -35,6 +35,7 @@ __all__ = [
 
 P = ParamSpec("P")
 T = TypeVar("T")
+_NOT_GIVEN: Any = object()
 
 
 def get_world_info() -> WorldInfo:
@@ -186,13 +187,13 @@ def rank_zero_only(func: Callable[P, T]) -> Callable[P, T | None]: ...
 def rank_zero_only() -> Callable[[Callable[P, T]], Callable[P, T | None]]: ...
 
 
-def rank_zero_only(func: Callable[P, T] | None = None) -> Any:
+def rank_zero_only(func: Any = _NOT_GIVEN) -> Any:
     """Run the decorated function on rank 0 only; elsewhere it returns ``None`` at once.
 
     Args:
         func: the function; without it, as in ``@rank_zero_only()``, a decorator is returned.
     """
-    return on_rank(0) if func is None else on_rank(0)(func)
+    return on_rank(0) if func is _NOT_GIVEN else on_rank(0)(func)
 
 
 @overload
@@ -203,13 +204,13 @@ def rank_non_zero_only(func: Callable[P, T]) -> Callable[P, T | None]: ...
 def rank_non_zero_only() -> Callable[[Callable[P, T]], Callable[P, T | None]]: ...
 
 
-def rank_non_zero_only(func: Callable[P, T] | None = None) -> Any:
+def rank_non_zero_only(func: Any = _NOT_GIVEN) -> Any:
     """Run the decorated function on every rank but 0; there it returns ``None`` at once.
 
     Args:
         func: the function; without it, as in ``@rank_non_zero_only()``, a decorator is returned.
     """
-    return not_on_rank(0) if func is None else not_on_rank(0)(func)
+    return not_on_rank(0) if func is _NOT_GIVEN else not_on_rank(0)(func)
 
 
 @overload
@@ -220,10 +221,10 @@ def rank_all(func: Callable[P, T]) -> Callable[P, T]: ...
 def rank_all() -> Callable[[Callable[P, T]], Callable[P, T]]: ...
 
 
-def rank_all(func: Callable[P, T] | None = None) -> Any:
+def rank_all(func: Any = _NOT_GIVEN) -> Any:
     """Run the decorated function on every rank; the function is returned as it is.
 
     Args:
         func: the function; without it, as in ``@rank_all()``, a decorator is returned.
     """
-    return rank_all if func is None else func
+    return rank_all if func is _NOT_GIVEN else func

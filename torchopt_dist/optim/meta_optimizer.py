@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -231,7 +231,7 @@ class MetaOptimizer:
     def run(
         self,
         loss: Callable[..., Any],
-        batches: Sequence[Any] | Callable[[int], Any] | int,
+        batches: Sequence[Any] | Iterable[Any] | Callable[[int], Any] | int,
         *,
         adjoint: Adjoint = Recorded(),
         meta: Any = None,
@@ -245,7 +245,8 @@ class MetaOptimizer:
         Args:
             loss: ``loss(module, batch)``, or ``loss(module)`` if ``batches`` is a number, called with copies of the
                 module.
-            batches: a sequence, a function of the step's number (with ``steps=``), or a number of steps.
+            batches: a sequence, a ``DataLoader`` or another iterable, a function of the step's number (with
+                ``steps=``), or a number of steps.
             adjoint: how the gradient is taken.
             meta: the tensors, trees and modules that the loss uses from outside.
             options: ``has_aux``, ``seed``, ``steps``, ``stop``, ``compile`` and ``parallel`` of

@@ -35,6 +35,11 @@ class Adjoint(ABC):
     takes_compiled: ClassVar[bool] = True
     """Whether it gains by compiled steps: not where most run with others in the places of the caller's tensors."""
 
+    @property
+    def batches_again(self) -> int | None:
+        """How many of the last batches are read again; ``None``: any, so that ``batches`` may not be an iterator."""
+        return None
+
     @abstractmethod
     def run(self, loop: Loop) -> Outcome:
         """Run the loop.

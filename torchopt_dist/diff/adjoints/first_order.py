@@ -31,6 +31,11 @@ class FirstOrder(Adjoint):
 
     runs_again: ClassVar[bool] = False
 
+    @property
+    def batches_again(self) -> int:
+        """Each batch is read once."""
+        return 0
+
     def run(self, loop: Loop) -> Outcome:
         """Run the loop; see :meth:`Adjoint.run`."""
         return run_aloud("FirstOrder", self._run, loop)

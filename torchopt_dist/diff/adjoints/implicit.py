@@ -69,6 +69,11 @@ class Implicit(Adjoint):
         as_solver(self.solver)
         check_count("batches", self.batches)
 
+    @property
+    def batches_again(self) -> int:
+        """The point is stationary on the last batches."""
+        return self.batches
+
     def run(self, loop: Loop) -> Outcome:
         """Run the loop; see :meth:`Adjoint.run`."""
         around = samples_for(self)

@@ -31,6 +31,11 @@ class Recorded(Adjoint):
 
     runs_again: ClassVar[bool] = False
 
+    @property
+    def batches_again(self) -> int:
+        """Each batch is read once."""
+        return 0
+
     def run(self, loop: Loop) -> Outcome:
         """Run the loop; see :meth:`Adjoint.run`."""
         with attention_by_formula():

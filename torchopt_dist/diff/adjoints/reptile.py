@@ -30,6 +30,11 @@ class Reptile(Adjoint):
 
     runs_again: ClassVar[bool] = False
 
+    @property
+    def batches_again(self) -> int:
+        """Each batch is read once."""
+        return 0
+
     def run(self, loop: Loop) -> Outcome:
         """Run the loop; see :meth:`Adjoint.run`."""
         return run_aloud("Reptile", self._run, loop, tensors_within(loop.optimizer))

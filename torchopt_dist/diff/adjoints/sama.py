@@ -55,6 +55,11 @@ class SAMA(Adjoint):
     def __post_init__(self) -> None:
         check_above_zero("alpha", self.alpha)
 
+    @property
+    def batches_again(self) -> int:
+        """The difference is taken on the last batch."""
+        return 1
+
     def run(self, loop: Loop) -> Outcome:
         """Run the loop; see :meth:`Adjoint.run`."""
         return run_with_differences(loop, self.alpha, type(self).__name__, samples_for(self), at_the_end=True)

@@ -39,6 +39,11 @@ class Truncated(Adjoint):
         if self.steps < 0:
             raise ValueError(f"`steps` must be at least 0, got {self.steps}")
 
+    @property
+    def batches_again(self) -> int:
+        """With ``stop``, the last steps are known only after them, and are made again."""
+        return self.steps
+
     def run(self, loop: Loop) -> Outcome:
         """Run the loop; see :meth:`Adjoint.run`."""
         with attention_by_formula():
