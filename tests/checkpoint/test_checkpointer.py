@@ -458,3 +458,79 @@ def test_bad_arguments_of_save(folder, step, objects, kind, message):
     with pytest.raises(kind, match=message):
         todist.Checkpointer(folder).save(step, objects)
     assert not folder.exists()
+
+
+# A part, a chosen step, the best one.
+
+
+def test_a_part_is_restored_and_the_rest_and_the_generators_are_left(folder):
+    checkpointer = todist.Checkpointer(folder)
+    checkpointer.save(3, {"net": net(5.0), "count": 7, "other": torch.ones(2)})
+    module = net(0.0)
+    torch.manual_seed(1)
+    step, objects = checkpointer.restore({"net": module, "count": 0}, partial=True)
+    drawn = torch.rand(())
+    assert (step, objects["count"], module.weight[0, 0].item()) == (3, 7, 5.0)
+    assert objects.keys() == {"net", "count"}
+    torch.manual_seed(1)
+    assert torch.rand(()) == drawn
+    with pytest.raises(
+        ValueError, match="`objects` must have names that were saved: missing .* additional `cuont`"
+    ):
+        checkpointer.restore({"cuont": 0}, partial=True)
+    with pytest.raises(TypeError, match="`partial` must be True or False, got int 1"):
+        checkpointer.restore({"count": 0}, partial=1)
+
+
+def test_a_chosen_step_is_restored_and_one_that_is_not_there_lists_those_that_are(folder):
+    checkpointer = todist.Checkpointer(folder, background=True)
+    for step in (10, 20, 30):
+        checkpointer.save(step, {"net": net(step)})
+    assert checkpointer.steps() == [10, 20, 30]
+    module = net(0.0)
+    assert checkpointer.restore({"net": module}, step=20).step == 20
+    assert module.weight[0, 0].item() == 20
+    with pytest.raises(
+        ValueError, match=r"`step` must be that of a checkpoint in .*, which are 10, 20, 30, got 25"
+    ):
+        checkpointer.restore({"net": module}, step=25)
+    with pytest.raises(ValueError, match=r"which are none, got 25"):
+        todist.Checkpointer(folder / "other").restore({"net": module}, step=25)
+    with pytest.raises(TypeError, match="`step` must be an integer, got str 'last'"):
+        checkpointer.restore({"net": module}, step="last")
+    path = next(file.path for file in _files.find(folder) if file.step == 20)
+    path.write_bytes(b"x" * 100)
+    with pytest.raises(todist.CheckpointError, match=f"{path.name} is corrupt"):
+        checkpointer.restore({"net": module}, step=20)
+    assert checkpointer.restore({"net": module}, step=30).step == 30
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_the_best_one_is_kept_and_restored(folder, background):
+    scores = [-1e-5, 0.5, torch.tensor(2.5), -float("inf"), 2.5, 1e20, 3, None, 0.0]
+    with todist.Checkpointer(folder, keep=1, background=background) as checkpointer:
+        for step, score in enumerate(scores):
+            checkpointer.save(step, {"net": net(step)}, score=score)
+            checkpointer.wait()
+            if step == 4:  # of equal ones the newest
+                assert checkpointer.steps() == [4]
+        assert checkpointer.steps() == [5, 8]
+    module = net(0.0)
+    again = todist.Checkpointer(folder)
+    assert again.restore({"net": module}, step="best").step == 5
+    assert module.weight[0, 0].item() == 5
+    assert again.restore({"net": module}).step == 8
+
+
+def test_bad_scores_and_none(folder):
+    checkpointer = todist.Checkpointer(folder)
+    checkpointer.save(1, {"net": net()})
+    with pytest.raises(
+        ValueError, match="`step` can be 'best' where checkpoints were saved with `score=`, got none"
+    ):
+        checkpointer.restore({"net": net()}, step="best")
+    with pytest.raises(ValueError, match="`score` must be a number that can be compared, got nan"):
+        checkpointer.save(2, {"net": net()}, score=float("nan"))
+    with pytest.raises(TypeError, match="`score` must be a number, got str 'x'"):
+        checkpointer.save(2, {"net": net()}, score="x")
+    assert checkpointer.steps() == [1]

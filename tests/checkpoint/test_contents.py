@@ -416,7 +416,7 @@ SAVED = {
         (
             {"count": None},
             ValueError,
-            r"`objects` must have the names that were saved: missing `count`$",
+            r"`objects` must have the names that were saved: missing `count`; `partial=True` restores a part of what",
         ),
         (
             {"more": lambda: 1},

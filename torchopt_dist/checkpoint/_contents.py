@@ -99,12 +99,15 @@ def pack(objects: Mapping[str, Any], packer: Packer) -> dict[str, dict[str, tupl
     return packed
 
 
-def restore(objects: Mapping[str, Any], saved: Mapping[str, Mapping[str, tuple[str, Any]]]) -> dict[str, Any]:
+def restore(
+    objects: Mapping[str, Any], saved: Mapping[str, Mapping[str, tuple[str, Any]]], *, partial: bool = False
+) -> dict[str, Any]:
     """Bring objects to saved states.
 
     Args:
         objects: the objects by name. Those with a state, and leaf tensors that require grad, are changed.
         saved: what :func:`pack` returned.
+        partial: whether there may be more in ``saved`` than ``objects``.
 
     Returns:
         The objects by name, with the saved ones in the place of plain values and of other tensors.
@@ -114,7 +117,15 @@ def restore(objects: Mapping[str, Any], saved: Mapping[str, Mapping[str, tuple[s
         ValueError: names, paths or shapes differ, or an object refuses its state. Nothing has been changed, unless
             it was an object that refused.
     """
-    _check_names("`objects` must have the names that were saved", objects, saved)
+    if not (partial and objects.keys() <= saved.keys()):
+        rule = (
+            "`objects` must have names that were saved"
+            if partial
+            else "`objects` must have the names that were saved"
+        )
+        _check_names(
+            rule, objects, saved, "" if partial else "; `partial=True` restores a part of what was saved"
+        )
     parts = {name: _take_apart(name, entry) for name, entry in objects.items()}
     for name, (paths, leaves, _) in parts.items():
         if _is_whole(saved[name]) and not _is_plain(objects[name]):
@@ -320,7 +331,9 @@ def _check_leaf(where: str, leaf: Any, saved: Leaf) -> None:
         )
 
 
-def _check_names(rule: str, own: Mapping[str, Any] | list[str], saved: Mapping[str, Any]) -> None:
+def _check_names(
+    rule: str, own: Mapping[str, Any] | list[str], saved: Mapping[str, Any], if_missing: str = ""
+) -> None:
     missing, additional = sorted(saved.keys() - set(own)), sorted(set(own) - saved.keys())
     if missing or additional:
         listed = [
@@ -328,7 +341,7 @@ def _check_names(rule: str, own: Mapping[str, Any] | list[str], saved: Mapping[s
             for what, names in (("missing", missing), ("additional", additional))
             if names
         ]
-        remedy = ""
+        remedy = if_missing if missing and not additional else ""
         if missing and additional == [""]:
             remedy = (
                 "; what was saved is a dict of these, such as a `state_dict()`: give one, or save the object"

@@ -1,7 +1,8 @@
 """A folder → its checkpoints; contents → a checkpoint, whole or not at all; a checkpoint → its contents, or an error.
 
-A checkpoint is one file, which ``torch.load(path, weights_only=True)`` reads. Its name has the step and the first 16
-digits of the SHA-256 of its bytes, so one rename makes both visible, and ``sha256sum`` checks it.
+A checkpoint is one file, which ``torch.load(path, weights_only=True)`` reads. Its name has the step, the score if there
+is one, and the first 16 digits of the SHA-256 of its bytes, so one rename makes all of them visible, and ``sha256sum``
+checks it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import pickle
 import re
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,9 +24,11 @@ import torch
 
 from torchopt_dist.errors import CheckpointError
 
-__all__ = ["CheckpointFile", "CorruptFileError", "find", "prune", "read", "write"]
+__all__ = ["CheckpointFile", "CorruptFileError", "best", "find", "prune", "read", "write"]
 
-_NAME = re.compile(r"step-(\d+)-([0-9a-f]{16})\.pt", re.ASCII)
+_NAME = re.compile(
+    r"step-(\d+)(?:-score_(-?(?:\d+(?:\.\d+)?(?:e[-+]?\d+)?|inf)))?-([0-9a-f]{16})\.pt", re.ASCII
+)
 _TEMPORARY = ".step-", ".tmp"
 _DIGITS = 16
 
@@ -39,6 +43,7 @@ class CheckpointFile(NamedTuple):
     step: int
     checksum: str
     path: Path
+    score: float | None = None
 
 
 class _HashingFile(io.FileIO):
@@ -78,12 +83,19 @@ def find(folder: Path) -> list[CheckpointFile]:
             match = _NAME.fullmatch(entry.name)
             if match is not None and entry.is_file():
                 with contextlib.suppress(FileNotFoundError):  # pruned by another process meanwhile
-                    file = CheckpointFile(int(match[1]), match[2], Path(entry.path))
+                    score = None if match[2] is None else float(match[2])
+                    file = CheckpointFile(int(match[1]), match[3], Path(entry.path), score)
                     found.append((file.step, entry.stat().st_mtime_ns, file))
     return [file for _, _, file in sorted(found, reverse=True)]
 
 
-def write(folder: Path, step: int, contents: dict[str, Any]) -> CheckpointFile:
+def best(files: Iterable[CheckpointFile]) -> CheckpointFile | None:
+    """The file of the highest score, of equal ones the first; ``None`` if none has a score."""
+    scored = [(file.score, file) for file in files if file.score is not None]
+    return max(scored, key=lambda pair: pair[0])[1] if scored else None
+
+
+def write(folder: Path, step: int, contents: dict[str, Any], score: float | None = None) -> CheckpointFile:
     """Write a checkpoint: to a temporary file, and to the disk, before it gets its name.
 
     Raises:
@@ -103,7 +115,8 @@ def write(folder: Path, step: int, contents: dict[str, Any]) -> CheckpointFile:
             file.flush()
             hashing.check()
             os.fsync(file.fileno())
-            path = folder / f"step-{step:09d}-{hashing.checksum()}.pt"
+            scored = "" if score is None else f"-score_{score!r}"
+            path = folder / f"step-{step:09d}{scored}-{hashing.checksum()}.pt"
             os.rename(temporary, path)
     except BaseException as error:
         if temporary is not None:
@@ -114,7 +127,7 @@ def write(folder: Path, step: int, contents: dict[str, Any]) -> CheckpointFile:
             raise OSError(error.errno, told, str(folder)) from error
         raise
     _sync(folder)
-    return CheckpointFile(step, hashing.checksum(), path)
+    return CheckpointFile(step, hashing.checksum(), path, score)
 
 
 def read(file: CheckpointFile) -> Any:
@@ -147,7 +160,7 @@ def read(file: CheckpointFile) -> Any:
 
 
 def prune(folder: Path, written: CheckpointFile, keep: int | None, corrupt: set[str]) -> None:
-    """Remove what a new checkpoint makes superfluous.
+    """Remove what a new checkpoint makes superfluous; the best one stays.
 
     Args:
         folder: the folder.
@@ -158,7 +171,9 @@ def prune(folder: Path, written: CheckpointFile, keep: int | None, corrupt: set[
     others = [file for file in find(folder) if file.path != written.path]
     superfluous = [file for file in others if file.step == written.step or file.path.name in corrupt]
     if keep is not None:
-        superfluous += [file for file in others if file not in superfluous][keep - 1 :]
+        rest = [file for file in others if file not in superfluous]
+        stays = best([written, *rest])
+        superfluous += [file for file in rest[keep - 1 :] if file is not stays]
     for file in superfluous:
         with contextlib.suppress(FileNotFoundError):
             file.path.unlink()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from numbers import Integral
+from numbers import Integral, Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from torch import Tensor
 
 from torchopt_dist.checkpoint import _contents, _files
 from torchopt_dist.checkpoint._random_states import capture_random_states, restore_random_states
@@ -49,7 +52,8 @@ class Checkpointer:
 
     Args:
         folder: where the files are; made when the first one is written.
-        keep: how many of the newest files are kept, at least 1; ``None`` means all.
+        keep: how many of the newest files are kept, at least 1; ``None`` means all. That of the best score is kept
+            beside them.
         every: :meth:`save` writes at steps that are multiples of this number, at least 1.
         background: write in a thread. :meth:`save` copies the tensors and returns; the next call raises what a write
             has raised. Call :meth:`close`, or use the checkpointer in a ``with``, so that the last file is whole.
@@ -94,8 +98,10 @@ class Checkpointer:
         self._writing: Future[None] | None = None
         self._closed = False
 
-    def restore(self, objects: Mapping[str, Any]) -> Restored:
-        """Restore the newest checkpoint, if there is one.
+    def restore(
+        self, objects: Mapping[str, Any], *, step: int | Literal["best"] | None = None, partial: bool = False
+    ) -> Restored:
+        """Restore the newest checkpoint, if there is one, or a chosen one.
 
         Objects with a state and generators get the saved state. Leaf tensors that require grad are overwritten in
         place, since an optimizer may hold them. Other tensors and plain values are returned as new objects. For a
@@ -104,45 +110,61 @@ class Checkpointer:
         Args:
             objects: the objects by name, as they will be saved. Trees with tensors or objects in them must have
                 the structure that was saved.
+            step: the step of the checkpoint; ``"best"`` is that of the highest score. By default it is the newest.
+            partial: restore these objects alone, and leave what else was saved, and the random generators: for example
+                the model, for an evaluation.
 
         Returns:
             The saved step, and the objects by name. Without a checkpoint it is step 0, and the objects are as given.
 
         Raises:
             TypeError: an object has no state, or is of another kind than was saved.
-            ValueError: names or shapes differ from those that were saved, or an object refuses its state.
-            CheckpointError: there are checkpoints, but none is whole; or a file with a checkpoint's name is not a
-                checkpoint.
+            ValueError: names or shapes differ from those that were saved, or an object refuses its state; there is no
+                checkpoint of ``step``, or none has a score.
+            CheckpointError: there are checkpoints, but none is whole, or the chosen one is not; or a file with a
+                checkpoint's name is not a checkpoint.
             OSError: files cannot be read, or an earlier file could not be written in the background.
         """
         self.wait()
         _check_objects(objects)
         _contents.check(objects)
-        found = self._newest()
+        if not isinstance(partial, bool):
+            raise TypeError(f"`partial` must be True or False, got {type(partial).__name__} {partial!r}")
+        found = self._newest() if step is None else self._chosen(step)
         if found is None:
             return Restored(0, dict(objects))
         file, contents = found
         if not isinstance(contents, dict) or contents.get("format") != _FORMAT:
             raise CheckpointError(f"{file.path} is no checkpoint of this version of torchopt_dist")
-        restored = _contents.restore(objects, contents["objects"])
-        if self._random_states and get_rank() == 0 and contents["random_states"] is not None:
+        restored = _contents.restore(objects, contents["objects"], partial=partial)
+        if not partial and self._random_states and get_rank() == 0 and contents["random_states"] is not None:
             restore_random_states(_contents.unpack_value(contents["random_states"]))
         return Restored(file.step, restored)
 
-    def save(self, step: int, objects: Mapping[str, Any], *, force: bool = False) -> bool:
+    def steps(self) -> list[int]:
+        """The steps of the checkpoints that are there, in ascending order."""
+        self.wait()
+        return sorted({file.step for file in _files.find(self.folder)})
+
+    def save(
+        self, step: int, objects: Mapping[str, Any], *, score: float | None = None, force: bool = False
+    ) -> bool:
         """Write a checkpoint, if ``step`` is a multiple of ``every`` and this is rank 0.
 
         Args:
             step: the number of steps made, at least 0, which :meth:`restore` returns.
             objects: the objects by name.
+            score: how good the objects are, for example an accuracy, or minus a loss. The checkpoint of the highest
+                score is kept, and ``restore(objects, step="best")`` takes it.
             force: write even if ``step`` is not a multiple of ``every``, for example after the last step.
 
         Returns:
             Whether a checkpoint is written; with ``background=True``, whether it will be.
 
         Raises:
-            TypeError: ``step`` is not an integer, an object has no state, or something in a state cannot be kept.
-            ValueError: ``step`` is negative, or less than that of a checkpoint which is there; this checkpointer is
+            TypeError: ``step`` is not an integer, or ``score`` not a number, an object has no state, or something in a
+                state cannot be kept.
+            ValueError: ``score`` is not a number (nan); ``step`` is negative, or less than that of a checkpoint which is there; this checkpointer is
                 closed.
             OSError: the file cannot be written, for example to a full disk, and the older ones are still there; or this
                 happened to an earlier one in the background.
@@ -150,6 +172,8 @@ class Checkpointer:
         if self._closed:
             raise ValueError("`save` must come before `close`")
         step = _integer("step", step, 0)
+        if score is not None:
+            score = _score(score)
         _check_objects(objects)
         if self._writing is not None and self._writing.done():
             self.wait()
@@ -165,9 +189,9 @@ class Checkpointer:
             "random_states": packer.pack(capture_random_states(), "") if self._random_states else None,
         }
         if self._thread is None:
-            self._write(step, contents)
+            self._write(step, contents, score)
         else:
-            self._writing = self._thread.submit(self._write_and_tell, step, contents)
+            self._writing = self._thread.submit(self._write_and_tell, step, contents, score)
         return True
 
     def wait(self) -> None:
@@ -225,6 +249,28 @@ class Checkpointer:
                     )
                 return None
 
+    def _chosen(self, step: int | str) -> tuple[_files.CheckpointFile, Any]:
+        """The checkpoint of a step, or the best one, and its contents."""
+        files = _files.find(self.folder)
+        if step == "best":
+            file = _files.best(files)
+            if file is None:
+                raise ValueError(
+                    f"`step` can be 'best' where checkpoints were saved with `score=`, got none of these in {self.folder}"
+                )
+        else:
+            number = _integer("step", step, 0)
+            file = next((each for each in files if each.step == number), None)
+            if file is None:
+                there = ", ".join(map(str, sorted({each.step for each in files}))) or "none"
+                raise ValueError(
+                    f"`step` must be that of a checkpoint in {self.folder}, which are {there}, got {number}"
+                )
+        try:
+            return file, _files.read(file)
+        except _files.CorruptFileError as error:
+            raise CheckpointError(f"{file.path} is corrupt: {error}") from error
+
     def _check_newest(self, step: int) -> None:
         for file in _files.find(self.folder):
             if file.step > step and file.path.name not in self._corrupt:
@@ -233,13 +279,13 @@ class Checkpointer:
                     f"one, got {step}: restore it first, or use another folder"
                 )
 
-    def _write(self, step: int, contents: dict[str, Any]) -> None:
-        written = _files.write(self.folder, step, contents)
+    def _write(self, step: int, contents: dict[str, Any], score: float | None) -> None:
+        written = _files.write(self.folder, step, contents, score)
         _files.prune(self.folder, written, self.keep, self._corrupt)
 
-    def _write_and_tell(self, step: int, contents: dict[str, Any]) -> None:
+    def _write_and_tell(self, step: int, contents: dict[str, Any], score: float | None) -> None:
         try:
-            self._write(step, contents)
+            self._write(step, contents, score)
         except Exception as error:
             log.error("the checkpoint of step %d: %s", step, error)  # also where no call comes any more
             raise
@@ -251,6 +297,16 @@ def _integer(name: str, value: Any, least: int) -> int:
     if value < least:
         raise ValueError(f"`{name}` must be at least {least}, got {value}")
     return int(value)
+
+
+def _score(value: Any) -> float:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"`score` must be a number, got {type(value).__name__} {value!r:.80}")
+    if math.isnan(value):
+        raise ValueError("`score` must be a number that can be compared, got nan")
+    return float(value)
 
 
 def _check_objects(objects: Any) -> None:
