@@ -474,9 +474,7 @@ def test_a_part_is_restored_and_the_rest_and_the_generators_are_left(folder):
     assert objects.keys() == {"net", "count"}
     torch.manual_seed(1)
     assert torch.rand(()) == drawn
-    with pytest.raises(
-        ValueError, match="`objects` must have names that were saved: missing .* additional `cuont`"
-    ):
+    with pytest.raises(ValueError, match="names that were saved, which are net, count, other, got cuont"):
         checkpointer.restore({"cuont": 0}, partial=True)
     with pytest.raises(TypeError, match="`partial` must be True or False, got int 1"):
         checkpointer.restore({"count": 0}, partial=1)

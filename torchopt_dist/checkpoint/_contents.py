@@ -117,14 +117,12 @@ def restore(
         ValueError: names, paths or shapes differ, or an object refuses its state. Nothing has been changed, unless
             it was an object that refused.
     """
-    if not (partial and objects.keys() <= saved.keys()):
-        rule = (
-            "`objects` must have names that were saved"
-            if partial
-            else "`objects` must have the names that were saved"
-        )
-        _check_names(
-            rule, objects, saved, "" if partial else "; `partial=True` restores a part of what was saved"
+    if not partial:
+        remedy = "; `partial=True` restores a part of what was saved"
+        _check_names("`objects` must have the names that were saved", objects, saved, remedy)
+    elif unknown := [name for name in objects if name not in saved]:
+        raise ValueError(
+            f"`objects` must have names that were saved, which are {', '.join(saved)}, got {', '.join(unknown)}"
         )
     parts = {name: _take_apart(name, entry) for name, entry in objects.items()}
     for name, (paths, leaves, _) in parts.items():

@@ -164,8 +164,8 @@ class Checkpointer:
         Raises:
             TypeError: ``step`` is not an integer, or ``score`` not a number, an object has no state, or something in a
                 state cannot be kept.
-            ValueError: ``score`` is not a number (nan); ``step`` is negative, or less than that of a checkpoint which is there; this checkpointer is
-                closed.
+            ValueError: ``score`` is not a number (nan); ``step`` is negative, or less than that of a checkpoint which
+                is there; this checkpointer is closed.
             OSError: the file cannot be written, for example to a full disk, and the older ones are still there; or this
                 happened to an earlier one in the background.
         """
@@ -256,7 +256,8 @@ class Checkpointer:
             file = _files.best(files)
             if file is None:
                 raise ValueError(
-                    f"`step` can be 'best' where checkpoints were saved with `score=`, got none of these in {self.folder}"
+                    "`step` can be 'best' where checkpoints were saved with `score=`, got none of these in "
+                    f"{self.folder}"
                 )
         else:
             number = _integer("step", step, 0)
