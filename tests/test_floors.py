@@ -85,6 +85,7 @@ MAY_IMPORT = {
     "distributed": BELOW | set(ROOMS),  # the doors: what users call
     **{room: BELOW | set(ROOMS[:floor]) for floor, room in enumerate(ROOMS)},
     "checkpoint": GROUND | {"distributed.world"},
+    "data": GROUND,
     "scalars": {"distributed.world"},
     "launch": {
         "_code_pickler",

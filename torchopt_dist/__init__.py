@@ -4,6 +4,7 @@ Every public name is here: ``import torchopt_dist as todist``.
 """
 
 from torchopt_dist import (
+    data,
     diff,
     linalg,
     linear_solve,
@@ -275,6 +276,7 @@ __all__ = [
     "clip_grad_norm",
     "clip_grad_value",
     "concatenate_reducer",
+    "data",
     "default_worker_name_format",
     "diff",
     "differentiable",

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import torchopt_dist as todist
+from torchopt_dist.distributed._split import split_only
 from torchopt_dist.distributed.partition import partition
-from torchopt_dist.distributed.split import split_only
 
 
 def weighted(

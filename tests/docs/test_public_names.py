@@ -19,6 +19,7 @@ from tests.test_floors import ROOMS
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "api.md").read_text("utf-8")
 MODULES = {
     "autograd": todist.autograd,
+    "data": todist.data,
     "diff": todist.diff,
     "diff.implicit": todist.diff.implicit,
     "diff.zero_order": todist.diff.zero_order,

@@ -18,6 +18,7 @@ from torchopt_dist._options import check_options
 from torchopt_dist._parentheses import check_parentheses
 from torchopt_dist._random_turns import draw_seed_returnable
 from torchopt_dist._threads import settle_by, settle_in_thread
+from torchopt_dist.distributed._split import check_split, split_only
 from torchopt_dist.distributed.balance import taking_readings
 from torchopt_dist.distributed.calls import spread
 from torchopt_dist.distributed.calls.awaited import Awaited
@@ -37,7 +38,6 @@ from torchopt_dist.distributed.messages.timeout import UNSET_TIMEOUT, seconds_of
 from torchopt_dist.distributed.partition import Partitioner, check_partitioner, partition
 from torchopt_dist.distributed.reduce import ReducerOfSizes, check_reducer
 from torchopt_dist.distributed.serialization.pickling import PackedModules
-from torchopt_dist.distributed.split import check_split, split_only
 from torchopt_dist.distributed.worker.buffers import Buffers, Returning, check_buffers, take
 from torchopt_dist.typing import Args, KwArgs
 
