@@ -6,6 +6,7 @@ from torchopt_dist.distributed.balance import Balance
 from torchopt_dist.distributed.barrier import barrier
 from torchopt_dist.distributed.group.resident import Resident, Shards
 from torchopt_dist.distributed.init_rpc import auto_init_rpc
+from torchopt_dist.distributed.logs import log_to_rank_zero
 from torchopt_dist.distributed.map import map
 from torchopt_dist.distributed.messages.references import Reference
 from torchopt_dist.distributed.parallelize import (
@@ -81,6 +82,7 @@ __all__ = [
     "get_world_rank",
     "get_world_size",
     "is_available",
+    "log_to_rank_zero",
     "map",
     "mean_reducer",
     "not_on_rank",

@@ -13,7 +13,7 @@ from torchopt_dist._options import close_to
 from torchopt_dist.distributed.partition import (
     Partition,
     Partitioner,
-    batch_partitioner,
+    dim_partitioner,
     replicated,
     unwrap,
 )
@@ -61,7 +61,7 @@ def split_only(func: Callable[..., Any], names: Sequence[str], partitioner: Part
             if name not in kinds:
                 remedy = close_to(name, kinds) or f"; they are {', '.join(kinds) or 'none'}"
                 raise ValueError(f"`split` must hold names of the function's arguments, got {name!r}{remedy}")
-    return _SplitOnly(partitioner or batch_partitioner, frozenset(names), signature)
+    return _SplitOnly(partitioner or dim_partitioner(), frozenset(names), signature)
 
 
 @dataclass(frozen=True)

@@ -84,6 +84,8 @@ class Group:
         self.bars: dict[int, Callable[[int, int], None]] = {}
         self.recorder = Recorder(self.rank)
         self.releaser = GraphReleaser()
+        self.before_leaving: list[Callable[[float], None]] = []
+        """Called with seconds when all ranks have come to the end: each waits for what it has under way."""
         self.ending = False
         self.transport = transport(self)
         membership.links.on_cut = self._cut

@@ -179,6 +179,8 @@ class RunningGroup:
 
     def _leave(self, group: Group) -> list[str]:
         """End in order, since all ranks have come to the end; returns the names of workers that gave no answer."""
+        for wait in group.before_leaving:
+            wait(shutdown.SHUTDOWN_SECONDS)
         silent = group.transport.wait_for_replies(shutdown.SHUTDOWN_SECONDS)
         all_answered = self.membership.leave_barrier(not silent, 2 * shutdown.SHUTDOWN_SECONDS)
         self._stop_calls()
