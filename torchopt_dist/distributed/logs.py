@@ -14,12 +14,19 @@ __all__ = ["log_to_rank_zero"]
 
 FORMAT = "[rank %(rank)d] %(levelname)s %(name)s: %(message)s"
 MOST_WAITING = 10_000
-_SENT = tuple(
-    (
-        "name levelno levelname created msecs pathname filename module lineno funcName process processName thread "
-        "threadName"
-    ).split()
+_SENT = (
+    "name",
+    "levelno",
+    "levelname",
+    "created",
+    "msecs",
+    "pathname",
+    "filename",
+    "module",
+    "lineno",
+    "funcName",
 )
+_SENT += ("process", "processName", "thread", "threadName")
 
 
 def log_to_rank_zero(level: int | str = logging.INFO, logger: str | None = None) -> None:
