@@ -23,6 +23,7 @@ SEED = int(os.environ.get("TODIST_FUZZ_SEED") or (random.randrange(10**9) if MOR
 CHAINS, STEPS = int(MORE or 40), 4
 KINDS = ["scale", "value", "norm", "decay", "trace", "adam", "adamax"]
 KINDS += ["rms", "rss", "adadelta", "schedule", "nan", "masked", "ema", "lion", "trust", "partition"]
+KINDS += ["centralize", "adaptive", "lookahead", "average", "schedule free", "zero"]
 
 Grads = dict[str, Tensor]
 Loop = Callable[[Grads, Grads, dict[str, Any], int], Grads]
@@ -124,6 +125,50 @@ def trust_ratio() -> Loop:
     return each(one)
 
 
+def centralized() -> Loop:
+    return each(lambda g, p, m, t: g - g.sum(1, keepdim=True) / g.shape[1] if g.ndim == 2 else g)
+
+
+def adaptively_clipped(clipping: Any, eps: float) -> Loop:
+    def one(g: Tensor, p: Tensor, m: dict[str, Any], t: int) -> Tensor:
+        made = []
+        for of_unit, param in zip(g, p, strict=True) if g.ndim == 2 else [(g, p)]:
+            size, most = (
+                torch.sqrt((of_unit**2).sum()),
+                clipping * torch.sqrt((param**2).sum()).clamp(min=eps),
+            )
+            made.append(of_unit if size <= most or not of_unit.any() else of_unit * most / size)
+        return torch.stack(made) if g.ndim == 2 else made[0]
+
+    return each(one)
+
+
+def looking_ahead(inner: Loop, period: int, part: Any) -> Loop:
+    def loop(grads: Grads, params: Grads, memory: dict[str, Any], t: int) -> Grads:
+        slow = memory.setdefault("slow", dict(params))
+        updates = inner(grads, params, memory.setdefault("inner", {}), t)
+        if t % period == 0:
+            for k, u in updates.items():
+                slow[k] = (1 - part) * slow[k] + part * (params[k] + u)
+                updates = updates | {k: slow[k] - params[k]}
+        return updates
+
+    return loop
+
+
+def schedule_freely(inner: Loop, b1: Any) -> Loop:
+    def loop(grads: Grads, params: Grads, memory: dict[str, Any], t: int) -> Grads:
+        z, x = memory.setdefault("z", dict(params)), memory.setdefault("x", dict(params))
+        made = {}
+        for k, u in inner(grads, params, memory.setdefault("inner", {}), t).items():
+            z[k] = z[k] + u
+            x[k] = (1 - 1 / t) * x[k] + z[k] / t
+            made[k] = (1 - b1) * z[k] + b1 * x[k] - params[k]
+        return made
+
+    return loop
+
+
 def only(names: set[str], inner: Loop) -> Loop:
     def loop(grads: Grads, params: Grads, memory: dict[str, Any], t: int) -> Grads:
         return grads | inner({k: g for k, g in grads.items() if k in names}, params, memory, t)
@@ -179,8 +224,21 @@ def draw(r: random.Random, h: Tensor, depth: int = 0) -> tuple[Any, Loop]:
             return transform.scale_by_lion(some, 0.9), lion(some, 0.9)
         case "trust":
             return transform.scale_by_trust_ratio(), trust_ratio()
+        case "centralize":
+            return transform.centralize(), centralized()
+        case "adaptive":
+            return transform.adaptive_grad_clip(some, 1e-2), adaptively_clipped(some, 1e-2)
+        case "average":
+            return transform.average_params(r.choice([None, some])), each(lambda g, p, m, t: g)
+        case "zero" if depth:
+            return transform.set_to_zero(), each(lambda g, p, m, t: 0 * g)
     if depth == 2:
         return transform.identity(), each(lambda g, p, m, t: g)
+    if kind in ("lookahead", "schedule free"):
+        link, loop = draw(r, h, depth + 1)
+        if kind == "lookahead":
+            return transform.lookahead(link, 2, some), looking_ahead(loop, 2, some)
+        return transform.schedule_free(link, some), schedule_freely(loop, some)
     names = {name for name in ("a", "b", "c") if r.random() < 0.6}
     link, loop = draw(r, h, depth + 1)
     if kind == "partition":

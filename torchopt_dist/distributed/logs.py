@@ -14,7 +14,7 @@ __all__ = ["log_to_rank_zero"]
 
 FORMAT = "[rank %(rank)d] %(levelname)s %(name)s: %(message)s"
 MOST_WAITING = 10_000
-_SENT = (
+_SENT: tuple[str, ...] = (
     "name",
     "levelno",
     "levelname",

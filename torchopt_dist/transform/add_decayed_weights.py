@@ -63,7 +63,7 @@ def penalized(weight_decay: HyperParameter, maximize: bool) -> list[GradientTran
     return [*([scale(-1.0)] if maximize else []), add_decayed_weights(weight_decay)]
 
 
-@of_elements(FunctionType)
+@of_elements(FunctionType, str)
 def _update(
     weight_decay: HyperParameter | PerLeaf,
     mask: Mask,

@@ -1,0 +1,49 @@
+"""Gradients of matrices and kernels → the same, with a mean of 0 for each output."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from torchopt_dist import pytree
+from torchopt_dist.ops._columns import pick, present, put
+from torchopt_dist.transform._elementwise import check_dense
+from torchopt_dist.transform.base import EmptyState, GradientTransformation, stateless
+from torchopt_dist.typing import OptState, Params, Updates
+
+__all__ = ["centralize"]
+
+
+def centralize() -> GradientTransformation:
+    """Subtract from each update of two or more dimensions its mean over all dimensions but the first.
+
+    In torch's layers the first dimension is that of the outputs. Other updates stay as they are. [Yong et al. 2020,
+    Gradient Centralization: A New Optimization Technique for Deep Neural Networks, equation 1.]
+
+    Raises:
+        TypeError: from ``update``: an update is sparse.
+
+    Example:
+        >>> import torch
+        >>> init, update = centralize()
+        >>> gradient = torch.tensor([[1.0, 3.0], [0.0, 0.0]])
+        >>> update(gradient, init(gradient))[0]
+        tensor([[-1.,  1.],
+                [ 0.,  0.]])
+    """
+    return GradientTransformation(stateless, _update)
+
+
+def _update(
+    updates: Updates, state: EmptyState, *, params: Params | None = None, inplace: bool = False
+) -> tuple[Updates, OptState]:
+    leaves, spec = pytree.flatten(updates)
+    places = present(leaves)
+    given = pick(leaves, places)
+    check_dense(given)
+    return pytree.unflatten(spec, put(leaves, places, [_centralized(x) for x in given])), state
+
+
+def _centralized(x: Tensor) -> Tensor:
+    if x.ndim < 2 or not x.numel():
+        return x
+    return x - x.mean(dim=tuple(range(1, x.ndim)), keepdim=True)
