@@ -14,6 +14,8 @@ from torchopt_dist.schedule import (
     exponential_decay,
     join_schedules,
     linear_schedule,
+    one_cycle,
+    piecewise_constant_schedule,
     polynomial_schedule,
     warmup_cosine,
 )
@@ -33,6 +35,14 @@ class Row(NamedTuple):
 def joined(init_value, end_value, decay_rate):
     first = linear_schedule(init_value, end_value, transition_steps=3)
     return join_schedules([first, exponential_decay(end_value, decay_rate), lambda count: 0.25], [4, 7])
+
+
+def stairs(init_value, first, second):
+    return piecewise_constant_schedule(init_value, {2: first, 5: second})
+
+
+def half_cosine(start, end, t, steps):
+    return end + (start - end) * (1 + math.cos(math.pi * min(t, steps) / steps)) / 2
 
 
 ROWS = {
@@ -101,6 +111,30 @@ ROWS = {
         {"init_value": 0.1, "peak_value": 0.7},
         lambda t: 0.7 * math.cos(math.pi * min(t, 8) / 16) ** 2,
         (0, 1, 7, 8),
+    ),
+    "piecewise constant": Row(
+        stairs,
+        {"init_value": 0.7, "first": 0.5, "second": 3.0},
+        lambda t: 0.7 * (0.5 if t >= 2 else 1) * (3.0 if t >= 5 else 1),
+        (0, 1, 1.9, 2, 3, 4.5, 5, 6, 5000),
+    ),
+    "one cycle": Row(
+        partial(one_cycle, transition_steps=10, div_factor=5.0, final_div_factor=20.0),
+        {"peak_value": 0.7},
+        lambda t: half_cosine(0.14, 0.7, t, 3) if t < 3 else half_cosine(0.7, 0.007, t - 3, 7),
+        (0, 1, 2.5, 3, 4, 9, 10, 11, 1000),
+    ),
+    "one cycle, of lines": Row(
+        partial(one_cycle, transition_steps=10, pct_start=0.45, anneal_strategy="linear"),
+        {"peak_value": 0.7},
+        lambda t: 0.028 + 0.168 * t if t < 4 else 0.7 - (0.7 - 0.028e-4) * min(t - 4, 6) / 6,
+        (0, 1, 3, 4, 5, 9.5, 10, 11),
+    ),
+    "one cycle, no rise": Row(
+        partial(one_cycle, transition_steps=4, pct_start=0.0),
+        {"peak_value": 0.7},
+        lambda t: half_cosine(0.7, 0.028e-4, t, 4),
+        (0, 1, 3, 4, 5),
     ),
     "joined": Row(
         joined,

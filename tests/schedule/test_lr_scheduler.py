@@ -29,6 +29,7 @@ from torchopt_dist.schedule import (
     exponential_decay,
     join_schedules,
     linear_schedule,
+    piecewise_constant_schedule,
     polynomial_schedule,
     warmup_cosine,
 )
@@ -92,6 +93,10 @@ TWINS = {
     "MultiStepLR": (
         partial(MultiStepLR, milestones=[2, 5], gamma=0.5),
         join_schedules([lambda _: 0.4, lambda _: 0.2, lambda _: 0.1], [2, 5]),
+    ),
+    "MultiStepLR, by factors": (
+        partial(MultiStepLR, milestones=[2, 5], gamma=0.5),
+        piecewise_constant_schedule(0.4, {2: 0.5, 5: 0.5}),
     ),
 }
 

@@ -38,8 +38,8 @@ def schedule_free(inner: GradientTransformation, b1: HyperParameter = 0.9) -> Gr
 
     With ``u`` the inner update of the gradient at the parameters ``y``, step ``t`` makes ``z = z + u``, then ``x = x +
     (z - x) / t``, and ``y = (1 - b1) z + b1 x``. [Defazio et al. 2024, The Road Less Scheduled, equations 3 to 5; all
-    steps count the same.] Give ``inner`` no momentum, since ``b1`` is in its place: ``todist.sgd(lr)``, ``todist.rmsprop(lr)`` or
-    ``todist.adamw(lr, betas=(0.0, 0.999))``.
+    steps count the same.] Give ``inner`` no momentum, since ``b1`` is in its place: ``todist.sgd(lr)``,
+    ``todist.rmsprop(lr)`` or ``todist.adamw(lr, betas=(0.0, 0.999))``.
 
     The parameters are ``y``. To evaluate, use ``x``, which is in the state: ``optimizer.state[p]["average"]`` of a
     :class:`~torchopt_dist.Optimizer`, ``result.state.average`` of an inner loop.
