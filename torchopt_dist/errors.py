@@ -12,6 +12,7 @@ The tree::
     ├── PeerFailedError          (RuntimeError)     another rank failed, so this one is ended too
     ├── WorkerFailedError        (RuntimeError)     a launched worker ended without an answer: killed, crashed, exited
     ├── AgentFailedError         (RuntimeError)     the process that looks after the launched workers of a host died
+    ├── CollectiveError          (ConnectionError)  a message among ranks that run one inner loop failed
     ├── CheckpointError          (RuntimeError)     there are checkpoints, but none that can be loaded
     └── CallTimeoutError         (TimeoutError)     a call outlasted the ``timeout`` that was asked for
 
@@ -30,6 +31,7 @@ __all__ = [
     "AgentFailedError",
     "CallTimeoutError",
     "CheckpointError",
+    "CollectiveError",
     "InitializationError",
     "NotInitializedError",
     "PeerFailedError",

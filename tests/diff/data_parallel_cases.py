@@ -201,25 +201,39 @@ def _one_unused(problem: Problem) -> Numbers:
     return problem.gradients(todist.Replayed, OPTIMIZERS["adam"], loss=without)
 
 
+def _stop(number: int, loss: Tensor) -> bool:
+    return number == 4
+
+
+ASKED: dict[str, Callable[[int, int], Numbers]] = {
+    f"{adjoint} {optimizer}": lambda rank, size, a=adjoint, o=optimizer: Problem(rank, size).gradients(  # type: ignore[misc]
+        ADJOINTS[a], OPTIMIZERS[o]
+    )
+    for optimizer, adjoint in CASES
+}
+for _name in ("recorded", "sharded", "snapshots"):
+    ASKED[f"tied {_name}"] = lambda rank, size, a=_name: Problem(rank, size, Frozen).gradients(  # type: ignore[misc]
+        ADJOINTS[a], OPTIMIZERS["adam"]
+    )
+    ASKED[f"stop {_name}"] = lambda rank, size, a=_name: Problem(rank, size).gradients(  # type: ignore[misc]
+        ADJOINTS[a], OPTIMIZERS["adam"], stop=_stop
+    )
+for _name in ("recorded", "replayed"):
+    ASKED[f"second {_name}"] = lambda rank, size, a=_name: _second(Problem(rank, size), ADJOINTS[a])  # type: ignore[misc]
+    ASKED[f"vmap {_name}"] = lambda rank, size, a=_name: _vmap(Problem(rank, size), ADJOINTS[a])  # type: ignore[misc]
+ASKED["long sharded"] = lambda rank, size: Problem(rank, size).gradients(
+    ADJOINTS["sharded"], OPTIMIZERS["adam"], steps=60
+)
+ASKED["unused replayed"] = lambda rank, size: _one_unused(Problem(rank, size))
+NAMES = {2: [*ASKED], 3: [*ASKED][::2], 4: [*ASKED][1::2]}
+"""By the number of ranks, what is asked."""
+
+
 def answers(rank: int, size: int) -> dict[str, Numbers]:
     """What all cases give on a rank."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    found: dict[str, Numbers] = {}
-    for optimizer, adjoint in CASES:
-        problem = Problem(rank, size)
-        found[f"{adjoint} {optimizer}"] = problem.gradients(ADJOINTS[adjoint], OPTIMIZERS[optimizer])
-    for name in ("recorded", "sharded", "snapshots"):
-        tied = Problem(rank, size, Frozen)
-        found[f"tied {name}"] = tied.gradients(ADJOINTS[name], OPTIMIZERS["adam"])
-        stop = lambda number, loss: number == 4  # noqa: E731
-        found[f"stop {name}"] = Problem(rank, size).gradients(ADJOINTS[name], OPTIMIZERS["adam"], stop=stop)
-    for name in ("recorded", "replayed"):
-        found[f"second {name}"] = _second(Problem(rank, size), ADJOINTS[name])
-        found[f"vmap {name}"] = _vmap(Problem(rank, size), ADJOINTS[name])
-    found["long sharded"] = Problem(rank, size).gradients(ADJOINTS["sharded"], OPTIMIZERS["adam"], steps=60)
-    found["unused replayed"] = _one_unused(Problem(rank, size))
-    return found
+    return {name: ASKED[name](rank, size) for name in NAMES.get(size, [*ASKED])}
 
 
 def on_rank() -> dict[str, Numbers]:
@@ -271,8 +285,15 @@ def messages() -> dict[str, str]:
         loss = loss or (lambda w: ((w - x) ** 2).sum())
         return todist.inner_loop(loss, todist.sgd(lr=0.1), start, steps, parallel=parallel, **options)
 
+    def alone(w: Tensor) -> Tensor:
+        if rank == 1:
+            raise KeyError("no such example")
+        return ((w - x) ** 2).sum()
+
     asked: dict[str, Callable[[], Any]] = {
         "steps": lambda: run(steps=2 + rank),
+        "settings": lambda: run(adjoint=todist.Replayed(snapshots=1 + rank)),
+        "one alone": lambda: run(loss=alone, meta=x),
         "shapes": lambda: run(torch.ones(2 + rank, requires_grad=True), loss=lambda w: (w**2).sum()),
         "values": lambda: run(torch.ones(2).add(rank).requires_grad_()),
         "meta": lambda: run(meta=x.detach().add(rank).requires_grad_()),
@@ -299,7 +320,7 @@ def messages() -> dict[str, str]:
     for name, ask in asked.items():
         try:
             ask()
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, KeyError, todist.CollectiveError) as error:
             found[name] = f"{type(error).__name__}: {error}"
         dist.barrier()
     return found
@@ -398,7 +419,160 @@ def dies(when: str) -> None:
         adjoint=todist.Replayed(snapshots=1),
         parallel=todist.DataParallel(),
     )
+    torch.autograd.grad(made.params.sum(), x)
+
+
+def _steps(loss: Callable[[Tensor], Tensor], x: Tensor, **options: Any) -> Any:
+    options = {"adjoint": todist.Replayed(snapshots=1), "steps": 4, **options}
+    return todist.inner_loop(
+        lambda w, _: loss(w),
+        todist.sgd(lr=0.01),
+        torch.ones(2, dtype=torch.float64, requires_grad=True),
+        lambda number: number,
+        meta=x,
+        **options,
+    )
+
+
+class _OnlyBackward(torch.autograd.Function):
+    """The square, with two derivatives by reverse mode alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """The square."""
+        ctx.save_for_backward(x)
+        return x**2
+
+    @staticmethod
+    def backward(ctx: Any, bar: Tensor) -> Tensor:
+        """Twice the number."""
+        (x,) = ctx.saved_tensors
+        return 2 * x * bar
+
+
+def alone_in_something() -> dict[str, Any]:
+    """One rank alone stops, has no forward mode, or raises an error in the backward pass; and what comes after it."""
+    warnings.simplefilter("ignore")
+    rank = dist.get_rank()
+    x = torch.full((2,), 2.0, dtype=torch.float64, requires_grad=True)
+    parallel = todist.DataParallel()
+    found: dict[str, Any] = {}
+
+    made = _steps(
+        lambda w: ((w - x) ** 2).sum(), x, parallel=parallel, stop=lambda number, _: number == 1 + 9 * rank
+    )
+    found["losses"] = made.losses.tolist()
+
+    def by_parts(w: Tensor, first: bool) -> Tensor:
+        if first:
+            return ((w - x) ** 2).sum() ** 2
+        inner = w - x
+        return (_OnlyBackward.apply(inner) if dist.is_initialized() else inner**2).sum() * x.sum()  # type: ignore[no-untyped-call]
+
+    made = _steps(
+        lambda w: by_parts(w, rank == 0),
+        x,
+        parallel=parallel,
+        adjoint=todist.Replayed(snapshots=1, sweep="forward"),
+    )
+    found["no forward mode"] = torch.autograd.grad(made.params.sum(), x)[0].tolist()
+    made = _steps(lambda w: (by_parts(w, True) + by_parts(w, False)) / 2, x, adjoint=todist.Recorded())
+    found["both parts"] = torch.autograd.grad(made.params.sum(), x)[0].tolist()
+
+    calls = [0]
+
+    def fails(w: Tensor) -> Tensor:
+        calls[0] += 1
+        if rank == 1 and calls[0] == 6:
+            raise KeyError("in the backward pass")
+        return ((w - x) ** 4).sum()
+
+    made = _steps(fails, x, parallel=parallel)
     try:
         torch.autograd.grad(made.params.sum(), x)
+    except (KeyError, todist.CollectiveError) as error:
+        found["error"] = f"{type(error).__name__}: {error}"
+    made = _steps(lambda w: ((w - x) ** 2).sum(), x, parallel=parallel)
+    found["after"] = torch.autograd.grad(made.params.sum(), x)[0].tolist()
+    return found
+
+
+def groups_and_optimizers() -> dict[str, Any]:
+    """A mesh, a group of some ranks, a MetaOptimizer, autocast, and a check of the first step."""
+    rank = dist.get_rank()
+    x = torch.full((2,), 2.0, dtype=torch.float64, requires_grad=True)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("tasks", "data"))
+    task, part = mesh.get_coordinate() or ()
+
+    def loss(w: Tensor) -> Tensor:
+        return ((w - x * (1 + task)) ** 2 * (1 + part)).sum()
+
+    pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    found: dict[str, Any] = {"task": task}
+    for name, group in (("mesh", mesh["data"]), ("group", pair)):
+        made = _steps(
+            loss, x, parallel=todist.DataParallel(group), adjoint=todist.Replayed(check=True, sharded=True)
+        )
+        found[name] = torch.autograd.grad(made.params.sum(), x)[0].tolist()
+    made = _steps(lambda w: ((w - x * (1 + task)) ** 2).sum() * 1.5, x)
+    found["wanted"] = torch.autograd.grad(made.params.sum(), x)[0].tolist()
+    try:
+        todist.DataParallel(mesh)
+    except ValueError as error:
+        found["two dimensions"] = str(error)
+
+    torch.manual_seed(0)
+    model = nn.Linear(2, 2).double()
+    for name, parallel in (("optimizer", todist.DataParallel()), ("optimizer alone", None)):
+        module = nn.Linear(2, 2).double()
+        module.load_state_dict(model.state_dict())
+        optimizer = todist.MetaSGD(module, lr=0.1)
+        optimizer.run(lambda m: (m(x) ** 2).sum(), 3, meta=x, parallel=parallel)
+        found[name] = torch.autograd.grad((module(x) ** 2).sum(), x)[0].tolist()
+
+    network = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
+    scale = torch.ones(2, requires_grad=True)
+    torch.manual_seed(1)
+    inputs = torch.randn(4, 2)
+    for number, parameter in enumerate(network.parameters()):
+        parameter.data.fill_(0.1 * (number + 1))
+    for name, adjoint in (
+        ("autocast", todist.Replayed(snapshots=1)),
+        ("autocast recorded", todist.Recorded()),
+    ):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            made = todist.inner_loop(
+                lambda m: (m(inputs * scale) ** 2).mean(),
+                todist.sgd(lr=0.1),
+                network,
+                3,
+                meta=scale,
+                adjoint=adjoint,
+                parallel=todist.DataParallel(),
+            )
+            outer = (made.params(inputs) ** 2).mean()
+        found[name] = torch.autograd.grad(outer, scale)[0].tolist()
+    return found
+
+
+def is_stopped() -> str:
+    """Rank 1 is stopped in its loss; rank 0 is told so, and lets it go on. Who has started them is more patient."""
+    os.environ["TODIST_LIVENESS"] = "interval=0.2,patience=1"
+    rank = dist.get_rank()
+    x = torch.ones(2, dtype=torch.float64, requires_grad=True)
+    pids: list[Any] = [None, None]
+    dist.all_gather_object(pids, os.getpid())
+    calls = [0]
+
+    def loss(w: Tensor) -> Tensor:
+        calls[0] += 1
+        if rank == 1 and calls[0] == 3:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return ((w - x) ** 2).sum()
+
+    try:
+        _steps(loss, x, parallel=todist.DataParallel())
     except todist.CollectiveError as error:
-        raise RuntimeError("the backward pass has said so") from error
+        os.kill(pids[1], signal.SIGCONT)
+        return str(error)
+    return "no error"

@@ -12,14 +12,6 @@ import torch
 import torchopt_dist as todist
 from tests.diff import data_parallel_cases as cases
 
-NAMES = [
-    *(f"{adjoint} {optimizer}" for optimizer, adjoint in cases.CASES),
-    *(f"{kind} {name}" for kind in ("tied", "stop") for name in ("recorded", "sharded", "snapshots")),
-    *(f"{kind} {name}" for kind in ("second", "vmap") for name in ("recorded", "replayed")),
-    "long sharded",
-    "unused replayed",
-]
-
 
 @cache
 def alone() -> dict[str, Any]:
@@ -41,8 +33,9 @@ def close(one: Any, other: Any) -> None:
     torch.testing.assert_close(other, one, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "size"), [(name, size) for size in cases.NAMES for name in cases.NAMES[size]]
+)
 def test_ranks_give_what_one_gives(name: str, size: int) -> None:
     own, *rest = alone()[name]
     of_ranks = [of_rank[name] for of_rank in together(size)]
@@ -69,7 +62,9 @@ def test_evolution_strategies_of_ranks() -> None:
 
 
 MESSAGES = {
-    "steps": "the number of steps differ: 2 on rank 0, 3 on rank 1",
+    "steps": "the numbers of steps differ: 2 on rank 0, 3 on rank 1",
+    "settings": "the adjoints differ: Replayed(snapshots=1, sharded=False, check=False) on rank 0, Replayed(sna",
+    "one alone": "no such example",
     "shapes": "the shapes of parameters differ",
     "values": "the parameters must be the same on all ranks with `parallel`, got others on rank 1",
     "meta": "the replicated meta tensors must be the same on all ranks with `parallel`",
@@ -88,6 +83,41 @@ def test_ranks_that_disagree_are_told_so() -> None:
         assert made.rank(rank).keys() == MESSAGES.keys()
         for name, text in MESSAGES.items():
             assert text in made.rank(rank)[name]
+    assert "CollectiveError: a message among the 2 ranks" in made.rank(0)["one alone"]
+    assert "rank 1 raised KeyError" in made.rank(0)["one alone"]
+
+
+def test_what_one_rank_does_alone() -> None:
+    made = todist.launch(cases.alone_in_something, nproc_per_host=2, backend="gloo")
+    one, other = made.rank(0), made.rank(1)
+    assert len(one["losses"]) == 2  # one rank's `stop` ends the loop of all
+    assert one["losses"] == other["losses"]
+    for found in (one, other):
+        close(found["both parts"], found["no forward mode"])
+        close([4 * 0.02 / 4 * (1 + 0.98 + 0.98**2 + 0.98**3)] * 2, found["after"])
+    assert one["error"].startswith("CollectiveError")
+    assert "rank 1 raised KeyError: 'in the backward pass'" in one["error"]
+    assert other["error"] == "KeyError: 'in the backward pass'"
+
+
+def test_meshes_groups_optimizers_and_autocast() -> None:
+    made = todist.launch(cases.groups_and_optimizers, nproc_per_host=4, backend="gloo")
+    for rank in range(4):
+        found = made.rank(rank)
+        assert found["task"] == rank // 2
+        for name, wanted in (("mesh", "wanted"), ("group", "wanted"), ("optimizer", "optimizer alone")):
+            close(found[wanted], found[name])
+        assert "must be a DeviceMesh of one dimension, got 2" in found["two dimensions"]
+        assert found["autocast"] == made.rank(0)["autocast"]
+        torch.testing.assert_close(
+            torch.tensor(found["autocast"]), torch.tensor(found["autocast recorded"]), rtol=0.05, atol=1e-4
+        )
+
+
+def test_a_rank_that_is_stopped_is_an_error_within_the_patience() -> None:
+    made = todist.launch(cases.is_stopped, nproc_per_host=2, backend="gloo")
+    assert "rank 1 has given no sign of life for 1 s" in made.rank(0)
+    assert "a message among the 2 ranks" in made.rank(1)
 
 
 def test_dropout_differs_by_rank_and_buffers_are_each_ranks_own() -> None:
@@ -121,7 +151,10 @@ def test_mean_over_and_vary_over_have_every_derivative() -> None:
 @pytest.mark.parametrize("when", ["forward", "backward"])
 def test_a_rank_that_dies_is_an_error_within_seconds(when: str) -> None:
     begun = time.monotonic()
-    with pytest.raises(todist.WorkerFailedError, match="SIGKILL"):
+    # Whichever is heard of first: the death, or what the other rank says of it.
+    with pytest.raises(
+        (todist.WorkerFailedError, todist.CollectiveError), match=r"SIGKILL|ranks that run one loop"
+    ):
         todist.launch(cases.dies, (when,), nproc_per_host=2, backend="gloo")
     assert time.monotonic() - begun < 60
 

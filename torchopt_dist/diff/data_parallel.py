@@ -7,8 +7,9 @@ The loop runs as it does on one worker, but for three things: the gradient of ea
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,9 @@ from torchopt_dist._torch_private import transforms_are_active
 from torchopt_dist.diff.adjoints import Adjoint
 from torchopt_dist.diff.adjoints._declared import tensors_of_meta, tensors_within
 from torchopt_dist.diff.adjoints._loop import Loop, Outcome
+from torchopt_dist.diff.adjoints._rank_group import RankGroup
 from torchopt_dist.diff.adjoints._ranks import Ranks, local, mean, owned
+from torchopt_dist.errors import CollectiveError
 
 __all__ = ["DataParallel", "mean_over", "run_together", "vary_over"]
 
@@ -35,11 +38,16 @@ class DataParallel:
     the first rank. Buffers, such as running means, are each rank's own.
 
     Each step sends one message forward and one backward, of the parameters' size; the gradients of what ``meta`` lists
-    are averaged once, at the end of the backward pass.
+    are averaged once, at the end of the backward pass. All ranks have to run the loop, and its backward pass. ``stop``
+    ends the loop of all when it is true on one.
+
+    If a rank raises an error in the loop or in the backward pass of its steps, or dies, the others get an error at
+    once; if it is stopped or cannot be reached, after the patience of :class:`~torchopt_dist.Liveness` in the variable
+    ``TODIST_LIVENESS``. A rank that just does not come to a loop is waited for until the time-out of the process group.
 
     Args:
-        group: a process group, or a ``DeviceMesh`` of one dimension; the default group, if not given. Where it is not
-            given, loops have a group of their own with the same ranks.
+        group: a process group, or a ``DeviceMesh`` of one dimension; the default group, if not given. Loops run in a
+            group of their own with the same ranks, so that other messages do not mix in.
         own: a tree of those tensors of ``meta`` that are this rank's alone, such as weights of its own examples: their
             gradients are not averaged. Those of batches always are this rank's alone. All others are replicated, and
             their gradients are the same on all ranks.
@@ -49,7 +57,8 @@ class DataParallel:
         RuntimeError: there is no process group.
         ValueError: the mesh has more than one dimension; or, from ``inner_loop``: the ranks have different parameters,
             meta tensors, steps or optimizers; ``own`` has a tensor that is not in ``meta``, or that the optimizer uses.
-        CollectiveError: from ``inner_loop`` and from the backward pass: a rank has died, or has raised an error.
+        CollectiveError: from ``inner_loop`` and from the backward pass: a rank has died, was stopped, or has raised an
+            error, whose text is in the message.
 
     Example:
         >>> adapted = todist.inner_loop(  # doctest: +SKIP
@@ -61,7 +70,12 @@ class DataParallel:
     own: Any = ()
 
     def __post_init__(self) -> None:
-        _group_of(self.group)
+        _check_group(self.group)
+
+    @property
+    def ranks(self) -> RankGroup:
+        """The group in which its loops run; all ranks have to ask for it."""
+        return _group_of(self.group)
 
     def spread(self, loop: Loop, adjoint: Adjoint, meta: Any) -> Loop:
         """The loop as each rank runs it."""
@@ -83,7 +97,8 @@ class DataParallel:
             for place, tensor in enumerate(loop.declared)
             if id(tensor) in own or id(tensor) not in listed | in_optimizer
         )
-        ranks = Ranks(_group_of(self.group), places)
+        moved = tuple(loop.first.params[place] for place in loop.model.moved_places)
+        ranks = Ranks(self.ranks, places, moved)
         seed = _agreed(ranks, loop, adjoint)
         return replace(loop, ranks=ranks, seed=(seed + ranks.rank * 0xD1342543DE82EF95) % 2**63)
 
@@ -164,21 +179,22 @@ def _mapped(function: Any, tree: Any, group: Any) -> Any:
     leaves, spec = pytree.flatten(tree)
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     # A view, since what replaces tensors in a loss sees calls of torch's functions, and not those of autograd's.
+    _check_group(group)
     made = function(Ranks(_group_of(group)), [leaves[place].view_as(leaves[place]) for place in places])
     for place, tensor in zip(places, made, strict=True):
         leaves[place] = tensor
     return pytree.unflatten(spec, leaves)
 
 
-_loops: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-"""For a default group the one in which its ranks run loops, so that other uses of the default group do not mix in."""
+_groups: weakref.WeakKeyDictionary[Any, RankGroup] = weakref.WeakKeyDictionary()
+"""For each group of the caller's the one in which its ranks run loops, so that other uses of it do not mix in."""
 
 
-def _group_of(group: Any) -> Any:
+def _check_group(group: Any) -> None:
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
-            "todist.DataParallel needs a process group: start the program with todist.launch(..., backend='gloo'), or "
-            "call torch.distributed.init_process_group"
+            "todist.DataParallel needs a process group: start the program with todist.launch(..., backend='gloo'), use "
+            "todist.auto_init_rpc(process_group='gloo'), or call torch.distributed.init_process_group"
         )
     if isinstance(group, dist.device_mesh.DeviceMesh):
         if group.ndim != 1:
@@ -186,55 +202,91 @@ def _group_of(group: Any) -> Any:
                 f"`group` must be a DeviceMesh of one dimension, got {group.ndim}: take one by its name, as in "
                 "mesh['data']"
             )
-        return group.get_group()
-    if group is not None and not isinstance(group, dist.ProcessGroup):
+    elif group is not None and not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"`group` must be a process group, a DeviceMesh or None, got {type(group).__name__}")
-    if group is not None:
-        return group
-    default = dist.group.WORLD
-    if default not in _loops:
-        _loops[default] = dist.new_group()
-    return _loops[default]
+
+
+def _group_of(group: Any) -> RankGroup:
+    if isinstance(group, dist.device_mesh.DeviceMesh):
+        group = group.get_group()
+    group = dist.group.WORLD if group is None else group
+    known = _groups.get(group)
+    if known is not None and known.is_open:
+        return known
+    if group is dist.group.WORLD:
+        made = dist.new_group()
+    elif known is None:
+        ranks, backend = dist.get_process_group_ranks(group), dist.get_backend(group)
+        made = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+    else:  # torch would give it the name of the one before, and find the addresses of that one
+        raise CollectiveError(
+            "the ranks of this `group` have closed their connections after an error in a loop: make another group"
+        )
+    known = _groups[group] = RankGroup(made)
+    return known
 
 
 def _agreed(ranks: Ranks, loop: Loop, adjoint: Adjoint) -> int:
     """Check that all ranks run the same loop; the seed of the first one."""
-    moved = [loop.first.params[place] for place in loop.model.moved_places]
     replicated = [tensor for place, tensor in enumerate(loop.declared) if place not in ranks.own]
     facts = {
-        "the adjoint": type(adjoint).__name__,
-        "the number of steps": loop.steps,
-        "the optimizer": str(pytree.flatten(loop.first.state)[1]),
-        "the shapes of parameters": [(tuple(one.shape), str(one.dtype)) for one in moved],
+        "the adjoints": _settings_of(adjoint),
+        "the numbers of steps": loop.steps,
+        "the optimizers": str(pytree.flatten(loop.first.state)[1]),
+        "the shapes of parameters": [(tuple(one.shape), str(one.dtype)) for one in ranks.moved],
         "the shapes of replicated meta tensors": [(tuple(one.shape), str(one.dtype)) for one in replicated],
-        "the number of own meta tensors": len(ranks.own),
+        "the numbers of own meta tensors": len(ranks.own),
+        "whether there is a `stop`": loop.stop is not None,
+        "whether gradients are recorded": torch.is_grad_enabled(),
     }
-    sums = {"parameters": _sums(moved), "replicated meta tensors": _sums(replicated)}
-    others = ranks.exchanged((facts, sums, loop.seed))
+    sums = {"parameters": _sums(ranks.moved), "replicated meta tensors": _sums(replicated)}
+    others = ranks.group.exchanged((facts, sums, loop.seed))
+    error = _difference(others)
+    if error is not None:
+        ranks.group.is_agreed = True
+        raise ValueError(error)
+    return int(others[0][2])
+
+
+def _difference(others: Sequence[Any]) -> str | None:
+    """What differs among the ranks, if something does."""
     for rank, (other, other_sums, _) in enumerate(others):
         for name, value in others[0][0].items():
             if other[name] != value:
-                raise ValueError(
+                return (
                     f"all ranks must run the same loop with `parallel`: {name} differ: {value} on rank 0, "
                     f"{other[name]} on rank {rank}"
                 )
         for name, value in others[0][1].items():
             if not torch.allclose(
-                torch.tensor(value), torch.tensor(other_sums[name]), rtol=1e-9, equal_nan=True
+                torch.tensor(value), torch.tensor(other_sums[name]), rtol=1e-9, atol=0, equal_nan=True
             ):
-                raise ValueError(
+                return (
                     f"the {name} must be the same on all ranks with `parallel`, got others on rank {rank} than on "
                     "rank 0: seed all ranks alike, or send those of rank 0 by torch.distributed.broadcast; meta "
                     "tensors of one rank alone belong into `own`"
                 )
-    return int(others[0][2])
+    return None
 
 
-def _sums(tensors: list[Tensor]) -> list[float]:
+def _settings_of(adjoint: Adjoint) -> str:
+    """Its name and its settings that can be compared; a folder may differ."""
+    names: list[str] = [one.name for one in fields(cast("Any", adjoint))] if is_dataclass(adjoint) else []
+    held = {name: getattr(adjoint, name) for name in names if name != "store"}
+    plain = [
+        f"{name}={value!r}" for name, value in held.items() if isinstance(value, (bool, int, float, str))
+    ]
+    return f"{type(adjoint).__name__}({', '.join(plain)})"
+
+
+def _sums(tensors: Sequence[Tensor]) -> list[float]:
     """What differs where tensors do; nothing inside of transforms, which hide the values."""
     if transforms_are_active() or not tensors:
         return []
     with torch.no_grad():
         parts = [torch.view_as_real(one.resolve_conj()) if one.is_complex() else one for one in tensors]
-        sums = [(part.double().sum(), part.double().abs().sum()) for part in parts]
+        sums = [
+            (part.sum(dtype=torch.float64), torch.linalg.vector_norm(part, dtype=torch.float64))
+            for part in parts
+        ]
         return torch.stack([one.cpu() for pair in sums for one in pair]).tolist()

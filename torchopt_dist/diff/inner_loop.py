@@ -6,6 +6,7 @@ The steps are the same whatever the adjoint; it decides what is kept of them and
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -132,9 +133,23 @@ def inner_loop(
     """
     # torch.compile goes on after the loop: it takes no second derivatives.
     run = torch.compiler.disable(_inner_loop) if torch.compiler.is_compiling() else _inner_loop
-    made: InnerLoopResult = run(
-        loss, optimizer, params, batches, meta, adjoint, state, has_aux, seed, steps, stop, compile, parallel
-    )
+    # An error of one rank is told to the others, which would wait for it.
+    with parallel.ranks.failing() if isinstance(parallel, DataParallel) else nullcontext():
+        made: InnerLoopResult = run(
+            loss,
+            optimizer,
+            params,
+            batches,
+            meta,
+            adjoint,
+            state,
+            has_aux,
+            seed,
+            steps,
+            stop,
+            compile,
+            parallel,
+        )
     return made
 
 

@@ -64,7 +64,7 @@ def run_with_pairs(
     with around.outside():
         seeds = torch.randint(2**62, (*around.sizes, samples))
         if loop.ranks is not None:  # all ranks run the same pairs
-            seeds = loop.ranks.exchanged(seeds)[0]
+            seeds = loop.ranks.group.exchanged(seeds)[0]
     seen = watched(loop, around)
 
     def step(carry: Carry, number: int) -> tuple[Carry, Tensor, Any]:
@@ -217,7 +217,7 @@ class _Estimate(torch.autograd.Function):
         )
         pairs, count = replace(ctx.pairs, weights=weights), len(ctx.seeds[..., 0].reshape(-1))
         evaluate: Callable[[Tensor], Tensor] = pairs if ctx.parallel is None else ctx.parallel(pairs)
-        with kept_generators(), torch.no_grad():  # a call of workers draws a seed
+        with pairs.loop.failing(), kept_generators(), torch.no_grad():  # a call of workers draws a seed
             values = evaluate(ctx.seeds.movedim(-1, 0))
         values = values.reshape(len(values), count, len(pairs.parts), 2)
         # The noise of a part has moved its own steps and all that come after them.

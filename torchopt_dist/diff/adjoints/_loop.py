@@ -162,9 +162,17 @@ class Loop:
                 losses.append(loss)
                 aux.append(more)
                 forget_casts()
-                if self.stop is not None and self.stop(number, loss.detach()):
+                if self.stop is not None and self._ends(self.stop(number, loss.detach())):
                     break
         return Outcome(carry, losses, aux)
+
+    def _ends(self, says_so: Any) -> bool:
+        """Whether the loop ends here, as the caller's predicate says, on any rank."""
+        return bool(says_so) if self.ranks is None else self.ranks.any(bool(says_so))
+
+    def failing(self) -> AbstractContextManager[None]:
+        """A context in which an error on this rank is made known to the others that run this loop."""
+        return _AS_IT_IS if self.ranks is None else self.ranks.group.failing()
 
     def recorded_step(self, carry: Carry, number: int) -> tuple[Carry, Tensor, Any]:
         """A step with its whole graph, including that of the gradient."""

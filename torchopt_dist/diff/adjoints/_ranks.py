@@ -8,17 +8,15 @@ unchanged. JAX calls them ``pvary`` and ``pmean`` (JEP 17111). Both have derivat
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from torchopt_dist._torch_private import outside_of_transforms
-from torchopt_dist.errors import CollectiveError
+from torchopt_dist.diff.adjoints._rank_group import RankGroup
 from torchopt_dist.typing import OptionalTensor
 
 __all__ = ["Ranks", "local", "mean", "owned"]
@@ -28,21 +26,30 @@ __all__ = ["Ranks", "local", "mean", "owned"]
 class Ranks:
     """The ranks that run one loop."""
 
-    group: Any
+    group: RankGroup
     own: frozenset[int] = frozenset()
     """Places among the declared tensors of those that are this rank's own."""
+    moved: Sequence[Tensor] = ()
+    """The first moved parameters."""
     used: list[bool] | None = field(default=None, init=False)
     """Whether a moved parameter gets a gradient on any rank; the first gradient says so."""
 
-    def __post_init__(self) -> None:
-        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+    @property
+    def rank(self) -> int:
+        """The number of this rank among them."""
+        return self.group.rank
 
-    def exchanged(self, value: Any) -> list[Any]:
-        """One value of each rank, on all of them."""
-        values: list[Any] = [None] * self.size
-        with outside_of_transforms(), _named(self.group):
-            dist.all_gather_object(values, value, group=self.group)
-        return values
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        return self.group.size
+
+    def any(self, flag: bool) -> bool:
+        """Whether it is true on any rank; the same on all of them."""
+        count = torch.tensor([float(flag)], device=self.moved[0].device)
+        with outside_of_transforms():
+            self.group.all_reduce(count)
+            return bool(count > 0)
 
     def mean_of_step(
         self, grads: Sequence[OptionalTensor], loss: Tensor
@@ -59,14 +66,22 @@ class Ranks:
         return self._at(filled, means), total
 
     def filled(self, grads: Sequence[OptionalTensor], shapes: Sequence[Any] = ()) -> list[OptionalTensor]:
-        """Gradients of the moved parameters, with zeros for those that only other ranks have."""
+        """Gradients of the moved parameters, with zeros for those that only other ranks have.
+
+        Args:
+            grads: the gradients.
+            shapes: of the zeros; as in the first step, if not given.
+        """
         if self.used is None:
-            of_each = self.exchanged([None if grad is None else tuple(grad.shape) for grad in grads])
-            self.used = [any(one is not None for one in ones) for ones in zip(*of_each, strict=True)]
-            self._shapes = [
-                next((shape for shape in ones if shape is not None), None)
-                for ones in zip(*of_each, strict=True)
-            ]
+            of_each = self.group.exchanged([None if grad is None else tuple(grad.shape) for grad in grads])
+            found = [{shape for shape in ones if shape is not None} for ones in zip(*of_each, strict=True)]
+            if wrong := [place for place, these in enumerate(found) if len(these) > 1]:
+                raise ValueError(
+                    f"all ranks must run the same loop with `parallel`: the gradients of parameter {wrong[0]} of those "
+                    f"that are moved have the shapes {sorted(found[wrong[0]])}"
+                )
+            self._shapes = [next(iter(these), None) for these in found]
+            self.used = [shape is not None for shape in self._shapes]
         late = [
             place
             for place, (grad, used) in enumerate(zip(grads, self.used, strict=True))
@@ -77,15 +92,11 @@ class Ranks:
                 "`loss` must use the same parameters in every step with `parallel`: parameter "
                 f"{late[0]} of those that are moved had no gradient on any rank in the first step, and has one now"
             )
-        like = next((grad for grad in grads if grad is not None), None)
-        if like is None:
-            raise ValueError(
-                f"`loss` must depend on the parameters on each rank with `parallel`; on rank {self.rank} it does not"
-            )
+        like = next((grad for grad in grads if grad is not None), self.moved[0])
         sizes: Sequence[Any] = shapes or self._shapes
         return [
-            like.new_zeros(sizes[place]) if grad is None and self.used[place] else grad
-            for place, grad in enumerate(grads)
+            like.new_zeros(sizes[place]) if grad is None and used else grad
+            for place, (grad, used) in enumerate(zip(grads, self.used, strict=True))
         ]
 
     def mean_of_products(self, bars: Sequence[OptionalTensor]) -> list[OptionalTensor]:
@@ -104,8 +115,7 @@ class Ranks:
             kinds.setdefault((tensor.dtype, tensor.device), []).append(place)
         for places in kinds.values():
             flat = torch.cat([tensors[place].detach().reshape(-1) for place in places])
-            with _named(self.group):
-                dist.all_reduce(torch.view_as_real(flat) if flat.is_complex() else flat, group=self.group)
+            self.group.all_reduce(torch.view_as_real(flat) if flat.is_complex() else flat)
             flat /= self.size
             parts = flat.split([tensors[place].numel() for place in places])
             for place, part in zip(places, parts, strict=True):
@@ -121,8 +131,7 @@ class Ranks:
     def whole(self, part: Tensor, size: int) -> Tensor:
         """The vector of this size of which each rank has a part."""
         flat = part.new_empty(len(part) * self.size)
-        with _named(self.group):
-            dist.all_gather(list(flat.split(len(part))), part, group=self.group)
+        self.group.all_gather(list(flat.split(len(part))), part)
         return flat[:size]
 
     def _at(self, filled: Sequence[OptionalTensor], means: Sequence[Tensor]) -> list[OptionalTensor]:
@@ -149,19 +158,6 @@ def mean(ranks: Ranks, tensors: Sequence[Tensor]) -> list[Tensor]:
 def owned(ranks: Ranks, tensors: Sequence[Tensor]) -> list[Tensor]:
     """A rank's own tensors: the same values, whose gradient is that of the mean over the ranks."""
     return list(_Own.apply(ranks, *tensors)) if tensors else []
-
-
-@contextmanager
-def _named(group: Any) -> Iterator[None]:
-    """Errors of torch's collectives are raised as one of this package."""
-    try:
-        yield
-    except RuntimeError as error:
-        text = str(error).strip().splitlines()[0]
-        raise CollectiveError(
-            f"a collective of the {dist.get_world_size(group)} ranks that run one loop failed on rank "
-            f"{dist.get_rank(group)}: another rank has died, has raised an error, or waits elsewhere ({text})"
-        ) from error
 
 
 class _Local(torch.autograd.Function):

@@ -23,6 +23,7 @@ from torchopt_dist.diff.replay._own_memory import add_to, apart_from, own, room_
 from torchopt_dist.diff.replay._places import portions
 from torchopt_dist.diff.replay._reverse_mode import leaf_like, leaves_at
 from torchopt_dist.diff.replay._sweeps import ByRecording, Direction, SweepMode, small_graph, sweeps_for
+from torchopt_dist.errors import CollectiveError
 from torchopt_dist.ops._columns import put
 from torchopt_dist.transform._pulled_step import Room, StepBars
 from torchopt_dist.transform.apply_updates import parts_of, pulls_in_place, step_pulled_back
@@ -96,7 +97,8 @@ class StepGradient:
         """
         # What is no longer needed is let go at once: copies of all parameters are much of the memory.
         number, carry, grads = start.pop()
-        if isinstance(self._sweeps[0], ByRecording):
+        # Ranks send the same messages in each way, since one of them may come to this one alone.
+        if isinstance(self._sweeps[0], ByRecording) and self._loop.ranks is None:
             return self._recorded(carry, number, bars, loss_bar)
         if grads is None:
             grads = self._sweeps[0].gradient(carry, number)
@@ -228,6 +230,8 @@ class StepGradient:
         while len(self._sweeps) > 1:
             try:
                 return self._sweeps[0].products(carry, number, direction)
+            except CollectiveError:  # of a loss that sends messages
+                raise
             except Exception as error:  # the loss has been called like this before, without forward mode
                 del self._sweeps[0]
                 if len(self._sweeps) == 1:

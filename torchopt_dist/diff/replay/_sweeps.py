@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ from torchopt_dist.diff.replay._blockwise import BlockwiseLoop
 from torchopt_dist.diff.replay._duals import NoForwardModeError, loses_tangents
 from torchopt_dist.diff.replay._reverse_mode import Graph, graph_of, leaves_at
 from torchopt_dist.diff.replay._snapshots import bytes_of
+from torchopt_dist.errors import CollectiveError
 from torchopt_dist.ops._columns import put
 from torchopt_dist.typing import OptionalTensor
 
@@ -87,8 +89,12 @@ class ReverseOverReverse(Sweep):
 
     def gradient(self, carry: Carry, number: int) -> list[OptionalTensor]:
         """As :meth:`Sweep.gradient`, with the graph that the products need."""
-        with suppress(Exception):  # it will come again, or is one of an operation without second derivative
+        try:
             self._graph = graph_of(self._loop, carry, number, values=True)
+        except CollectiveError:
+            raise
+        except Exception:  # it will come again, or is one of an operation without second derivative
+            self._graph = None
         if self._graph is None:
             return super().gradient(carry, number)
         grads = [None if grad is None else grad.detach() for grad in self._graph.grads]
@@ -142,7 +148,8 @@ class ByRecording(Sweep):
     def products(self, carry: Carry, number: int, direction: Direction) -> Products:
         """See :meth:`Sweep.products`."""
         inputs, given = self._leaves(carry)
-        found = self._loop.gradient(given, number, record=True)
+        alone = replace(self._loop, ranks=None)  # products are averaged when there are all of them
+        found = alone.gradient(given, number, record=True)
         outputs = [*(found.grads[place] for place in self._loop.model.moved_places), found.loss]
         pulled = pulled_back(outputs, [*direction.along, direction.loss_bar], [*inputs, *self._declared])
         return pulled[: len(inputs)], pulled[len(inputs) :]
@@ -162,6 +169,8 @@ def small_graph(loop: Loop, declared: Sequence[Tensor], loss: Tensor) -> list[Sw
     moved = [loop.first.params[place] for place in loop.model.moved_places]
     room = max(SMALL, 2 * bytes_of([*moved, *pytree.flatten(loop.first.state)[0]]))
     is_small = sum(map(bytes_of_results, nodes_between([loss], []))) <= room
+    if loop.ranks is not None:  # whose batches may have other sizes; a loss may send messages, in this order
+        is_small = not loop.ranks.any(not is_small)
     return [ReverseOverReverse(loop, declared)] if is_small else []
 
 

@@ -231,6 +231,7 @@ class Tape:
     def _contexts(self) -> Iterator[None]:
         """The contexts in which a step runs: those in which the loop ran, with attention that has all derivatives."""
         with ExitStack() as stack:
+            stack.enter_context(self.loop.failing())
             if self.loop.samples:
                 stack.enter_context(outside_of_transforms())
             stack.enter_context(kept_generators())
