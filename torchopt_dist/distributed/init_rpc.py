@@ -15,6 +15,7 @@ from torch.distributed import rpc
 from torchopt_dist._liveness import Liveness
 from torchopt_dist._parentheses import check_parentheses
 from torchopt_dist.distributed.group.group import find_group
+from torchopt_dist.distributed.life.process_group import BACKENDS
 from torchopt_dist.distributed.life.running_group import RunningGroup
 from torchopt_dist.distributed.membership.members import OnLoss
 from torchopt_dist.distributed.messages.caller_state import ThreadSettings
@@ -42,6 +43,7 @@ def auto_init_rpc(
     rpc_backend_options: rpc.RpcBackendOptions | None = None,
     on_loss: OnLoss = "end",
     liveness: Liveness | None = None,
+    process_group: Literal["gloo", "nccl", "auto"] | None = None,
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Decorate ``main()`` so that it runs on every worker, with remote calls between them.
 
@@ -71,13 +73,17 @@ def auto_init_rpc(
         liveness: after how long a worker that is stopped or cannot be reached counts as lost; one that has died is
             noticed at once. ``None`` takes the environment variable ``TODIST_LIVENESS``; if that is not set, the
             patience is 10 s.
+        process_group: also make torch's default process group of all workers, before ``worker_init_fn``, and end it
+            after the last call is answered: for ``inner_loop(..., parallel=...)`` and torch's collectives. ``"auto"``
+            is NCCL for tensors on GPUs, where there are some, and gloo. NCCL's worker uses the GPU of its local rank.
 
     Returns:
         The decorator. The decorated function returns what ``main`` returns.
 
     Raises:
         InitializationError: the group cannot be formed; raised by the decorated function.
-        ValueError: there is no such transport.
+        ValueError: there is no such transport or process group; or ``process_group`` is given, and ``on_loss`` is not
+            ``"end"``.
         PeerFailedError: ``main`` or ``worker_init_fn`` raised on another rank; its traceback is in the message. It is
             raised inside ``main`` if ``main`` runs Python code at that time; its ``finally`` blocks then have 5 s.
         WorkerLostError: another rank was lost; it is raised inside ``main`` in the same way.
@@ -91,7 +97,22 @@ def auto_init_rpc(
     check_name(transport)
     if not isinstance(liveness, (Liveness, type(None))):
         raise TypeError(f"liveness must be a todist.Liveness, got {type(liveness).__name__} {liveness!r}")
-    settings = (worker_name_format, transport, backend, rpc_backend_options, on_loss, liveness)
+    if process_group not in (None, *BACKENDS):
+        raise ValueError(f"process_group must be 'gloo', 'nccl', 'auto' or None, got {process_group!r}")
+    if process_group is not None and on_loss != "end":
+        raise ValueError(
+            "on_loss must be 'end' with process_group, which a lost worker breaks and no new one can join, got "
+            f"{on_loss!r}"
+        )
+    settings = (
+        worker_name_format,
+        transport,
+        backend,
+        rpc_backend_options,
+        on_loss,
+        liveness,
+        process_group,
+    )
 
     def decorator(main: Callable[P, T]) -> Callable[P, T]:
         if not callable(main):
@@ -125,7 +146,15 @@ def auto_init_rpc(
 
 def _check_same(here: tuple[Any, ...], asked: tuple[Any, ...]) -> None:
     """Raise if a setting is given that differs from the running group's."""
-    names = ("worker_name_format", "transport", "backend", "rpc_backend_options", "on_loss", "liveness")
+    names = (
+        "worker_name_format",
+        "transport",
+        "backend",
+        "rpc_backend_options",
+        "on_loss",
+        "liveness",
+        "process_group",
+    )
     for name, its, wanted in zip(names, here, asked, strict=True):
         if wanted not in (its, None, default_worker_name_format, "end"):
             raise InitializationError(

@@ -150,9 +150,9 @@ class RankGroup:
             text = str(error).strip().partition("\n")[0]
             self.signs.note_error(f"{type(error).__name__}: {text}")
         self.signs.end()
-        group, self._group, self._last = self._group, None, None
-        if self.signs.lost is not None and self._is_on_cpu:
-            # Gloo would wait for a message to the lost rank, here or at the end of the program: it is never freed.
+        group, work, self._group, self._last = self._group, self._last, None, None
+        if self._is_on_cpu and work is not None and not work.is_completed():
+            # Gloo would wait for the message, here or at the end of the program: the group is never freed.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
             return
         with contextlib.suppress(Exception):  # it may be gone, or broken

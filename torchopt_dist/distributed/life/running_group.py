@@ -28,6 +28,11 @@ from torchopt_dist.distributed.life.descriptors import check_descriptors, too_ma
 from torchopt_dist.distributed.life.interruption import Interruption, end_threads, is_in_backward
 from torchopt_dist.distributed.life.own_member import named, own_incarnation, own_member
 from torchopt_dist.distributed.life.parent import ParentWatch
+from torchopt_dist.distributed.life.process_group import (
+    abort_process_group,
+    begin_process_group,
+    end_process_group,
+)
 from torchopt_dist.distributed.life.report import CppWarnings, one_line, report, tell_torchrun, tell_user
 from torchopt_dist.distributed.life.termination import LAST_SECONDS, Termination
 from torchopt_dist.distributed.membership.members import Failure, Member, OnLoss
@@ -62,8 +67,18 @@ class RunningGroup:
         rpc_backend_options: rpc.RpcBackendOptions | None,
         on_loss: OnLoss,
         liveness: Liveness | None,
+        process_group: str | None,
     ) -> None:
-        self.settings = (worker_name_format, transport, backend, rpc_backend_options, on_loss, liveness)
+        self.settings = (
+            worker_name_format,
+            transport,
+            backend,
+            rpc_backend_options,
+            on_loss,
+            liveness,
+            process_group,
+        )
+        self._process_group = process_group
         self.on_loss = on_loss
         self._take_place(read_world())
         self.incarnation = own_incarnation(on_loss, self.world.world_size)
@@ -79,7 +94,7 @@ class RunningGroup:
         self._code: int | None = None
 
     def _take_place(self, world: WorldInfo) -> None:
-        worker_name_format, transport, backend, options, on_loss, _ = self.settings
+        worker_name_format, transport, backend, options, on_loss, *_ = self.settings
         self.world = named(world, worker_name_format)
         self.chosen = choose(transport, backend, options, world.local_world_size, on_loss)
 
@@ -122,6 +137,10 @@ class RunningGroup:
             atexit.register(self._end_threads)  # now, so that functions that `main` registers run before it
             set_group(self.group)  # before the transport has started, after which others may send requests
             self.group.transport.start(store, store_module.init_timeout())
+            if self._process_group is not None:
+                begin_process_group(
+                    self._process_group, plain, world.rank, world.world_size, world.local_rank
+                )
             setproctitle.setproctitle(f"{world.worker_name} of {world.world_size}: {' '.join(sys.argv)}")
         except BaseException as error:
             self.termination.waits = False
@@ -144,6 +163,10 @@ class RunningGroup:
                 self.termination.waits = False
                 assert self.group is not None
                 silent = self._leave(self.group)
+                if (
+                    self._process_group is not None
+                ):  # now, since until then this worker answers calls that use it
+                    end_process_group()
             except BaseException as late:
                 self.termination.waits = False
                 self._abandon(late)
@@ -284,6 +307,8 @@ class RunningGroup:
 
     def _end(self, error: PeerFailedError | WorkerLostError | AgentFailedError) -> None:
         """End this rank, since another one has failed or was lost, or its agent has ended."""
+        if self._process_group is not None:
+            abort_process_group()
         if self.group is not None:
             for worker in range(len(self.group.names)):  # `main` waits for no answer any more
                 self.group.transport.worker_lost(worker, error)
