@@ -32,7 +32,7 @@ from torchopt_dist.diff.adjoints import (
     Reptile,
     Truncated,
 )
-from torchopt_dist.diff.data_parallel import DataParallel, mean_over, vary_over
+from torchopt_dist.diff.data_parallel import DataParallel, mean_over, sum_over, vary_over
 from torchopt_dist.diff.inner_loop import InnerLoopResult, inner_loop
 from torchopt_dist.distributed import (
     Balance,
@@ -339,6 +339,7 @@ __all__ = [
     "stack_reducer",
     "status",
     "stop_gradient",
+    "sum_over",
     "sum_reducer",
     "tasks",
     "transform",

@@ -159,3 +159,21 @@ def test_a_product_that_follows_a_graph_to_results_is_refused_where_they_cannot_
     )  # "tensors_entering" then finds nothing
     with pytest.raises(ValueError, match="result of ExpBackward0 that is no argument of its operations"):
         solve()
+
+
+def test_a_gradient_that_from_local_redistributes_is_known_unless_names_are_hidden() -> None:
+    one, other = (SimpleNamespace(is_partial=lambda: False, is_replicate=lambda: False) for _ in range(2))
+    partial = SimpleNamespace(is_partial=lambda: True, is_replicate=lambda: False)
+    whole = SimpleNamespace(is_partial=lambda: False, is_replicate=lambda: True)
+
+    def ends(wanted: Any, given: Any, **names: Any) -> bool:
+        node = SimpleNamespace(forward_input_placements=(wanted,), **names)
+        return private.ends_gradients_graph(node, (SimpleNamespace(placements=(given,)),))
+
+    assert ends(one, other)
+    assert not ends(one, one)
+    assert ends(partial, partial)  # whose gradient is made whole
+    assert not ends(partial, whole)
+    assert not ends(one, other, grad_placements=(other,))
+    assert not private.ends_gradients_graph(SimpleNamespace(), (SimpleNamespace(placements=(one,)),))
+    assert not private.ends_gradients_graph(SimpleNamespace(forward_input_placements=(one,)), (None,))

@@ -24,6 +24,7 @@ from torchopt_dist._torch_private.engine import (
 from torchopt_dist._torch_private.graph import (
     apply_function,
     bytes_of_results,
+    ends_gradients_graph,
     forward_mode_is_active,
     has_hooks,
     is_batched_gradient,
@@ -87,6 +88,7 @@ __all__ = [
     "buffers_of",
     "bytes_of_results",
     "children_of",
+    "ends_gradients_graph",
     "engine_captures_leaf",
     "engine_keeps_graph",
     "engine_needs_node",

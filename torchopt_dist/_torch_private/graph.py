@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -153,3 +153,20 @@ def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
     if unwrap is None or transforms_are_active():
         return super(function, function).apply(*args)  # type: ignore[misc]
     return super(torch.autograd.Function, function).apply(*unwrap(args))  # type: ignore[misc]
+
+
+def ends_gradients_graph(node: Any, gradients: Sequence[Any]) -> bool:
+    """Whether a node of ``DTensor.from_local`` redistributes the gradient that it is given, which ends its graph.
+
+    Torch moves the local values of a DTensor there without recording it. Without the names the answer is always no, and
+    a second derivative through such a node may be wrong without an error.
+    """
+    given = getattr(gradients[0], "placements", None) if gradients else None
+    wanted = getattr(node, "grad_placements", None) or getattr(node, "forward_input_placements", None)
+    if given is None or wanted is None:
+        return False
+    whole = [placement.is_partial() for placement in wanted]  # of these the gradient is replicated
+    return any(
+        not one.is_replicate() if partial else one != other
+        for one, other, partial in zip(given, wanted, whole, strict=True)
+    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from torchopt_dist.diff.adjoints._rank_group import RankGroup
 from torchopt_dist.diff.adjoints._ranks import Ranks, local, mean, owned
 from torchopt_dist.errors import CollectiveError
 
-__all__ = ["DataParallel", "mean_over", "run_together", "vary_over"]
+__all__ = ["DataParallel", "mean_over", "run_together", "sum_over", "vary_over"]
 
 
 @dataclass(frozen=True)
@@ -132,28 +132,33 @@ def run_together(loop: Loop, adjoint: Adjoint) -> Outcome:
     return outcome._replace(carry=carry, losses=made[len(places) + len(of_state) :])
 
 
-def vary_over(tree: Any, group: Any = None) -> Any:
-    """Replicated → local: the same values on each rank, whose gradients are averaged over the ranks.
+def vary_over(tree: Any, group: Any = None, *, reduction: Literal["mean", "sum"] = "mean") -> Any:
+    """Replicated → local: the same values on each rank, whose gradients are averaged over the ranks, or summed.
 
     For a tensor that is the same on all ranks, and that each uses in its part of a computation whose result is the mean
-    over the ranks. Its gradient is the same on all ranks. It is the transpose of :func:`mean_over`, has derivatives of
-    every order, and runs inside ``torch.func``'s transforms. All ranks have to call it, and its backward.
+    over the ranks, or the sum. Its gradient is the same on all ranks. It is the transpose of :func:`mean_over`, or of
+    :func:`sum_over`, has derivatives of every order, and runs inside ``torch.func``'s transforms. All ranks have to
+    call it, and its backward.
 
     Args:
         tree: a tree of tensors, the same on all ranks.
         group: as for :class:`DataParallel`.
+        reduction: ``"mean"`` where :func:`mean_over` comes later, ``"sum"`` where :func:`sum_over` does.
 
     Returns:
         A tree of the same structure and values.
 
     Raises:
+        ValueError: ``reduction`` is neither of these.
         CollectiveError: in the backward pass: a rank has died, or has raised an error.
 
     Example:
         >>> scale = todist.vary_over(scale)  # doctest: +SKIP
         >>> loss = todist.mean_over(((scale * x_of_this_rank - y_of_this_rank) ** 2).mean())  # doctest: +SKIP
     """
-    return _mapped(local, tree, group)
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"`reduction` must be 'mean' or 'sum', got {reduction!r}")
+    return _mapped(local, tree, group, sums=reduction == "sum")
 
 
 def mean_over(tree: Any, group: Any = None) -> Any:
@@ -175,12 +180,38 @@ def mean_over(tree: Any, group: Any = None) -> Any:
     return _mapped(mean, tree, group)
 
 
-def _mapped(function: Any, tree: Any, group: Any) -> Any:
+def sum_over(tree: Any, group: Any = None) -> Any:
+    """Local → replicated: the sum over the ranks, whose gradient passes to each rank unchanged.
+
+    It is the transpose of ``vary_over(..., reduction="sum")``, where a gradient is the same on all ranks, and has
+    derivatives as :func:`mean_over`. The two are Megatron's *g* and *f*, by which the layers of a model are split over
+    ranks (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053, section 3).
+
+    Args:
+        tree: a tree of tensors, one on each rank.
+        group: as for :class:`DataParallel`.
+
+    Returns:
+        A tree of the same structure, the same on all ranks.
+
+    Raises:
+        CollectiveError: a rank has died, or has raised an error.
+
+    Example:
+        >>> x = todist.vary_over(x, reduction="sum")  # doctest: +SKIP
+        >>> y = todist.sum_over(torch.tanh(x @ columns_of_this_rank) @ rows_of_this_rank)  # doctest: +SKIP
+    """
+    return _mapped(mean, tree, group, sums=True)
+
+
+def _mapped(function: Any, tree: Any, group: Any, *, sums: bool = False) -> Any:
     leaves, spec = pytree.flatten(tree)
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     # A view, since what replaces tensors in a loss sees calls of torch's functions, and not those of autograd's.
     _check_group(group)
-    made = function(Ranks(_group_of(group)), [leaves[place].view_as(leaves[place]) for place in places])
+    made = function(
+        Ranks(_group_of(group), sums=sums), [leaves[place].view_as(leaves[place]) for place in places]
+    )
     for place, tensor in zip(places, made, strict=True):
         leaves[place] = tensor
     return pytree.unflatten(spec, leaves)

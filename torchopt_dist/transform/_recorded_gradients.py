@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from torchopt_dist._formulas.attention import explain, is_attention
 from torchopt_dist._formulas.normalization_nodes import is_normalization, mend
-from torchopt_dist._torch_private import grad_of_loss, vmaps
+from torchopt_dist._torch_private import ends_gradients_graph, grad_of_loss, vmaps
 from torchopt_dist._vmap import values_of
 from torchopt_dist.typing import OptionalTensor
 
@@ -30,13 +32,17 @@ def recorded_gradients(
         loss: a tensor of one element.
         leaves: the tensors to differentiate with respect to; the graph behind them is not searched for kernels.
         retain_graph: as torch's.
+
+    Raises:
+        ValueError: the graph of the gradients would end in ``DTensor.from_local``.
     """
     nodes = _nodes([loss], leaves)
     kinds = {kind.__name__ for kind in {*map(type, nodes)}}
     normalizes, attends = any(map(is_normalization, kinds)), any(map(is_attention, kinds))
     if normalizes:  # the loss may have a gradient in it
         mend(nodes)
-    found = grad_of_loss(loss, leaves, create_graph=True, retain_graph=retain_graph)
+    with _refusing(nodes) if "_FromTorchTensorBackward" in kinds else nullcontext():
+        found = grad_of_loss(loss, leaves, create_graph=True, retain_graph=retain_graph)
     if normalizes or attends:
         nodes = _nodes([grad for grad in found if grad is not None], leaves)
         mend(nodes)
@@ -72,6 +78,31 @@ def mend_recorded(grads: Sequence[Any], begins: Sequence[Any]) -> None:
             "steps by `todist.inner_loop` or a MetaOptimizer inside `vmap`, or normalize by `group_norm` or `rms_norm`",
             stacklevel=2,
         )
+
+
+@contextmanager
+def _refusing(nodes: Sequence[Any]) -> Iterator[None]:
+    """A context in which a gradient must not go through a node that drops its graph without an error."""
+
+    def look(node: Any, gradients: tuple[Any, ...]) -> None:
+        if ends_gradients_graph(node, gradients):
+            raise ValueError(
+                "a gradient must not be redistributed by `DTensor.from_local` where it is differentiated again: torch "
+                "drops its second derivative there without an error, as where a plain layer precedes one that "
+                "`parallelize_module` has split. Make all parameters and inputs DTensors, with "
+                "`use_local_output=False`, or split the layers by hand, as on the page on one loop on many workers"
+            )
+
+    hooks = [
+        node.register_prehook(partial(look, node))
+        for node in nodes
+        if type(node).__name__ == "_FromTorchTensorBackward"
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 _own = threading.local()

@@ -41,6 +41,8 @@ def owned(
 
 
 def _memory(tensor: Tensor) -> int:
+    if hasattr(tensor, "to_local"):  # a DTensor, which has its memory in another tensor
+        tensor = tensor.detach().to_local()  # type: ignore[attr-defined]
     return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else id(tensor)
 
 

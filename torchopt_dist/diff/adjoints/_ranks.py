@@ -31,6 +31,8 @@ class Ranks:
     """Places among the declared tensors of those that are this rank's own."""
     moved: Sequence[Tensor] = ()
     """The first moved parameters."""
+    sums: bool = False
+    """Whether sums take the places of means."""
     used: list[bool] | None = field(default=None, init=False)
     """Whether a moved parameter gets a gradient on any rank; the first gradient says so."""
 
@@ -116,7 +118,8 @@ class Ranks:
         for places in kinds.values():
             flat = torch.cat([tensors[place].detach().reshape(-1) for place in places])
             self.group.all_reduce(torch.view_as_real(flat) if flat.is_complex() else flat)
-            flat /= self.size
+            if not self.sums:
+                flat /= self.size
             parts = flat.split([tensors[place].numel() for place in places])
             for place, part in zip(places, parts, strict=True):
                 found[place] = part.view(tensors[place].shape)
