@@ -46,6 +46,7 @@ PROGRAMS = (
     Program("launch", ("--rounds", "3")),
     Program("implicit"),
     Program("evolution_strategies"),
+    Program("data_parallel"),
     Program("adjoints_table", page="inner_loops.md"),
     Program("faults", page="faults.md"),
 )
