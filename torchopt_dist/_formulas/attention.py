@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar
 
@@ -61,8 +61,7 @@ def attention_by_formula() -> Iterator[None]:
     with _choice.lock:
         if _choice.count == 0:
             _choice.before = [is_enabled() for is_enabled, _ in _SETTINGS]
-            for (_, enable), wanted in zip(_SETTINGS, _FORMULA, strict=True):
-                enable(wanted)
+            _set(_FORMULA)
         _choice.count += 1
     try:
         yield
@@ -70,8 +69,13 @@ def attention_by_formula() -> Iterator[None]:
         with _choice.lock:
             _choice.count -= 1
             if _choice.count == 0:
-                for (_, enable), before in zip(_SETTINGS, _choice.before, strict=True):
-                    enable(before)
+                _set(_choice.before)
+
+
+def _set(wanted: Sequence[bool]) -> None:
+    for (is_enabled, enable), want in zip(_SETTINGS, wanted, strict=True):
+        if is_enabled() != want:
+            enable(want)
 
 
 def is_attention(kind: str) -> bool:

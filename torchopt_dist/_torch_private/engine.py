@@ -167,7 +167,9 @@ def asking_thread() -> object:
     Without the names each thread has its own: a loss that differentiates an inner loop on a GPU, where the engine uses
     another thread, then waits for its own turn to draw random numbers for as long as there is patience.
     """
-    token: object = vars(_THREAD).setdefault("token", object())
+    token: object = getattr(_THREAD, "token", None)
+    if token is None:
+        token = _THREAD.token = object()
     if not torch.cuda.is_initialized():
         # Without a GPU the engine uses the asking thread itself, if no more than 60 backward passes are nested.
         # What torch keeps for a thread is freed by C++ code at the thread's end, which aborts the process if the

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -18,8 +16,10 @@ def parameters_of(module: nn.Module) -> TensorContainer:
     Raises:
         RuntimeError: the name is missing; then no module can be cloned, recovered or stepped differentiably.
     """
-    parameters: TensorContainer = _dictionary(module, "_parameters")
-    return parameters
+    try:
+        return module._parameters  # type: ignore[return-value]
+    except AttributeError:
+        raise _missing(module, "_parameters") from None
 
 
 def set_parameters(module: nn.Module, parameters: TensorContainer) -> None:
@@ -30,21 +30,22 @@ def set_parameters(module: nn.Module, parameters: TensorContainer) -> None:
 
 def buffers_of(module: nn.Module) -> TensorContainer:
     """The dictionary in which a module keeps its own buffers; otherwise as :func:`parameters_of`."""
-    buffers: TensorContainer = _dictionary(module, "_buffers")
-    return buffers
+    try:
+        return module._buffers
+    except AttributeError:
+        raise _missing(module, "_buffers") from None
 
 
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
     """The dictionary in which a module keeps its own sub-modules; otherwise as :func:`parameters_of`."""
-    children: dict[str, nn.Module | None] = _dictionary(module, "_modules")
-    return children
-
-
-def _dictionary(module: nn.Module, name: str) -> Any:
     try:
-        return getattr(module, name)
+        return module._modules
     except AttributeError:
-        raise RuntimeError(
-            f"torchopt_dist needs the attribute `{name}` of torch.nn.Module, which a {type(module).__name__} does not "
-            f"have in torch {torch.__version__}: use another version of torch"
-        ) from None
+        raise _missing(module, "_modules") from None
+
+
+def _missing(module: nn.Module, name: str) -> RuntimeError:
+    return RuntimeError(
+        f"torchopt_dist needs the attribute `{name}` of torch.nn.Module, which a {type(module).__name__} does not "
+        f"have in torch {torch.__version__}: use another version of torch"
+    )

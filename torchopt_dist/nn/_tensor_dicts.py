@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from torch import Tensor, nn
 
 from torchopt_dist._torch_private import buffers_of, children_of, parameters_of
 from torchopt_dist.typing import TensorContainer
 
-__all__ = ["buffer_containers", "parameter_containers", "parts_and_parameters", "replace"]
+__all__ = ["buffer_containers", "parameter_containers", "parts_and_parameters", "parts_of", "replace"]
+
+
+def parts_of(module: nn.Module) -> list[nn.Module]:
+    """``list(module.modules())``, sooner."""
+    parts: dict[int, nn.Module] = {}
+    _add_parts(module, parts)
+    return list(parts.values())
+
+
+def _add_parts(part: nn.Module, parts: dict[int, nn.Module]) -> None:
+    if id(part) not in parts:
+        parts[id(part)] = part
+        for child in children_of(part).values():
+            if child is not None:
+                _add_parts(child, parts)
 
 
 def parameter_containers(module: nn.Module) -> list[TensorContainer]:
@@ -28,25 +44,34 @@ def parts_and_parameters(module: nn.Module) -> tuple[list[nn.Module], dict[str, 
         return list(module.modules()), dict(module.named_parameters())
     parts: list[nn.Module] = []
     named: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    waiting = [("", module)]
-    while waiting:
-        prefix, part = waiting.pop()
-        if id(part) in seen:
-            continue
-        if type(part).named_modules is not nn.Module.named_modules:
-            return list(module.modules()), dict(module.named_parameters())
-        seen.add(id(part))
-        parts.append(part)
-        for name, tensor in parameters_of(part).items():
-            if tensor is not None and id(tensor) not in seen:
-                seen.add(id(tensor))
-                named[prefix + name] = tensor
-        if children := children_of(part):
-            waiting += [
-                (f"{prefix}{name}.", child) for name, child in reversed(children.items()) if child is not None
-            ]
+    if not _walked(module, "", parts, named, set(), nn.Module.named_modules):
+        return list(module.modules()), dict(module.named_parameters())
     return parts, named
+
+
+def _walked(
+    part: nn.Module,
+    prefix: str,
+    parts: list[nn.Module],
+    named: dict[str, Tensor],
+    seen: set[int],
+    torchs: Any,
+) -> bool:
+    """Add a module and all below it; false if one of them says by itself what is below it."""
+    if id(part) in seen:
+        return True
+    if type(part).named_modules is not torchs:
+        return False
+    seen.add(id(part))
+    parts.append(part)
+    for name, tensor in parameters_of(part).items():
+        if tensor is not None and id(tensor) not in seen:
+            seen.add(id(tensor))
+            named[prefix + name] = tensor
+    for name, child in children_of(part).items():
+        if child is not None and not _walked(child, f"{prefix}{name}.", parts, named, seen, torchs):
+            return False
+    return True
 
 
 def replace(parts: Iterable[nn.Module], new: Mapping[int, Tensor]) -> None:
@@ -60,6 +85,7 @@ def replace(parts: Iterable[nn.Module], new: Mapping[int, Tensor]) -> None:
     """
     for part in parts:
         for container in (parameters_of(part), buffers_of(part)):
-            for name, old in container.items():
-                if old is not None and id(old) in new:
-                    container[name] = new[id(old)]
+            if container:
+                for name, old in container.items():
+                    if (other := new.get(id(old))) is not None:
+                        container[name] = other

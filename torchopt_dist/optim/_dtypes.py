@@ -24,7 +24,7 @@ Dtypes: TypeAlias = tuple[torch.dtype | None, ...]
 
 def dtypes_of(params: Iterable[OptionalTensor]) -> Dtypes:
     """The dtypes of parameters, in their order."""
-    return tuple(getattr(p, "dtype", None) for p in params)
+    return tuple([None if p is None else p.dtype for p in params])
 
 
 def have_same_dtypes(state: OptState | None, other: OptState | None) -> bool:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import NoReturn
 
 from torch import Tensor, nn
 
 from torchopt_dist._torch_private import parameters_of, set_parameters
 
-__all__ = ["refuse_recomputation"]
+__all__ = ["NoRecomputation"]
 
 
-@contextmanager
-def refuse_recomputation(parts: Iterable[nn.Module]) -> Iterator[None]:
+class NoRecomputation:
     """A context in which a recorded gradient is computed.
 
     Code that computes a part of the loss again in a backward pass, such as ``torch.utils.checkpoint``, reads the
@@ -27,13 +25,16 @@ def refuse_recomputation(parts: Iterable[nn.Module]) -> Iterator[None]:
     Raises:
         RuntimeError: inside, a parameter is read by way of its module.
     """
-    held = [(part, parameters) for part in parts if (parameters := parameters_of(part))]
-    for part, _ in held:
-        set_parameters(part, _REFUSING)
-    try:
-        yield
-    finally:
-        for part, parameters in held:
+
+    def __init__(self, parts: Iterable[nn.Module]) -> None:
+        self._held = [(part, parameters) for part in parts if (parameters := parameters_of(part))]
+
+    def __enter__(self) -> None:
+        for part, _ in self._held:
+            set_parameters(part, _REFUSING)
+
+    def __exit__(self, *_: object) -> None:
+        for part, parameters in self._held:
             set_parameters(part, parameters)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torchopt_dist import pytree
 from torchopt_dist._evaluation import NormalTensors, is_evaluating, need_gradients, with_gradients
 from torchopt_dist._formulas.attention import attention_by_formula, without_fast_path
-from torchopt_dist._torch_private import gradients_are_traced, vmaps
+from torchopt_dist._torch_private import gradients_are_traced, transforms_are_active, vmaps
 from torchopt_dist._vmap import for_each_sample, has_history, leaf, values_of
 from torchopt_dist.diff.adjoints import Adjoint, Recorded
 from torchopt_dist.diff.inner_loop import InnerLoopResult, inner_loop
@@ -30,7 +30,7 @@ from torchopt_dist.nn._traced_module import named_parameters
 from torchopt_dist.optim import _signatures as signatures
 from torchopt_dist.optim._checkpoint import flatten_state, restore_state
 from torchopt_dist.optim._dtypes import Dtypes, dtypes_of, fitted, have_same_dtypes
-from torchopt_dist.optim._recomputation import refuse_recomputation
+from torchopt_dist.optim._recomputation import NoRecomputation
 from torchopt_dist.optim._traced_step import traced_begin, traced_step
 from torchopt_dist.optim._trained_state import is_of_an_optimizer, trained_states
 from torchopt_dist.transform._gradients import gradients
@@ -155,7 +155,7 @@ class MetaOptimizer:
             raise ValueError(f"`module` must not share parameters with another group, got {twice}")
         impl = self._transformation_with(module, options) if options else self.impl
         need_gradients()
-        if vmaps():
+        if transforms_are_active() and vmaps():
             moving = {name: p for name, p in params.items() if values_of(p).values.requires_grad}
             with with_gradients():
                 params |= {name: for_each_sample(p) for name, p in moving.items()}
@@ -215,7 +215,7 @@ class MetaOptimizer:
         leaves = [p for params in groups for p in params.values()]
         create_graph = recorded and not first_order
         usual = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-        recording = refuse_recomputation(chain(*parts)) if create_graph else nullcontext()
+        recording = NoRecomputation(chain(*parts)) if create_graph else nullcontext()
         with nullcontext() if usual else with_gradients(), recording:
             rest = iter(gradients(loss, leaves, create_graph=create_graph, retain_graph=True))
         with nullcontext() if usual and recorded else with_gradients(recorded):
@@ -283,6 +283,8 @@ class MetaOptimizer:
         """A group's state, in the dtypes of the parameters as they are now."""
         before, now = self._dtypes[index], dtypes_of(params.values())
         state = self._states[index]
+        if before == now:
+            return state
         self._states[index] = fitted(
             state, lambda: self._first_state(self._impls[index], params, state), before, now
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -88,10 +87,9 @@ def sgd(
         "maximize": maximize,
         "fused": fused,
     }
-    whole = fused_step(sgd_, sgd_op, None if is_zero(momentum) else TraceState, **options)
     only_adds = not fused and not maximize and is_zero(momentum) and is_zero(weight_decay)
-    if whole is not None and only_adds and isinstance(lr, (int, float)):
-        whole = replace(whole, gradient_factor=-lr)
+    kind = None if is_zero(momentum) else TraceState
+    whole = fused_step(sgd_, sgd_op, kind, only_adds=only_adds and isinstance(lr, (int, float)), **options)
     return ChainedGradientTransformation(*links, scale_by_learning_rate(lr), fused_step=whole)
 
 

@@ -160,6 +160,7 @@ def fused_step(
     differentiable: Callable[..., tuple[list[Any], ...]] | None,
     *state_types: type[Any] | None,
     backward_in_place: Callable[..., OptionalTensor] | None = None,
+    only_adds: bool = False,
     **options: Any,
 ) -> FusedStep | None:
     """Make the whole steps of a chain from two ops.
@@ -174,6 +175,7 @@ def fused_step(
         backward_in_place: as ``differentiable`` with ``bars``, but it takes the gradients of its results as lists, and
             overwrites them, and what is to be overwritten by the gradients of its gradients as ``to_grads``; with
             ``terms``, tensors to compute in, it gives the gradient of ``lr``. ``None`` from it: nothing was done.
+        only_adds: minus ``lr``, if that is a number, times the gradient is added to a parameter, and that is all.
         state_types: the types of those links' states, ``None`` for a link left out; the other links have no state.
         options: the hyper-parameters, and whatever else both ops take; one that is ``None`` is not passed. ``lr``
             may be a schedule, if the last link is the one that it makes, or a tensor of one element on the CPU: then
@@ -190,12 +192,13 @@ def fused_step(
         return None
     types = tuple(kind for kind in state_types if kind is not None)
     numbers = StepOptions(given, schedule)
-    made = FusedStep(None if in_place is None else InPlaceStep(in_place, numbers))
+    overwriting = None if in_place is None else InPlaceStep(in_place, numbers)
     if differentiable is None:
-        return made
-    return replace(
-        made,
-        differentiable=DifferentiableStep(differentiable, types, numbers),
-        pulled=StepDerivative(differentiable, backward_in_place, types, numbers),
+        return FusedStep(overwriting)
+    return FusedStep(
+        overwriting,
+        DifferentiableStep(differentiable, types, numbers),
+        StepDerivative(differentiable, backward_in_place, types, numbers),
         of_gradients_alone=schedule is None and not given.get("weight_decay", 0.0),
+        gradient_factor=-lr if only_adds and schedule is None else None,
     )

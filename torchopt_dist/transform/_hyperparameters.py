@@ -45,6 +45,8 @@ def check_at_least_zero(name: str, value: Any) -> None:
         TypeError: it is neither a number nor a tensor, or a complex one.
         ValueError: it is negative, not a number (nan), or a tensor of another size.
     """
+    if type(value) in (float, int) and value >= 0:
+        return  # sooner than an abstract class says that it is a number
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ValueError(f"`{name}` as a tensor must have one element, got shape {tuple(value.shape)}")
@@ -89,6 +91,9 @@ def check_decays(name: str, values: Any, count: int) -> None:
 
 def check_learning_rate(name: str, value: Any) -> None:
     """As :func:`check_per_leaf`; a schedule is allowed, too."""
+    if type(value) in (float, int):
+        check_at_least_zero(name, value)
+        return
     if not isinstance(value, (Tensor, numbers.Real)) and not is_per_leaf(value) and not callable(value):
         raise TypeError(
             f"`{name}` must be a number, a tensor or a schedule, got {type(value).__name__}; a tree has a number or a "
@@ -100,7 +105,7 @@ def check_learning_rate(name: str, value: Any) -> None:
 
 def check_per_leaf(name: str, value: Any) -> None:
     """As :func:`check_at_least_zero`; or a tree of numbers and tensors of any shape, one for each parameter."""
-    if not is_per_leaf(value):
+    if type(value) in (float, int) or not is_per_leaf(value):
         check_at_least_zero(name, value)
         return
     tree: Any = plain_rates(value)

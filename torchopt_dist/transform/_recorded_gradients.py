@@ -6,7 +6,7 @@ import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from torch import Tensor
@@ -37,8 +37,8 @@ def recorded_gradients(
         ValueError: the graph of the gradients would end in ``DTensor.from_local``.
     """
     nodes = _nodes([loss], leaves)
-    kinds = {kind.__name__ for kind in {*map(type, nodes)}}
-    normalizes, attends = any(map(is_normalization, kinds)), any(map(is_attention, kinds))
+    kinds = frozenset([kind.__name__ for kind in {*map(type, nodes)}])
+    normalizes, attends = _are_special(kinds)
     if normalizes:  # the loss may have a gradient in it
         mend(nodes)
     with _refusing(nodes) if "_FromTorchTensorBackward" in kinds else nullcontext():
@@ -49,6 +49,12 @@ def recorded_gradients(
         if attends:
             explain(nodes)
     return found
+
+
+@lru_cache(maxsize=1024)
+def _are_special(kinds: frozenset[str]) -> tuple[bool, bool]:
+    """Whether some of the nodes of these kinds are of a normalization; whether some are of attention."""
+    return any(map(is_normalization, kinds)), any(map(is_attention, kinds))
 
 
 def mend_recorded(grads: Sequence[Any], begins: Sequence[Any]) -> None:
@@ -124,11 +130,15 @@ def _nodes(ends: Sequence[Tensor], begins: Sequence[Tensor]) -> list[Any]:
     """The nodes of the graph between tensors."""
     seen: set[Any] = {None, *[tensor.grad_fn for tensor in begins]}
     found: list[Any] = []
-    waiting: list[Any] = [tensor.grad_fn for tensor in ends]
-    while waiting and len(found) < _NODES:
-        node = waiting.pop()
-        if node not in seen:
+    for tensor in ends:
+        if (node := tensor.grad_fn) not in seen:
             seen.add(node)
             found.append(node)
-            waiting += [following for following, _ in node.next_functions if following not in seen]
+    for node in found:  # which grows
+        if len(found) >= _NODES:
+            break
+        for following, _ in node.next_functions:
+            if following not in seen:
+                seen.add(following)
+                found.append(following)
     return found

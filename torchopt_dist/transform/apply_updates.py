@@ -135,23 +135,29 @@ def _with_gradients_added(params: Params, grads: Updates, factor: float) -> Para
     Beside a small module's backward the time of this is that of looking at the arguments.
     """
     if isinstance(params, Tensor) and isinstance(grads, Tensor):
-        plain = type(params) in PLAIN and type(grads) in PLAIN and params.dtype == grads.dtype
-        if (
-            not plain
-            or params.is_complex()
-            or params.shape != grads.shape
-            or foreach.runs_in_a_loop([params])
-        ):
+        if not _are_plain([params], [grads]) or foreach.runs_in_a_loop([params]):
             return None
         return params.add(grads, alpha=factor)
     if type(params) is not dict or type(grads) is not dict or params.keys() != grads.keys():
         return None
-    names = [name for name, grad in grads.items() if grad is not None]
+    names = list(grads)
+    if type(None) in map(type, grads.values()):
+        names = [name for name, grad in grads.items() if grad is not None]
     old, step = [params[name] for name in names], [grads[name] for name in names]
-    plain = PLAIN.issuperset(map(type, [*old, *step])) and not any(map(Tensor.is_complex, old))
-    if not plain or foreach.runs_in_a_loop(old) or [p.shape for p in old] != [g.shape for g in step]:
+    if not _are_plain(old, step) or foreach.runs_in_a_loop(old):
         return None
-    return {**params, **dict(zip(names, foreach.add(old, step, factor), strict=True))}
+    return {**params, **dict(zip(names, torch._foreach_add(old, step, alpha=factor), strict=True))}
+
+
+def _are_plain(params: list[Tensor], grads: list[Tensor]) -> bool:
+    """Whether gradients are as their parameters, of one real dtype."""
+    both = [*params, *grads]
+    return (
+        PLAIN.issuperset(map(type, both))
+        and len(dtypes := {x.dtype for x in both}) == 1
+        and not dtypes.pop().is_complex
+        and [p.shape for p in params] == [g.shape for g in grads]
+    )
 
 
 def parts_of(

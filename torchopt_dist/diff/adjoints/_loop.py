@@ -39,6 +39,7 @@ from torchopt_dist.diff.adjoints._randomness import kept_generators, seed_step
 from torchopt_dist.diff.adjoints._ranks import Ranks, local, mean
 from torchopt_dist.linear_solve._substitute import Substitute
 from torchopt_dist.transform._gradients import gradients, gradients_missing
+from torchopt_dist.transform._recorded_gradients import recorded_gradients
 from torchopt_dist.transform.apply_updates import apply_updates, differentiable_step
 from torchopt_dist.transform.base import GradientTransformation
 from torchopt_dist.typing import OptionalTensor, OptState
@@ -266,7 +267,10 @@ class Loop:
                         leaves[place] = leaf
                 loss, aux, buffers = self.evaluate(self._tied(leaves), carry.buffers, number)
                 self.model.leave()
-                found = gradients(loss.sum() if self.samples else loss, wanted, create_graph=True)
+                total = loss.sum() if self.samples else loss
+                found = recorded_gradients(total, wanted) if loss.requires_grad else []
+                if all(grad is None for grad in found):
+                    raise gradients_missing(len(wanted), len(wanted))
                 if self.ranks is not None:
                     (loss,) = mean(self.ranks, [loss])
             else:

@@ -19,7 +19,9 @@ from torchopt_dist._torch_private import (
     parameters_of,
     transforms_are_active,
 )
-from torchopt_dist.nn.module_state import module_clone
+from torchopt_dist.diff.adjoints._references import holders, references
+from torchopt_dist.nn._module_copy import ModuleCopy
+from torchopt_dist.nn._tensor_dicts import parts_and_parameters, parts_of
 from torchopt_dist.typing import OptionalTensor, Params, TensorContainer
 
 __all__ = ["Model", "ModuleModel", "TreeModel", "model_of"]
@@ -51,10 +53,12 @@ class Model(ABC):
         self.buffers = []
         seen: dict[int, int] = {}
         self.first_places = [seen.setdefault(id(leaf), place) for place, leaf in enumerate(self.leaves)]
+        hidden = transforms_are_active()
         self.moved_places = [
             place
             for place, leaf in enumerate(self.leaves)
-            if self.first_places[place] == place and _is_trainable(leaf)
+            if self.first_places[place] == place
+            and (leaf.requires_grad or (hidden and _may_require_grad(leaf)))
         ]
         if not self.moved_places:
             raise ValueError(
@@ -82,10 +86,10 @@ class Model(ABC):
 
     @abstractmethod
     def leave(self) -> None:
-        """Leave the last filled module to a graph that uses it; the next one is a new copy.
+        """Leave the last filled module to a graph, if the graph may use it; the next one is then a new copy.
 
-        ``torch.utils.checkpoint`` in a module calls the module again in backward, which must then have the parameters
-        of the step.
+        ``torch.utils.checkpoint`` in a module, or a hook, calls the module again in backward, which must then have the
+        parameters of the step.
         """
 
     @abstractmethod
@@ -101,12 +105,9 @@ class Model(ABC):
         """The value for the caller; if ``last``, the model is not used any more."""
 
 
-def _is_trainable(leaf: Tensor) -> bool:
-    if transforms_are_active() and is_functorch_tensor(leaf):
-        return (
-            leaf.is_floating_point() or leaf.is_complex()
-        )  # `vmap` hides whether such a tensor requires grad
-    return leaf.requires_grad
+def _may_require_grad(leaf: Tensor) -> bool:
+    """Whether a tensor, of which ``vmap`` hides whether it requires grad, may do so."""
+    return is_functorch_tensor(leaf) and (leaf.is_floating_point() or leaf.is_complex())
 
 
 class TreeModel(Model):
@@ -132,20 +133,24 @@ class ModuleModel(Model):
     """A module: the loss takes a copy, and the optimizer a dictionary of the parameters by name."""
 
     def __init__(self, module: nn.Module) -> None:
-        named = dict(module.named_parameters())
+        parts, named = parts_and_parameters(module)
+        _refuse_averaging({*map(type, parts)})
         if not named:
             raise ValueError(f"`params` must have parameters, got {type(module).__name__} with none")
         super().__init__(named)
+        places = {id(leaf): place for place, leaf in enumerate(self.leaves)}
+        self._place_of = {name: places[id(leaf)] for name, leaf in named.items()}
+        self._names = sorted(named, key=self._place_of.__getitem__)
         self.module = module
-        self.buffers = list(module.buffers())
+        self.buffers = list(module.buffers()) if any(map(buffers_of, parts)) else []
         self._leaves = self.leaves
-        self._copy, self._places = _copied(module, self.leaves, self.buffers)
+        self._copy_anew(module, self.leaves, self.buffers)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the copy and the places in it, since another worker makes its own."""
         module = self.result(self.leaves, self.buffers)
         return {
-            **{key: value for key, value in vars(self).items() if key not in ("_leaves", "_places")},
+            **{key: value for key, value in vars(self).items() if key not in _OF_THE_COPY},
             "module": module,
             "_copy": module,
         }
@@ -153,7 +158,21 @@ class ModuleModel(Model):
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._leaves = self.leaves
-        self._copy, self._places = _copied(self._copy, self.leaves, self.buffers)
+        self._copy_anew(self._copy, self.leaves, self.buffers)
+
+    def _copy_anew(self, module: nn.Module, leaves: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
+        copy, parts, self._places = _copied(module, leaves, buffers)
+        self._copy = copy.module
+        self._holders = holders(parts) if copy.is_plain else []
+        del copy, parts  # which count as references
+        self._references = references(self._holders)
+
+    def tree(self, leaves: Sequence[OptionalTensor]) -> Params:
+        return {name: leaves[place] for name, place in self._place_of.items()}
+
+    def tied(self, tree: Params) -> list[Tensor]:
+        assert isinstance(tree, dict)
+        return [tree[name] for name in self._names]  # each parameter has one name here
 
     def filled(self, leaves: Sequence[Tensor], buffers: Sequence[Tensor]) -> nn.Module:
         self._leaves = list(leaves)
@@ -164,7 +183,8 @@ class ModuleModel(Model):
         return self._copy.get_submodule(name)
 
     def leave(self) -> None:
-        self._copy, self._places = _copied(self._copy, self._leaves, self.buffers_now())
+        if not self._holders or references(self._holders) != self._references:
+            self._copy_anew(self._copy, self._leaves, self.buffers_now())
 
     def let_go(self) -> None:
         self._leaves = self.leaves
@@ -181,28 +201,36 @@ class ModuleModel(Model):
         if last:
             return self.filled(leaves, buffers)
         _fill(self._places, [*self.leaves, *self.buffers])
-        module, places = _copied(self._copy, self.leaves, self.buffers)
+        copy, _, places = _copied(self._copy, self.leaves, self.buffers)
         _fill(places, [*leaves, *buffers])
-        return module
+        return copy.module
 
+
+_OF_THE_COPY = frozenset({"_holders", "_leaves", "_places", "_references"})
+"""What another process makes anew."""
 
 Places = list[tuple[TensorContainer, str, int]]
 
 
 def _copied(
     module: nn.Module, leaves: Sequence[Tensor], buffers: Sequence[Tensor]
-) -> tuple[nn.Module, Places]:
-    """A copy with the same tensors, and the places of each of them in it."""
-    copy = module_clone(module)
+) -> tuple[ModuleCopy, list[nn.Module], Places]:
+    """A copy with the same tensors, its parts, and the places of each of the tensors in it."""
+    copy = ModuleCopy(module, _itself, _itself)
     index = {id(tensor): place for place, tensor in enumerate([*leaves, *buffers])}
-    parts = list(copy.modules())
+    parts = parts_of(copy.module)
     containers = [*map(parameters_of, parts), *map(buffers_of, parts)]
-    return copy, [
+    places = [
         (container, name, index[id(tensor)])
         for container in containers
         for name, tensor in container.items()
         if tensor is not None and id(tensor) in index
     ]
+    return copy, parts, places
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _fill(places: Places, tensors: Sequence[Tensor]) -> None:
@@ -222,11 +250,14 @@ def model_of(params: Params | nn.Module) -> Model:
     """
     if not isinstance(params, nn.Module):
         return TreeModel(params)
-    for module in params.modules():
-        wrapper = next((kind.__name__ for kind in type(module).__mro__ if kind.__name__ in _AVERAGING), None)
-        if wrapper is not None:
-            raise TypeError(
-                f"`params` must not be under {_AVERAGING[wrapper]}, whose gradients cannot be differentiated again: "
-                "give the module itself, and `parallel=todist.DataParallel()`, which averages them"
-            )
     return ModuleModel(params)
+
+
+def _refuse_averaging(classes: set[type]) -> None:
+    for wrapper in [
+        kind.__name__ for each in classes for kind in each.__mro__ if kind.__name__ in _AVERAGING
+    ]:
+        raise TypeError(
+            f"`params` must not be under {_AVERAGING[wrapper]}, whose gradients cannot be differentiated again: "
+            "give the module itself, and `parallel=todist.DataParallel()`, which averages them"
+        )
