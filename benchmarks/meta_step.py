@@ -3,14 +3,19 @@
 A tanh MLP of some width and depth, batch 16, one thread. Functional SGD, written by hand, is the floor: it does what
 cannot be left out. The same by ``torch.func``: ``grad`` through ``grad``, and for 16 tasks at a time in ``vmap``.
 TorchOpt is timed if it is installed (``pip install --no-deps torchopt``).
+
+And what a step costs beside the arithmetic, on a module so small that it shows: an MLP 1-40-40-1 and five steps of SGD,
+in CPU time, against the same loop by hand.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from page import ratio, table
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
@@ -118,6 +123,82 @@ def compare_by_torch_func() -> None:
     table(["width x depth, tasks", "floor, SGD", "our `adam`", "its formula", "TorchOpt's `adam`"], rows)
 
 
+def compare_beside_the_arithmetic(rounds: int = 400) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(1, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 1))
+    x, y = torch.randn(10, 1), torch.randn(10, 1)
+    sgd = todist.sgd(lr=LR)
+
+    def loss(net: Callable[[Tensor], Tensor]) -> Tensor:
+        return F.mse_loss(net(x), y)
+
+    def by_functions() -> list[Tensor]:
+        params = list(net.parameters())
+        for _ in range(STEPS):
+            w1, b1, w2, b2, w3, b3 = params
+            hidden = F.linear(F.linear(x, w1, b1).tanh(), w2, b2).tanh()
+            grads = torch.autograd.grad(F.mse_loss(F.linear(hidden, w3, b3), y), params, create_graph=True)
+            params = list(torch._foreach_add(params, grads, alpha=-LR))
+        return params
+
+    def by_modules() -> list[Tensor]:
+        adapted = todist.module_clone(net)
+        places = [(part._parameters, name) for part in adapted.modules() for name in part._parameters]
+        params: list[Any] = list(net.parameters())
+        for _ in range(STEPS):
+            grads = torch.autograd.grad(loss(adapted), params, create_graph=True)
+            params = list(torch._foreach_add(params, grads, alpha=-LR))
+            for (held, name), tensor in zip(places, params, strict=True):
+                held[name] = tensor
+        return params
+
+    def by_meta_sgd() -> list[Tensor]:
+        adapted = todist.module_clone(net)
+        inner = todist.MetaSGD(adapted, lr=LR)
+        for _ in range(STEPS):
+            inner.step(loss(adapted))
+        return list(adapted.parameters())
+
+    def by_recorded() -> list[Tensor]:
+        made = todist.inner_loop(loss, sgd, net, STEPS, adjoint=todist.Recorded())
+        return list(made.params.parameters())
+
+    ways = {
+        "by hand, of functions": by_functions,
+        "by hand, of a clone": by_modules,
+        "our `MetaSGD`": by_meta_sgd,
+        "our `inner_loop`, `Recorded()`": by_recorded,
+    }
+    for name, way in ways.items():
+        torch.testing.assert_close(way(), by_functions(), msg=lambda text, n=name: f"{n}: {text}")
+    times: dict[str, list[int]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, way in ways.items():
+            start = time.thread_time_ns()
+            made = way()
+            del made
+            times[name].append(time.thread_time_ns() - start)
+    # Of what disturbs a run of a millisecond, little is left in the fifth that was fastest.
+    per_step = {name: sorted(spent)[rounds // 5] / STEPS / 1e3 for name, spent in times.items()}
+    floor, modules, *ours = per_step.values()
+    print(f"What a step of {STEPS} takes on an MLP 1-40-40-1, CPU time:")
+    table(
+        ["", "a step", "beside the first", "beside the second", "times the first"],
+        [
+            [
+                name,
+                f"{spent:.0f} µs",
+                f"{spent - floor:.0f} µs",
+                f"{spent - modules:.0f} µs",
+                f"{spent / floor:.2f}",
+            ]
+            for name, spent in per_step.items()
+        ],
+    )
+    answer = f"`MetaSGD` {ours[0] / floor:.2f} times its time, `inner_loop` {ours[1] / floor:.2f}"
+    ratio("five steps of SGD on a tiny module, recorded", "by hand, of functions", answer)
+
+
 def main() -> None:
     torch.set_num_threads(1)
     rows, over_floor, over_torchopt = [], [], []
@@ -170,6 +251,7 @@ def main() -> None:
         ratio(question, "TorchOpt's `MetaAdam`", faster)
     slower = f"{min(over_floor):.2f} to {max(over_floor):.2f} times its time"
     ratio(question, "plain functional SGD", slower)
+    compare_beside_the_arithmetic()
     compare_by_torch_func()  # last: it leaves an allocator that has memory to give
 
 

@@ -38,7 +38,7 @@ def is_functorch_tensor(tensor: Tensor) -> bool:
 
     Without the name the answer is always no: an attempt to send such a tensor fails with an error of torch's.
     """
-    is_wrapped = find("_C._functorch.is_functorch_wrapped_tensor")
+    is_wrapped = getattr(getattr(torch._C, "_functorch", None), "is_functorch_wrapped_tensor", None)
     return False if is_wrapped is None else bool(is_wrapped(tensor))
 
 

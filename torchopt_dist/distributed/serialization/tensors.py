@@ -47,18 +47,19 @@ def check_sendable(tensor: torch.Tensor, main_by_name: bool) -> None:
             "many gradients at a time, which is_grads_batched=True and vectorize=True of torch.autograd make, cannot "
             "be sent to another process: ask for one after another"
         )
-    shape = tuple(tensor.shape)
     if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
         sort = "meta" if tensor.is_meta else "quantized" if tensor.is_quantized else str(tensor.layout)
-        raise SerializationError(f"a {sort} tensor of shape {shape} cannot be sent: only dense tensors can")
+        raise SerializationError(
+            f"a {sort} tensor of shape {tuple(tensor.shape)} cannot be sent: only dense tensors can"
+        )
     if not _can_be_copied(tensor.dtype):
         raise SerializationError(
-            f"a tensor of shape {shape} and of {tensor.dtype} cannot be sent, since torch does not copy that dtype: "
-            f"send its bytes, `x.view(torch.uint8)`, and let the receiver call `view({tensor.dtype})`"
+            f"a tensor of shape {tuple(tensor.shape)} and of {tensor.dtype} cannot be sent, since torch does not copy "
+            f"that dtype: send its bytes, `x.view(torch.uint8)`, and let the receiver call `view({tensor.dtype})`"
         )
     if forward_mode_is_active() and forward_ad.unpack_dual(tensor).tangent is not None:
         raise SerializationError(
-            f"a tensor of shape {shape} has a forward-mode tangent, which a remote call would lose"
+            f"a tensor of shape {tuple(tensor.shape)} has a forward-mode tangent, which a remote call would lose"
         )
 
 

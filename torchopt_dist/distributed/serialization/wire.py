@@ -81,13 +81,13 @@ def to_wire(message: Message, *, direct: bool = False, whole_storages: bool = Tr
     open_buffers: dict[tuple[type, torch.dtype], tuple[int, list[torch.Tensor]]] = {}
     for tensor in message.tensors:
         flat = tensor.detach().resolve_conj().resolve_neg()
-        if not direct:
+        if not direct and not flat.is_cpu:
             flat = _on_cpu(flat)
         size = flat.numel() * flat.element_size()
         if size > SMALL or flat.is_cuda:
             places.append(Place(len(buffers), tuple(flat.shape), tensor.is_cuda))
             partial = whole_storages and flat.untyped_storage().nbytes() > size
-            buffers.append(flat.clone() if partial else flat)
+            buffers.append(_in_a_storage_of_its_own(flat) if partial else flat)
             shared.append(False)
             continue
         kind = type(flat), flat.dtype  # tensors of one buffer come back as one class
@@ -101,6 +101,16 @@ def to_wire(message: Message, *, direct: bool = False, whole_storages: bool = Tr
     for number, parts in open_buffers.values():
         buffers[number] = torch.cat(parts)
     return WireMessage(_content_of(message), buffers, places, shared)
+
+
+def _in_a_storage_of_its_own(tensor: torch.Tensor) -> torch.Tensor:
+    """A part of a storage as a whole one: on the same memory, or copied where it does not lie there in one piece."""
+    if type(tensor) is torch.Tensor and tensor.is_cpu and tensor.is_contiguous():
+        try:
+            return torch.from_dlpack(tensor)
+        except (BufferError, RuntimeError):  # of a dtype that has no name there
+            pass
+    return tensor.clone()
 
 
 def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
