@@ -9,14 +9,11 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import tempfile
 import time
 import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,9 +32,6 @@ _OF_LIBRARIES = (
 )
 """What is in the names of guards on the code of libraries, torchopt_dist's among them."""
 _log = logging.getLogger("torchopt_dist")
-
-LONGEST_WAIT = 600.0
-"""Seconds for which a worker waits for what another one on its host compiles; then it compiles itself."""
 
 
 class Program:
@@ -70,7 +64,7 @@ class Program:
         if not self._has_run:
             _tell(f"compiling {self._name}, which takes some 10 to 60 s at its first call")
         try:
-            with nullcontext() if self._has_run else _one_after_another(), tracing_gradients():
+            with tracing_gradients():
                 made = self._compiled(*arguments)
         except Exception as error:
             made = otherwise()
@@ -121,26 +115,6 @@ def _guards_of_user(constant: tuple[str, ...], guards: Sequence[Any]) -> list[bo
         not (guard.name.startswith(constant) or any(name in guard.name for name in _OF_LIBRARIES))
         for guard in guards
     ]
-
-
-@contextmanager
-def _one_after_another() -> Iterator[None]:
-    """A context that one worker of a host is in at a time: the others then find what it has compiled on disk."""
-    if os.environ.get("LOCAL_WORLD_SIZE", "1") == "1":
-        yield
-        return
-    from filelock import FileLock, Timeout  # which torch itself needs
-
-    name = f"torchopt_dist-{os.getuid()}-{os.environ.get('MASTER_PORT')}-compiles.lock"
-    lock = FileLock(Path(tempfile.gettempdir()) / name)
-    try:
-        lock.acquire(timeout=LONGEST_WAIT)
-    except (Timeout, OSError) as error:
-        _log.info("not waiting for other workers that compile: %s", error)
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _tell(text: str) -> None:
