@@ -207,26 +207,8 @@ def test_linear_layers_in_reverse_over_reverse_mode(settings, penalty):
     agree((found, expected))
 
 
-def test_sums_of_weights_gradients_are_made_by_the_products():
-    net = nn.Sequential(nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 20))
-    x, lr = torch.randn(4, 20), torch.tensor(0.1, requires_grad=True)
-    made = todist.inner_loop(
-        lambda net: net(x).square().mean(),
-        todist.adam(lr=lr),
-        net,
-        3,
-        adjoint=todist.Replayed(sweep="reverse"),
-    )
-    outer = sum(p.sum() for p in made.params.parameters())
-    with _Operations() as done:
-        torch.autograd.grad(outer, lr)
-    sums = ("aten::mm", "aten::mm.out", "aten::add.Tensor", "aten::add_.Tensor", "aten::addmm_")
-    # Each step has two for the second weight and one for the first, and no sum of theirs is a pass of its own.
-    assert [name for name in done.names if name in sums] == ["aten::addmm_"] * 9
-
-
 def test_a_step_whose_second_derivative_fails_midway_is_not_counted_twice():
-    """Where products of linear layers were found before the error, the step is recorded, from where it was."""
+    """Where a part of the gradients was found before the error, the step is recorded, from where it was."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)).double()
     x, lr = torch.randn(5, 4, dtype=D), torch.tensor(0.1, dtype=D, requires_grad=True)

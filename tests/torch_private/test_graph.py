@@ -61,14 +61,6 @@ def test_memory_counts_as_shared_where_its_holders_are_hidden(
     assert private.memory_is_shared(x.to_sparse())
 
 
-def test_saved_tensors_count_as_packed_where_hooks_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not private.saved_tensors_are_packed()
-    with torch.autograd.graph.save_on_cpu():
-        assert private.saved_tensors_are_packed()
-    monkeypatch.delattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
-    assert private.saved_tensors_are_packed()
-
-
 def test_forward_mode_counts_as_active_where_its_level_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not private.forward_mode_is_active()
     with forward_ad.dual_level():

@@ -30,7 +30,6 @@ from torchopt_dist._torch_private.graph import (
     is_batched_gradient,
     is_used_up,
     memory_is_shared,
-    saved_tensors_are_packed,
     tensor_version,
     tensors_entering,
 )
@@ -120,7 +119,6 @@ __all__ = [
     "outside_of_transforms",
     "parameters_of",
     "profiler_is_on",
-    "saved_tensors_are_packed",
     "sequence_numbers",
     "set_cpp_log_level",
     "set_default_rpc_timeout",

@@ -115,15 +115,6 @@ def _holders_of_a_new_one(holders: Callable[[int], int]) -> int:
     return holders(one.untyped_storage()._cdata)
 
 
-def saved_tensors_are_packed() -> bool:
-    """Whether ``saved_tensors_hooks`` see what a graph saves now, those of ``torch.utils.checkpoint`` for example.
-
-    Without the name the answer is always yes: linear layers of an inner loss have torch's own nodes.
-    """
-    hooks = find("_C._autograd._top_saved_tensors_default_hooks")
-    return hooks is None or hooks(True) is not None
-
-
 def forward_mode_is_active() -> bool:
     """Whether a level of forward-mode differentiation is open.
 

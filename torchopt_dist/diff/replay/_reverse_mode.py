@@ -11,7 +11,6 @@ from torch import Tensor
 from torchopt_dist._random_turns import Turn
 from torchopt_dist._vjp import pulled_back
 from torchopt_dist.diff.adjoints._loop import Carry, Loop
-from torchopt_dist.diff.replay._linear import LinearLayers
 from torchopt_dist.transform._recorded_gradients import recorded_gradients
 from torchopt_dist.typing import OptionalTensor
 
@@ -25,14 +24,9 @@ class Graph(NamedTuple):
     """What it is with respect to, one a moved parameter."""
     loss: Tensor
     grads: Sequence[OptionalTensor]
-    layers: LinearLayers
 
     def products(
-        self,
-        along: Sequence[OptionalTensor],
-        loss_bar: OptionalTensor,
-        declared: Sequence[Tensor],
-        totals: Sequence[OptionalTensor],
+        self, along: Sequence[OptionalTensor], loss_bar: OptionalTensor, declared: Sequence[Tensor]
     ) -> tuple[list[OptionalTensor], list[OptionalTensor]]:
         """The gradients of ``sum(along * grads) + loss_bar * loss``: of the inputs, and of what is declared.
 
@@ -40,32 +34,24 @@ class Graph(NamedTuple):
             along: one an input.
             loss_bar: 0-d.
             declared: what else there is to be a gradient for.
-            totals: tensors like the inputs, to which a part of their gradients is added, that is then not returned;
-                none has to be there.
         """
-        there = {id(x): total for x, total in zip(self.inputs, totals, strict=True) if total is not None}
-        with self.layers.added(there):
-            found = pulled_back([*self.grads, self.loss], [*along, loss_bar], [*self.inputs, *declared])
+        found = pulled_back([*self.grads, self.loss], [*along, loss_bar], [*self.inputs, *declared])
         return found[: len(self.inputs)], found[len(self.inputs) :]
 
 
-def graph_of(loop: Loop, carry: Carry, number: int, *, values: bool) -> Graph:
-    """Evaluate the loss of a step, and its gradient with a graph; without ``values`` its numbers may be others."""
+def graph_of(loop: Loop, carry: Carry, number: int) -> Graph:
+    """Evaluate the loss of a step, and its gradient with a graph."""
     places = loop.model.moved_places
     params = leaves_at(carry.params, places)
     inputs = [params[place] for place in places]
     tied = [params[place] for place in loop.model.first_places]
-    layers = LinearLayers(inputs)
     with torch.enable_grad(), Turn(exclusive=True):
-        with layers:
-            loss, _aux, _buffers = loop.evaluate(tied, carry.buffers, number)
+        loss, _aux, _buffers = loop.evaluate(tied, carry.buffers, number)
         loss = loss.reshape(loop.samples)
         grads: Sequence[OptionalTensor] = [None] * len(inputs)
         if loss.requires_grad:
-            layers.without_values = not values
             grads = recorded_gradients(loss.sum(), inputs)
-            layers.without_values = False
-        return Graph(inputs, loss, grads, layers)
+        return Graph(inputs, loss, grads)
 
 
 def leaf_like(tensor: Tensor) -> Tensor:

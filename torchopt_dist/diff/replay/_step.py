@@ -110,8 +110,7 @@ class StepGradient:
         carry = carry._replace(state=None)
         bars.params.clear()
         bars.state.clear()
-        totals = before.params if before.are_own else [None] * len(through)
-        along, mixed = self._products(carry, number, Direction(through, loss_bar, totals))
+        along, mixed = self._products(carry, number, Direction(through, loss_bar))
         sum_of = add_to if before.are_own else plus
         for place, more in enumerate(along):
             before.params[place], along[place] = sum_of(before.params[place], more), None

@@ -52,9 +52,6 @@ class Direction(NamedTuple):
     """One a moved parameter."""
     loss_bar: OptionalTensor
     """How many times the gradient itself is added, 0-d."""
-    totals: Sequence[OptionalTensor]
-    """Tensors like the moved parameters, to which a part of their gradients may be added, that is then not returned;
-    none has to be there."""
 
 
 class Sweep(ABC):
@@ -85,12 +82,12 @@ class Sweep(ABC):
 
 
 class ReverseOverReverse(Sweep):
-    """By the graph of the gradient, in which linear layers add gradients of weights to what is there."""
+    """By the graph of the gradient."""
 
     def gradient(self, carry: Carry, number: int) -> list[OptionalTensor]:
         """As :meth:`Sweep.gradient`, with the graph that the products need."""
         try:
-            self._graph = graph_of(self._loop, carry, number, values=True)
+            self._graph = graph_of(self._loop, carry, number)
         except CollectiveError:
             raise
         except Exception:  # it will come again, or is one of an operation without second derivative
@@ -105,9 +102,8 @@ class ReverseOverReverse(Sweep):
     def products(self, carry: Carry, number: int, direction: Direction) -> Products:
         """See :meth:`Sweep.products`."""
         graph, self._graph = self._graph, None
-        graph = graph or graph_of(self._loop, carry, number, values=False)
-        along, loss_bar, totals = direction
-        return graph.products(along, loss_bar, self._declared, totals)
+        graph = graph or graph_of(self._loop, carry, number)
+        return graph.products(*direction, self._declared)
 
 
 class ForwardOverReverse(Sweep):
