@@ -110,7 +110,7 @@ class Cluster:
         self.run("slurmctld")
         for name in self.nodes:
             self.run("slurmd", on=name)
-        wait_until(lambda: self._idle() == len(self.nodes), 60, self._logs)
+        wait_until(lambda: self.idle() == len(self.nodes), 60, self._logs)
 
     def _configure(self) -> None:
         for name in ("state", "spool"):
@@ -205,7 +205,8 @@ class Cluster:
         words = ["ip", "netns", "pids", self.namespaces[name]]
         return [int(pid) for pid in subprocess.run(words, capture_output=True, text=True).stdout.split()]
 
-    def _idle(self) -> int:
+    def idle(self) -> int:
+        """How many nodes have nothing to do."""
         return len(self.run("sinfo", "-h", "-N", "-t", "idle", "-o", "%N", check=False).split())
 
     def _logs(self) -> str:
