@@ -27,6 +27,7 @@ from torchopt_dist.diff.adjoints import (
     Truncated,
 )
 from torchopt_dist.diff.adjoints._declared import differentiable, tensors_of_meta, tensors_within
+from torchopt_dist.diff.adjoints._diagnosis import GradientNorms
 from torchopt_dist.diff.adjoints._loop import Batches, Carry, Loop, StopFn
 from torchopt_dist.diff.adjoints._model import model_of
 from torchopt_dist.diff.adjoints._stream import Stream
@@ -54,9 +55,40 @@ class InnerLoopResult(NamedTuple):
     aux: list[Any]
     """What else the loss returned, one for each step; ``None`` a step without ``has_aux``."""
 
+    @property
+    def gradient_norms(self) -> Tensor:
+        """The norm of the outer gradient of the parameters after each step, of shape (steps,), float64.
+
+        It is that of the last backward pass, and empty before one. It is not a number for a step through which no
+        gradient has passed, such as the first ones of :class:`~torchopt_dist.Truncated`. A loop without
+        ``diagnose=True`` has none, and raises ``ValueError``.
+        """
+        raise ValueError("`gradient_norms` are there after `inner_loop(..., diagnose=True)`")
+
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise ``TypeError``: who calls the result means the adapted module."""
         raise TypeError("`InnerLoopResult` is not callable: the adapted module is `result.params`")
+
+
+class _DiagnosedResult(InnerLoopResult):
+    """The result of :func:`inner_loop` with ``diagnose=True``."""
+
+    _norms: GradientNorms
+
+    @property
+    def gradient_norms(self) -> Tensor:
+        """See :attr:`InnerLoopResult.gradient_norms`."""
+        return self._norms.values()
+
+    @classmethod
+    def of(cls, result: InnerLoopResult, norms: GradientNorms) -> _DiagnosedResult:
+        """The result with norms."""
+        made = cls(*result)
+        made._norms = norms
+        return made
+
+    def _replace(self, **fields: Any) -> _DiagnosedResult:
+        return _DiagnosedResult.of(super()._replace(**fields), self._norms)
 
 
 def inner_loop(
@@ -74,6 +106,7 @@ def inner_loop(
     stop: StopFn | None = None,
     compile: bool = False,
     parallel: DataParallel | None = None,
+    diagnose: bool = False,
 ) -> InnerLoopResult:
     """Train for some steps, so that gradients flow through the training.
 
@@ -111,6 +144,10 @@ def inner_loop(
             as without. See the page on compiled loops for what that is, and for what a step must not do.
         parallel: :class:`~torchopt_dist.DataParallel`, where all ranks of a process group run this loop together, each
             with its part of each batch.
+        diagnose: find out where a meta-gradient vanishes or explodes: after a backward pass the result's
+            ``gradient_norms`` are the norms of the outer gradient of the parameters after each step, and a
+            ``RuntimeWarning`` says so where one is 10,000 times that after the last step, or not finite. It makes steps
+            slower, and sees nothing inside ``vmap``.
 
     Returns:
         The adapted parameters, the last state, the losses, and the other values that the loss returned.
@@ -149,6 +186,7 @@ def inner_loop(
             stop,
             compile,
             parallel,
+            diagnose,
         )
     return made
 
@@ -167,6 +205,7 @@ def _inner_loop(
     stop: Any,
     compile: Any,
     parallel: Any,
+    diagnose: Any,
 ) -> InnerLoopResult:
     if not callable(loss):
         raise TypeError(f"`loss` must be a function, got {type(loss).__name__}")
@@ -191,6 +230,15 @@ def _inner_loop(
         raise ValueError(
             "`compile` must be False with `parallel`: a step that sends messages is not compiled"
         )
+    if not isinstance(diagnose, bool):
+        raise TypeError(f"`diagnose` must be True or False, got {type(diagnose).__name__} {diagnose!r}")
+    if diagnose and compile:
+        raise ValueError(
+            "`diagnose` must be False with `compile`: a compiled step shows no gradients inside it"
+        )
+    norms = GradientNorms() if diagnose else None
+    if norms is not None:
+        optimizer, state = norms.watch(optimizer, state)
     given, count = _batches_and_steps(batches, steps, adjoint)
     model = model_of(params)
     first = model.tree(model.leaves)
@@ -227,7 +275,12 @@ def _inner_loop(
     # Where nothing is recorded, too, another loop can train the parameters on.
     carry = outcome.carry if recording else loop.cut(outcome.carry)
     adapted = loop.model.result(carry.params, carry.buffers, last=not (recording and adjoint.runs_again))
-    return InnerLoopResult(adapted, loop.state_for_caller(carry.state), losses, outcome.aux)
+    last_state = loop.state_for_caller(carry.state)
+    if norms is not None:
+        return _DiagnosedResult.of(
+            InnerLoopResult(adapted, last_state.inner_state, losses, outcome.aux), norms
+        )
+    return InnerLoopResult(adapted, last_state, losses, outcome.aux)
 
 
 def _all_in_one(losses: list[Tensor]) -> Tensor:

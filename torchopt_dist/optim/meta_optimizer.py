@@ -249,7 +249,7 @@ class MetaOptimizer:
                 ``steps=``), or a number of steps.
             adjoint: how the gradient is taken.
             meta: the tensors, trees and modules that the loss uses from outside.
-            options: ``has_aux``, ``seed``, ``steps``, ``stop``, ``compile`` and ``parallel`` of
+            options: ``has_aux``, ``seed``, ``steps``, ``stop``, ``compile``, ``parallel`` and ``diagnose`` of
                 :func:`torchopt_dist.inner_loop`.
 
         Returns:
