@@ -600,3 +600,45 @@ def test_few_copies_of_the_parameters_are_held_at_a_time():
     # step, and the gradients of these four; the first state, which is zero, takes no memory, and the gradients of the
     # last parameters are used up.
     assert peak(4) < 1 + 1 + 4 + 4 + 1.1
+
+
+class _Cache:
+    def __init__(self):
+        self.keys = None
+
+    def update(self, keys):
+        self.keys = keys if self.keys is None else torch.cat([self.keys, keys])
+        return self.keys
+
+
+class _WithCache(nn.Module):
+    """As a block of Hugging Face's: its second call finds twice as many keys as the mask is for."""
+
+    def __init__(self):
+        super().__init__()
+        self.key = nn.Linear(4, 4, dtype=D)
+
+    def forward(self, x, mask, cache):
+        keys = cache.update(self.key(x).detach())
+        return self.key(x) + torch.softmax(x @ keys.T + mask, -1) @ keys
+
+
+def test_a_cache_that_grows_is_told_with_the_block_and_the_remedy():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([_WithCache() for _ in range(2)])
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x, torch.zeros(3, 3, dtype=D), _Cache())
+            return x
+
+    net, x = Model(), torch.randn(3, 4, dtype=D)
+    with pytest.raises(RuntimeError, match="must match the size of tensor") as caught:
+        gradients_of(
+            todist.Replayed(blocks="auto"), lambda net: net(x).square().mean(), net, 2, list(net.parameters())
+        )
+    assert any(
+        "calls block 'layers." in note and "`use_cache=False`" in note for note in caught.value.__notes__
+    )

@@ -244,7 +244,15 @@ class BlockCall:
             with _outside():
                 given = [x.clone() if place in self.overwritten else x for place, x in enumerate(leaves)]
             args, kwargs = self._arguments(given, now)
-            made = pytree.flatten(self._forward(*args, **kwargs))[0]
+            try:
+                made = pytree.flatten(self._forward(*args, **kwargs))[0]
+            except Exception as error:
+                error.add_note(
+                    f"`blocks` calls block {self.name!r} again with the arguments that it had, and this call failed: a "
+                    "block must not change what it is given, such as a cache; call a model of Hugging Face with "
+                    "`use_cache=False`"
+                )
+                raise
             return [values_of(x).values if isinstance(x, Tensor) else x for x in made]
 
         with _in_place([*inside(held), *self._held_buffers]):
