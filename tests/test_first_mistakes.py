@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import torchopt_dist as todist
+from torchopt_dist.distributed.parallelize import CallKwargs
 
 NET = torch.nn.Linear(2, 1)
 MISTAKES: list[tuple[Callable[[], Any], str]] = [
@@ -140,3 +142,10 @@ def test_without_a_group_the_error_knows_both_launchers() -> None:
         todist.NotInitializedError, match=r"auto_init_rpc.*workers of `todist.launch`, give it `rpc=True`"
     ):
         todist.parallelize()(first)(torch.ones(2))
+
+
+@pytest.mark.parametrize("function", [todist.parallelize, todist.parallelize_async, todist.remote_sync_call])
+def test_help_lists_every_option(function: Callable[..., Any]) -> None:
+    text = inspect.getdoc(function) or ""
+    for option in ("partitioner", "reducer", "timeout", *CallKwargs.__annotations__):
+        assert f"\n    {option}: " in text, option

@@ -331,7 +331,7 @@ def parallelize(
     timeout: float | None = UNSET_TIMEOUT,
     **options: Unpack[CallKwargs],
 ) -> Callable[[Callable[P, Any]], Callable[P, Any]]:
-    """Decorate a function so that its calls run on the workers; the arguments are those of :func:`remote_sync_call`.
+    """Decorate a function so that its calls run on the workers.
 
     To a type checker the decorated function takes what the function takes and returns what the reducer returns.
 
@@ -352,6 +352,15 @@ def parallelize(
     return functools.partial(_decorate, "parallelize", remote_sync_call, settings)
 
 
+def _with_options(doc: str | None) -> str:
+    """A docstring whose ``Args`` are those of :func:`remote_sync_call` but for the function and its arguments."""
+    options = (
+        (remote_sync_call.__doc__ or "").partition("        partitioner:")[2].partition("\n\n    Returns:")[0]
+    )
+    return (doc or "").rstrip() + f"\n\n    Args:\n        partitioner:{options}\n    "
+
+
+parallelize.__doc__ = _with_options(parallelize.__doc__)
 parallelize_sync = parallelize
 
 
@@ -386,6 +395,9 @@ def parallelize_async(
     check_parentheses("todist.parallelize_async", partitioner)
     settings = _checked("parallelize_async", partitioner, reducer, timeout, options)
     return functools.partial(_decorate, "parallelize_async", remote_async_call, settings)
+
+
+parallelize_async.__doc__ = _with_options(parallelize_async.__doc__)
 
 
 def _decorate(
