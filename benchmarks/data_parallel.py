@@ -150,11 +150,11 @@ def measured(kind: str, steps: int, rounds: int) -> dict[str, Any]:
     together = dist.is_initialized()
     case = Case(kind, dist.get_rank() if together else 0, dist.get_world_size() if together else 1)
     found: dict[str, list[float]] = {}
-    before = held()
     made = case.adapted(steps, sharded=together)
-    history = held() - before
-    gradient = case.gradient(made)
-    del made
+    history = held()
+    del made  # the history, and the adapted parameters with both averages
+    history -= held() + 3 * case.bytes
+    gradient = case.gradient(case.adapted(steps, sharded=together))
     by_ddp = case.training() if together else ()
     if together:
         case.trained(steps, *by_ddp)  # its first steps make buckets

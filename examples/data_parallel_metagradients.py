@@ -118,7 +118,7 @@ def learn(args: argparse.Namespace) -> Curve:
             outer = adapted.params(clean).mean()
             (gradient,) = torch.autograd.grad(outer, weights)
         with torch.no_grad():
-            weights -= args.rate * gradient.sign()
+            weights -= args.rate / (1 + meta_step) * gradient.sign()
             weights.clamp_(0, 2)
         losses.append(todist.mean_over(outer.detach()).item())
     seconds = (time.perf_counter() - begin) / args.meta_steps
@@ -168,7 +168,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=500, help="of Adam (default: %(default)s)")
     parser.add_argument("--meta-steps", type=int, default=3, help="that move the weights")
     parser.add_argument("--sequences", type=int, default=256, help="to train on (default: %(default)s)")
-    parser.add_argument("--rate", type=float, default=0.25, help="by which a weight moves")
+    parser.add_argument("--rate", type=float, default=0.25, help="by which a weight moves first; less later")
     parser.add_argument(
         "--output", type=Path, default=Path("outputs/data_parallel_metagradients.png"), help="picture to draw"
     )

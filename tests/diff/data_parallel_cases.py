@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import warnings
@@ -74,7 +75,8 @@ class Problem:
     def gradients(self, adjoint: Any, optimizer: Any, **options: Any) -> Numbers:
         """Of the weights (in a list, one a rank), and of what all ranks have: decay, rate, first parameters."""
         torch.manual_seed(3 + self.rank)
-        parallel = todist.DataParallel(own=self.own) if dist.is_initialized() else None
+        parts = options.pop("parts", {})
+        parallel = todist.DataParallel(own=self.own, **parts) if dist.is_initialized() else None
         steps = options.pop("steps", STEPS)
         made = todist.inner_loop(
             options.pop("loss", self.loss),
@@ -130,8 +132,8 @@ CASES = [("adam", name) for name in ADJOINTS] + [
 ]
 
 
-def _second(problem: Problem, adjoint: Any) -> Numbers:
-    parallel = todist.DataParallel(own=problem.own) if dist.is_initialized() else None
+def _second(problem: Problem, adjoint: Any, **parts: Any) -> Numbers:
+    parallel = todist.DataParallel(own=problem.own, **parts) if dist.is_initialized() else None
     made = todist.inner_loop(
         problem.loss,
         todist.adam(lr=problem.lr, eps=1e-3),
@@ -201,6 +203,15 @@ def _one_unused(problem: Problem) -> Numbers:
     return problem.gradients(todist.Replayed, OPTIMIZERS["adam"], loss=without)
 
 
+def _parts(
+    rank: int, size: int, adjoint: str, optimizer: str, make: Any = network, **options: Any
+) -> Numbers:
+    parts = {"shard": "state"} if dist.is_initialized() else {}
+    return Problem(rank, size, make).gradients(
+        ADJOINTS[adjoint], OPTIMIZERS[optimizer], parts=parts, **options
+    )
+
+
 def _stop(number: int, loss: Tensor) -> bool:
     return number == 4
 
@@ -221,6 +232,16 @@ for _name in ("recorded", "sharded", "snapshots"):
 for _name in ("recorded", "replayed"):
     ASKED[f"second {_name}"] = lambda rank, size, a=_name: _second(Problem(rank, size), ADJOINTS[a])  # type: ignore[misc]
     ASKED[f"vmap {_name}"] = lambda rank, size, a=_name: _vmap(Problem(rank, size), ADJOINTS[a])  # type: ignore[misc]
+for _name in ("recorded", "reverse", "forward", "snapshots", "truncated", "first order", "reptile"):
+    ASKED[f"parts {_name} adam"] = lambda rank, size, a=_name: _parts(rank, size, a, "adam")  # type: ignore[misc]
+for _name in OPTIMIZERS:
+    if _name not in ("adam", "clipped"):
+        ASKED[f"parts replayed {_name}"] = lambda rank, size, o=_name: _parts(rank, size, "replayed", o)  # type: ignore[misc]
+for _name in ("recorded", "replayed"):
+    ASKED[f"parts tied {_name}"] = lambda rank, size, a=_name: _parts(rank, size, a, "adamw", Frozen)  # type: ignore[misc]
+ASKED["parts second"] = lambda rank, size: _second(
+    Problem(rank, size), ADJOINTS["replayed"], **({"shard": "state"} if dist.is_initialized() else {})
+)
 ASKED["long sharded"] = lambda rank, size: Problem(rank, size).gradients(
     ADJOINTS["sharded"], OPTIMIZERS["adam"], steps=60
 )
@@ -307,6 +328,15 @@ def messages() -> dict[str, str]:
             parallel=todist.DataParallel(own=rate),
         ),
         "compiled": lambda: run(compile=True),
+        "parts of a norm": lambda: todist.inner_loop(
+            lambda w: (w**2).sum(),
+            todist.chain(todist.clip_grad_norm(0.1), todist.sgd(lr=0.1)),
+            w,
+            2,
+            parallel=todist.DataParallel(shard="state"),
+        ),
+        "parts of products": lambda: run(parallel=todist.DataParallel(shard="state"), adjoint=todist.SAMA()),
+        "shard": lambda: todist.DataParallel(shard="all"),  # type: ignore[arg-type]
         "group": lambda: todist.DataParallel("gloo"),
         "type": lambda: run(parallel="gloo"),
         "wrapped": lambda: todist.inner_loop(
@@ -576,3 +606,36 @@ def is_stopped() -> str:
         os.kill(pids[1], signal.SIGCONT)
         return str(error)
     return "no error"
+
+
+def _held() -> int:
+    """Bytes of all tensors that there are."""
+    gc.collect()
+    tensors = [one for one in gc.get_objects() if isinstance(one, Tensor)]
+    return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values())
+
+
+def history() -> dict[str, int]:
+    """Bytes that loops keep for a backward pass, beside their results, on this rank."""
+    model = nn.Sequential(nn.Linear(60, 500), nn.Tanh(), nn.Linear(500, 1))
+    for parameter in model.parameters():
+        parameter.data.fill_(0.01)
+    x = torch.ones(4, 60)
+    scale = torch.ones((), requires_grad=True)
+    found = {}
+    for name, sharded, shard in (("whole", False, None), ("sharded", True, None), ("state", False, "state")):
+        made = todist.inner_loop(
+            lambda m: (m(x * scale) ** 2).mean(),
+            todist.adam(lr=0.01),
+            model,
+            16,
+            meta=scale,
+            adjoint=todist.Replayed(sharded=sharded),
+            parallel=todist.DataParallel(shard=shard),  # type: ignore[arg-type]
+        )
+        results = [*made.params.parameters(), *todist.pytree.flatten(made.state)[0]]
+        size = sum(one.numel() * one.element_size() for one in results if isinstance(one, Tensor))
+        before = _held()
+        del made, results
+        found[name] = before - _held() - size
+    return found

@@ -70,6 +70,9 @@ MESSAGES = {
     "meta": "the replicated meta tensors must be the same on all ranks with `parallel`",
     "not in meta": "`own` of DataParallel must be of tensors that `meta` lists",
     "in the optimizer": "`own` of DataParallel must not have tensors that the optimizer uses",
+    "parts of a norm": "`shard` of DataParallel must be None with an optimizer that combines the elements",
+    "parts of products": "an adjoint that takes products of all parameters, got todist.SAMA",
+    "shard": "`shard` must be 'state' or None, got 'all'",
     "compiled": "`compile` must be False with `parallel`",
     "group": "TypeError: `group` must be a process group, a DeviceMesh or None, got str",
     "type": "TypeError: `parallel` must be a todist.DataParallel, got str",
@@ -146,6 +149,14 @@ def test_mean_over_and_vary_over_have_every_derivative() -> None:
         for name in ("second", "mixed"):
             close(found[name], hessian_of_ones.tolist())
         close(found["mapped"], torch.stack([gradient, 32 * gradient]).tolist())
+
+
+def test_each_rank_keeps_its_part_of_the_history() -> None:
+    made = todist.launch(cases.history, nproc_per_host=4, backend="gloo")
+    for rank in range(4):
+        found = made.rank(rank)
+        for name in ("sharded", "state"):
+            assert 0.24 < found[name] / found["whole"] < 0.3
 
 
 @pytest.mark.parametrize("when", ["forward", "backward"])

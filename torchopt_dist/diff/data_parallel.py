@@ -17,12 +17,15 @@ from torch import Tensor
 
 from torchopt_dist import pytree
 from torchopt_dist._torch_private import transforms_are_active
-from torchopt_dist.diff.adjoints import Adjoint
+from torchopt_dist.diff.adjoints import Adjoint, FirstOrder, Recorded, Replayed, Reptile, Truncated
 from torchopt_dist.diff.adjoints._declared import tensors_of_meta, tensors_within
 from torchopt_dist.diff.adjoints._loop import Loop, Outcome
+from torchopt_dist.diff.adjoints._model import Model
 from torchopt_dist.diff.adjoints._rank_group import RankGroup
 from torchopt_dist.diff.adjoints._ranks import Ranks, local, mean, owned
+from torchopt_dist.diff.adjoints._shards import ShardedModel, check_elementwise
 from torchopt_dist.errors import CollectiveError
+from torchopt_dist.transform.base import GradientTransformation
 
 __all__ = ["DataParallel", "mean_over", "run_together", "sum_over", "vary_over"]
 
@@ -51,12 +54,19 @@ class DataParallel:
         own: a tree of those tensors of ``meta`` that are this rank's alone, such as weights of its own examples: their
             gradients are not averaged. Those of batches always are this rank's alone. All others are replicated, and
             their gradients are the same on all ranks.
+        shard: ``"state"``: each rank has a part of the optimizer's state, of the history, and of what a backward pass
+            keeps, and the parameters are whole on it only while a loss is evaluated. The result's state is a part, too.
+            The optimizer must move each element by itself, and the adjoint be :class:`~torchopt_dist.Recorded`,
+            :class:`~torchopt_dist.Replayed` without ``blocks``, :class:`~torchopt_dist.Truncated`,
+            :class:`~torchopt_dist.FirstOrder` or :class:`~torchopt_dist.Reptile`.
 
     Raises:
         TypeError: ``group`` is neither of these.
         RuntimeError: there is no process group.
-        ValueError: the mesh has more than one dimension; or, from ``inner_loop``: the ranks have different parameters,
-            meta tensors, steps or optimizers; ``own`` has a tensor that is not in ``meta``, or that the optimizer uses.
+        ValueError: the mesh has more than one dimension; ``shard`` is neither of these; or, from ``inner_loop``: the
+            ranks have different parameters, meta tensors, steps or optimizers; ``own`` has a tensor that is not in
+            ``meta``, or that the optimizer uses; with ``shard``, the optimizer or the adjoint is another one, or
+            ``meta`` has a tensor of the optimizer.
         CollectiveError: from ``inner_loop`` and from the backward pass: a rank has died, was stopped, or has raised an
             error, whose text is in the message.
 
@@ -68,14 +78,37 @@ class DataParallel:
 
     group: Any = None
     own: Any = ()
+    shard: Literal["state"] | None = None
 
     def __post_init__(self) -> None:
         _check_group(self.group)
+        if self.shard not in (None, "state"):
+            raise ValueError(f"`shard` must be 'state' or None, got {self.shard!r}")
 
     @property
     def ranks(self) -> RankGroup:
         """The group in which its loops run; all ranks have to ask for it."""
         return _group_of(self.group)
+
+    def parted(self, model: Model, optimizer: GradientTransformation, adjoint: Adjoint) -> Model:
+        """The model of the loop, in parts where it is to be."""
+        if self.shard is None:
+            return model
+        if transforms_are_active():
+            raise ValueError("`shard` of DataParallel must be None inside of torch.func's transforms")
+        if not isinstance(adjoint, (Recorded, Replayed, Truncated, FirstOrder, Reptile)):
+            raise ValueError(
+                "`shard` of DataParallel must be None with an adjoint that takes products of all parameters, got "
+                f"todist.{type(adjoint).__name__}"
+            )
+        if isinstance(adjoint, Replayed) and (adjoint.sharded or adjoint.blocks is not None):
+            raise ValueError(
+                "`shard` of DataParallel must be None with `blocks` or `sharded` of todist.Replayed: with `shard` all "
+                "that it keeps is in parts already"
+            )
+        check_elementwise(optimizer, model)
+        moved = tuple(model.leaves[place] for place in model.moved_places)
+        return ShardedModel(model, Ranks(self.ranks, moved=moved))
 
     def spread(self, loop: Loop, adjoint: Adjoint, meta: Any) -> Loop:
         """The loop as each rank runs it."""
@@ -92,13 +125,18 @@ class DataParallel:
                 "`own` of DataParallel must not have tensors that the optimizer uses: it would move the parameters "
                 "differently on each rank"
             )
+        if self.shard is not None and in_optimizer & listed:
+            raise ValueError(
+                "`meta` must not list tensors of the optimizer with `shard` of DataParallel: they are found there, and "
+                "a loss may not use them as well"
+            )
         places = frozenset(
             place
             for place, tensor in enumerate(loop.declared)
             if id(tensor) in own or id(tensor) not in listed | in_optimizer
         )
         moved = tuple(loop.first.params[place] for place in loop.model.moved_places)
-        ranks = Ranks(self.ranks, places, moved)
+        ranks = Ranks(self.ranks, places, moved, shards=self.shard is not None)
         seed = _agreed(ranks, loop, adjoint)
         return replace(loop, ranks=ranks, seed=(seed + ranks.rank * 0xD1342543DE82EF95) % 2**63)
 
@@ -108,9 +146,17 @@ def run_together(loop: Loop, adjoint: Adjoint) -> Outcome:
     ranks = loop.ranks
     assert ranks is not None
     inside = list(loop.declared)
-    replicated = [place for place in range(len(inside)) if place not in ranks.own]
-    for places, function in ((replicated, local), (sorted(ranks.own), owned)):
-        made = function(ranks, [inside[place] for place in places])
+    in_optimizer = {id(tensor) for tensor in tensors_within(loop.optimizer)}
+    # With parts of parameters, each rank has a part of what a tensor of the optimizer does.
+    parts = [place for place, one in enumerate(inside) if ranks.shards and id(one) in in_optimizer]
+    replicated = [place for place in range(len(inside)) if place not in ranks.own and place not in parts]
+    summed = Ranks(ranks.group, sums=True)
+    for places, function, among in (
+        (replicated, local, ranks),
+        (parts, local, summed),
+        (sorted(ranks.own), owned, ranks),
+    ):
+        made = function(among, [inside[place] for place in places])
         for place, tensor in zip(places, made, strict=True):
             inside[place] = tensor
     with loop.instead_of_declared(inside):
@@ -120,6 +166,8 @@ def run_together(loop: Loop, adjoint: Adjoint) -> Outcome:
     leaves, spec = pytree.flatten(outcome.carry.state)
     of_state = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
     losses = list(outcome.losses)
+    if ranks.shards:  # which are gathered for the result
+        return outcome._replace(losses=local(ranks, losses))
     made = local(
         ranks, [*(params[place] for place in places), *(leaves[place] for place in of_state), *losses]
     )
@@ -267,10 +315,13 @@ def _agreed(ranks: Ranks, loop: Loop, adjoint: Adjoint) -> int:
         "the shapes of parameters": [(tuple(one.shape), str(one.dtype)) for one in ranks.moved],
         "the shapes of replicated meta tensors": [(tuple(one.shape), str(one.dtype)) for one in replicated],
         "the numbers of own meta tensors": len(ranks.own),
+        "whether parameters are in parts": ranks.shards,
         "whether there is a `stop`": loop.stop is not None,
         "whether gradients are recorded": torch.is_grad_enabled(),
     }
-    sums = {"parameters": _sums(ranks.moved), "replicated meta tensors": _sums(replicated)}
+    model = loop.model.whole if isinstance(loop.model, ShardedModel) else loop.model
+    whole = [model.leaves[place] for place in model.moved_places]
+    sums = {"parameters": _sums(whole), "replicated meta tensors": _sums(replicated)}
     others = ranks.group.exchanged((facts, sums, loop.seed))
     error = _difference(others)
     if error is not None:

@@ -241,6 +241,8 @@ def _inner_loop(
         optimizer, state = norms.watch(optimizer, state)
     given, count = _batches_and_steps(batches, steps, adjoint)
     model = model_of(params)
+    if parallel is not None:
+        model = parallel.parted(model, optimizer, adjoint)
     first = model.tree(model.leaves)
     begin = Carry(model.leaves, optimizer.init(first) if state is None else state, model.buffers)
     loop = Loop(

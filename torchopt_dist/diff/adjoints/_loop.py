@@ -261,7 +261,7 @@ class Loop:
                 leaves[place] = leaf = leaf.view_as(leaf) if record else leaf.detach().requires_grad_()
                 wanted.append(leaf)
             if record:
-                if self.ranks is not None:
+                if self.ranks is not None and not self.ranks.shards:
                     spread = local(self.ranks, wanted, are_params=True)
                     for place, leaf in zip(self.model.moved_places, spread, strict=True):
                         leaves[place] = leaf

@@ -66,6 +66,13 @@ class RankGroup:
         """Fill vectors of the same size with those of all ranks."""
         self._done(lambda group: dist.all_gather(whole, part, group=group, async_op=True))
 
+    def reduce_scatter(self, part: Tensor, rows: Tensor) -> None:
+        """Fill a vector with the sum of this rank's row of all ranks."""
+        scatter = (
+            getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        )  # before torch 2.13
+        self._done(lambda group: scatter(part, rows, group=group, async_op=True))
+
     def exchanged(self, value: Any) -> list[Any]:
         """One value of each rank, on all of them."""
         device = "cpu" if self._is_on_cpu else torch.device("cuda", torch.cuda.current_device())

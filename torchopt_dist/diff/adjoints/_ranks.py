@@ -33,6 +33,8 @@ class Ranks:
     """The first moved parameters."""
     sums: bool = False
     """Whether sums take the places of means."""
+    shards: bool = False
+    """Whether the moved parameters are parts, whose gradients are means as they come."""
     used: list[bool] | None = field(default=None, init=False)
     """Whether a moved parameter gets a gradient on any rank; the first gradient says so."""
 
@@ -63,9 +65,13 @@ class Ranks:
         Raises:
             ValueError: a parameter has a gradient that it had on no rank in the first step.
         """
+        if self.shards:
+            return list(grads), self.reduced([loss])[0]
         filled = self.filled(grads)
         *means, total = self.reduced([*(grad for grad in filled if grad is not None), loss])
-        return self._at(filled, means), total
+        return self._at(
+            filled, means
+        ), total.clone()  # which is kept, and must not keep the gradients' memory
 
     def filled(self, grads: Sequence[OptionalTensor], shapes: Sequence[Any] = ()) -> list[OptionalTensor]:
         """Gradients of the moved parameters, with zeros for those that only other ranks have.
@@ -103,6 +109,8 @@ class Ranks:
 
     def mean_of_products(self, bars: Sequence[OptionalTensor]) -> list[OptionalTensor]:
         """The mean of gradients of the moved parameters; what no loss uses is the same on all ranks, and stays."""
+        if self.shards:
+            return list(bars)
         assert self.used is not None
         of_losses = [bar if used else None for bar, used in zip(bars, self.used, strict=True)]
         filled = self.filled(of_losses)

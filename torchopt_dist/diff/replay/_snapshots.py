@@ -36,6 +36,11 @@ class Store:
         """Whether what is kept has its own memory."""
         return self._where is not None or self._ranks is not None
 
+    @property
+    def parts(self) -> bool:
+        """Whether other ranks keep a part."""
+        return self._ranks is not None
+
     def keep(self, value: T) -> Callable[[], T]:
         """Keep a tree of tensors; the function returned gives it back, as often as it is called."""
         give: Callable[[], T] = (
@@ -59,9 +64,8 @@ class Store:
         parts = self._kept([ranks.part(flat) for flat in flats])
         names = [id(leaf) for leaf in leaves]
         found = {name for of in alike for name in of}
-        # An optimizer may count its steps in place.
         rest = [
-            None if name in found else leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+            None if name in found else _as_it_is_now(leaf) if isinstance(leaf, Tensor) else leaf
             for name, leaf in zip(names, leaves, strict=True)
         ]
 
@@ -96,8 +100,20 @@ class Store:
 
 def _is_worth_parting(tensor: Tensor) -> bool:
     """Whether a tensor has numbers of its own, and more than one; not one that is repeated."""
-    is_repeated = tensor.ndim > 0 and not any(tensor.stride())
-    return (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() > 1 and not is_repeated
+    return (
+        (tensor.is_floating_point() or tensor.is_complex())
+        and tensor.numel() > 1
+        and not _is_repeated(tensor)
+    )
+
+
+def _is_repeated(tensor: Tensor) -> bool:
+    return tensor.ndim > 0 and not any(tensor.stride())
+
+
+def _as_it_is_now(tensor: Tensor) -> Tensor:
+    """The same numbers: an optimizer may count its steps in place, but writes to nothing that is repeated."""
+    return tensor.detach() if _is_repeated(tensor) else tensor.detach().clone()
 
 
 class _File:

@@ -85,7 +85,7 @@ class Tape:
             self.declared = [leaf_like(tensor) for tensor in self.loop.others or self.declared]
             self.loop = replace(self.loop, others=tuple(self.declared))
         self.places = state_places(self.loop)
-        if isinstance(self.loop, BlockwiseLoop):  # where memory is worth most
+        if isinstance(self.loop, BlockwiseLoop) or self.store.parts:  # where memory is worth most
             first = self.loop.first
             self.loop = replace(self.loop, first=first._replace(state=expanded(first.state)))
         self._gradient = StepGradient(self.loop, self.places, self.declared, self.sweep)
