@@ -19,7 +19,6 @@ PACKAGE = ROOT / "torchopt_dist"
 
 GROUND = {
     "_code_pickler",
-    "_collector",
     "_deep_graphs",
     "_evaluation",
     "_formulas",

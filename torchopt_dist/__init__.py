@@ -4,7 +4,6 @@ Every public name is here: ``import torchopt_dist as todist``.
 """
 
 from torchopt_dist import (
-    _collector,
     data,
     diff,
     linalg,
@@ -178,8 +177,6 @@ from torchopt_dist.transform import (
 )
 
 __version__ = "0.1.0"
-
-_collector.resume()
 
 launch_worker.connect_rpc = auto_init_rpc  # what `Launcher(rpc=True)` does
 
