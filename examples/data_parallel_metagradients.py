@@ -5,12 +5,12 @@
 A small transformer is trained by 500 steps of Adam to continue sequences. In half of the training sequences the tokens
 are random. The loss on other, clean sequences after the training is a differentiable function of a weight for each
 training sequence; its gradient goes back through all steps, and each weight moves by the sign of its gradient
-(Engstrom et al. 2025, https://arxiv.org/abs/2503.13751). After a few meta-steps random sequences weigh less.
+(Engstrom et al. 2025, https://arxiv.org/abs/2503.13751). Each meta-step lowers the loss on clean sequences.
 
 There is one training, not one a task, so its batches are split: each rank has its part of the sequences, and their
 weights are its own. ``parallel=todist.DataParallel(own=weights)`` makes one loop of it, and ``Replayed(sharded=True)``
 has each rank keep its part of the history. The training is repeated on one, two and four ranks of this machine: the
-curves are the same, and the memory of the history falls with the number of ranks.
+curves are the same, and each of four ranks needs about a quarter of the memory, most of which is the history.
 """
 
 from __future__ import annotations

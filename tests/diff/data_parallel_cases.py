@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchopt_dist as todist
+from torchopt_dist.diff.adjoints._rank_group import RankGroup
 
 EXAMPLES, INPUTS, BATCH, STEPS = 24, 5, 12, 8
 Numbers = list[Any]
@@ -615,27 +616,54 @@ def _held() -> int:
     return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values())
 
 
-def history() -> dict[str, int]:
-    """Bytes that loops keep for a backward pass, beside their results, on this rank."""
+def _count(name: str, times: float, sent: list[float]) -> None:
+    """Count what calls of a method of the ranks' group send from now on."""
+    method = getattr(RankGroup, name)
+
+    def counted(group: Any, first: Any, *rest: Any) -> Any:
+        tensors = first if isinstance(first, list) else [first]
+        sent[0] += times * sum(one.numel() * one.element_size() for one in tensors)
+        return method(group, first, *rest)
+
+    setattr(RankGroup, name, counted)
+
+
+def history() -> dict[str, tuple[int, float, float]]:
+    """Bytes that a rank keeps of a loop beside its result; of the parameters', those that it sends a step."""
     model = nn.Sequential(nn.Linear(60, 500), nn.Tanh(), nn.Linear(500, 1))
     for parameter in model.parameters():
         parameter.data.fill_(0.01)
+    of_parameters = sum(one.numel() * one.element_size() for one in model.parameters())
     x = torch.ones(4, 60)
     scale = torch.ones((), requires_grad=True)
+    sent, size = [0.0], dist.get_world_size()
+    share = (size - 1) / size  # of a ring
+    for name, times in (("all_reduce", 2 * share), ("all_gather", share), ("reduce_scatter", size * share)):
+        _count(name, times, sent)
     found = {}
     for name, sharded, shard in (("whole", False, None), ("sharded", True, None), ("state", False, "state")):
-        made = todist.inner_loop(
-            lambda m: (m(x * scale) ** 2).mean(),
-            todist.adam(lr=0.01),
-            model,
-            16,
-            meta=scale,
-            adjoint=todist.Replayed(sharded=sharded),
-            parallel=todist.DataParallel(shard=shard),  # type: ignore[arg-type]
-        )
+
+        def adapted(sharded: bool = sharded, shard: Any = shard) -> Any:
+            return todist.inner_loop(
+                lambda m: (m(x * scale) ** 2).mean(),
+                todist.adam(lr=0.01),
+                model,
+                16,
+                meta=scale,
+                adjoint=todist.Replayed(sharded=sharded),
+                parallel=todist.DataParallel(shard=shard),
+            )
+
+        begin = sent[0]
+        made = adapted()
+        forward = sent[0]
+        torch.autograd.grad((made.params(x) ** 2).mean(), scale)
+        backward = sent[0]
+        made = adapted()
         results = [*made.params.parameters(), *todist.pytree.flatten(made.state)[0]]
         size = sum(one.numel() * one.element_size() for one in results if isinstance(one, Tensor))
         before = _held()
         del made, results
-        found[name] = before - _held() - size
+        steps = 16 * of_parameters
+        found[name] = (before - _held() - size, (forward - begin) / steps, (backward - forward) / steps)
     return found

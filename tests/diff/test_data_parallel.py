@@ -151,12 +151,20 @@ def test_mean_over_and_vary_over_have_every_derivative() -> None:
         close(found["mapped"], torch.stack([gradient, 32 * gradient]).tolist())
 
 
-def test_each_rank_keeps_its_part_of_the_history() -> None:
+def test_each_rank_keeps_its_part_of_the_history_and_sends_what_the_closed_form_says() -> None:
     made = todist.launch(cases.history, nproc_per_host=4, backend="gloo")
+    share, steps = 3 / 4, 16
+    closed = {
+        "whole": 2 * share * (steps + 1) / steps,
+        "sharded": share * (3 + 3 / steps**0.5),
+        "state": 4 * share,
+    }
     for rank in range(4):
         found = made.rank(rank)
-        for name in ("sharded", "state"):
-            assert 0.24 < found[name] / found["whole"] < 0.3
+        for name, (kept, forward, backward) in found.items():
+            assert kept / found["whole"][0] == pytest.approx(1 if name == "whole" else 1 / 4, rel=0.1)
+            assert forward == pytest.approx(2 * share, rel=0.04)
+            assert backward == pytest.approx(closed[name], rel=0.04)
 
 
 @pytest.mark.parametrize("when", ["forward", "backward"])

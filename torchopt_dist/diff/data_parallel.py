@@ -168,9 +168,8 @@ def run_together(loop: Loop, adjoint: Adjoint) -> Outcome:
     losses = list(outcome.losses)
     if ranks.shards:  # which are gathered for the result
         return outcome._replace(losses=local(ranks, losses))
-    made = local(
-        ranks, [*(params[place] for place in places), *(leaves[place] for place in of_state), *losses]
-    )
+    outputs = [*(params[place] for place in places), *(leaves[place] for place in of_state), *losses]
+    made = local(Ranks(ranks.group, moved=outputs, asks_again=True), outputs, are_params=True)
     for place, tensor in zip(places, made, strict=False):
         params[place] = tensor
     for place, tensor in zip(of_state, made[len(places) :], strict=False):

@@ -9,7 +9,7 @@ unchanged. JAX calls them ``pvary`` and ``pmean`` (JEP 17111). Both have derivat
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -35,6 +35,8 @@ class Ranks:
     """Whether sums take the places of means."""
     shards: bool = False
     """Whether the moved parameters are parts, whose gradients are means as they come."""
+    asks_again: bool = False
+    """Whether each backward pass asks anew which of the tensors have a gradient."""
     used: list[bool] | None = field(default=None, init=False)
     """Whether a moved parameter gets a gradient on any rank; the first gradient says so."""
 
@@ -100,10 +102,14 @@ class Ranks:
                 "`loss` must use the same parameters in every step with `parallel`: parameter "
                 f"{late[0]} of those that are moved had no gradient on any rank in the first step, and has one now"
             )
-        like = next((grad for grad in grads if grad is not None), self.moved[0])
         sizes: Sequence[Any] = shapes or self._shapes
+
+        def zeros(place: int) -> Tensor:
+            like = self.moved[place]
+            return torch.zeros(sizes[place], dtype=like.dtype, device=like.device)
+
         return [
-            like.new_zeros(sizes[place]) if grad is None and used else grad
+            zeros(place) if grad is None and used else grad
             for place, (grad, used) in enumerate(zip(grads, self.used, strict=True))
         ]
 
@@ -188,8 +194,9 @@ class _Local(torch.autograd.Function):
     def backward(ctx: Any, *bars: OptionalTensor) -> tuple[Any, ...]:
         if all(bar is None for bar in bars):
             return None, None, *bars
-        filled = ctx.ranks.filled(bars, ctx.shapes) if ctx.are_params else bars
-        found = iter(_Mean.apply(ctx.ranks, *(bar for bar in filled if bar is not None)))
+        ranks = replace(ctx.ranks) if ctx.ranks.asks_again else ctx.ranks
+        filled = ranks.filled(bars, ctx.shapes) if ctx.are_params else bars
+        found = iter(_Mean.apply(ranks, *(bar for bar in filled if bar is not None)))
         return None, None, *(None if bar is None else next(found) for bar in filled)
 
     @staticmethod

@@ -149,7 +149,7 @@ def _whole(
     ranks.group.all_gather(list(rows.unbind()), own)
     pieces = rows.split([len(parts[place]) for place in places], 1)
     return [
-        piece.reshape(-1)[: shapes[place].numel()].view(shapes[place])
+        piece.contiguous().view(-1)[: shapes[place].numel()].view(shapes[place])
         for place, piece in zip(places, pieces, strict=True)
     ]
 

@@ -54,7 +54,9 @@ class Replayed(Adjoint):
             where the loss's intermediate results take less than twice the memory of parameters and state, or less than
             16 MiB.
         sharded: with ``inner_loop(..., parallel=...)``: each rank keeps its part of snapshots and inner gradients, and
-            gathers them when they are needed; ``memory`` is that of one rank.
+            gathers them when they are needed; ``memory`` is that of one rank. Without ``memory`` and ``snapshots`` each
+            is gathered once, and a stretch of the square root of all steps is held whole on the way back; otherwise
+            all are held in parts, and gathered each time.
         check: evaluate the first step twice, and raise an error unless loss and gradient are the same.
 
     Raises:
@@ -140,7 +142,8 @@ class Replayed(Adjoint):
 
     def _replayed(self, loop: Loop) -> Outcome:
         store = Store(self.store, loop.ranks if self.sharded else None)
-        return connected(Tape(loop, self._plan(loop), store, self.sweep, self.check))
+        gathers_once = store.parts and self.memory is None and self.snapshots in (None, "all")
+        return connected(Tape(loop, self._plan(loop), store, gathers_once, self.sweep, self.check))
 
     def _plan(self, loop: Loop) -> Plan:
         """What there is room for."""

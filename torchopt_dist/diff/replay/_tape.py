@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,6 +34,8 @@ from torchopt_dist.diff.replay._twice import Trail, back_through_pull
 from torchopt_dist.typing import OptionalTensor
 
 __all__ = ["Kept", "Tape"]
+
+T = TypeVar("T")
 
 
 class Gradient(NamedTuple):
@@ -69,6 +72,8 @@ class Tape:
     loop: Loop
     plan: Plan
     store: Store
+    gathers_once: bool
+    """Whether what other ranks keep a part of is held whole from its first use to its last one on the way back."""
     sweep: SweepMode | None
     """In which mode an inner gradient is differentiated; ``None`` chooses."""
     check: bool
@@ -242,6 +247,7 @@ class Tape:
     def _start_of(self, number: int, way: WayBack, kept: Kept) -> Carry:
         """Come to the start of a step."""
         carry, is_own = Carry([], None, []), False  # its own is what a step may overwrite
+        store = self.store.whole if self.gathers_once else self.store
         actions = way.to(number)
         with kept_generators():
             for place, (do, at) in enumerate(actions, start=1):
@@ -249,14 +255,16 @@ class Tape:
                     del kept.starts[at]
                 elif do == "load":
                     carry, is_own = kept.start(at), False
+                    if self.gathers_once:
+                        kept.starts[at] = partial(_the_same, carry)
                 elif do == "keep":
-                    kept.starts[at] = self.store.keep(carry)
-                    is_own = self.store.copies
+                    kept.starts[at] = store.keep(carry)
+                    is_own = store.copies
                 elif is_own:
                     carry = self.loop.trained(carry, self._evaluation(do, at, carry, kept))
                 else:
                     after = self.loop.moved(carry, self._evaluation(do, at, carry, kept), record=False)
-                    is_own = place < len(actions) and (self.store.copies or actions[place].do != "keep")
+                    is_own = place < len(actions) and (store.copies or actions[place].do != "keep")
                     # What the step has left alone is still that of the start that is kept.
                     carry = self.loop.apart(after, carry) if is_own else after
                     del after
@@ -266,7 +274,10 @@ class Tape:
         """The gradient of a step, which is kept, or of the step run again."""
         if do == "run":
             return self.loop.gradient(carry, number, record=False)
-        grads, buffers = kept.gradients[number]()
+        gradient = kept.gradients[number]()
+        if self.gathers_once:
+            kept.gradients[number] = partial(_the_same, gradient)
+        grads, buffers = gradient
         return Evaluation(carry.params[0], None, grads, buffers)
 
     def record(
@@ -308,6 +319,10 @@ class Tape:
         by_id = dict(zip(names, found, strict=False))
         more = [] if cots is None else [of_bars.get(place) for place in range(len(bars))]
         return [*(by_id.pop(id(tensor), None) for tensor in inputs), *more]
+
+
+def _the_same(value: T) -> T:
+    return value
 
 
 def _own(tensor: Tensor) -> Tensor:
