@@ -15,6 +15,7 @@ PROGRAMS ?= 2000
 LOSSES ?= 50
 ONLY ?=
 EXAMPLES ?=
+ENGINES ?= ray dask monarch
 TORCHES ?= 2.11.0 2.13.0 newest
 
 VENV := .venv
@@ -35,7 +36,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick portable fuzz losses examples lint types docs pictures gallery bench wheel clean
+.PHONY: help demo test quick portable fuzz losses engines examples lint types docs pictures gallery bench wheel clean
 
 help: ## show these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -90,6 +91,10 @@ pictures: $(STAMP) ## draw README's pictures in docs/images anew
 gallery: $(STAMP) ## run every example on one worker and on two, for the documentation's pictures; then that: EXAMPLES="lola adjoints"
 	$(BIN)/python docs/pages.py $(EXAMPLES)
 	$(MAKE) docs
+
+engines: $(STAMP) ## install Ray, Dask and Monarch, each beside this torch, and run the programs of docs/launchers.md: ENGINES="ray dask"
+	@for one in $(ENGINES); do test -x build/engines/$$one/bin/python || $(BIN)/python -m tests.packaging.engine $$one || exit 1; done
+	$(BIN)/python -m pytest tests/launch/test_engines.py $(ARGS)
 
 bench: $(STAMP) ## write the tables of docs/benchmarks.md and docs/faults.md, on a quiet machine: ONLY="call_overhead launch"
 	$(BIN)/python benchmarks $(ONLY)

@@ -1,9 +1,10 @@
-"""`main` on workers of a Dask cluster → the values of the ranks, or the first error; all start again after one."""
+"""`main` on workers of a Dask cluster → the values of the ranks, or the first error."""
 
+import contextlib
 import os
 import socket
 
-from dask.distributed import Client, LocalCluster
+from dask.distributed import Client, LocalCluster, wait
 from train import main
 
 import torchopt_dist as todist
@@ -15,8 +16,8 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def run(func, rank, size, place, restarts):
-    os.environ.update(todist.world_variables(rank, size, **place, restarts=restarts))
+def run(func, rank, size, place):
+    os.environ.update(todist.world_variables(rank, size, **place))
     return func()
 
 
@@ -24,21 +25,33 @@ def is_echo(error):
     return isinstance(error, (todist.PeerFailedError, todist.WorkerLostError))
 
 
-def launch(client, func, size, max_restarts=0):
+def errors_of(calls):
+    """The errors of the calls, as soon as there is one; a worker that has ended gives no answer."""
+    left = calls
+    while left and not any(call.status == "error" for call in calls):
+        left = list(wait(left, return_when="FIRST_COMPLETED").not_done)
+    if left:
+        with contextlib.suppress(TimeoutError):
+            wait(left, timeout=2)
+    return [call.exception() for call in calls if call.status == "error"]
+
+
+def launch(client, func, size):
     workers = list(client.scheduler_info(n_workers=-1)["workers"])[:size]
-    for restarts in range(max_restarts + 1):
-        port = client.submit(free_port, workers=workers[:1], pure=False).result()
-        place = {"address": workers[0].partition("//")[2].rpartition(":")[0], "port": port}
-        calls = [
-            client.submit(run, func, rank, size, place, restarts, workers=[worker], pure=False)
-            for rank, worker in enumerate(workers)
-        ]
-        errors = [error for call in calls if (error := call.exception())]
-        if not errors:
-            return client.gather(calls)
-    raise min(errors, key=is_echo)
+    port = client.submit(free_port, workers=workers[:1], pure=False).result()
+    place = {"address": workers[0].partition("//")[2].rpartition(":")[0], "port": port}
+    calls = [
+        client.submit(run, func, rank, size, place, workers=[worker], pure=False)
+        for rank, worker in enumerate(workers)
+    ]
+    if errors := errors_of(calls):
+        raise min(errors, key=is_echo)
+    return client.gather(calls)
 
 
 if __name__ == "__main__":
-    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster, Client(cluster) as client:
+    with (
+        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster,
+        Client(cluster) as client,
+    ):
         print(launch(client, main, 2))

@@ -21,8 +21,10 @@ class Worker:
         return func()
 
 
-def is_echo(error):
-    return isinstance(getattr(error, "cause", None), (todist.PeerFailedError, todist.WorkerLostError))
+def order(error):
+    """A cause is before an actor that has died, and that before what follows from another rank's end."""
+    cause = getattr(error, "cause", None)
+    return 1 if cause is None else 2 * isinstance(cause, (todist.PeerFailedError, todist.WorkerLostError))
 
 
 def error_of(call):
@@ -40,7 +42,7 @@ def launch(func, size, max_restarts=0):
         errors = [error for call in calls if (error := error_of(call))]
         if not errors:
             return ray.get(calls)
-    raise min(errors, key=is_echo)
+    raise min(errors, key=order)
 
 
 if __name__ == "__main__":
