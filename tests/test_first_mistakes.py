@@ -63,7 +63,7 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
         lambda: todist.map(len, [[1]], zoom=3.0),  # type: ignore[call-overload]
         "map got an unexpected keyword argument 'zoom'; its options are args, kwargs, reducer, workers, balance, "
         "timeout, vectorize, chunk_size, compile, device, isolate_own_share, strict, retries, hedge_after, progress, "
-        "fan_out, buffers",
+        "fan_out, buffers, team",
     ),
     (
         lambda: todist.MetaAdam(NET, lr=0.1, beta=(0.9, 0.9)),

@@ -39,6 +39,7 @@ GROUND = {
     "_serialized_exception",
     "_signals",
     "_slurm_lists",
+    "_team",
     "_threads",
     "_torch_private",
     "_tracebacks",

@@ -19,6 +19,7 @@ from torchopt_dist import (
 )
 from torchopt_dist._launchers import world_variables
 from torchopt_dist._liveness import Liveness
+from torchopt_dist._team import Team, team
 from torchopt_dist.checkpoint import Checkpointer, Restored
 from torchopt_dist.diff.adjoints import (
     SAMA,
@@ -251,6 +252,7 @@ __all__ = [
     "SerializationError",
     "Shards",
     "Status",
+    "Team",
     "TensorDimensionPartitioner",
     "TodistError",
     "Truncated",
@@ -342,6 +344,7 @@ __all__ = [
     "sum_over",
     "sum_reducer",
     "tasks",
+    "team",
     "transform",
     "typing",
     "vary_over",

@@ -24,7 +24,15 @@ import torch
 from torchopt_dist._generators import States, draw, draw_from, have_changed, restore, seed_all, states
 from torchopt_dist._torch_private import asking_thread, outside_of_transforms, transforms_are_active
 
-__all__ = ["Turn", "change_generators", "draw_seed", "draw_seed_returnable", "lent", "visiting"]
+__all__ = [
+    "Turn",
+    "change_generators",
+    "draw_seed",
+    "draw_seed_returnable",
+    "lent",
+    "seed_of_task",
+    "visiting",
+]
 
 P = ParamSpec("P")
 
@@ -200,6 +208,13 @@ def draw_seed() -> int:
         _lock,
     ):  # `vmap` refuses random numbers
         return _draw(counts=True)
+
+
+def seed_of_task() -> int:
+    """The seed of the task that this thread runs; 0 if it runs none."""
+    with _lock:
+        mine = _turn_of(asking_thread())
+        return 0 if mine is None or mine._seed is None else mine._seed
 
 
 def draw_seed_returnable() -> tuple[int, Callable[[bool], None]]:

@@ -16,12 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchopt_dist import pytree
+from torchopt_dist._team import Team
 from torchopt_dist._torch_private import transforms_are_active
 from torchopt_dist.diff.adjoints import Adjoint, FirstOrder, Recorded, Replayed, Reptile, Truncated
 from torchopt_dist.diff.adjoints._declared import tensors_of_meta, tensors_within
 from torchopt_dist.diff.adjoints._loop import Loop, Outcome
 from torchopt_dist.diff.adjoints._model import Model
-from torchopt_dist.diff.adjoints._rank_group import RankGroup
+from torchopt_dist.diff.adjoints._rank_group import RankGroup, RanksOfTeam
 from torchopt_dist.diff.adjoints._ranks import Ranks, local, mean, owned
 from torchopt_dist.diff.adjoints._shards import ShardedModel, check_elementwise
 from torchopt_dist.errors import CollectiveError
@@ -49,8 +50,8 @@ class DataParallel:
     ``TODIST_LIVENESS``. A rank that just does not come to a loop is waited for until the time-out of the process group.
 
     Args:
-        group: a process group, or a ``DeviceMesh`` of one dimension; the default group, if not given. Loops run in a
-            group of their own with the same ranks, so that other messages do not mix in.
+        group: a process group, a ``DeviceMesh`` of one dimension, or a :func:`~torchopt_dist.team`; the default group,
+            if not given. Loops run in a group of their own with the same ranks, so that other messages do not mix in.
         own: a tree of those tensors of ``meta`` that are this rank's alone, such as weights of its own examples: their
             gradients are not averaged. Those of batches always are this rank's alone. All others are replicated, and
             their gradients are the same on all ranks.
@@ -269,6 +270,8 @@ _groups: weakref.WeakKeyDictionary[Any, RankGroup] = weakref.WeakKeyDictionary()
 
 
 def _check_group(group: Any) -> None:
+    if isinstance(group, Team):
+        return
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
             "todist.DataParallel needs a process group: start the program with todist.launch(..., backend='gloo'), use "
@@ -285,6 +288,8 @@ def _check_group(group: Any) -> None:
 
 
 def _group_of(group: Any) -> RankGroup:
+    if isinstance(group, Team):
+        return RanksOfTeam(group)
     if isinstance(group, dist.device_mesh.DeviceMesh):
         group = group.get_group()
     group = dist.group.WORLD if group is None else group

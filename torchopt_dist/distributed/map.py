@@ -102,6 +102,7 @@ def map(
         progress: whether to show a progress bar of the tasks; needs tqdm.
         fan_out: to how many workers each worker forwards the data that all share; see :func:`remote_sync_call`.
         buffers: what becomes of buffers of modules that tasks have changed; see :func:`remote_sync_call`.
+        team: how many workers run each task together; see :func:`remote_sync_call`.
 
     Returns:
         The list of results in the items' order, ``[]`` if there is no item; or what the reducer makes of the list.
@@ -116,7 +117,7 @@ def map(
         losses = todist.map(task_loss, tasks, args=(model,))  # task_loss(task, model) for each task
         torch.stack(losses).mean().backward()
     """
-    check_options("map", options, (*_OPTIONS, *ExecutionKwargs.__annotations__, "buffers"))
+    check_options("map", options, (*_OPTIONS, *ExecutionKwargs.__annotations__, "buffers", "team"))
     check_workers(workers)
     check_balance(balance)
     if not isinstance(args, (tuple, list)):

@@ -19,6 +19,7 @@ from torchopt_dist._parentheses import check_parentheses
 from torchopt_dist._random_turns import draw_seed_returnable
 from torchopt_dist._threads import settle_by, settle_in_thread
 from torchopt_dist.distributed._split import check_split, split_only
+from torchopt_dist.distributed._teams import TeamSize, check_team, on_teams
 from torchopt_dist.distributed.balance import taking_readings
 from torchopt_dist.distributed.calls import spread
 from torchopt_dist.distributed.calls.awaited import Awaited
@@ -49,14 +50,15 @@ Reduced = TypeVar("Reduced")
 
 
 class CallKwargs(ExecutionKwargs, total=False):
-    """The options of a call: those of its tasks' execution, and what the caller does with what they have changed."""
+    """The options of a call: those of its tasks' execution, what the caller does with their buffers, and teams."""
 
     buffers: Buffers
     split: Sequence[str] | None
+    team: TeamSize
 
 
 _EXECUTION = tuple(ExecutionKwargs.__annotations__)
-_OPTIONS = ("partitioner", "reducer", "timeout", *_EXECUTION, "buffers", "split")
+_OPTIONS = ("partitioner", "reducer", "timeout", *_EXECUTION, "buffers", "split", "team")
 
 
 def remote_sync_call(
@@ -116,6 +118,15 @@ def remote_sync_call(
             function; with ``strict`` it raises.
         split: the names of the arguments of ``func`` that the partitioner splits, such as ``["x", "y"]``; every worker
             gets all others whole, as if each were marked by ``replicated``. By default it splits what it can.
+        team: how many workers run each task together: with 4, ranks 0 to 3 are the first team, ranks 4 to 7 the second.
+            Every member calls the function with the same arguments and the same random numbers, takes its part of the
+            data by :func:`team`, and returns the same value, such as that of ``mean_over(value, todist.team())``; the
+            caller gets one value a task. Each member's value gets its n-th part of the gradient, and the gradients of
+            all members are added up: that is the gradient of one process, where the value is the mean over the members,
+            and where ``inner_loop(..., parallel=todist.DataParallel(todist.team()))`` has averaged gradients. A team
+            runs one request at a time, forward or backward. Partitioners give tasks to teams in the place of workers; a
+            rank stands for its team. Or a ``DeviceMesh``, whose last dimension is a team. Needs a process group of all
+            workers; a world of one process has teams of one.
 
     Returns:
         What the reducer returns, or the list of results.
@@ -124,11 +135,14 @@ def remote_sync_call(
         RemoteError: the function raised on a worker; the exception is also of the class raised there.
         WorkerLostError: a worker was lost, and no retries were left.
         CallTimeoutError: a worker took longer than ``timeout``.
-        RuntimeError: the call is ``strict``, and gradients of a worker's own parameters would be lost.
+        RuntimeError: the call is ``strict``, and gradients of a worker's own parameters would be lost; or ``team`` has
+            no process group.
         SerializationError: the function, an argument or a result cannot be sent.
         NotInitializedError: there is no RPC group.
         TypeError: an argument is of the wrong kind.
-        ValueError: the arguments cannot be split, or a worker is unknown.
+        ValueError: the arguments cannot be split, a worker is unknown, an option does not go with ``team``, or the
+            members of a team have returned different values.
+        CollectiveError: a collective of a team failed, since a member did not take part in it.
     """
     return _begun(func, args, kwargs, partitioner, reducer, timeout, options)()
 
@@ -196,6 +210,7 @@ def _begun(
     execution: Any = given
     buffers: Buffers = execution.pop("buffers", None)
     split = execution.pop("split", None)
+    team: TeamSize = execution.pop("team", None)
     if execution:
         check_options("a call", execution, ("func", "args", "kwargs", *_OPTIONS))
     options = ExecutionOptions.of(execution)
@@ -206,6 +221,9 @@ def _begun(
     if split is not None:
         check_split(split)
         partitioner = split_only(func, split, partitioner)
+    if team is not None:
+        check_team(team, options, buffers, partitioner)
+        func, partitioner, reducer, options = on_teams(func, partitioner, reducer, team, options, group)
     seconds, started = seconds_of(timeout, default=group.call_timeout), time.monotonic()
     reduce = None if reducer is None else check_reducer(reducer)
     partitions = partition(partitioner, tuple(args or ()), dict(kwargs or {}))
@@ -346,6 +364,15 @@ def parallelize(
 
         loss = loss_fn(model, batch, targets)  # on all workers, a part of the batch each
         loss.backward()
+
+    With ``team=4`` each task runs on four workers::
+
+        @todist.parallelize(todist.tasks, todist.mean_reducer, team=4)
+        def task_loss(model, x, y):
+            team = todist.team()
+            x, y = x[team.rank :: team.size], y[team.rank :: team.size]
+            adapted = todist.inner_loop(..., parallel=todist.DataParallel(team)).params
+            return todist.mean_over(loss(adapted, x, y), team)
     """
     check_parentheses("todist.parallelize", partitioner)
     settings = _checked("parallelize", partitioner, reducer, timeout, options)
@@ -433,9 +460,10 @@ def _checked(
     seconds_of(timeout)
     execution: Any = dict(options)
     check_options(name, execution, _OPTIONS)
-    buffers = execution.pop("buffers", None)
+    buffers, team = execution.pop("buffers", None), execution.pop("team", None)
     check_buffers(buffers)
     split = execution.pop("split", None)
     check_split(split)
-    settings = {**asdict(ExecutionOptions(**execution)), "buffers": buffers, "split": split}
+    check_team(team, ExecutionOptions(**execution), buffers, partitioner)
+    settings = {**asdict(ExecutionOptions(**execution)), "buffers": buffers, "split": split, "team": team}
     return {"partitioner": partitioner, "reducer": reducer, "timeout": timeout, **settings}

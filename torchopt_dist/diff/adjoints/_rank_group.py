@@ -22,10 +22,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchopt_dist._liveness import Liveness
+from torchopt_dist._team import Team
 from torchopt_dist._torch_private import outside_of_transforms
 from torchopt_dist.errors import CollectiveError
 
-__all__ = ["RankGroup", "Signs"]
+__all__ = ["RankGroup", "RanksOfTeam", "Signs"]
 
 
 class RankGroup:
@@ -57,6 +58,11 @@ class RankGroup:
     def is_open(self) -> bool:
         """Whether messages can be sent."""
         return self._group is not None
+
+    @property
+    def parts(self) -> int:
+        """Of how many ranks a rank's own tensors have the gradient: that of the mean over all of them."""
+        return self.size
 
     def all_reduce(self, flat: Tensor) -> None:
         """Replace a vector by the sum of those of all ranks."""
@@ -166,6 +172,51 @@ class RankGroup:
             if not self._is_on_cpu:
                 group.abort()
             dist.destroy_process_group(group)
+
+
+class RanksOfTeam(RankGroup):
+    """The members of a team, whose process group ends with an error by itself when one of them fails.
+
+    Args:
+        team: the team; one of one member has no process group, and sends nothing.
+    """
+
+    def __init__(self, team: Team) -> None:
+        self._group, self.rank, self.size = team.group, team.rank, team.size
+        self._is_on_cpu, self.is_agreed = True, False
+
+    @property
+    def parts(self) -> int:
+        """One: the caller takes the mean over the members."""
+        return 1
+
+    def all_gather(self, whole: list[Tensor], part: Tensor) -> None:
+        """See :meth:`RankGroup.all_gather`."""
+        if self._group is None:
+            whole[0].copy_(part)
+        super().all_gather(whole, part)
+
+    def reduce_scatter(self, part: Tensor, rows: Tensor) -> None:
+        """See :meth:`RankGroup.reduce_scatter`."""
+        if self._group is None:
+            part.copy_(rows.view_as(part))
+        super().reduce_scatter(part, rows)
+
+    @contextmanager
+    def failing(self) -> Iterator[None]:
+        """See :meth:`RankGroup.failing`; the call that the team answers tells the other members."""
+        yield
+
+    def _done(self, begin: Callable[[Any], Any]) -> None:
+        if self._group is None:
+            return
+        try:
+            begin(self._group).wait()
+        except RuntimeError as error:
+            text = str(error).strip().partition("\n")[0]
+            raise CollectiveError(
+                f"a message among the {self.size} members of a team failed on member {self.rank}: {text}"
+            ) from error
 
 
 class Signs:

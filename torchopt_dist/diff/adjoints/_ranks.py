@@ -246,7 +246,7 @@ class _Own(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *bars: OptionalTensor) -> tuple[Any, ...]:
-        return None, *(None if bar is None else bar / ctx.ranks.size for bar in bars)
+        return None, *(None if bar is None else bar / ctx.ranks.group.parts for bar in bars)
 
     @staticmethod
     def jvp(ctx: Any, ranks: None, *tangents: OptionalTensor) -> tuple[OptionalTensor, ...]:

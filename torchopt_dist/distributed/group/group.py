@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -48,6 +49,8 @@ class Group:
         incarnation: how often this worker's rank has been given to a new process.
         first_number: the first of this process's numbers; those of earlier processes of the rank are smaller.
         kept_graphs: the graphs of the calls that this worker has answered.
+        teams: by its workers' ranks, the process group of each team that this worker is in.
+        leading: is held while this worker, as a team's first, has the team compute; one request at a time.
         known_functions: those of which this worker has told callers what there is to tell, by their code.
         threads: run work that must not wait for a thread.
         bars: for calls with a progress bar, by number, a function of a worker and its number of finished tasks.
@@ -80,6 +83,8 @@ class Group:
         self.threads = ThreadPool()
         self.residents = Residents(self.has_gone)
         self.replicas = Kept[Held](replica_missing)
+        self.teams: dict[tuple[int, ...], Any] = {}
+        self.leading = threading.Lock()
         self.streams = Streams()
         self.bars: dict[int, Callable[[int, int], None]] = {}
         self.recorder = Recorder(self.rank)
@@ -161,6 +166,7 @@ class Group:
         self.kept_graphs.clear()
         self.residents.clear()
         self.replicas.clear()
+        self.teams.clear()
         self.streams.clear()
         self.releaser.close(seconds)
         self.threads.close(max(0.0, deadline - time.monotonic()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -106,6 +107,7 @@ class KeptGraph:
             then retains these, whatever its caller asks; they are freed when both graphs are forgotten.
         end: a sequence number above those of its nodes.
         held: what the last leaves are whose gradients stay on this worker.
+        within: makes the context of a backward.
     """
 
     inputs: list[torch.Tensor]
@@ -113,6 +115,7 @@ class KeptGraph:
     shared: bool = False
     end: int = 0
     held: Sequence[HeldLeaf] = ()
+    within: Callable[[], AbstractContextManager[object]] = nullcontext
 
     def use_up(self, places: list[int]) -> bool:
         """Forget some outputs; returns whether these were the last."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
@@ -15,7 +17,7 @@ from torchopt_dist._random_turns import draw_seed
 from torchopt_dist.distributed.messages.caller_state import CallerState
 from torchopt_dist.typing import Args, KwArgs
 
-__all__ = ["ExecutionKwargs", "ExecutionOptions", "Payload", "group_by_worker"]
+__all__ = ["ExecutionKwargs", "ExecutionOptions", "Payload", "Surrounded", "group_by_worker"]
 
 
 @dataclass  # not a frozen one, which takes more than twice as long to make; likewise `Call` and `Reply`
@@ -69,6 +71,14 @@ class Payload:
             elif isinstance(leaf, Tensor):
                 tensors.append(leaf)
         return tensors
+
+
+class Surrounded(ABC):
+    """A function of this package's own that a worker runs within a context, as it does backwards through its graph."""
+
+    @abstractmethod
+    def within(self) -> AbstractContextManager[object]:
+        """The context, made anew for each time."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
@@ -49,6 +50,7 @@ class Made(NamedTuple):
         shared: whether that graph has nodes in common with another one that is kept.
         left_out: the indices of values that are not sent, since the caller has them.
         used_up: what is to be freed only after the reply has been sent.
+        within: makes the context of a backward through that graph.
     """
 
     reply: Reply
@@ -57,6 +59,7 @@ class Made(NamedTuple):
     shared: bool = False
     left_out: Sequence[int] = ()
     used_up: Any = None
+    within: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
 class Worker(Protocol):

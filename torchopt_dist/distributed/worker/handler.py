@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch
 
@@ -25,7 +25,7 @@ from torchopt_dist.distributed.group.kept import HeldLeaf, Kept, KeptGraph
 from torchopt_dist.distributed.group.replicas import HeldLeaves, keep_grads
 from torchopt_dist.distributed.group.spans import Recorder
 from torchopt_dist.distributed.messages.message import Message
-from torchopt_dist.distributed.messages.payload import Payload
+from torchopt_dist.distributed.messages.payload import Payload, Surrounded
 from torchopt_dist.distributed.messages.references import ConnectedRRef
 from torchopt_dist.distributed.messages.requests import Backward, Call, Key, Made, Release, Reply, Request
 from torchopt_dist.distributed.serialization.names import code_of
@@ -107,6 +107,9 @@ class _Worker:
         run = functools.partial(execute_module.run, payload, moved=self.is_moved)
         if message.arrived:
             run = functools.partial(_with_references, message.arrived, run, payload)
+        within = payload.function.within if isinstance(payload.function, Surrounded) else nullcontext
+        if within is not nullcontext:
+            run = functools.partial(_within, within, run)
         warning = None
         if call.keep and (payload.options.strict or code_of(payload.function) not in known):
             left = LeftBehind(payload, [*message.tensors, *self._leaves], message.apart)
@@ -116,7 +119,7 @@ class _Worker:
         else:
             ran = self._recorder.record("run", call.key, call.key[0], run)
         reply = Reply(ran.values, warning=warning, seconds=ran.seconds, drew=ran.drew)
-        return Made(reply, self.inputs, self.held)
+        return Made(reply, self.inputs, self.held, within=within)
 
     def differentiate(self, backward: Backward) -> Made:
         """Differentiate a graph that is kept here."""
@@ -128,9 +131,17 @@ class _Worker:
             self._kept_graphs.release(backward.graph)
         # A gradient may be on the CPU where its output is on a GPU.
         output_grads = [grad.to(y.device) for y, grad in zip(outputs, reached.values(), strict=True)]
-        grads = self._recorder.record(
-            "backward", backward.key, backward.key[0], _differentiate, backward, graph, outputs, output_grads
-        )
+        with graph.within():
+            grads = self._recorder.record(
+                "backward",
+                backward.key,
+                backward.key[0],
+                _differentiate,
+                backward,
+                graph,
+                outputs,
+                output_grads,
+            )
         own = self.inputs
         return Made(
             Reply(grads),
@@ -139,6 +150,7 @@ class _Worker:
             shared=backward.keep,
             left_out=backward.streamed if backward.keep else (),
             used_up=(graph, outputs),
+            within=graph.within,
         )
 
     def release(self, request: Release) -> Made:
@@ -149,6 +161,13 @@ class _Worker:
                 self._kept_graphs.release(key, coming=True)
                 group.streams.forget(key)
         return Made(Reply())
+
+
+def _within(
+    context: Callable[[], AbstractContextManager[object]], run: Callable[[], execute_module.Ran]
+) -> execute_module.Ran:
+    with context():
+        return run()
 
 
 def _with_references(
@@ -216,7 +235,7 @@ def _reply(made: Made, key: Key | None, kept_graphs: Kept[KeptGraph]) -> Message
         }
         if outputs:
             end = next_sequence_number()
-            kept = KeptGraph([*made.inputs], [*outputs.values()], made.shared, end, made.held)
+            kept = KeptGraph([*made.inputs], [*outputs.values()], made.shared, end, made.held, made.within)
             kept_graphs.keep(key, kept)
             reply.connected = tuple(outputs)
     if not reply.tensors:

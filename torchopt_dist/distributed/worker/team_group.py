@@ -1,0 +1,209 @@
+"""The workers of a team → their process group, whose collectives end with an error as soon as a member has failed.
+
+A collective of Gloo waits half an hour for a member that has raised an error, since that process lives. So the group
+that functions and graphs refer to is one of Python's, with torch's inside: who waits looks now and then whether a
+member is lost, or has said that it has failed or returned.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from torchopt_dist._torch_private import nccl_group
+
+__all__ = ["CONNECT_SECONDS", "LEFT_SECONDS", "TeamGroup", "connect", "store_at"]
+
+BACKEND = "torchopt_dist_team"
+LOOK = timedelta(seconds=0.5)
+"""How long a member waits in a collective before it looks whether the others are still there."""
+PATIENCE = timedelta(minutes=30)
+"""The limit of a collective, which is torch's own."""
+LEFT_SECONDS = 5.0
+"""How long what a member has sent may be on its way after the member has returned."""
+CONNECT_SECONDS = 60.0
+"""The limit of making a group; all members have been asked to by then."""
+
+_COLLECTIVES = (
+    *("allreduce", "allreduce_coalesced", "allgather", "allgather_coalesced", "reduce_scatter", "broadcast"),
+    *("reduce", "gather", "scatter", "alltoall", "alltoall_base", "barrier", "send", "recv"),
+    *("_allgather_base", "_reduce_scatter_base"),
+)
+"""A group's collectives, as a backend has them."""
+_RENAMED = (
+    ("all_gather_single", "_allgather_base"),
+    ("reduce_scatter_single", "_reduce_scatter_base"),
+    ("all_to_all_single", "alltoall_base"),
+)
+"""The names of newer versions of torch for some of a group's; a backend has the older ones."""
+
+
+class TeamGroup(dist.ProcessGroup):
+    """The process group of a team.
+
+    Args:
+        rank: this member's rank in the team.
+        size: how many members there are.
+        number: names the group; its members have the same.
+        backends: torch's group for each type of device.
+        check: raises an error if a member is lost.
+    """
+
+    takes_mean = True
+    """Whether the gradients of all members go to one caller, who takes their mean."""
+
+    def __init__(
+        self, rank: int, size: int, number: int, backends: dict[str, Any], check: Callable[[], object]
+    ) -> None:
+        init: Any = super().__init__
+        init(rank, size)  # torch's stubs know another way only
+        self.number = number
+        self._backends = backends
+        self._check = check
+        self.has_failed = False
+        self.request = 0
+        self._name = ""
+        self._works: list[Any] = []
+        self._left: float | None = None
+
+    @property
+    def group_name(self) -> Any:
+        """See torch, to which a group without backends has no name."""
+        return self._name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def getBackendName(self) -> str:  # noqa: N802, torch's name
+        """See torch."""
+        return BACKEND
+
+    def fail(self) -> None:
+        """End the collectives of this member with an error, those that wait and those to come."""
+        self.has_failed = True
+        backend = self._backends.get("cuda")
+        if backend is not None:  # Gloo has nothing to abort
+            with suppress(Exception):
+                backend.abort()
+
+    def begin(self) -> None:
+        """Note that all members begin a request, the next one."""
+        self.request += 1
+        self._left = None
+
+    def leave(self, request: int) -> None:
+        """Note that another member is done with a request: collectives that still wait for it do so in vain."""
+        if request == self.request:
+            self._left = self._left or time.monotonic()
+
+    def shutdown(self) -> None:
+        """Let go of torch's groups. One in which a collective waits is never freed, since it would wait, too."""
+        waits = any(not work.is_completed() for work in self._works)
+        for backend in self._backends.values() if waits else ():
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
+        self.has_failed = True
+        self._backends = {}
+
+    def run(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Begin a collective on the device of its tensors; returns torch's ``Work``."""
+        self.check()
+        device = next((tensor.device.type for tensor in _tensors(args)), "cpu")
+        backends = self._backends
+        backend = backends.get(device) or backends["cpu"]
+        work = getattr(backend, name)(*args, **kwargs)
+        if not isinstance(backend, dist.ProcessGroupGloo):
+            return work
+        self._works = [each for each in self._works if not each.is_completed()] + [work]
+        return _Watched(work, self)
+
+    def check(self) -> None:
+        """Raise an error if a member is lost or has failed."""
+        self._check()
+        if self.has_failed:
+            raise RuntimeError("a member of the team has failed")
+        if self._left is not None and time.monotonic() - self._left > LEFT_SECONDS:
+            raise RuntimeError("another member has returned, and takes part in no more collectives")
+
+
+def _collective(method: str) -> Callable[..., Any]:
+    return lambda self, *args, **kwargs: self.run(method, *args, **kwargs)
+
+
+for _name, _method in (*((_name, _name) for _name in _COLLECTIVES), *_RENAMED):
+    setattr(TeamGroup, _name, _collective(_method))
+
+
+class _Watched(dist.Work):
+    """A collective under way, whose wait ends when a member is lost."""
+
+    def __init__(self, work: Any, group: TeamGroup) -> None:
+        super().__init__()
+        self._work = work
+        self._group = group
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """See torch."""
+        left = timeout or PATIENCE
+        while not self._work.is_completed() and left > timedelta():
+            try:
+                return bool(self._work.wait(min(LOOK, left)))
+            except RuntimeError:  # also if it is only not there yet
+                left -= LOOK
+            self._group.check()
+        return bool(self._work.wait(LOOK))
+
+    def is_completed(self) -> bool:
+        """See torch."""
+        return bool(self._work.is_completed())
+
+
+class _Plan(NamedTuple):
+    """What makes a group, beside its members."""
+
+    number: int
+    store: dist.Store
+    check: Callable[[], object]
+
+
+def connect(ranks: Sequence[int], number: int, store: dist.Store, check: Callable[[], object]) -> TeamGroup:
+    """The process group of the workers of these ranks, in ascending order; all of them call this at the same time."""
+    if not hasattr(dist.Backend, BACKEND.upper()):
+        dist.Backend.register_backend(BACKEND, _make, extended_api=True, devices=["cpu", "cuda"])
+    plan: Any = _Plan(number, store, check)
+    # Its own store, since torch names a group by how many this process has made, and here no others take part.
+    made: Any = dist.new_group(list(ranks), backend=BACKEND, pg_options=plan, use_local_synchronization=True)
+    assert isinstance(made, TeamGroup)
+    return made
+
+
+def store_at(host: str, port: int, *, is_master: bool) -> dist.TCPStore:
+    """Where the members of a team meet; its first one keeps it."""
+    limit = timedelta(seconds=CONNECT_SECONDS)
+    return dist.TCPStore(host, port, None, is_master=is_master, wait_for_workers=False, timeout=limit)
+
+
+def _make(options: Any, plan: _Plan) -> TeamGroup:
+    rank, size = options.group_rank, options.group_size
+    gloo = dist.ProcessGroupGloo(
+        dist.PrefixStore("cpu", plan.store), rank, size, timedelta(seconds=CONNECT_SECONDS)
+    )
+    gloo._set_default_timeout(PATIENCE)
+    backends: dict[str, Any] = {"cpu": gloo}
+    if torch.cuda.is_available() and "nccl" in dist.get_backend_config():
+        backends["cuda"] = nccl_group(dist.PrefixStore("cuda", plan.store), rank, size, PATIENCE)
+    return TeamGroup(rank, size, plan.number, backends, plan.check)
+
+
+def _tensors(args: Any) -> Iterator[torch.Tensor]:
+    for each in args:
+        if isinstance(each, torch.Tensor):
+            yield each
+        elif isinstance(each, (list, tuple)):
+            yield from _tensors(each)
