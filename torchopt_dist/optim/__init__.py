@@ -1,6 +1,7 @@
 """Gradients → parameters moved: optimizers as functions, as torch-like classes and as differentiable classes."""
 
 from torchopt_dist.optim.adadelta import Adadelta, MetaAdadelta, adadelta
+from torchopt_dist.optim.adafactor import Adafactor, MetaAdafactor, adafactor
 from torchopt_dist.optim.adagrad import Adagrad, MetaAdagrad, adagrad
 from torchopt_dist.optim.adam import Adam, MetaAdam, adam
 from torchopt_dist.optim.adamax import Adamax, MetaAdamax, adamax
@@ -22,6 +23,7 @@ __all__ = [
     "LAMB",
     "SGD",
     "Adadelta",
+    "Adafactor",
     "Adagrad",
     "Adam",
     "AdamW",
@@ -31,6 +33,7 @@ __all__ = [
     "FuncOptimizer",
     "Lion",
     "MetaAdadelta",
+    "MetaAdafactor",
     "MetaAdagrad",
     "MetaAdam",
     "MetaAdamW",
@@ -48,6 +51,7 @@ __all__ = [
     "RAdam",
     "RMSprop",
     "adadelta",
+    "adafactor",
     "adagrad",
     "adam",
     "adamax",
