@@ -24,7 +24,7 @@ class scalar_writer:  # noqa: N801 - what users call, in a `with` statement or a
     """Write scalars for TensorBoard on rank 0; on other ranks, and without a folder, writing does nothing.
 
     So a program can use it without a condition, and pass ``None`` if no folder was asked for. In a ``with`` statement
-    all scalars are in the files when the statement is left; without one they are after :meth:`close`, or when the
+    all scalars are in the files when the statement is left; without one they are after ``close()``, or when the
     program ends.
 
     Args:

@@ -17,11 +17,11 @@ class Task(NamedTuple):
     """A few-shot task; or, from :meth:`TaskSampler.batch`, several of them, in a new first dimension."""
 
     support: Tensor
-    """The examples to adapt to, of shape (ways · shots, *): those of the first class, then those of the second, …"""
+    """The examples to adapt to, of shape ``(ways · shots, *)``: those of the first class, then of the second, …"""
     support_labels: Tensor
     """Their labels in the task, from 0 to ways - 1, of shape (ways · shots,)."""
     query: Tensor
-    """Other examples of the same classes, of shape (ways · queries, *)."""
+    """Other examples of the same classes, of shape ``(ways · queries, *)``."""
     query_labels: Tensor
     """Their labels, of shape (ways · queries,)."""
 

@@ -34,7 +34,7 @@ class LearnedHyperparameters(nn.Module):
 
         Returns:
             ``"lr"`` and ``"weight_decay"``, those that are learned → the name of each trainable parameter of the model
-            → its value, above 0 and connected to :meth:`parameters`.
+            → its value, above 0 and connected to ``parameters()``.
         """
         values = {
             key: logarithm.exp() for key, logarithm in self._parameters.items() if logarithm is not None
