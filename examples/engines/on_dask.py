@@ -3,6 +3,8 @@
 import contextlib
 import os
 import socket
+from collections.abc import Callable
+from typing import Any
 
 from dask.distributed import Client, LocalCluster, wait
 from train import main
@@ -10,22 +12,22 @@ from train import main
 import torchopt_dist as todist
 
 
-def free_port():
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))
-        return probe.getsockname()[1]
+        return int(probe.getsockname()[1])
 
 
-def run(func, rank, size, place):
+def run(func: Callable[[], Any], rank: int, size: int, place: dict[str, Any]) -> Any:
     os.environ.update(todist.world_variables(rank, size, **place))
     return func()
 
 
-def is_echo(error):
+def is_echo(error: Exception) -> bool:
     return isinstance(error, (todist.PeerFailedError, todist.WorkerLostError))
 
 
-def errors_of(calls):
+def errors_of(calls: list[Any]) -> list[Exception]:
     """The errors of the calls, as soon as there is one; a worker that has ended gives no answer."""
     left = calls
     while left and not any(call.status == "error" for call in calls):
@@ -36,7 +38,7 @@ def errors_of(calls):
     return [call.exception() for call in calls if call.status == "error"]
 
 
-def launch(client, func, size):
+def launch(client: Client, func: Callable[[], Any], size: int) -> list[Any]:
     workers = list(client.scheduler_info(n_workers=-1)["workers"])[:size]
     port = client.submit(free_port, workers=workers[:1], pure=False).result()
     place = {"address": workers[0].partition("//")[2].rpartition(":")[0], "port": port}
@@ -46,7 +48,7 @@ def launch(client, func, size):
     ]
     if errors := errors_of(calls):
         raise min(errors, key=is_echo)
-    return client.gather(calls)
+    return list(client.gather(calls))
 
 
 if __name__ == "__main__":

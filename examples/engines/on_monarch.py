@@ -2,6 +2,8 @@
 
 import os
 import socket
+from collections.abc import Callable
+from typing import Any
 
 from monarch.actor import Actor, current_rank, endpoint, this_host
 from train import main
@@ -11,12 +13,12 @@ import torchopt_dist as todist
 
 class Worker(Actor):
     @endpoint
-    def run(self, func, size, place):
+    def run(self, func: Callable[[], Any], size: int, place: dict[str, Any]) -> Any:
         os.environ.update(todist.world_variables(current_rank().rank, size, **place))
         return func()
 
 
-def launch(func, size):
+def launch(func: Callable[[], Any], size: int) -> list[Any]:
     with socket.socket() as probe:
         probe.bind(("", 0))
         place = {"address": socket.gethostname(), "port": probe.getsockname()[1]}

@@ -2,6 +2,8 @@
 
 import os
 import socket
+from collections.abc import Callable
+from typing import Any
 
 import ray
 from train import main
@@ -9,39 +11,39 @@ from train import main
 import torchopt_dist as todist
 
 
-@ray.remote(num_cpus=1)
 class Worker:
-    def place(self):
+    def place(self) -> dict[str, Any]:
         with socket.socket() as probe:
             probe.bind(("", 0))
             return {"address": ray.util.get_node_ip_address(), "port": probe.getsockname()[1]}
 
-    def run(self, func, rank, size, place, restarts):
+    def run(self, func: Callable[[], Any], rank: int, size: int, place: dict[str, Any], restarts: int) -> Any:
         os.environ.update(todist.world_variables(rank, size, **place, restarts=restarts))
         return func()
 
 
-def order(error):
+def order(error: Exception) -> int:
     """A cause is before an actor that has died, and that before what follows from another rank's end."""
     cause = getattr(error, "cause", None)
     return 1 if cause is None else 2 * isinstance(cause, (todist.PeerFailedError, todist.WorkerLostError))
 
 
-def error_of(call):
+def error_of(call: Any) -> Exception | None:
     try:
         ray.get(call)
     except ray.exceptions.RayError as error:
         return error
+    return None
 
 
-def launch(func, size, max_restarts=0):
+def launch(func: Callable[[], Any], size: int, max_restarts: int = 0) -> list[Any]:
     for restarts in range(max_restarts + 1):
-        workers = [Worker.remote() for _ in range(size)]
+        workers = [ray.remote(Worker).remote() for _ in range(size)]
         place = ray.get(workers[0].place.remote())
         calls = [worker.run.remote(func, rank, size, place, restarts) for rank, worker in enumerate(workers)]
         errors = [error for call in calls if (error := error_of(call))]
         if not errors:
-            return ray.get(calls)
+            return list(ray.get(calls))
     raise min(errors, key=order)
 
 

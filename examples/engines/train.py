@@ -5,12 +5,12 @@ import torch
 import torchopt_dist as todist
 
 
-def where(x):
+def where(x: torch.Tensor) -> str:
     return f"rank {todist.get_rank()} has {x.tolist()}"
 
 
 @todist.auto_init_rpc()
-def main():
+def main() -> str:
     if todist.get_rank() == 0:
         print(todist.remote_sync_call(where, args=(torch.arange(4.0),)), flush=True)
     world = todist.get_world_info()
