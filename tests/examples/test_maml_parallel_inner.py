@@ -14,7 +14,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "maml_parallel_inner.py"
 
 
 def test_one_worker_and_two_print_the_same(tmp_path):
-    short = ["--meta-steps", "8", "--filters", "16", "--output", str(tmp_path / "curve.png")]
+    short = ["--double", "--meta-steps", "6", "--filters", "16", "--output", str(tmp_path / "curve.png")]
     alone = run_python(EXAMPLE, *short)
     (tmp_path / "curve.png").unlink()
     spread = torchrun("--standalone", "--nproc_per_node=2", EXAMPLE, *short)
@@ -22,7 +22,7 @@ def test_one_worker_and_two_print_the_same(tmp_path):
         [float(loss) for loss in re.search(r"outer loss: (\S+) at first, (\S+) after", output).groups()]
         for output in (alone, spread)
     ]
-    assert losses[0] == pytest.approx(losses[1], abs=1e-3)
+    assert losses[0] == pytest.approx(losses[1], abs=2e-4)
     assert losses[1][1] < losses[1][0] - 0.1
     assert "on 2 worker(s)" in spread
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
