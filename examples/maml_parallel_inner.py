@@ -154,14 +154,7 @@ def draw(losses: list[float], accuracies: list[float], baseline: float, output: 
     print(f"curve: {output}")
 
 
-def prepare() -> None:
-    """On every worker, before ``main``: a team needs a process group."""
-    torch.set_num_threads(1)
-    if todist.get_world_size() > 1:
-        torch.distributed.init_process_group("gloo")
-
-
-@todist.auto_init_rpc(prepare)
+@todist.auto_init_rpc(lambda: torch.set_num_threads(1), process_group="gloo")
 def main() -> None:
     args = parse_arguments()
     with todist.scalar_writer(args.tensorboard) as write:

@@ -101,9 +101,7 @@ def test_a_team_is_a_number(team):
 @pytest.mark.skipif(dist.is_initialized(), reason="there is a process group")
 def test_a_team_needs_a_process_group(workers):
     workers(4)
-    with pytest.raises(
-        RuntimeError, match="`team` needs a process group of all workers: start the program by"
-    ):
+    with pytest.raises(RuntimeError, match="`team` needs a process group of all workers: use"):
         todist.remote_sync_call(len, args=(torch.ones(4),), team=2)
 
 

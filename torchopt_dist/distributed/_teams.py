@@ -119,8 +119,8 @@ def on_teams(
         return func, partitioner, reducer, options
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() != len(group.names):
         raise RuntimeError(
-            "`team` needs a process group of all workers: start the program by todist.launch(..., backend='gloo', "
-            "rpc=True), or let the `worker_init_fn` of auto_init_rpc call torch.distributed.init_process_group"
+            "`team` needs a process group of all workers: use todist.auto_init_rpc(process_group='gloo'), or start the "
+            "program by todist.launch(..., backend='gloo', rpc=True)"
         )
     return (
         _First(func, teams=teams, options=replace(options, fan_out=None)),
