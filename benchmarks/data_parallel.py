@@ -199,7 +199,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=25, help="of the inner loop (default: %(default)s)")
     parser.add_argument(
-        "--rounds", type=int, default=5, help="of which medians are taken (default: %(default)s)"
+        "--rounds", type=int, default=3, help="of which medians are taken (default: %(default)s)"
     )
     parser.add_argument("--models", nargs="+", default=["transformer", "mlp"], help="of transformer, mlp")
     args = parser.parse_args()
