@@ -46,6 +46,7 @@ def test_every_option_is_an_argument_of_the_launcher(tmp_path):
         "copy_env": ["A*", "B"],
         "python": "/usr/bin/python3",
         "ssh_config": "config",
+        "shell": "srun --overlap -w {host}",
         "master_port": 29500,
         "timeout": 60.0,
         "start_timeout": 5.0,

@@ -20,9 +20,8 @@ def tracing_gradients() -> Iterator[None]:
     that the function itself has made.
 
     Without the first name the compiler refuses such a function, and it runs as it is; without the second one, a second
-    backward pass through a program, with ``retain_graph=True``, is an error of torch's that says so; without the third
-    one, a backward pass is compiled when it first runs, and a refusal there is an error. Without the name in
-    :func:`_let_inputs_have_a_history`, what uses a tensor with a history is refused.
+    backward pass through a program, with ``retain_graph=True``, is an error of torch's that says so. Without that of
+    the third function, what uses a tensor with a history is refused.
     """
     before = []
     _let_inputs_have_a_history()
@@ -63,8 +62,6 @@ _ours: ContextVar[bool] = ContextVar("ours", default=False)
 _SETTINGS = (
     ("torch._dynamo.config", "trace_autograd_ops", True),
     ("torch._functorch.config", "donated_buffer", False),
-    # The backward pass is compiled with the rest, so that a refusal is seen there, and the cache has all of it.
-    ("torch._functorch.config", "force_non_lazy_backward_lowering", True),
 )
 
 

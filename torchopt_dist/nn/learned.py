@@ -36,9 +36,7 @@ class LearnedHyperparameters(nn.Module):
             ``"lr"`` and ``"weight_decay"``, those that are learned → the name of each trainable parameter of the model
             → its value, above 0 and connected to ``parameters()``.
         """
-        values = {
-            key: logarithm.exp() for key, logarithm in self._parameters.items() if logarithm is not None
-        }
+        values = {key: logarithm.exp() for key, logarithm in self.named_parameters()}
         return {
             hyperparameter: {name: values[key] for name, key in keys.items()}
             for hyperparameter, keys in self._names.items()

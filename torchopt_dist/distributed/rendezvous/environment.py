@@ -115,11 +115,11 @@ def count_machines(store: SealedStore, world: WorldInfo) -> WorldInfo:
 
     Raises ``InitializationError`` if the others' names do not come in time.
     """
-    store.tell(f"machine/{world.rank}", socket.gethostname())
+    store.tell(f"host name/{world.rank}", socket.gethostname())
     if knows_its_machine():
         return world
     try:
-        machines = store.told(*(f"machine/{rank}" for rank in range(world.world_size)))
+        machines = store.told(*(f"host name/{rank}" for rank in range(world.world_size)))
     except dist.DistError as error:
         raise InitializationError(
             f"rank {world.rank} did not hear which machines the others are on: {error}"
