@@ -1,8 +1,9 @@
 """How near does ``compile=True`` come to JAX? A MAML gradient of all tasks, and one through an inner loop of Adam.
 
-One process and one thread each. The gradients are compared first, then the ways take turns. The time of the first call,
-which compiles, is of a fresh process with no cache, and of a second one with the cache of the first. JAX needs a Python
-of its own, which ``JAX_PYTHON`` names; without one, ours are timed alone. Run by hand, for all cases or those named:
+One process and one thread each; JAX's process has one core, since it takes a second thread whatever its flags say. The
+gradients are compared first, then the ways take turns. The time of the first call, which compiles, is of a fresh
+process with no cache, and of a second one with the cache of the first. JAX needs a Python of its own, which
+``JAX_PYTHON`` names; without one, ours are timed alone. Run by hand, for all cases or those named:
 
     python -m venv jaxenv && jaxenv/bin/pip install jax
     JAX_PYTHON=jaxenv/bin/python python benchmarks/compiled.py [tiny digits digits-adam w64 w256 w700]
@@ -179,6 +180,8 @@ class Served:
             text=True,
             env={**os.environ, **env},
         )
+        if which == "jax":
+            os.sched_setaffinity(self.process.pid, [max(os.sched_getaffinity(0))])
 
     def seconds(self, way: str) -> float:
         """Of one call."""
