@@ -14,7 +14,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "maml_parallel_inner.py"
 
 
 def test_one_worker_and_two_print_the_same(tmp_path):
-    short = ["--double", "--meta-steps", "6", "--filters", "16", "--output", str(tmp_path / "curve.png")]
+    short = ["--double", "--meta-steps", "6", "--filters", "8", "--output", str(tmp_path / "curve.png")]
     alone = run_python(EXAMPLE, *short)
     (tmp_path / "curve.png").unlink()
     spread = torchrun("--standalone", "--nproc_per_node=2", EXAMPLE, *short)
