@@ -213,6 +213,7 @@ def test_values_that_have_come_are_kept_when_their_host_is_lost(tmp_path):
         assert watch(tmp_path / "place")
         worker, agent = json.loads((tmp_path / "place").read_text())
         assert_gone([worker])
+        time.sleep(1.0)  # the value is on its way to the launcher, which nobody sees come
         os.kill(agent, signal.SIGKILL)
         assert_gone([agent])
         say(tmp_path / "end")
