@@ -8,6 +8,7 @@ import signal
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -218,29 +219,40 @@ def _stop(number: int, loss: Tensor) -> bool:
     return number == 4
 
 
+def _gradients(
+    rank: int,
+    size: int,
+    adjoint: str,
+    optimizer: str = "adam",
+    make: Callable[[], nn.Module] = network,
+    **options: Any,
+) -> Numbers:
+    return Problem(rank, size, make).gradients(ADJOINTS[adjoint], OPTIMIZERS[optimizer], **options)
+
+
+def _of_problem(
+    rank: int, size: int, function: Callable[[Problem, Callable[[], Any]], Numbers], adjoint: str
+) -> Numbers:
+    return function(Problem(rank, size), ADJOINTS[adjoint])
+
+
 ASKED: dict[str, Callable[[int, int], Numbers]] = {
-    f"{adjoint} {optimizer}": lambda rank, size, a=adjoint, o=optimizer: Problem(rank, size).gradients(  # type: ignore[misc]
-        ADJOINTS[a], OPTIMIZERS[o]
-    )
+    f"{adjoint} {optimizer}": partial(_gradients, adjoint=adjoint, optimizer=optimizer)
     for optimizer, adjoint in CASES
 }
 for _name in ("recorded", "sharded", "snapshots"):
-    ASKED[f"tied {_name}"] = lambda rank, size, a=_name: Problem(rank, size, Frozen).gradients(  # type: ignore[misc]
-        ADJOINTS[a], OPTIMIZERS["adam"]
-    )
-    ASKED[f"stop {_name}"] = lambda rank, size, a=_name: Problem(rank, size).gradients(  # type: ignore[misc]
-        ADJOINTS[a], OPTIMIZERS["adam"], stop=_stop
-    )
+    ASKED[f"tied {_name}"] = partial(_gradients, adjoint=_name, make=Frozen)
+    ASKED[f"stop {_name}"] = partial(_gradients, adjoint=_name, stop=_stop)
 for _name in ("recorded", "replayed"):
-    ASKED[f"second {_name}"] = lambda rank, size, a=_name: _second(Problem(rank, size), ADJOINTS[a])  # type: ignore[misc]
-    ASKED[f"vmap {_name}"] = lambda rank, size, a=_name: _vmap(Problem(rank, size), ADJOINTS[a])  # type: ignore[misc]
+    ASKED[f"second {_name}"] = partial(_of_problem, function=_second, adjoint=_name)
+    ASKED[f"vmap {_name}"] = partial(_of_problem, function=_vmap, adjoint=_name)
 for _name in ("recorded", "reverse", "forward", "snapshots", "truncated", "first order", "reptile"):
-    ASKED[f"parts {_name} adam"] = lambda rank, size, a=_name: _parts(rank, size, a, "adam")  # type: ignore[misc]
+    ASKED[f"parts {_name} adam"] = partial(_parts, adjoint=_name, optimizer="adam")
 for _name in OPTIMIZERS:
     if _name not in ("adam", "clipped"):
-        ASKED[f"parts replayed {_name}"] = lambda rank, size, o=_name: _parts(rank, size, "replayed", o)  # type: ignore[misc]
+        ASKED[f"parts replayed {_name}"] = partial(_parts, adjoint="replayed", optimizer=_name)
 for _name in ("recorded", "replayed"):
-    ASKED[f"parts tied {_name}"] = lambda rank, size, a=_name: _parts(rank, size, a, "adamw", Frozen)  # type: ignore[misc]
+    ASKED[f"parts tied {_name}"] = partial(_parts, adjoint=_name, optimizer="adamw", make=Frozen)
 ASKED["parts second"] = lambda rank, size: _second(
     Problem(rank, size), ADJOINTS["replayed"], **({"shard": "state"} if dist.is_initialized() else {})
 )
