@@ -37,9 +37,9 @@ def find_unsendable(
 
 
 def _parts(obj: Any, path: str) -> Iterator[tuple[str, Any]]:
-    flat = flatten(obj, is_leaf=lambda part: isinstance(part, nn.Module), path=path)
+    flat = flatten(obj, is_leaf=lambda part: isinstance(part, nn.Module))
     if flat.leaves and flat.leaves[0] is not obj:
-        yield from zip(flat.paths, flat.leaves, strict=True)
+        yield from zip(flat.paths(path), flat.leaves, strict=True)
     elif isinstance(obj, nn.Module):
         tensors = [*obj.named_parameters(), *obj.named_buffers()]
         for name, part in [*tensors, *obj.named_children(), *vars(obj).items()]:

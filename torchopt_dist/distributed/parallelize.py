@@ -35,6 +35,7 @@ from torchopt_dist.distributed.messages.payload import (
     ExecutionOptions,
     group_by_worker,
 )
+from torchopt_dist.distributed.messages.stacked import split_values
 from torchopt_dist.distributed.messages.timeout import UNSET_TIMEOUT, seconds_of
 from torchopt_dist.distributed.partition import Partitioner, check_partitioner, partition
 from torchopt_dist.distributed.reduce import ReducerOfSizes, check_reducer
@@ -298,7 +299,9 @@ def _begun(
                 settle_seed(siblings.drew)
             results: list[Any] = [None] * len(partitions)
             for worker, found in gathered.items():
-                for index, value in zip(payloads[worker][1], found, strict=True):
+                payload, indices = payloads[worker]
+                values_of_tasks = split_values(found[0], len(indices)) if payload.stacked else found
+                for index, value in zip(indices, values_of_tasks, strict=True):
                     results[index] = value
             if buffers is not None:
                 results = take(func, partitions, results, buffers)

@@ -18,6 +18,7 @@ from torch import nn
 
 from torchopt_dist.distributed.balance import Balance, check_balance, check_workers, ranges, ranks_of
 from torchopt_dist.distributed.group.resident import Shards, part_of
+from torchopt_dist.distributed.messages.stacked import Rows
 from torchopt_dist.distributed.reduce import REDUCERS
 from torchopt_dist.distributed.world import get_worker_id
 from torchopt_dist.nn.module_state import StateHolder
@@ -59,6 +60,8 @@ class Partition(_Triplet):
 
     size: int
     movable: bool
+    row: tuple[Rows, int] | None
+    """The batch of which it is one index, and the index, if a partitioner of this module has split it so."""
 
     def __new__(
         cls,
@@ -72,6 +75,7 @@ class Partition(_Triplet):
         self = tuple.__new__(cls, (worker, args or (), kwargs or {}))
         self.size = size
         self.movable = movable
+        self.row = None
         return self
 
     def __getnewargs__(self) -> tuple[Any, ...]:
@@ -123,7 +127,11 @@ def partition(partitioner: Partitioner | None, args: Args, kwargs: KwArgs) -> li
         )
     if not triplets:
         raise ValueError(f"partitioner {_name(partitioner)} returned no triplet: there is nothing to call")
-    return [_checked(partitioner, index, triplet) for index, triplet in enumerate(triplets)]
+    parts = [_checked(partitioner, index, triplet) for index, triplet in enumerate(triplets)]
+    if type(partitioner) is TensorDimensionPartitioner:  # nobody has changed its triplets since
+        for part, triplet in zip(parts, triplets, strict=True):
+            part.row = triplet.row
+    return parts
 
 
 def _rank_of(worker: int | str) -> int:
@@ -248,18 +256,23 @@ class TensorDimensionPartitioner:
         ranks = ranks_of(self.workers)
         leaves, paths, rebuild = flatten((args, kwargs), is_leaf=_is_leaf)
         splittable = [index for index, leaf in enumerate(leaves) if _is_splittable(leaf)]
-        named = [(_argument(paths[index]), leaves[index]) for index in splittable]
-        size = self._common_size(named, given=bool(args or kwargs))
-        others = [(path, leaf) for path, leaf in zip(paths, leaves, strict=True) if not _is_known(leaf)]
-        if others and size > 1:
+        size = self._common_size(leaves, splittable, paths, given=bool(args or kwargs))
+        if size > 1 and not all(map(_is_known, leaves)):
+            others = [
+                (path, leaf) for path, leaf in zip(paths(""), leaves, strict=True) if not _is_known(leaf)
+            ]
             self._check_whole((args, kwargs), others, size)
-        parts = []
+        parts, rows = [], None
+        if self.exclusive and not self.keepdim:
+            whole = [leaf.value if isinstance(leaf, _Replicated) else leaf for leaf in leaves]
+            rows = Rows(whole, splittable, self.dim, rebuild)
         for worker, start, stop in ranges(size, ranks, self.balance, exclusive=self.exclusive):
             part = list(leaves)
             for index in splittable:
                 part[index] = self._take(leaves[index], start, stop)
             part_args, part_kwargs = rebuild(iter(part))
             parts.append(Partition(worker, part_args, part_kwargs, stop - start, self.workers is None))
+            parts[-1].row = None if rows is None else (rows, start)
         return parts
 
     def _take(self, tensor: _Array | Shards, start: int, stop: int) -> Any:
@@ -293,18 +306,24 @@ class TensorDimensionPartitioner:
                 "every worker gets whole"
             )
 
-    def _common_size(self, splittable: list[tuple[str, _Array | Shards]], *, given: bool) -> int:
-        sizes: dict[str, int] = {}
-        for where, tensor in splittable:
+    def _common_size(
+        self, leaves: list[Any], splittable: list[int], paths: Callable[[str], list[str]], *, given: bool
+    ) -> int:
+        def where(index: int) -> str:
+            return _argument(paths("")[index])
+
+        sizes: dict[int, int] = {}
+        for index in splittable:
+            tensor = leaves[index]
             if isinstance(tensor, Shards):
-                sizes[where] = tensor.size
+                sizes[index] = tensor.size
                 continue
             if not -tensor.ndim <= self.dim < tensor.ndim:
                 raise ValueError(
-                    f"cannot split {where} along dim={self.dim}: its shape is {tuple(tensor.shape)}; "
+                    f"cannot split {where(index)} along dim={self.dim}: its shape is {tuple(tensor.shape)}; "
                     "`todist.replicated(x)` marks a tensor that every worker gets whole"
                 )
-            sizes[where] = tensor.shape[self.dim]
+            sizes[index] = tensor.shape[self.dim]
         if not sizes and not given:
             raise ValueError(
                 "no tensor to split, as there are no arguments: give the function some, or `partitioner=` a "
@@ -317,14 +336,14 @@ class TensorDimensionPartitioner:
                 "or a function returning triplets"
             )
         if len(set(sizes.values())) > 1:
-            listed = ", ".join(f"{where} has {size}" for where, size in sizes.items())
+            listed = ", ".join(f"{where(index)} has {size}" for index, size in sizes.items())
             raise ValueError(
                 f"tensors must have one size along dim={self.dim}, but {listed}; "
                 "`todist.replicated(x)` marks a tensor that every worker gets whole"
             )
-        size = next(iter(sizes.values()))
+        first, size = next(iter(sizes.items()))
         if size == 0:
-            raise ValueError(f"empty batch: {next(iter(sizes))} has size 0 along dim={self.dim}")
+            raise ValueError(f"empty batch: {where(first)} has size 0 along dim={self.dim}")
         return size
 
     def __repr__(self) -> str:

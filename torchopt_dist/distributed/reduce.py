@@ -102,20 +102,22 @@ def _leafwise(name: str, function: Callable[..., torch.Tensor], trees: list[Any]
 
     def reduce_part(path: tuple[Any, ...], *parts: Any) -> Any:
         where = "result" + "".join(f"[{key!r}]" for key in path)
-        first = flatten(parts[0], is_leaf=_is_number, path=where)
-        if first.paths == [where]:
+        first = flatten(parts[0], is_leaf=_is_number)
+        names = first.paths(where)
+        if names == [where]:
             return _reduced(name, function, where, parts)
         columns = []
         for index, part in enumerate(parts):
-            leaves, paths, _ = flatten(part, is_leaf=_is_number, path=where)
-            if type(part) is not type(parts[0]) or set(paths) != set(first.paths):
+            leaves, paths_in, _ = flatten(part, is_leaf=_is_number)
+            paths = paths_in(where)
+            if type(part) is not type(parts[0]) or set(paths) != set(names):
                 raise ValueError(
                     f"{name} needs results of one structure: {where} is {type(parts[0]).__name__} with "
-                    f"{first.paths} in partition 0, and {type(part).__name__} with {paths} in partition {index}"
+                    f"{names} in partition 0, and {type(part).__name__} with {paths} in partition {index}"
                 )
             columns.append(dict(zip(paths, leaves, strict=True)))
         return first.rebuild(
-            iter([_reduced(name, function, path, [c[path] for c in columns]) for path in first.paths])
+            iter([_reduced(name, function, path, [c[path] for c in columns]) for path in names])
         )
 
     try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSequence
+from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -25,45 +26,51 @@ class Flat(NamedTuple):
 
     leaves: list[Any]
     """The leaves, ``None`` counted."""
-    paths: list[str]
-    """The expression of each leaf."""
+    paths: Callable[[str], list[str]]
+    """The expression of the tree itself → that of each leaf."""
     rebuild: _Rebuild
     """Makes a tree of other leaves, of copies of its containers."""
 
 
-def flatten(
-    tree: Any, *, is_leaf: Callable[[Any], bool], path: str = "", inside: tuple[Any, ...] = ()
-) -> Flat:
+def flatten(tree: Any, *, is_leaf: Callable[[Any], bool], inside: tuple[Any, ...] = ()) -> Flat:
     """Take a tree apart; a container without tensors stays whole.
 
     Args:
         tree: nodes that ``optree`` knows, mappings and sequences that can be changed, dataclasses.
         is_leaf: whether an object is a leaf that counts as a tensor, and is not taken apart.
-        path: the expression of the tree itself, for errors.
         inside: the containers around it; a container inside itself is a leaf.
     """
     node: Any = tree
-    accessors, nodes, spec = optree.tree_flatten_with_accessor(node, is_leaf=is_leaf, none_is_leaf=True)
-    leaves: list[Any] = []
-    paths: list[str] = []
-    rebuilds: list[_Rebuild] = []
-    for accessor, leaf in zip(accessors, nodes, strict=True):
-        where = accessor.codify(path)
-        found = None
-        if not (is_leaf(leaf) or any(leaf is outer for outer in inside)):
-            found = _opened(leaf, is_leaf, where, inside)
-        found = found or Flat([leaf], [where], next)
-        leaves += found.leaves
-        paths += found.paths
-        rebuilds.append(found.rebuild)
-    return Flat(
-        leaves, paths, lambda new: optree.tree_unflatten(spec, [rebuild(new) for rebuild in rebuilds])
-    )
+    nodes, spec = optree.tree_flatten(node, is_leaf=is_leaf, none_is_leaf=True)
+    parts = [
+        None
+        if is_leaf(leaf) or (inside and any(leaf is outer for outer in inside))
+        else _opened(leaf, is_leaf, inside)
+        for leaf in nodes
+    ]
+
+    def paths(path: str) -> list[str]:
+        places = [accessor.codify(path) for accessor in spec.accessors()]
+        found = zip(places, parts, strict=True)
+        return [where for place, part in found for where in ([place] if part is None else part.paths(place))]
+
+    if not any(parts):
+        return Flat(nodes, paths, lambda new: optree.tree_unflatten(spec, islice(new, len(nodes))))
+    leaves = [
+        leaf
+        for node, part in zip(nodes, parts, strict=True)
+        for leaf in ([node] if part is None else part.leaves)
+    ]
+
+    def rebuild(new: Iterator[Any]) -> Any:
+        return optree.tree_unflatten(
+            spec, [next(new) if part is None else part.rebuild(new) for part in parts]
+        )
+
+    return Flat(leaves, paths, rebuild)
 
 
-def _opened(
-    container: Any, is_leaf: Callable[[Any], bool], path: str, inside: tuple[Any, ...]
-) -> Flat | None:
+def _opened(container: Any, is_leaf: Callable[[Any], bool], inside: tuple[Any, ...]) -> Flat | None:
     put: Callable[[Any, Any, Any], None]
     if isinstance(container, (Tensor, nn.Module, str, int, float, type)):
         return None
@@ -71,21 +78,23 @@ def _opened(
         keys: Iterable[Any] = (
             list(container) if isinstance(container, MutableMapping) else range(len(container))
         )
-        items = [(key, f"{path}[{key!r}]", container[key]) for key in keys]
+        items = [(key, f"[{key!r}]", container[key]) for key in keys]
         put = type(container).__setitem__
     elif dataclasses.is_dataclass(container):
         names: list[Any] = [
             field.name for field in dataclasses.fields(container) if hasattr(container, field.name)
         ]
-        items = [(name, f"{path}.{name}", getattr(container, name)) for name in names]
+        items = [(name, f".{name}", getattr(container, name)) for name in names]
         put = _set_field
     else:
         return None
-    parts = [
-        flatten(value, is_leaf=is_leaf, path=where, inside=(*inside, container)) for _, where, value in items
-    ]
+    parts = [flatten(value, is_leaf=is_leaf, inside=(*inside, container)) for _, _, value in items]
     if not any(isinstance(leaf, Tensor) or is_leaf(leaf) for part in parts for leaf in part.leaves):
         return None
+
+    def paths(path: str) -> list[str]:
+        found = zip(items, parts, strict=True)
+        return [where for (_, suffix, _), part in found for where in part.paths(path + suffix)]
 
     def rebuild(new: Iterator[Any]) -> Any:
         rebuilt = copy.copy(container)
@@ -93,11 +102,7 @@ def _opened(
             put(rebuilt, key, part.rebuild(new))
         return rebuilt
 
-    return Flat(
-        [leaf for part in parts for leaf in part.leaves],
-        [where for part in parts for where in part.paths],
-        rebuild,
-    )
+    return Flat([leaf for part in parts for leaf in part.leaves], paths, rebuild)
 
 
 def _set_field(instance: Any, name: str, value: Any) -> None:
@@ -134,7 +139,8 @@ def lists_beside(arguments: tuple[Any, Any], is_split: Callable[[Any], bool], si
     def is_leaf(leaf: Any) -> bool:
         return isinstance(leaf, nn.Module) or (type(leaf) is list and len(leaf) == size and _is_plain(leaf))
 
-    leaves, paths, _ = flatten(arguments, is_leaf=is_leaf)
+    leaves, paths_in, _ = flatten(arguments, is_leaf=is_leaf)
+    paths = paths_in("")
     found = [path for leaf, path in zip(leaves, paths, strict=True) if type(leaf) is list]
     split = (
         {_top(path) for leaf, path in zip(leaves, paths, strict=True) if is_split(leaf)} if found else set()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from torchopt_dist._random_turns import draw_seed
 from torchopt_dist.distributed.messages.caller_state import CallerState
+from torchopt_dist.distributed.messages.stacked import Stacked
 from torchopt_dist.typing import Args, KwArgs
 
 __all__ = ["ExecutionKwargs", "ExecutionOptions", "Payload", "Surrounded", "group_by_worker"]
@@ -30,6 +31,8 @@ class Payload:
             for one of the package's own, which draws nothing and waits for no other.
         ticket: of the caller's progress bar, if there is one.
         samples: how many the tasks hold, if the worker is to measure how long one takes; else 0.
+        stacked: the places of the leaves of the only one of ``tasks`` that hold all tasks, if these are stacked; the
+            only value is then what all return, which ``split_values`` splits.
     """
 
     function: Callable[..., Any]
@@ -39,11 +42,13 @@ class Payload:
     options: ExecutionOptions
     ticket: tuple[int, int] | None = None
     samples: int = 0
+    stacked: tuple[int, ...] = ()
 
     def plain(self) -> tuple[Any, ...]:
         """Its fields, with the fields of this package's objects instead of the objects."""
         options = tuple(vars(self.options).values())
-        return self.function, self.tasks, self.seeds, self.state.plain(), options, self.ticket, self.samples
+        function, tasks, seeds, state, _, *more = vars(self).values()
+        return function, tasks, seeds, state.plain(), options, *more
 
     @classmethod
     def of_plain(
@@ -53,13 +58,10 @@ class Payload:
         seeds: tuple[int | None, ...],
         state: tuple[Any, ...],
         options: tuple[Any, ...],
-        ticket: tuple[int, int] | None,
-        samples: int,
+        *more: Any,
     ) -> Payload:
         """The inverse of :meth:`plain`."""
-        return cls(
-            function, tasks, seeds, CallerState.of_plain(*state), ExecutionOptions(*options), ticket, samples
-        )
+        return cls(function, tasks, seeds, CallerState.of_plain(*state), ExecutionOptions(*options), *more)
 
     def tensors(self) -> list[Tensor]:
         """The function's and the arguments' tensors, and the parameters of the modules among these."""
@@ -199,6 +201,19 @@ def group_by_worker(
     payloads: dict[int, tuple[Payload, list[int]]] = {}
     for rank, (indices, tasks, seeds) in shares.items():
         samples = sum(getattr(partitions[index], "size", 1) for index in indices) if timed else 0
-        payload = Payload(function, tuple(tasks), tuple(seeds), state, options, ticket, samples)
+        together = _rows([partitions[index] for index in indices]) if options.vectorize else None
+        sent, places = ((together.task,), together.places) if together else (tuple(tasks), ())
+        payload = Payload(function, sent, tuple(seeds), state, options, ticket, samples, places)
         payloads[rank] = payload, indices
     return payloads
+
+
+def _rows(parts: Sequence[Any]) -> Stacked | None:
+    """The parts as one task, if they are rows of one batch, one after the other."""
+    found = [part.row for part in parts]
+    if len(parts) < 2 or None in found:
+        return None
+    rows, start = found[0]
+    if any(each is not rows or index != start + place for place, (each, index) in enumerate(found)):
+        return None
+    return rows.between(start, start + len(parts)) if rows.are_plain() else None

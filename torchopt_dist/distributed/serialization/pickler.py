@@ -102,6 +102,8 @@ class Pickler(pickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         """Called once for each object but the plainest; ``persistent_id`` would be called for these, too."""
+        if type(obj) is OrderedDict:  # a module has ten empty ones, and each takes a while to say so itself
+            return NotImplemented if obj or vars(obj) else (OrderedDict, ())
         if isinstance(obj, torch.Tensor):
             staying = self.tensors.staying.get(id(obj))
             if staying is not None:
@@ -127,8 +129,6 @@ class Pickler(pickle.Pickler):
             return unpickler.reference, (len(self.tensors.references) - 1, *carried)
         if isinstance(obj, Handle):
             self.tensors.handles.append(obj)
-        if type(obj) is OrderedDict and not obj and not vars(obj):
-            return OrderedDict, ()  # a module has ten of them, and each takes a while to say so itself
         return NotImplemented
 
     def _array(self, array: np.ndarray[Any, Any]) -> Any:
@@ -191,6 +191,8 @@ class _NamePickler(Pickler):
     """The fast pickler: sends functions and classes by name; objects without a name need the other pickler."""
 
     def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is OrderedDict:
+            return Pickler.reducer_override(self, obj)
         if isinstance(obj, type):
             if obj.__module__ == "__main__" and not self._main_by_name:
                 raise _NeedsCodeError

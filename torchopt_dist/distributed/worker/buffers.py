@@ -46,7 +46,7 @@ def buffers_in(function: Any, args: Any, kwargs: Any) -> Iterator[Place]:
         args, kwargs = (*function.args, *args), {**function.keywords, **kwargs}
         function = function.func
     leaves, paths, _ = flatten((tuple(args), kwargs), is_leaf=lambda leaf: isinstance(leaf, nn.Module))
-    modules = [("", getattr(function, "__self__", function)), *zip(paths, leaves, strict=True)]
+    modules = [("", getattr(function, "__self__", function)), *zip(paths(""), leaves, strict=True)]
     for path, module in modules:
         if isinstance(module, nn.Module):
             for inside, owner in module.named_modules():

@@ -5,7 +5,7 @@ The program computes with gradients, also for a caller without: a task may adapt
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -31,7 +31,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def compiled_vmap(
-    function: Callable[..., Any], leaves: list[Any], mapped: list[int], rebuild: Callable[[Any], Any]
+    function: Callable[..., Any], leaves: list[Any], mapped: Sequence[int], rebuild: Callable[[Any], Any]
 ) -> Callable[..., Any] | None:
     """All tasks at once, as a function of the tensors that are mapped; ``None`` if they cannot be one program.
 
@@ -65,7 +65,7 @@ def _tasks(
     function: Callable[..., Any],
     places: Any,
     shared: list[Any],
-    mapped: list[int],
+    mapped: Sequence[int],
     tensors: tuple[Tensor, ...],
 ) -> Any:
     def one_task(*own: Tensor) -> Any:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, TypeAlias
 
-import optree
 import torch
 
 from torchopt_dist._evaluation import evaluate
@@ -17,9 +16,9 @@ from torchopt_dist._random_turns import Turn
 from torchopt_dist.distributed.group.progress import teller
 from torchopt_dist.distributed.group.resident import resolved
 from torchopt_dist.distributed.messages.payload import Payload
+from torchopt_dist.distributed.messages.stacked import Stacked, split_values, stacked, taken_apart
 from torchopt_dist.distributed.worker.compiled import compiled, compiled_vmap
 from torchopt_dist.distributed.worker.device import receiving_device
-from torchopt_dist.pytree._containers import flatten
 
 __all__ = ["Ran", "run"]
 
@@ -75,67 +74,28 @@ def _one_by_one(payload: Payload, turn: _TurnOf) -> list[Any]:
 
 
 def _vectorized(payload: Payload, turn: _TurnOf) -> list[Any]:
-    """One ``vmap`` over the tensors that differ between the tasks; an argument that all tasks share is not mapped."""
-    tasks: Any = payload.tasks
-    flat = [flatten(each, is_leaf=_is_module, path="(args, kwargs)") for each in tasks]
-    _, paths, rebuild = flat[0]
-    columns = list(zip(*(each.leaves for each in flat), strict=True))
-    mapped = [
-        index for index, column in enumerate(columns) if not all(_same(leaf, column[0]) for leaf in column)
-    ]
-    if not mapped:
+    """One ``vmap`` over the tensors that differ between the tasks; what it returns is split by the caller, or here."""
+    already = Stacked(payload.tasks[0], payload.stacked) if payload.stacked else None
+    together = already or stacked(payload.tasks)
+    if together is None:
         return _one_by_one(payload, turn)
-    _check_mappable(columns, mapped, paths)
+    shared, _, rebuild = taken_apart(together.task)
+    tensors, options = [shared[place] for place in together.places], payload.options
 
-    def one_task(*tensors: torch.Tensor) -> Any:
-        leaves = [column[0] for column in columns]
-        for index, tensor in zip(mapped, tensors, strict=True):
-            leaves[index] = tensor
+    def one_task(*own: torch.Tensor) -> Any:
+        leaves = list(shared)
+        for place, tensor in zip(together.places, own, strict=True):
+            leaves[place] = tensor
         args, kwargs = rebuild(iter(leaves))
         return payload.function(*args, **kwargs)
 
-    stacked = [torch.stack(columns[index]) for index in mapped]
-    options = payload.options
-
     def as_they_are() -> Any:
         with normalization_by_formula(), without_fast_path():
-            return torch.func.vmap(one_task, randomness="different", chunk_size=options.chunk_size)(*stacked)
+            return torch.func.vmap(one_task, randomness="different", chunk_size=options.chunk_size)(*tensors)
 
     program = None
     if options.compile and options.chunk_size is None:
-        program = compiled_vmap(payload.function, [column[0] for column in columns], mapped, rebuild)
+        program = compiled_vmap(payload.function, shared, together.places, rebuild)
     with turn(payload.seeds[0]):
-        batched = as_they_are() if program is None else program(as_they_are, *stacked)
-    leaves, out = optree.tree_flatten(batched, none_is_leaf=True)
-    return [optree.tree_unflatten(out, [leaf[index] for leaf in leaves]) for index in range(len(tasks))]
-
-
-def _is_module(leaf: Any) -> bool:
-    return isinstance(leaf, torch.nn.Module)
-
-
-def _same(leaf: Any, other: Any) -> bool:
-    if leaf is other or isinstance(leaf, torch.Tensor) or isinstance(other, torch.Tensor):
-        return leaf is other
-    try:
-        # `True == 1`, and the two are different arguments.
-        return type(leaf) is type(other) and bool(leaf == other)
-    except (ValueError, RuntimeError):  # arrays, which have no one truth value
-        return False
-
-
-def _check_mappable(columns: list[Any], mapped: list[int], paths: list[str]) -> None:
-    for index in mapped:
-        column = columns[index]
-        if not all(isinstance(leaf, torch.Tensor) for leaf in column):
-            raise TypeError(
-                f"vectorize=True maps over tensors, but {paths[index]} differs between tasks and is "
-                f"{type(column[0]).__name__}"
-            )
-        if len({leaf.shape for leaf in column}) > 1:
-            raise ValueError(
-                "vectorize=True needs tasks of one shape, but "
-                f"{paths[index]} has shapes "
-                f"{sorted({tuple(leaf.shape) for leaf in column})}: split with exclusive=True, "
-                "or leave vectorize=True out"
-            )
+        batched = as_they_are() if program is None else program(as_they_are, *tensors)
+    return [batched] if already else split_values(batched, len(payload.tasks))

@@ -18,12 +18,13 @@ def one_value(values: Sequence[Any], ranks: Sequence[int]) -> Any:
 
     Raises :class:`ValueError` if members have other values, and :class:`TypeError` if a value is a module.
     """
-    flat = [flatten(value, is_leaf=_is_whole, path="value") for value in values]
+    flat = [flatten(value, is_leaf=_is_whole) for value in values]
+    paths = flat[0].paths("value")
     for rank, other in zip(ranks, flat, strict=True):
-        if other.paths != flat[0].paths:
+        if other.paths("value") != paths:
             raise _others("a tree of other leaves", rank, ranks)
     leaves = []
-    for path, *members in zip(flat[0].paths, *(each.leaves for each in flat), strict=True):
+    for path, *members in zip(paths, *(each.leaves for each in flat), strict=True):
         if isinstance(members[0], nn.Module):
             raise TypeError(
                 f"a function that a team runs must return tensors, numbers or trees of these, got "
