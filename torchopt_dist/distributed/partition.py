@@ -119,6 +119,8 @@ def partition(partitioner: Partitioner | None, args: Args, kwargs: KwArgs) -> li
         partitioner = batch_partitioner
     if not callable(partitioner):
         return [Partition(_rank_of(partitioner), args and unwrap(args), kwargs and unwrap(kwargs))]
+    if type(partitioner) is TensorDimensionPartitioner:
+        return partitioner.parts(args, kwargs)
     triplets = partitioner(*args, **kwargs)
     if not isinstance(triplets, Sequence) or isinstance(triplets, (str, tuple)):
         raise TypeError(
@@ -127,11 +129,7 @@ def partition(partitioner: Partitioner | None, args: Args, kwargs: KwArgs) -> li
         )
     if not triplets:
         raise ValueError(f"partitioner {_name(partitioner)} returned no triplet: there is nothing to call")
-    parts = [_checked(partitioner, index, triplet) for index, triplet in enumerate(triplets)]
-    if type(partitioner) is TensorDimensionPartitioner:  # nobody has changed its triplets since
-        for part, triplet in zip(parts, triplets, strict=True):
-            part.row = triplet.row
-    return parts
+    return [_checked(partitioner, index, triplet) for index, triplet in enumerate(triplets)]
 
 
 def _rank_of(worker: int | str) -> int:
@@ -253,6 +251,13 @@ class TensorDimensionPartitioner:
 
     def __call__(self, *args: Any, **kwargs: Any) -> list[Partition]:
         """Split ``args`` and ``kwargs``; the result is what ``partition`` makes a call of."""
+        parts = self.parts(args, kwargs, marked=True)
+        for part in parts:
+            part.row = None  # who has asked may change the arguments
+        return parts
+
+    def parts(self, args: Args, kwargs: KwArgs, *, marked: bool = False) -> list[Partition]:
+        """The same for a call; what ``replicated`` has marked stays so if it is to be ``marked``."""
         ranks = ranks_of(self.workers)
         leaves, paths, rebuild = flatten((args, kwargs), is_leaf=_is_leaf)
         splittable = [index for index, leaf in enumerate(leaves) if _is_splittable(leaf)]
@@ -262,17 +267,17 @@ class TensorDimensionPartitioner:
                 (path, leaf) for path, leaf in zip(paths(""), leaves, strict=True) if not _is_known(leaf)
             ]
             self._check_whole((args, kwargs), others, size)
-        parts, rows = [], None
-        if self.exclusive and not self.keepdim:
-            whole = [leaf.value if isinstance(leaf, _Replicated) else leaf for leaf in leaves]
-            rows = Rows(whole, splittable, self.dim, rebuild)
+        if not marked:
+            leaves = [leaf.value if isinstance(leaf, _Replicated) else leaf for leaf in leaves]
+        are_rows = self.exclusive and not self.keepdim
+        rows, parts = Rows(leaves, splittable, self.dim, rebuild), []
         for worker, start, stop in ranges(size, ranks, self.balance, exclusive=self.exclusive):
             part = list(leaves)
             for index in splittable:
                 part[index] = self._take(leaves[index], start, stop)
             part_args, part_kwargs = rebuild(iter(part))
             parts.append(Partition(worker, part_args, part_kwargs, stop - start, self.workers is None))
-            parts[-1].row = None if rows is None else (rows, start)
+            parts[-1].row = (rows, start) if are_rows else None
         return parts
 
     def _take(self, tensor: _Array | Shards, start: int, stop: int) -> Any:
