@@ -101,6 +101,23 @@ def test_after_so_many_retries_a_loss_is_an_error(world, tmp_path):
     assert survive(world(4), body) == ([1, 2], (0, 3))
 
 
+def cube_of_row(doom, x):
+    die(doom, "forward")
+    return (x**3).sum()
+
+
+def test_the_rows_of_a_lost_worker_are_stacked_when_they_run_elsewhere(world, tmp_path):
+    def body():
+        x = torch.linspace(-1, 1, 18, dtype=torch.float64).reshape(9, 2).requires_grad_()
+        spread = todist.parallelize(todist.tasks, todist.sum_reducer, vectorize=True, retries=1)(cube_of_row)
+        value = spread(todist.replicated((tmp_path, 1, "forward")), x)
+        torch.testing.assert_close(value, (x**3).sum())
+        torch.testing.assert_close(torch.autograd.grad(value, x)[0], 3 * x.detach() ** 2)
+        return todist.alive()
+
+    assert survive(world(3), body) == (0, 2)
+
+
 class Deadly(torch.autograd.Function):
     """The identity; its backward kills each worker but the caller."""
 

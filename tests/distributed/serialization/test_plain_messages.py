@@ -32,7 +32,7 @@ def function(*args, **kwargs):
 def call_of(*args, function=function, **kwargs):
     tasks = ((args, kwargs), ((1,), {}))
     return Call(
-        Payload(function, tasks, (2**62, 7), STATE, OPTIONS, ticket=(0, 5), samples=19),
+        Payload(function, tasks, (2**62, 7), STATE, OPTIONS, ticket=(0, 5), samples=19, stacked=(1, 3)),
         (1, 2**40 + 3),
         keep=True,
     )

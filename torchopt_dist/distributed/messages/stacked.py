@@ -86,7 +86,10 @@ def split_values(batched: Any, number: int) -> list[Any]:
     leaves, spec = optree.tree_flatten(batched, none_is_leaf=True)
     if not leaves:
         return [batched] * number
-    columns = zip(*(torch.unbind_copy(leaf) for leaf in leaves), strict=True)
+    unbind_copy: Callable[[Tensor], tuple[Tensor, ...]] = (
+        torch.unbind_copy
+    )  # torch's stub says that it returns None
+    columns = zip(*map(unbind_copy, leaves), strict=True)
     return [optree.tree_unflatten(spec, column) for column in columns]
 
 
