@@ -86,9 +86,7 @@ def split_values(batched: Any, number: int) -> list[Any]:
     leaves, spec = optree.tree_flatten(batched, none_is_leaf=True)
     if not leaves:
         return [batched] * number
-    unbind_copy: Callable[[Tensor], tuple[Tensor, ...]] = (
-        torch.unbind_copy
-    )  # torch's stub says that it returns None
+    unbind_copy: Any = torch.unbind_copy  # by its stub in torch it returns None
     columns = zip(*map(unbind_copy, leaves), strict=True)
     return [optree.tree_unflatten(spec, column) for column in columns]
 
