@@ -98,10 +98,10 @@ def test_handles_and_balances_show_only_what_users_use() -> None:
     def shown(kind: type) -> set[str]:
         return {name for name in vars(kind) if not name.startswith("_")}
 
-    assert shown(todist.Resident) == {"value", "local_value", "to_here", "close"}
-    assert shown(todist.Reference) == shown(todist.Resident)
+    assert shown(todist.typing.Resident) == {"value", "local_value", "to_here", "close"}
+    assert shown(todist.typing.Reference) == shown(todist.typing.Resident)
     assert shown(todist.Balance) == {"shares"}
-    assert shown(todist.Shards) == {"size", "dim", "selected", "close"}
+    assert shown(todist.typing.Shards) == {"size", "dim", "selected", "close"}
 
 
 def test_every_function_and_class_has_a_docstring() -> None:
@@ -135,7 +135,7 @@ def test_every_function_has_a_typed_signature() -> None:
         "compat",
         "diff",
         "distributed",
-        "launch",
+        "launching",
         "linalg",
         "linear_solve",
         "nn",

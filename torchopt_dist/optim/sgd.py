@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from torchopt_dist._types import ScalarOrSchedule
 from torchopt_dist.ops._sgd import sgd as sgd_op
 from torchopt_dist.ops._sgd import sgd_
 from torchopt_dist.optim._layout import COUNT, counts
@@ -19,7 +20,6 @@ from torchopt_dist.transform.add_decayed_weights import penalized
 from torchopt_dist.transform.base import ChainedGradientTransformation, GradientTransformation
 from torchopt_dist.transform.scale import scale_by_learning_rate
 from torchopt_dist.transform.trace import TraceState, check_momentum, trace
-from torchopt_dist.typing import ScalarOrSchedule
 
 __all__ = ["SGD", "MetaSGD", "sgd"]
 

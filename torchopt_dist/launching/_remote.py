@@ -19,11 +19,11 @@ from typing import Any
 
 from torchopt_dist._liveness import Liveness
 from torchopt_dist.errors import InitializationError
-from torchopt_dist.launch._environment import chosen_by, import_path
-from torchopt_dist.launch._forkserver import MARK, PROGRAM, read_on_import, versions
-from torchopt_dist.launch._machine import Machine
-from torchopt_dist.launch._shell import connect_by_shell
-from torchopt_dist.launch._ssh import UnreachedError, carry, in_loop, log_in, open_stream
+from torchopt_dist.launching._environment import chosen_by, import_path
+from torchopt_dist.launching._forkserver import MARK, PROGRAM, read_on_import, versions
+from torchopt_dist.launching._machine import Machine
+from torchopt_dist.launching._shell import connect_by_shell
+from torchopt_dist.launching._ssh import UnreachedError, carry, in_loop, log_in, open_stream
 
 __all__ = ["RemoteMachine", "RemoteOptions", "close_all", "connect"]
 

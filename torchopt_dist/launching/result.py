@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from torchopt_dist.errors import AgentFailedError, WorkerFailedError
-from torchopt_dist.launch._option_kinds import check_integer
+from torchopt_dist.launching._option_kinds import check_integer
 
 __all__ = ["LaunchResult"]
 

@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from torchopt_dist.launch import _messages as messages
-from torchopt_dist.launch._cluster import Host
-from torchopt_dist.launch._handles import AgentHandle, WorkerHandle
-from torchopt_dist.launch._pickling import pack
-from torchopt_dist.launch._plan import Plan
-from torchopt_dist.launch._processes import umask
+from torchopt_dist.launching import _messages as messages
+from torchopt_dist.launching._cluster import Host
+from torchopt_dist.launching._handles import AgentHandle, WorkerHandle
+from torchopt_dist.launching._pickling import pack
+from torchopt_dist.launching._plan import Plan
+from torchopt_dist.launching._processes import umask
 
 __all__ = ["LONGEST_WAIT", "Agents"]
 

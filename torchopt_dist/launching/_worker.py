@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torchopt_dist._network import choose_interface
 from torchopt_dist._signals import INTERRUPT
 from torchopt_dist._torch_private import finish_interpreter, leave_finalizers
-from torchopt_dist.launch._breakpoint import install as install_breakpoint
-from torchopt_dist.launch._messages import Header, Raised, Returned, Running, StartWorkers
-from torchopt_dist.launch._pickling import pack_failure, pack_value, unpack, unpack_task
-from torchopt_dist.launch._store import LOOPBACK
-from torchopt_dist.launch._stream import frame
+from torchopt_dist.launching._breakpoint import install as install_breakpoint
+from torchopt_dist.launching._messages import Header, Raised, Returned, Running, StartWorkers
+from torchopt_dist.launching._pickling import pack_failure, pack_value, unpack, unpack_task
+from torchopt_dist.launching._store import LOOPBACK
+from torchopt_dist.launching._stream import frame
 
 __all__ = ["asked_to_exit", "in_groups", "work"]
 

@@ -1,4 +1,4 @@
-"""``todist.replica``: steps that workers take themselves are those that rank 0 would take; nothing travels for them."""
+"""``todist.mirror``: steps that workers take themselves are those that rank 0 would take; nothing travels for them."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def train(kind, replicated, mixed, fan_out=None):
     Only ``mixed`` ones have gradients that more than one call has left, or this process.
     """
     net, optimizer = new(kind)
-    meta = todist.replica(net, optimizer) if replicated else net
+    meta = todist.mirror(net, optimizer) if replicated else net
     scale = torch.tensor(1.5, dtype=torch.double, requires_grad=True)
     losses = []
     spread = todist.parallelize(todist.tasks, todist.mean_reducer, fan_out=fan_out)(task_loss)
@@ -122,7 +122,7 @@ def train(kind, replicated, mixed, fan_out=None):
     step()
     found = [*losses, *norms, scale.grad, *net.parameters(), *net.buffers()]
     elsewhere = (
-        [todist.remote_call(r, held, meta) for r in range(todist.get_world_size())] if replicated else []
+        [todist.remote_call(held, r, meta) for r in range(todist.get_world_size())] if replicated else []
     )
     return torch.cat([tensor.detach().reshape(-1) for tensor in found]), elsewhere
 
@@ -151,7 +151,7 @@ def plain_loss(net, x):
     return net(x).square().mean()
 
 
-def test_neither_parameters_nor_gradients_travel_and_copies_go_with_the_replica(world):
+def test_neither_parameters_nor_gradients_travel_and_copies_go_with_the_mirror(world):
     def body(fan_out):
         net = nn.Linear(512, 512)
         everywhere = todist.parallelize(todist.batch_partitioner, todist.mean_reducer, fan_out=fan_out)(
@@ -159,7 +159,7 @@ def test_neither_parameters_nor_gradients_travel_and_copies_go_with_the_replica(
         )
         x = torch.arange(3 * 512).view(3, 512) / 999
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        meta = todist.replica(net, optimizer)
+        meta = todist.mirror(net, optimizer)
         traffic = []
         for model, step in ((net, optimizer.step), (meta, meta.step)):
             everywhere(model, x)
@@ -188,14 +188,14 @@ def test_neither_parameters_nor_gradients_travel_and_copies_go_with_the_replica(
 
 
 @pytest.mark.parametrize("fan_out", [None, 1])
-def test_some_workers_may_be_given_the_replica_and_others_the_module(world, fan_out):
+def test_some_workers_may_be_given_the_mirror_and_others_the_module(world, fan_out):
     def body():
         stepped = []
         for replicated in (True, False):
             torch.manual_seed(0)
             net = nn.Linear(300, 300).double()  # whose weight goes down a tree in chunks
             optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-            meta = todist.replica(net, optimizer) if replicated else net
+            meta = todist.mirror(net, optimizer) if replicated else net
 
             def shares(x, meta=meta, net=net):
                 return [
@@ -242,11 +242,11 @@ class Fatal:
 def test_what_is_wrong_is_said_and_mended(world):
     def body():
         net, optimizer = new()
-        meta = todist.replica(net, optimizer)
+        meta = todist.mirror(net, optimizer)
         saved = {"net": net.state_dict(), "optimizer": optimizer.state_dict()}
         saved = torch.load(_saved(saved))
         loss = spread(meta, *batch(0), 1.0)
-        with pytest.raises(RuntimeError, match=r"torch.autograd.grad was asked for gradients of a replica's"):
+        with pytest.raises(RuntimeError, match=r"torch.autograd.grad was asked for gradients of a mirror's"):
             torch.autograd.grad(loss, net.rate)
         meta.zero_grad()
         spread(meta, *batch(0), 1.0).backward()
@@ -261,51 +261,51 @@ def test_what_is_wrong_is_said_and_mended(world):
         spread(meta, *batch(0), 1.0).backward()
         meta.step()
         again, other = new()
-        meta_again = todist.replica(again, other)
+        meta_again = todist.mirror(again, other)
         spread(meta_again, *batch(0), 1.0).backward()
         meta_again.step()
         assert torch.equal(held(net), held(again))
 
-        todist.remote_call(1, changes, meta)
-        message = r"a parameter of shape \(2,\) of this worker's copy of a replica was changed in place"
-        for use in (lambda: todist.remote_call(1, held, meta), meta.step):
+        todist.remote_call(changes, 1, meta)
+        message = r"a parameter of shape \(2,\) of this worker's copy of a mirror was changed in place"
+        for use in (lambda: todist.remote_call(held, 1, meta), meta.step):
             with pytest.raises(ResidentError, match=message) as caught:
                 use()
             assert caught.value.worker == "worker1"
         meta.sync()
         meta.step()
 
-        with pytest.raises(TypeError, match="replica takes a module, got Replica"):
-            todist.replica(meta, optimizer)
+        with pytest.raises(TypeError, match="mirror takes a module, got MirroredModule"):
+            todist.mirror(meta, optimizer)
         with pytest.raises(TypeError, match=r"torch.optim.Optimizer, got str"):
-            todist.replica(net, "Adam")
+            todist.mirror(net, "Adam")
         stranger = torch.optim.SGD([net.rate, torch.ones(7, requires_grad=True)], lr=0.1)
         with pytest.raises(
             ValueError, match=r"param_groups\[0\].*shape \(7,\) that is no parameter of the module"
         ):
-            todist.replica(net, stranger)
+            todist.mirror(net, stranger)
         with pytest.raises(ValueError, match=r'backend must be "gloo", "nccl" or None, got \'mpi\''):
-            todist.replica(net, optimizer, backend="mpi")
+            todist.mirror(net, optimizer, backend="mpi")
         with pytest.raises(
             ValueError, match="timeout must be a positive number of seconds, up to a million, got 0"
         ):
-            todist.replica(net, optimizer, timeout=0)
+            todist.mirror(net, optimizer, timeout=0)
         with pytest.raises(TypeError, match="before must be a function of the module, got int"):
             meta.step(3)
         with pytest.raises(
             SerializationError, match=r"`held` takes tensors that require grad.*torch.func transform"
         ):
-            torch.func.vmap(lambda x: x + todist.remote_call(1, held, meta).sum())(torch.ones(2))
-        with pytest.raises(ValueError, match=r"`plain_loss` is called with a replica.*leave out retries"):
+            torch.func.vmap(lambda x: x + todist.remote_call(held, 1, meta).sum())(torch.ones(2))
+        with pytest.raises(ValueError, match=r"`plain_loss` is called with a mirror.*leave out retries"):
             todist.remote_sync_call(plain_loss, args=(meta, torch.ones(2, 3)), partitioner=1, hedge_after=9.0)
         words = nn.Embedding(4, 2, sparse=True)
-        sparse = todist.replica(words, torch.optim.SparseAdam(words.parameters()))
-        todist.remote_call(1, sparse_loss, sparse, torch.tensor([1])).backward()
+        sparse = todist.mirror(words, torch.optim.SparseAdam(words.parameters()))
+        todist.remote_call(sparse_loss, 1, sparse, torch.tensor([1])).backward()
         with pytest.raises(ValueError, match="no sparse gradients: give the embedding sparse=False"):
             sparse.step()
         meta.close()
-        with pytest.raises(ResidentError, match="a replica was used after its end"):
-            todist.remote_call(1, held, meta)
+        with pytest.raises(ResidentError, match="a mirror was used after its end"):
+            todist.remote_call(held, 1, meta)
 
     world(2).on_zero(body, timeout=60)
 
@@ -317,20 +317,20 @@ def _saved(content):
     return file
 
 
-def test_the_loss_of_a_worker_in_a_step_ends_the_replica_and_not_the_program(world):
+def test_the_loss_of_a_worker_in_a_step_ends_the_mirror_and_not_the_program(world):
     def body():
         net, optimizer = new()
-        meta = todist.replica(net, optimizer, timeout=5)
+        meta = todist.mirror(net, optimizer, timeout=5)
         spread(meta, *batch(0), 1.0).backward()
         before = held(net)
         with pytest.raises((WorkerLostError, RuntimeError)):
             meta.step(Fatal(2))
         assert torch.equal(held(net), before)
-        for use in (meta.step, meta.sync, lambda: todist.remote_call(1, held, meta)):
+        for use in (meta.step, meta.sync, lambda: todist.remote_call(held, 1, meta)):
             with pytest.raises(WorkerLostError, match="worker2"):
                 use()
         meta.close()
-        again = todist.replica(net, optimizer)
+        again = todist.mirror(net, optimizer)
         meta.zero_grad()
         workers = todist.dim_partitioner(0, exclusive=True, keepdim=False, workers=todist.alive())
         losses = todist.remote_sync_call(
@@ -338,7 +338,7 @@ def test_the_loss_of_a_worker_in_a_step_ends_the_replica_and_not_the_program(wor
         )
         sum(losses).backward()
         again.step()
-        copies = [todist.remote_call(rank, held, again) for rank in (0, 1, 3)]
+        copies = [todist.remote_call(held, rank, again) for rank in (0, 1, 3)]
         assert torch.equal(copies[0], copies[1])
         assert torch.equal(copies[0], copies[2])
         assert not torch.equal(copies[0], before)

@@ -17,12 +17,12 @@ from functools import partial
 from typing import Any, NoReturn
 
 from torchopt_dist.errors import AgentFailedError, CallTimeoutError, InitializationError, WorkerFailedError
-from torchopt_dist.launch import _messages as messages
-from torchopt_dist.launch._agents import Agents
-from torchopt_dist.launch._handles import AgentHandle, WorkerHandle, may_be_an_echo
-from torchopt_dist.launch._pickling import unpack_failure
-from torchopt_dist.launch._plan import Plan
-from torchopt_dist.launch._rendezvous import agree
+from torchopt_dist.launching import _messages as messages
+from torchopt_dist.launching._agents import Agents
+from torchopt_dist.launching._handles import AgentHandle, WorkerHandle, may_be_an_echo
+from torchopt_dist.launching._pickling import unpack_failure
+from torchopt_dist.launching._plan import Plan
+from torchopt_dist.launching._rendezvous import agree
 
 __all__ = ["Job", "StoppedError"]
 
@@ -68,7 +68,7 @@ class Job:
         """The values of all ranks.
 
         Raises:
-            Exception: as :meth:`~torchopt_dist.launch.Launcher.run`.
+            Exception: as :meth:`~torchopt_dist.launching.Launcher.run`.
             StoppedError: the job was told to stop.
         """
         grace = self._options.stop_timeout

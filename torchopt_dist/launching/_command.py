@@ -1,4 +1,4 @@
-"""``python -m torchopt_dist.launch [options] train.py [arguments]`` → the script on every worker → an exit code."""
+"""``python -m torchopt_dist launch [options] train.py [arguments]`` → the script on every worker → an exit code."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import sys
 from typing import NoReturn
 
 from torchopt_dist.errors import RemoteError, TodistError, WorkerFailedError
-from torchopt_dist.launch.launcher import Launcher
-from torchopt_dist.launch.options import add_launcher_args
+from torchopt_dist.launching.launcher import Launcher
+from torchopt_dist.launching.options import add_launcher_args
 
 __all__ = ["main", "run_program"]
 
 
-def main(argv: list[str] | None = None, prog: str = "python -m torchopt_dist.launch") -> int:
+def main(argv: list[str] | None = None, prog: str = "python -m torchopt_dist launch") -> int:
     """Run a script on workers.
 
     Args:
@@ -89,7 +89,3 @@ class _Parser(argparse.ArgumentParser):
         if "required: script" in message or "unrecognized" in message:
             message += " (--hosts and --copy-env take all words that follow: write `--` before the script)"
         super().error(message)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

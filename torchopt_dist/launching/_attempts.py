@@ -26,15 +26,15 @@ from torchopt_dist.errors import (
     RemoteError,
     WorkerFailedError,
 )
-from torchopt_dist.launch._agents import LONGEST_WAIT
-from torchopt_dist.launch._cluster import Host, Reach
-from torchopt_dist.launch._handles import may_be_an_echo
-from torchopt_dist.launch._job import Job, StoppedError
-from torchopt_dist.launch._machine import Machine
-from torchopt_dist.launch._messages import Stop
-from torchopt_dist.launch._plan import Plan
-from torchopt_dist.launch._stream import frame
-from torchopt_dist.launch.result import LaunchResult
+from torchopt_dist.launching._agents import LONGEST_WAIT
+from torchopt_dist.launching._cluster import Host, Reach
+from torchopt_dist.launching._handles import may_be_an_echo
+from torchopt_dist.launching._job import Job, StoppedError
+from torchopt_dist.launching._machine import Machine
+from torchopt_dist.launching._messages import Stop
+from torchopt_dist.launching._plan import Plan
+from torchopt_dist.launching._stream import frame
+from torchopt_dist.launching.result import LaunchResult
 
 __all__ = ["Membership", "UnreachedMachine", "run_attempts"]
 
@@ -61,7 +61,7 @@ def run_attempts(plan: Plan, membership: Membership | None = None) -> LaunchResu
         The values, by host, and the ranks that were lost.
 
     Raises:
-        Exception: as :meth:`~torchopt_dist.launch._job.Job.run` and :meth:`Membership.next_hosts`.
+        Exception: as :meth:`~torchopt_dist.launching._job.Job.run` and :meth:`Membership.next_hosts`.
     """
     failures, most = 0, plan.options.max_restarts
     for attempt in itertools.count():

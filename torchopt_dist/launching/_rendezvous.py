@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from torchopt_dist.errors import InitializationError
-from torchopt_dist.launch._handles import AgentHandle
-from torchopt_dist.launch._messages import Listen, Listening, Reach
-from torchopt_dist.launch._store import LOOPBACK
+from torchopt_dist.launching._handles import AgentHandle
+from torchopt_dist.launching._messages import Listen, Listening, Reach
+from torchopt_dist.launching._store import LOOPBACK
 
 __all__ = ["agree"]
 

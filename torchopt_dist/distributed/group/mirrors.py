@@ -23,7 +23,7 @@ from torchopt_dist.distributed.messages.requests import Key
 from torchopt_dist.distributed.serialization.pickling import pack
 from torchopt_dist.errors import ResidentError
 
-__all__ = ["Before", "Held", "HeldLeaves", "Options", "keep_grads", "replica_missing"]
+__all__ = ["Before", "Held", "HeldLeaves", "Options", "keep_grads", "mirror_missing"]
 
 Options: TypeAlias = Sequence[dict[str, Any]]
 """For each group of an optimizer's parameters, what of its options has changed."""
@@ -32,7 +32,7 @@ Before: TypeAlias = Callable[[nn.Module], object]
 
 
 class Held:
-    """A worker's copy of a module, with its optimizer; on the worker that made the replica, the original.
+    """A worker's copy of a module, with its optimizer; on the worker that made the mirror, the original.
 
     ``tensors`` are all of the module's, in the same order on all workers; ``version`` is how often they have been
     stepped or sent anew.
@@ -62,24 +62,24 @@ class Held:
         return f"a {'parameter' if isinstance(tensor, nn.Parameter) else 'buffer'} of shape {tuple(tensor.shape)}"
 
     def problem(self, version: int) -> ResidentError | None:
-        """The error, if this copy is not that version of the replica; else ``None``."""
+        """The error, if this copy is not that version of the mirror; else ``None``."""
         changed = self.changed()
         if changed is not None:
             return ResidentError(
-                f"{changed} of this worker's copy of a replica was changed in place: let functions work on "
-                "`todist.module_clone(module)`, and call `sync()` of the replica"
+                f"{changed} of this worker's copy of a mirror was changed in place: let functions work on "
+                "`todist.module_clone(module)`, and call `sync()` of the mirror"
             )
         if version != self.version:
             return ResidentError(
-                f"this worker's copy of a replica is of version {self.version}, and a call wants version {version}: "
-                "call `sync()` of the replica"
+                f"this worker's copy of a mirror is of version {self.version}, and a call wants version {version}: "
+                "call `sync()` of the mirror"
             )
         return None
 
     def connect(
         self, store: dist.Store, rank: int, ranks: Sequence[int], backend: str, seconds: float
     ) -> None:
-        """Enter a process group of the workers that hold the replica, by their ranks."""
+        """Enter a process group of the workers that hold the mirror, by their ranks."""
         # Torch's stubs do not say that what the two make is a process group.
         make: Any = nccl_group if backend == "nccl" else dist.ProcessGroupGloo
         self.group = make(store, ranks.index(rank), len(ranks), timedelta(seconds=seconds))
@@ -87,7 +87,7 @@ class Held:
         self._store = store  # NCCL meets there in the first all-reduce
 
     def adopt(self, earlier: Held) -> None:
-        """Take the place of an earlier copy of the same replica."""
+        """Take the place of an earlier copy of the same mirror."""
         self.version = earlier.version + 1
         if earlier.group is not None:
             self.group, self._backend, self._store = earlier.group, earlier._backend, earlier._store
@@ -142,7 +142,7 @@ class Held:
             places = [place for place in trained if self.tensors[place].dtype == dtype]
             refused |= self._reduce(places, {} if sparse else grads, problem or sparse)
         if sparse:
-            raise ValueError("a replica takes no sparse gradients: give the embedding sparse=False")
+            raise ValueError("a mirror takes no sparse gradients: give the embedding sparse=False")
         if refused and not problem:
             raise ResidentError("another worker could not take the step, so no worker has taken it")
 
@@ -173,7 +173,7 @@ class Held:
         return bool(problems)
 
     def step(self, options: Options, before: Before | None = None) -> None:
-        """Take the step, after :meth:`reduce`, with the options that have changed where the replica was made."""
+        """Take the step, after :meth:`reduce`, with the options that have changed where the mirror was made."""
         if before is not None:
             before(self.module)
         for group, changed in zip(self.optimizer.param_groups, options, strict=True):
@@ -183,18 +183,18 @@ class Held:
         self.note()
 
 
-def replica_missing() -> ResidentError:
-    """The error where a replica is not kept."""
-    return ResidentError("a replica was used after its end, or where it is not: make a new `todist.replica`")
+def mirror_missing() -> ResidentError:
+    """The error where a mirror is not kept."""
+    return ResidentError("a mirror was used after its end, or where it is not: make a new `todist.mirror`")
 
 
 class HeldLeaves:
-    """The leaves of one request in the places of tensors of replicas, each once; made while the request is rebuilt."""
+    """The leaves of one request in the places of tensors of mirrors, each once; made while the request is rebuilt."""
 
     def __init__(self, device: torch.device | None, find: Callable[[Key], Held]) -> None:
         self._device = device
         self._find = find
-        self._replicas: dict[Key, Held] = {}
+        self._mirrors: dict[Key, Held] = {}
         self._leaves: dict[tuple[Key, int], tuple[Tensor, Tensor]] = {}
 
     def leaf(
@@ -205,15 +205,15 @@ class HeldLeaves:
         ``hook`` is the tensor that the sender's graph has in its place. Raises :class:`ResidentError` if a task has
         changed this worker's copy in place, or if the copy is of another version than the sender's.
         """
-        if key not in self._replicas:
+        if key not in self._mirrors:
             held = self._find(key)
             problem = held.problem(version)
             if problem is not None:
                 raise problem
             held.fold()
-            self._replicas[key] = held
+            self._mirrors[key] = held
         if (key, place) not in self._leaves:
-            tensor = self._replicas[key].tensors[place].detach()
+            tensor = self._mirrors[key].tensors[place].detach()
             tensor = (tensor if is_parameter else tensor.clone()).to(self._device)
             leaf = (
                 nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
@@ -233,7 +233,7 @@ class HeldLeaves:
         }
         leaves = [leaf for leaf, _ in wanted.values()]
         held = [
-            HeldLeaf(indices[id(hook)], self._replicas[key], place)
+            HeldLeaf(indices[id(hook)], self._mirrors[key], place)
             for (key, place), (_, hook) in wanted.items()
         ]
         return [*sent, *leaves], held
@@ -241,9 +241,9 @@ class HeldLeaves:
 
 def keep_grads(backward: Key, staying: Sequence[HeldLeaf], grads: Sequence[Tensor | None]) -> None:
     """Accumulate the gradients that stay, one for each leaf, under the key of their backward."""
-    by_replica: dict[int, tuple[Held, dict[int, Tensor]]] = {}
+    by_mirror: dict[int, tuple[Held, dict[int, Tensor]]] = {}
     for (_, held, place), grad in zip(staying, grads, strict=True):
         if grad is not None:
-            by_replica.setdefault(id(held), (held, {}))[1][place] = grad.detach()
-    for held, found in by_replica.values():
+            by_mirror.setdefault(id(held), (held, {}))[1][place] = grad.detach()
+    for held, found in by_mirror.values():
         held.accumulate(backward, found)

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Annotated, get_type_hints
 
 from torchopt_dist._liveness import Liveness
-from torchopt_dist.launch import _option_kinds as kinds
-from torchopt_dist.launch._environment import COPIED
+from torchopt_dist.launching import _option_kinds as kinds
+from torchopt_dist.launching._environment import COPIED
 
 __all__ = ["LaunchOptions", "add_launcher_args", "args_section"]
 
@@ -88,8 +88,8 @@ class LaunchOptions:
     handlers: Annotated[
         Sequence[logging.Handler] | None,
         kinds.HANDLERS,
-        "handlers of ``logging`` that get every line of every rank; see ``torchopt_dist.launch.on_ranks``. ``None``: "
-        "the lines of local rank 0 are written to the terminal.",
+        "handlers of ``logging`` that get every line of every rank; see ``todist.launching.on_ranks``. ``None``: the "
+        "lines of local rank 0 are written to the terminal.",
     ] = None
     env: Annotated[
         Mapping[str, str] | None,
@@ -199,7 +199,7 @@ def add_launcher_args(parser: argparse.ArgumentParser) -> None:
 
     Example:
         >>> import argparse
-        >>> from torchopt_dist.launch import Launcher, add_launcher_args
+        >>> from torchopt_dist.launching import Launcher, add_launcher_args
         >>> parser = argparse.ArgumentParser()
         >>> add_launcher_args(parser)
         >>> args = parser.parse_args(["--nproc-per-host", "2", "--rpc"])

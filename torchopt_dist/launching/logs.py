@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from torchopt_dist.launch._option_kinds import check_handler, check_integer
+from torchopt_dist.launching._option_kinds import check_handler, check_integer
 
 __all__ = ["LineSplitter", "TerminalHandler", "WorkerLogs", "log_folder", "on_ranks"]
 
@@ -76,7 +76,7 @@ def on_ranks(
 
     Example:
         >>> import sys, logging
-        >>> from torchopt_dist.launch import on_ranks
+        >>> from torchopt_dist.launching import on_ranks
         >>> handler = on_ranks(logging.StreamHandler(sys.stdout), ranks=[1], stream="stderr")
     """
     if stream not in (None, *LEVELS):

@@ -28,22 +28,22 @@ from torchopt_dist._liveness import VARIABLE, Liveness
 from torchopt_dist._options import close_to
 from torchopt_dist._signals import TERMINATED
 from torchopt_dist.errors import RemoteError
-from torchopt_dist.launch import _slurm as slurm
-from torchopt_dist.launch._attempts import Membership, UnreachedMachine, run_attempts
-from torchopt_dist.launch._breakpoint import terminal
-from torchopt_dist.launch._cluster import find_hosts
-from torchopt_dist.launch._environment import chosen_by, import_path, read_env_file
-from torchopt_dist.launch._machine import Machine
-from torchopt_dist.launch._messages import Header
-from torchopt_dist.launch._pickling import pack_task
-from torchopt_dist.launch._plan import Plan
-from torchopt_dist.launch._processes import allow_many_files
-from torchopt_dist.launch._remote import RemoteOptions, connect
-from torchopt_dist.launch._settings import Settings
-from torchopt_dist.launch._worker import in_groups
-from torchopt_dist.launch.logs import TerminalHandler, WorkerLogs, log_folder
-from torchopt_dist.launch.options import LaunchOptions, args_section
-from torchopt_dist.launch.result import LaunchResult
+from torchopt_dist.launching import _slurm as slurm
+from torchopt_dist.launching._attempts import Membership, UnreachedMachine, run_attempts
+from torchopt_dist.launching._breakpoint import terminal
+from torchopt_dist.launching._cluster import find_hosts
+from torchopt_dist.launching._environment import chosen_by, import_path, read_env_file
+from torchopt_dist.launching._machine import Machine
+from torchopt_dist.launching._messages import Header
+from torchopt_dist.launching._pickling import pack_task
+from torchopt_dist.launching._plan import Plan
+from torchopt_dist.launching._processes import allow_many_files
+from torchopt_dist.launching._remote import RemoteOptions, connect
+from torchopt_dist.launching._settings import Settings
+from torchopt_dist.launching._worker import in_groups
+from torchopt_dist.launching.logs import TerminalHandler, WorkerLogs, log_folder
+from torchopt_dist.launching.options import LaunchOptions, args_section
+from torchopt_dist.launching.result import LaunchResult
 
 __all__ = ["Launcher", "ended_in_order", "launch"]
 
@@ -62,7 +62,7 @@ class Launcher(LaunchOptions):
     from a process that has imported torch, so that all launches but a program's first one start at once.
 
     Args:
-        OPTIONS: made from the fields of :class:`~torchopt_dist.launch.options.LaunchOptions`, below.
+        OPTIONS: made from the fields of :class:`~torchopt_dist.launching.options.LaunchOptions`, below.
 
     Raises:
         ValueError: an argument is out of range.
@@ -70,7 +70,7 @@ class Launcher(LaunchOptions):
 
     Example:
         >>> import os
-        >>> from torchopt_dist.launch import Launcher
+        >>> from torchopt_dist.launching import Launcher
         >>> result = Launcher(nproc_per_host=2).run(lambda name: f"{name} {os.environ['RANK']}", "worker")
         >>> result.rank(1)
         'worker 1'
@@ -81,7 +81,7 @@ class Launcher(LaunchOptions):
         """Make a launcher from the arguments of a command line.
 
         Args:
-            args: what a parser with ``torchopt_dist.launch.add_launcher_args`` has parsed, or any object with
+            args: what a parser with ``torchopt_dist.launching.add_launcher_args`` has parsed, or any object with
                 attributes of these names; other attributes are ignored.
 
         Raises:
@@ -210,7 +210,7 @@ def launch(
         Exception: as :meth:`Launcher.run`.
 
     Example:
-        >>> from torchopt_dist.launch import launch
+        >>> from torchopt_dist.launching import launch
         >>> launch(divmod, (7, 3), nproc_per_host=1).rank(0)
         (2, 1)
     """

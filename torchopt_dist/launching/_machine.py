@@ -11,9 +11,9 @@ from collections.abc import Mapping
 import psutil
 import torch
 
-from torchopt_dist.launch import _forkserver as forkserver
-from torchopt_dist.launch import _processes as processes
-from torchopt_dist.launch._store import LOOPBACK
+from torchopt_dist.launching import _forkserver as forkserver
+from torchopt_dist.launching import _processes as processes
+from torchopt_dist.launching._store import LOOPBACK
 
 __all__ = ["Machine", "ThisMachine", "is_this_machine"]
 

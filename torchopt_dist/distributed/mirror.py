@@ -22,26 +22,26 @@ from torchopt_dist._future import Future, as_completed
 from torchopt_dist._threads import settle_in_thread
 from torchopt_dist.distributed.calls.gather import GRACE_SECONDS, gather
 from torchopt_dist.distributed.group.group import Group, answering_group, current_group, find_group
-from torchopt_dist.distributed.group.replicas import Before, Held, Options
+from torchopt_dist.distributed.group.mirrors import Before, Held, Options
 from torchopt_dist.distributed.messages.handle import StayingModule, hook_of
 from torchopt_dist.distributed.messages.requests import Key
 from torchopt_dist.errors import ResidentError
 
-__all__ = ["Replica", "replica"]
+__all__ = ["MirroredModule", "mirror"]
 
 
-def replica(
+def mirror(
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
     backend: str | None = None,
     timeout: float = 300.0,
-) -> Replica:
+) -> MirroredModule:
     """Keep a module and its optimizer on all workers, so that calls send neither its parameters nor their gradients.
 
-    Pass the replica to calls in the module's place: the function gets its worker's copy of the module. The gradients of
-    its parameters stay on the workers that compute them. :meth:`Replica.step` sums them, and those that the parameters
-    have in this process, by one all-reduce; then every worker takes the optimizer's step.
+    Pass the mirror to calls in the module's place: the function gets its worker's copy of the module. The gradients of
+    its parameters stay on the workers that compute them. :meth:`MirroredModule.step` sums them, and those that the
+    parameters have in this process, by one all-reduce; then every worker takes the optimizer's step.
 
     Args:
         module: the module to copy. In each call its hooks, its training mode and its frozen parameters are those that
@@ -53,7 +53,7 @@ def replica(
         timeout: seconds that a worker waits for the others in the all-reduce. The loss of a worker ends the wait here.
 
     Returns:
-        The replica, a module whose ``forward`` is the module's.
+        The mirror, a module whose ``forward`` is the module's.
 
     Raises:
         TypeError: an argument is of the wrong kind.
@@ -64,7 +64,7 @@ def replica(
 
     Example::
 
-        meta = todist.replica(net, torch.optim.Adam(net.parameters()))
+        meta = todist.mirror(net, torch.optim.Adam(net.parameters()))
         for tasks in batches:
             loss = task_loss(meta, tasks)  # @todist.parallelize; the workers use their copies
             meta.zero_grad()
@@ -72,10 +72,10 @@ def replica(
             meta.step()
     """
     if not isinstance(module, nn.Module) or isinstance(module, StayingModule):
-        raise TypeError(f"replica takes a module, got {type(module).__name__} {module!r:.80}")
+        raise TypeError(f"mirror takes a module, got {type(module).__name__} {module!r:.80}")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
-            f"replica takes the module's optimizer, a torch.optim.Optimizer, got {type(optimizer).__name__}"
+            f"mirror takes the module's optimizer, a torch.optim.Optimizer, got {type(optimizer).__name__}"
         )
     own = {id(parameter) for parameter in module.parameters()}
     for index, group in enumerate(optimizer.param_groups):
@@ -93,13 +93,13 @@ def replica(
     if backend is None:
         on_gpus = all(parameter.is_cuda for parameter in module.parameters()) and bool(own)
         backend = "nccl" if on_gpus and dist.is_nccl_available() else "gloo"
-    made = Replica(module, optimizer)
+    made = MirroredModule(module, optimizer)
     made._start(backend, float(timeout))
     return made
 
 
-class Replica(StayingModule):
-    """A module that all workers hold, with its optimizer; made by :func:`replica`.
+class MirroredModule(StayingModule):
+    """A module that all workers hold, with its optimizer; made by :func:`mirror`.
 
     Gradients of its parameters stay on the workers: ``loss.backward()`` computes them, and ``torch.autograd.grad``
     cannot return them. Inside a function that a call runs, the module behaves as any other, to any order.
@@ -146,7 +146,7 @@ class Replica(StayingModule):
                 clip them, for instance. It must do the same on all workers.
 
         Raises:
-            ResidentError: the module was changed in place; the replica has ended, or a step of it has failed.
+            ResidentError: the module was changed in place; the mirror has ended, or a step of it has failed.
             WorkerLostError: a worker was lost.
             Exception: what ``before`` or the optimizer raises.
         """
@@ -179,7 +179,7 @@ class Replica(StayingModule):
         """Send the module and the optimizer again, as they are in this process; gradients on the workers are dropped.
 
         Raises:
-            ResidentError: the replica has ended, or a step of it has failed.
+            ResidentError: the mirror has ended, or a step of it has failed.
             WorkerLostError: a worker was lost.
             SerializationError: the module or the optimizer cannot be sent.
         """
@@ -189,7 +189,7 @@ class Replica(StayingModule):
         self._changed_options()
         gather(self._ask(_hold, self._key, self.module, self.optimizer, held.version), self._group.names)
         self._held = held
-        self._group.replicas.keep(self._key, held)
+        self._group.mirrors.keep(self._key, held)
         self._called = False
 
     def close(self) -> None:
@@ -211,7 +211,7 @@ class Replica(StayingModule):
         """Send the module to the other workers, and connect all of them."""
         group = self._group
         gather(self._ask(_hold, self._key, self.module, self.optimizer, 0), group.names)
-        group.replicas.keep(self._key, self._held)
+        group.mirrors.keep(self._key, self._held)
         if not self._others:
             return
         host = _network.local_address(os.environ.get("MASTER_ADDR", "127.0.0.1"))
@@ -231,16 +231,16 @@ class Replica(StayingModule):
         return future
 
     def _end(self) -> Exception | None:
-        """Why the replica cannot be used any more, if so."""
+        """Why the mirror cannot be used any more, if so."""
         if find_group() is not self._group or not self._release.alive:
-            return ResidentError("a replica was used after its end: make a new `todist.replica`")
+            return ResidentError("a mirror was used after its end: make a new `todist.mirror`")
         for rank in self._others:
             is_new = self._group.members[rank].incarnation != self._incarnations[rank]
             if is_new or rank in self._group.lost:
                 return self._group.membership.loss_of(rank)
         if self._failed is not None:
             return ResidentError(
-                f"a step of this replica has failed: {self._failed}. Make a new `todist.replica`"
+                f"a step of this mirror has failed: {self._failed}. Make a new `todist.mirror`"
             )
         return None
 
@@ -251,8 +251,8 @@ class Replica(StayingModule):
         changed = self._held.changed() if unchanged else None
         if changed is not None:
             raise ResidentError(
-                f"the module of a replica, {changed}, was changed in place here, so workers have what it was before: "
-                "call `sync()` of the replica after a change, such as loading a checkpoint"
+                f"the module of a mirror, {changed}, was changed in place here, so workers have what it was before: "
+                "call `sync()` of the mirror after a change, such as loading a checkpoint"
             )
 
     def _changed_options(self) -> list[dict[str, Any]]:
@@ -283,13 +283,13 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _store(host: str, port: int, seconds: float, *, is_master: bool = False) -> dist.TCPStore:
-    """Where the workers that hold a replica meet."""
+    """Where the workers that hold a mirror meet."""
     limit = timedelta(seconds=seconds)
     return dist.TCPStore(host, port, None, is_master=is_master, wait_for_workers=False, timeout=limit)
 
 
 def _let_go(group: Group, key: Key, others: list[int]) -> None:
-    group.replicas.release(key)
+    group.mirrors.release(key)
     for worker in others:
         group.releaser.release(group.transport, worker, key)
 
@@ -298,24 +298,24 @@ def _let_go(group: Group, key: Key, others: list[int]) -> None:
 
 
 def _hold(key: Key, module: nn.Module, optimizer: torch.optim.Optimizer, version: int) -> None:
-    replicas, held = answering_group().replicas, Held(module, optimizer)
+    mirrors, held = answering_group().mirrors, Held(module, optimizer)
     if version:
-        held.adopt(replicas.find(key))
-    replicas.keep(key, held)
+        held.adopt(mirrors.find(key))
+    mirrors.keep(key, held)
 
 
 def _connect(key: Key, host: str, port: int, ranks: list[int], backend: str, seconds: float) -> None:
     group = answering_group()
     store = _store(host, port, seconds)
-    group.replicas.find(key).connect(store, group.rank, ranks, backend, seconds)
+    group.mirrors.find(key).connect(store, group.rank, ranks, backend, seconds)
 
 
 def _drop(key: Key) -> None:
-    answering_group().replicas.find(key).drop()
+    answering_group().mirrors.find(key).drop()
 
 
 def _step(key: Key, version: int, trained: list[int], options: Options, before: Before | None) -> None:
-    held = answering_group().replicas.find(key)
+    held = answering_group().mirrors.find(key)
     problem = held.problem(version)
     held.reduce(trained, problem=problem is not None)
     if problem is not None:

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from torchopt_dist._liveness import Liveness
-from torchopt_dist.launch._cluster import Host
-from torchopt_dist.launch._machine import Machine
-from torchopt_dist.launch._messages import Header
-from torchopt_dist.launch.logs import WorkerLogs
-from torchopt_dist.launch.options import LaunchOptions
+from torchopt_dist.launching._cluster import Host
+from torchopt_dist.launching._machine import Machine
+from torchopt_dist.launching._messages import Header
+from torchopt_dist.launching.logs import WorkerLogs
+from torchopt_dist.launching.options import LaunchOptions
 
 __all__ = ["Plan"]
 

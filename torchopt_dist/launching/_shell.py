@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchopt_dist.errors import InitializationError
-from torchopt_dist.launch import _slurm as slurm
+from torchopt_dist.launching import _slurm as slurm
 
 __all__ = ["ShellConnection", "check_shell", "connect_by_shell"]
 

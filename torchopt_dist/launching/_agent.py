@@ -27,11 +27,11 @@ import setproctitle
 from torchopt_dist._out_of_memory import out_of_memory_kills
 from torchopt_dist._signals import INTERRUPT
 from torchopt_dist.errors import InitializationError
-from torchopt_dist.launch import _messages as messages
-from torchopt_dist.launch import _processes as processes
-from torchopt_dist.launch import _store as store
-from torchopt_dist.launch import _worker as worker
-from torchopt_dist.launch._stream import Stream
+from torchopt_dist.launching import _messages as messages
+from torchopt_dist.launching import _processes as processes
+from torchopt_dist.launching import _store as store
+from torchopt_dist.launching import _worker as worker
+from torchopt_dist.launching._stream import Stream
 
 __all__ = ["Agent"]
 

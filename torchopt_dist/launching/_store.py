@@ -19,7 +19,7 @@ import psutil
 import torch.distributed as dist
 
 from torchopt_dist.errors import InitializationError
-from torchopt_dist.launch._messages import Listen, Listening, Reach, Reached
+from torchopt_dist.launching._messages import Listen, Listening, Reach, Reached
 
 __all__ = ["LOOPBACK", "Listeners", "reach", "store_at"]
 

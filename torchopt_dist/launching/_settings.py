@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from torchopt_dist.launch._pickling import pack, unpack
+from torchopt_dist.launching._pickling import pack, unpack
 
 __all__ = ["Settings"]
 

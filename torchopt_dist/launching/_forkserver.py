@@ -38,9 +38,9 @@ import setproctitle
 import torch
 
 from torchopt_dist._torch_private import interpreter_flags
-from torchopt_dist.launch import _processes as processes
-from torchopt_dist.launch._agent import Agent
-from torchopt_dist.launch._environment import import_path
+from torchopt_dist.launching import _processes as processes
+from torchopt_dist.launching._agent import Agent
+from torchopt_dist.launching._environment import import_path
 
 __all__ = ["MARK", "PROGRAM", "connect", "read_on_import", "serve", "serve_by_ssh", "versions"]
 
@@ -64,7 +64,7 @@ PROGRAM = (
     "start['own']=dict(os.environ);"
     "os.environ.update(start['env']);"
     "sys.path+=[p for p in start['path'] if p not in sys.path];"
-    "from torchopt_dist.launch._forkserver import serve_by_ssh;"
+    "from torchopt_dist.launching._forkserver import serve_by_ssh;"
     "serve_by_ssh(start)"
 )
 """What Python is given to run on another machine. Variables and paths come by standard input: a command line is for all
@@ -143,7 +143,7 @@ def _start(env: Mapping[str, str]) -> _Server:
         listener.listen(BACKLOG)
         program = (
             f"import sys; sys.path[:] = {import_path()!r}\n"
-            "from torchopt_dist.launch import _forkserver\n"
+            "from torchopt_dist.launching import _forkserver\n"
             f"_forkserver.serve({listener.fileno()}, {os.getpid()})"
         )
         process = subprocess.Popen(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchopt_dist.launch._settings import Settings
+from torchopt_dist.launching._settings import Settings
 
 __all__ = [
     "Alive",
