@@ -120,7 +120,11 @@ def _is_unmoved(held: dict[str, Any]) -> bool:
 
 
 class MetaSGD(MetaOptimizer, transformation=sgd, moment_requires_grad=True):
-    """Stochastic gradient descent that one can differentiate through."""
+    """Stochastic gradient descent that one can differentiate through.
+
+    The name is TorchOpt's. For the method Meta-SGD, which learns a rate for each entry, pass it the rates of
+    ``todist.learned(module, lr=0.1, entries=True)``.
+    """
 
     @arguments_of(sgd)
     def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
