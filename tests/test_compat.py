@@ -340,7 +340,8 @@ def test_the_public_names_are_what_dir_shows() -> None:
     assert dir(todist.distributed) == todist.distributed.__all__
     assert dir(todist.nn) == todist.nn.__all__
     assert dir(todist.pytree) == todist.pytree.__all__
-    assert dir(todist.typing) == todist.typing.__all__
+    for module in (todist.typing, todist.transform, todist.adjoints, todist.launching):
+        assert dir(module) == sorted(module.__all__)
 
 
 def test_the_native_names_have_one_spelling() -> None:

@@ -15,3 +15,8 @@ __all__ = [
     "on_ranks",
     "world_variables",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return sorted(__all__)
